@@ -1,0 +1,1 @@
+"""The block manager: which block of KV memory holds which tokens."""

@@ -1,0 +1,114 @@
+"""The face of a KV cache manager that an engine drives; subclass it to bring your own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.request import ExternalMatcher, LlmRequest, ScheduledBatch
+
+__all__ = ["BaseKVCacheManager", "BaseResourceManager", "PinnedBlocks"]
+
+
+class BaseResourceManager(ABC):
+    """Resources that requests need while they run. Methods and meaning are TensorRT-LLM's."""
+
+    @abstractmethod
+    def prepare_resources(self, batch: ScheduledBatch) -> None:
+        """Allocate what this step needs; called before the forward pass, and the only allocator.
+
+        Requests in `batch.context_requests` that hold no blocks yet are admitted: blocks for the whole
+        prompt, ``num_computed_tokens`` set to what is reused. Generating requests get the slot of
+        their next token. See `ScheduledBatch` for what is moved where.
+        """
+
+    @abstractmethod
+    def update_resources(self, batch: ScheduledBatch) -> None:
+        """The step is over and ``num_computed_tokens`` is up to date: publish what was filled."""
+
+    @abstractmethod
+    def free_resources(self, request: LlmRequest) -> None:
+        """`request` ended, or is preempted: keep its first ``num_computed_tokens`` for reuse, let go."""
+
+    @abstractmethod
+    def get_max_resource_count(self) -> int:
+        """Blocks in all."""
+
+    @abstractmethod
+    def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
+        """Blocks that `request` still needs to run to its ``max_tokens``, exactly.
+
+        Counted without reuse: what it will hold at its end minus what it holds now.
+        """
+
+
+class PinnedBlocks:
+    """An opaque handle of blocks that stay until `BaseKVCacheManager.unpin` is given it."""
+
+    __slots__ = ()
+
+
+class BaseKVCacheManager(BaseResourceManager):
+    """A resource manager for KV blocks: what the engine needs besides allocation.
+
+    The last three methods serve connectors; a manager without them says so with
+    ``supports_connector = False`` and the engine then refuses to attach one.
+    """
+
+    supports_connector: ClassVar[bool] = False
+
+    @abstractmethod
+    def get_batch_cache_indices(self, requests: Sequence[LlmRequest]) -> Mapping[int, list[int]]:
+        """Block ids of each request, by request id, in order of its tokens."""
+
+    @abstractmethod
+    def get_buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
+        """The layer's KV memory, as a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
+
+        Where key and value dimensions differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
+        """
+
+    @abstractmethod
+    def get_num_free_blocks(self) -> int:
+        """Blocks that could be allocated now."""
+
+    def set_external_matcher(self, matcher: ExternalMatcher) -> None:
+        """Ask `matcher` during admission from now on."""
+        raise self._no_connector()
+
+    def pool_tensor(self) -> Tensor:
+        """The whole pool, as the flat view that connectors register."""
+        raise self._no_connector()
+
+    def detach(self, request: LlmRequest, first_block: int) -> PinnedBlocks:
+        """Take the blocks from `first_block` on away from `request`, which gets fresh ones.
+
+        Raises:
+            OutOfBlocks: there are not enough; nothing changed.
+        """
+        raise self._no_connector()
+
+    def pin(self, request: LlmRequest) -> PinnedBlocks:
+        """Keep the blocks that `request` holds now, also after it let go of them."""
+        raise self._no_connector()
+
+    def unpin(self, handle: PinnedBlocks) -> None:
+        """Let go of what `handle` holds."""
+        raise self._no_connector()
+
+    def get_priorities(self, request: LlmRequest, start: int = 0) -> list[int]:
+        """Retention priority of each block of `request` from block `start` on."""
+        raise self._no_connector()
+
+    def rewind(self, request: LlmRequest, num_tokens: int) -> None:
+        """`request` keeps its first ``request.num_tokens - num_tokens`` tokens (rejected drafts)."""
+        raise self._no_connector()
+
+    def _no_connector(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"{type(self).__name__} does not support connectors (supports_connector is False)"
+        )

@@ -1,0 +1,237 @@
+"""What a user sets: the KV cache, retention, and the connector.
+
+Fields and defaults are those of TensorRT-LLM's KV cache system where it has them. Unknown fields are
+refused, naming the nearest valid one; every error is a `ConfigurationError`, which is a ``ValueError``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from kvconnect.errors import ConfigurationError, nearest
+
+__all__ = [
+    "DEFAULT_RETENTION_PRIORITY",
+    "KvCacheConfig",
+    "KvCacheConnectorConfig",
+    "KvCacheRetentionConfig",
+    "Settings",
+    "TokenRangeRetentionConfig",
+    "torch_dtype",
+]
+
+DEFAULT_RETENTION_PRIORITY = 35
+
+Priority = Annotated[int, Field(ge=0, le=100, strict=True)]
+DurationMs = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a configuration's dtype name (never ``auto``)."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ConfigurationError(f"dtype: '{name}' is unknown; {nearest(name, _DTYPES)}") from None
+
+
+class Settings(BaseModel):
+    """Immutable settings that refuse what they do not know.
+
+    Raises:
+        ConfigurationError: an unknown field or a bad value; names the field, the value, the remedy.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    def __init__(self, /, **values: Any) -> None:
+        cls = type(self)
+        for name in values.keys() - cls.model_fields.keys():
+            raise ConfigurationError(
+                f"{cls.__name__}: unknown field '{name}'; {nearest(name, cls.model_fields)}"
+            )
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigurationError(_explain(cls.__name__, error)) from error
+
+
+def _explain(name: str, error: ValidationError) -> str:
+    parts = []
+    for detail in error.errors():
+        where = ".".join(str(part) for part in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        value = "" if not where else f"={detail['input']!r}"
+        parts.append(f"{name}.{where}{value}: {message}" if where else f"{name}: {message}")
+    return "; ".join(parts)
+
+
+class TokenRangeRetentionConfig(Settings):
+    """The priority of prompt blocks whose first token lies in ``[token_start, token_end)``.
+
+    Attributes:
+        token_start: first token of the range.
+        token_end: end of the range, exclusive; ``None``: to the end of the prompt (last range only).
+        priority: 0 (goes first) to 100 (stays longest).
+        duration_ms: how long it lasts, from when the block was first let go; ``None``: for ever.
+    """
+
+    token_start: Annotated[int, Field(ge=0)]
+    token_end: int | None = None
+    priority: Priority = DEFAULT_RETENTION_PRIORITY
+    duration_ms: DurationMs | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.token_end is not None and self.token_end <= self.token_start:
+            raise ValueError(
+                f"token_end={self.token_end} must be greater than token_start={self.token_start}"
+            )
+        return self
+
+
+class KvCacheRetentionConfig(Settings):
+    """Which blocks of a request are worth keeping, and for how long.
+
+    Attributes:
+        token_range_retention_configs: prompt ranges, in any order; touching is fine, overlap is not.
+        decode_retention_priority: priority of blocks whose first token was generated.
+        decode_duration_ms: how long that lasts; ``None``: for ever.
+    """
+
+    token_range_retention_configs: tuple[TokenRangeRetentionConfig, ...] = ()
+    decode_retention_priority: Priority = DEFAULT_RETENTION_PRIORITY
+    decode_duration_ms: DurationMs | None = None
+
+    @model_validator(mode="after")
+    def _disjoint(self) -> Self:
+        ranges = sorted(self.token_range_retention_configs, key=lambda r: r.token_start)
+        for left, right in zip(ranges, ranges[1:], strict=False):
+            if left.token_end is None or left.token_end > right.token_start:
+                end = "None" if left.token_end is None else left.token_end
+                raise ValueError(
+                    f"token_range_retention_configs: [{left.token_start}, {end}) overlaps "
+                    f"[{right.token_start}, {right.token_end}); an open end is for the last range"
+                )
+        return self
+
+
+class KvCacheConfig(Settings):
+    """The KV cache on the device.
+
+    Attributes:
+        enable_block_reuse: keep finished requests' blocks for later requests.
+        tokens_per_block: a power of two greater than 1.
+        dtype: of keys and values; ``auto``: the model's.
+        max_tokens: at most so many tokens fit the cache.
+        free_gpu_memory_fraction: share of the free GPU memory to use (ignored without CUDA).
+        max_gpu_total_bytes: at most so many bytes; 0: no such limit.
+        host_cache_size: bytes of pinned host memory for offloaded blocks.
+        secondary_offload_min_priority: blocks below it are dropped instead of offloaded.
+        enable_partial_reuse: match part of a block, too.
+        copy_on_partial_reuse: copy a partly matched block instead of taking it over.
+        max_attention_window: tokens that each layer attends to, repeated over the layers.
+        pool_ratio: share of memory of each pool; ``None``: by bytes per token.
+        event_buffer_max_size: newest events kept for `take_events`; 0: none.
+        use_uvm, sink_token_length, transfer_mode: accepted for compatibility, without effect.
+    """
+
+    enable_block_reuse: bool = True
+    tokens_per_block: Annotated[int, Field(strict=True)] = 32
+    dtype: Literal["auto", "float64", "float32", "float16", "bfloat16"] = "auto"
+    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    max_gpu_total_bytes: Annotated[int, Field(ge=0)] = 0
+    host_cache_size: Annotated[int, Field(ge=0)] = 0
+    secondary_offload_min_priority: Priority = DEFAULT_RETENTION_PRIORITY
+    enable_partial_reuse: bool = True
+    copy_on_partial_reuse: bool = True
+    max_attention_window: tuple[Annotated[int, Field(gt=0)], ...] | None = None
+    pool_ratio: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    event_buffer_max_size: Annotated[int, Field(ge=0)] = 0
+    use_uvm: bool = False
+    sink_token_length: int | None = None
+    transfer_mode: int | None = None
+
+    @field_validator("tokens_per_block")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value < 2 or value & (value - 1):
+            raise ValueError("must be a power of two greater than 1 (for example 16, 32 or 64)")
+        return value
+
+    @model_validator(mode="after")
+    def _without_effect(self) -> Self:
+        for name in ("use_uvm", "sink_token_length", "transfer_mode"):
+            if getattr(self, name):
+                warnings.warn(
+                    f"KvCacheConfig.{name} is deprecated and has no effect",
+                    DeprecationWarning,
+                    stacklevel=4,
+                )
+        return self
+
+
+class KvCacheConnectorConfig(Settings):
+    """Where KV blocks are loaded from and saved to.
+
+    Either `url`, a store driven by the built-in
+    pair, or a connector of your own by module and class names, as in TensorRT-LLM.
+
+    Attributes:
+        connector_module: module that holds both classes; required together with both class names.
+        connector_scheduler_class: name of the `KvCacheConnectorScheduler` subclass.
+        connector_worker_class: name of the `KvCacheConnectorWorker` subclass.
+        url: a store, for example ``disk:///var/cache/kv?capacity=200GiB``.
+        lookup_timeout_ms: what all lookups of one engine step together may delay it by.
+        load_timeout_s: deadline of a load; past it the tokens are computed.
+        save_timeout_s: deadline of a save, and of draining at close.
+        min_load_tokens: load only if at least so many tokens come from the store.
+        save_on: save blocks when they are ``full``, or when their request ends (``finish``).
+        min_priority: save only blocks of at least this retention priority.
+        on_backlog: when the store is slower than the model, ``drop`` blocks or ``wait``.
+        staging_bytes: host memory for blocks on their way.
+        save_partial_tails: also save the last, partly filled block of a request.
+        layerwise: copy loaded blocks to the device layer by layer, so that layer 0 can start early.
+        verify_frames: check every loaded block; off is for measuring only, and is logged.
+        max_quarantined_fraction: no new load starts while more of the pool than this is held back
+            for transfers that timed out.
+    """
+
+    connector_module: str | None = None
+    connector_scheduler_class: str | None = None
+    connector_worker_class: str | None = None
+    url: str | None = None
+    lookup_timeout_ms: Annotated[float, Field(ge=0)] = 20.0
+    load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    save_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    min_load_tokens: Annotated[int, Field(ge=0)] = 0
+    save_on: Literal["full", "finish"] = "full"
+    min_priority: Priority = 0
+    on_backlog: Literal["drop", "wait"] = "drop"
+    staging_bytes: Annotated[int, Field(gt=0)] = 256 << 20
+    save_partial_tails: bool = True
+    layerwise: bool = True
+    verify_frames: bool = True
+    max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
+
+    @model_validator(mode="after")
+    def _one_way_in(self) -> Self:
+        names = ("connector_module", "connector_scheduler_class", "connector_worker_class")
+        given = [name for name in names if getattr(self, name) is not None]
+        if given and len(given) < len(names):
+            missing = ", ".join(name for name in names if name not in given)
+            raise ValueError(f"{', '.join(names)} are required together; missing: {missing}")
+        if given and self.url is not None:
+            raise ValueError("give either url or connector_module, not both")
+        return self

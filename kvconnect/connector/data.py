@@ -1,0 +1,123 @@
+"""What crosses the connector interface: small frozen dataclasses, never an engine's own objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import Tensor
+
+from kvconnect.backend import Backend
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.keys import BlockKey, Shard
+from kvconnect.layout import KvCacheLayout
+
+__all__ = [
+    "Direction",
+    "KvCachePool",
+    "LlmArgs",
+    "RequestData",
+    "SchedulerOutput",
+    "TransferFailure",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LlmArgs:
+    """What a connector is built with.
+
+    Attributes:
+        model: directory of the model.
+        kv_cache_config, kv_connector_config: as the user gave them.
+        layouts: of the pool groups, group 0 first.
+        model_digest: 32 bytes; see `kvconnect.digest.model_digest`.
+        shard: this rank's part of the model.
+        backend: a store that the user made; ``None`` if `kv_connector_config` names one.
+    """
+
+    model: str
+    kv_cache_config: KvCacheConfig
+    kv_connector_config: KvCacheConnectorConfig
+    layouts: tuple[KvCacheLayout, ...]
+    model_digest: bytes
+    shard: Shard = Shard()
+    backend: Backend | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvCachePool:
+    """One pool group's memory: `tensor` is the flat view ``layout.flat_shape(num_blocks)``."""
+
+    layout: KvCacheLayout
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RequestData:
+    """One request of a step, as `build_connector_meta` sees it.
+
+    Attributes:
+        request_id: unique within the engine.
+        new_tokens, new_block_ids: what has not been reported before; the whole prompt and all of its
+            blocks the first time, even if it is computed in chunks.
+        computed_position: leading tokens whose KV is valid before this step (``len(tokens) - 1`` while
+            decoding). Tokens that a synchronous load is to bring in this step are not counted.
+        num_scheduled_tokens: tokens that this step computes; drafts count.
+        block_keys: chained keys of the full blocks of the tokens so far.
+        new_block_ids_by_group: `new_block_ids` of each pool group, -1 in places outside a window.
+        cache_salt: the request's salt.
+        priorities: retention priority of each new block.
+    """
+
+    request_id: int
+    new_tokens: list[int]
+    new_block_ids: list[int]
+    computed_position: int
+    num_scheduled_tokens: int
+    block_keys: list[BlockKey] = field(default_factory=list)
+    new_block_ids_by_group: tuple[list[int], ...] = ()
+    cache_salt: str | None = None
+    priorities: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The requests of a step.
+
+    Attributes:
+        new_requests: once per admission (a preempted request is admitted again).
+        cached_requests: every later step of a request, decode steps too.
+        loading_requests: whose load in the background starts in this step. They compute nothing yet
+            and appear in `new_requests` when they do.
+    """
+
+    new_requests: list[RequestData] = field(default_factory=list)
+    cached_requests: list[RequestData] = field(default_factory=list)
+    loading_requests: list[RequestData] = field(default_factory=list)
+
+
+class Direction(Enum):
+    """Of a transfer."""
+
+    LOAD = "load"
+    SAVE = "save"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailure:
+    """A transfer that will not finish.
+
+    Attributes:
+        request_id: whose.
+        direction: load or save.
+        num_valid_tokens: leading tokens of the request whose KV is valid all the same (loads only).
+        reason: for the log.
+        writes_ended: nothing will write into the request's blocks any more. False: the runtime keeps
+            them apart until `get_finished` returns the id.
+    """
+
+    request_id: int
+    direction: Direction
+    num_valid_tokens: int = 0
+    reason: str = ""
+    writes_ended: bool = True

@@ -1,0 +1,80 @@
+"""The leader's half of a connector: what to load and save."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from kvconnect.connector.data import LlmArgs, SchedulerOutput
+from kvconnect.request import LlmRequest
+
+__all__ = ["KvCacheConnectorScheduler"]
+
+
+class KvCacheConnectorScheduler(ABC):
+    """Decides what is loaded and saved. Lives on the leader, rank 0; called on the engine's thread.
+
+    Names and signatures are TensorRT-LLM's, so that its connectors run here by changing an import.
+    Methods marked *ours* have defaults. None may block for long: the engine waits.
+    """
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        self._llm_args = llm_args
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object:
+        """What the workers are to do in this step; called every step that has a batch.
+
+        The result must be picklable (it goes to every rank's worker); ``None`` is legal.
+        """
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: LlmRequest, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Tokens beyond `num_computed_tokens` (a multiple of tokens_per_block) that can be loaded.
+
+        Called once per admission, after the device match, only when the blocks are surely there.
+        True as second element loads in the background: the request waits, the engine does not.
+        More than ``prompt_len - 1 - num_computed_tokens`` is cut. An answer that reaches no further than
+        a partial match on the device is not taken: then ``computed_position`` of the request's
+        first report lies beyond it, and nothing of it may be loaded.
+        """
+
+    @abstractmethod
+    def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
+        """Generation ended or was aborted; the blocks are still there.
+
+        True keeps them until every worker's `get_finished` has returned the id as saved.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
+        """`request` was given `block_ids`; comes before `build_connector_meta` of the same step."""
+
+    def on_new_request(self, request: LlmRequest) -> None:
+        """*Ours.* `request` enters the queue: start looking things up."""
+
+    def request_reset(self, request: LlmRequest) -> None:
+        """*Ours.* `request` was preempted or sent back: its blocks are gone, it will be asked for again."""
+
+    def request_aborted(self, request: LlmRequest) -> None:
+        """*Ours.* `request` was aborted; `request_finished` follows if it holds blocks."""
+
+    def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
+        """*Ours.* Its load ended without success; tokens from `num_valid_tokens` on are computed."""
+
+    def on_rewind(self, request: LlmRequest, block_ids: list[int]) -> None:
+        """*Ours.* Its last tokens were rejected; `block_ids` are the blocks it still holds."""
+
+    def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
+        """*Ours.* Data to hand to the client with the result; asked for at the end."""
+        return None
+
+    def take_events(self) -> Sequence[object]:
+        """*Ours.* Events since the last call."""
+        return ()
+
+    def shutdown(self) -> None:
+        """*Ours.* The end, after every worker's `shutdown`; idempotent."""

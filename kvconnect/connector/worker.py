@@ -1,0 +1,108 @@
+"""A rank's half of a connector: the transfers themselves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvconnect.connector.data import KvCachePool, LlmArgs, TransferFailure
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["KvCacheConnectorWorker"]
+
+
+class KvCacheConnectorWorker(ABC):
+    """Moves KV blocks of one rank. Called on the engine's thread.
+
+    `stream` is the CUDA stream of the forward pass, ``None`` on the CPU. Methods marked *ours* have
+    defaults.
+    """
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        self._llm_args = llm_args
+        self._metadata: object = None
+
+    def bind_connector_meta(self, metadata: object) -> None:
+        """The leader's instructions for this step, also as ``self._metadata``."""
+        self._metadata = metadata
+
+    def get_connector_meta(self) -> object:
+        """What is bound now; ``None`` between steps."""
+        return self._metadata
+
+    def clear_connector_meta(self) -> None:
+        """*Ours.* The step is over."""
+        self._metadata = None
+
+    @abstractmethod
+    def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
+        """Called once, first: the pool, ``[num_blocks, num_layers, kv_factor, elements]``."""
+
+    def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
+        """*Ours.* Called instead; with a single pool it forwards to `register_kv_caches`.
+
+        Raises:
+            ConfigurationError: several pools, and the class does not override this.
+        """
+        if len(pools) != 1:
+            raise ConfigurationError(
+                f"{type(self).__name__}: the model has {len(pools)} KV pools; override "
+                "register_kv_cache_layout to serve several"
+            )
+        self.register_kv_caches(pools[0].tensor)
+
+    @abstractmethod
+    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
+        """Begin the loads of this step; once a step, after binding, before the forward pass."""
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
+        """After this, the loaded KV of layer `layer_idx` may be read on `stream`. Ascending layers."""
+
+    @abstractmethod
+    def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
+        """The layer's KV is written, or at least enqueued on `stream`: order copies behind it."""
+
+    @abstractmethod
+    def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
+        """The end of a forward pass.
+
+        When it returns, every byte read from the blocks has left them, or `stream` waits for that.
+        Only blocks of a request that `request_finished` answered with True may be read later.
+        """
+
+    @abstractmethod
+    def get_finished(
+        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Which requests' background saves and loads have ended since the last call.
+
+        Called once a step, idle steps too. `finished_gen_req_ids` began to save (`request_finished`
+        was True), `started_loading_req_ids` to load; each id comes in once, and may be returned from
+        then on, once.
+        """
+
+    def register_forward_pass_callable(self) -> Callable[[], None] | None:
+        """*Ours.* Something to call at the end of each forward pass, on its stream."""
+        return None
+
+    def get_failed(self) -> list[TransferFailure]:
+        """*Ours.* Transfers that will not finish; asked after each forward, before sampling."""
+        return []
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """*Ours.* `wakeup` may be called from any thread when something finished.
+
+        A class that does so says it with ``wakes = True``; others are polled.
+        """
+
+    wakes: bool = False
+
+    def cancel(self, request_id: int) -> None:
+        """*Ours.* Nobody waits for this request's load any more; `get_finished` still returns it."""
+
+    def shutdown(self) -> None:
+        """*Ours.* Finish what is staged, release everything; idempotent."""

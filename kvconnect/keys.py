@@ -1,0 +1,160 @@
+"""Block keys: names of KV content, the same in every process, rank and pool.
+
+``root`` covers everything that changes the bytes of a block besides its tokens; ``key[i]`` chains
+over the blocks before it, so a key stands for the whole prefix. A tenant's salt is part of the root:
+its keys cannot be guessed from its tokens. Stores see only `store_key`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.layout import KvCacheLayout
+from kvconnect.tokens import TokenArray, TokenBuffer
+
+__all__ = [
+    "FORMAT_VERSION",
+    "KEY_NBYTES",
+    "BlockKey",
+    "KeyChain",
+    "Namespace",
+    "Shard",
+    "chain_key",
+    "root_key",
+    "store_key",
+]
+
+FORMAT_VERSION = 1
+KEY_NBYTES = 32
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes."""
+
+
+def _digest(kind: bytes, parts: Iterable[bytes]) -> BlockKey:
+    # Length-prefixed, so that no two lists of parts look alike.
+    state = hashlib.blake2b(digest_size=KEY_NBYTES, person=kind)
+    for part in parts:
+        state.update(struct.pack("<q", len(part)))
+        state.update(part)
+    return BlockKey(state.digest())
+
+
+def _optional(value: str | int | None) -> bytes:
+    # None differs from every value, 0 from "0".
+    if value is None:
+        return b"-"
+    return b"i%d" % value if isinstance(value, int) else b"s" + value.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Requests share cached blocks only within one namespace.
+
+    Attributes:
+        cache_salt: the tenant's salt, never empty.
+        lora_id: the adapter. For stores this must be a digest of the adapter, not a local number.
+        extra_key: anything else that changes the KV of equal tokens (a picture's hash, say).
+    """
+
+    cache_salt: str | None = None
+    lora_id: int | str | None = None
+    extra_key: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise ConfigurationError(f"cache_salt: {self.cache_salt!r} must be a string, or None")
+        if self.cache_salt == "":
+            raise ConfigurationError("cache_salt: '' must not be empty; use None for no salt")
+
+    def encode(self) -> bytes:
+        """Bytes that differ whenever a field does."""
+        parts = (_optional(self.cache_salt), _optional(self.lora_id), _optional(self.extra_key))
+        return _digest(b"kvc-namespace", parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of the model this rank holds."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+
+def root_key(
+    model_digest: bytes, layouts: Sequence[KvCacheLayout], namespace: Namespace
+) -> BlockKey:
+    """The key before the first block of a namespace of one model and cache geometry."""
+    geometry = b"".join(layout.fingerprint() for layout in layouts)
+    version = struct.pack("<I", FORMAT_VERSION)
+    return _digest(b"kvc-root", (version, model_digest, geometry, namespace.encode()))
+
+
+def chain_key(parent: BlockKey, tokens: TokenArray) -> BlockKey:
+    """The key of the block that holds `tokens` (a whole block or a shorter tail) after `parent`."""
+    return _digest(b"kvc-block", (parent, struct.pack("<q", len(tokens)), tokens.tobytes()))
+
+
+def store_key(key: BlockKey, group: int = 0, shard: Shard = Shard()) -> BlockKey:
+    """What a store sees: `key` for one pool group and one rank's shard."""
+    where = struct.pack("<5q", group, shard.tp_rank, shard.tp_size, shard.pp_rank, shard.pp_size)
+    return _digest(b"kvc-store", (key, where))
+
+
+class KeyChain:
+    """The lazily hashed keys of one request's full blocks.
+
+    Made with the request and shared by block manager, connector and events, so that one block is
+    hashed once. It follows `tokens`, which its owner extends; on a rewind the owner calls `truncate`.
+    Not thread-safe.
+    """
+
+    __slots__ = ("_keys", "_tokens", "root", "tokens_per_block")
+
+    def __init__(self, root: BlockKey, tokens_per_block: int, tokens: TokenBuffer) -> None:
+        self.root = root
+        self.tokens_per_block = tokens_per_block
+        self._tokens = tokens
+        self._keys: list[BlockKey] = []
+
+    def __len__(self) -> int:
+        """Full blocks of the tokens so far."""
+        return len(self._tokens) // self.tokens_per_block
+
+    def keys(self, start: int = 0, stop: int | None = None) -> list[BlockKey]:
+        """Keys of the full blocks ``start..stop`` (default: all)."""
+        stop = len(self) if stop is None else min(stop, len(self))
+        if len(self._keys) < stop:
+            self._hash_up_to(stop)
+        return self._keys[start:stop]
+
+    def parent(self, block: int) -> BlockKey:
+        """The key before block number `block`: its predecessor's, or the root."""
+        return self.keys(block - 1, block)[0] if block else self.root
+
+    def tail(self, num_tokens: int) -> BlockKey:
+        """The key of the partial block that ends at `num_tokens`."""
+        start = num_tokens - num_tokens % self.tokens_per_block
+        if start == num_tokens or num_tokens > len(self._tokens):
+            raise ConfigurationError(f"num_tokens: {num_tokens} does not end a partial block")
+        parent = self.parent(start // self.tokens_per_block)
+        return chain_key(parent, self._tokens.view[start:num_tokens])
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget keys of blocks that do not end within the first `num_tokens`."""
+        del self._keys[num_tokens // self.tokens_per_block :]
+
+    def _hash_up_to(self, stop: int) -> None:
+        size = self.tokens_per_block
+        tokens = self._tokens.view
+        parent = self._keys[-1] if self._keys else self.root
+        for block in range(len(self._keys), stop):
+            parent = chain_key(parent, tokens[block * size : (block + 1) * size])
+            self._keys.append(parent)

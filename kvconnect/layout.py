@@ -1,0 +1,85 @@
+"""The shape of one KV block."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+
+import torch
+
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["KvCacheLayout"]
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheLayout:
+    """What a block of one pool group holds. One block is one contiguous run of bytes.
+
+    With ``key_dim == value_dim`` the pool is ``[num_blocks, num_layers, 2, tokens_per_block,
+    num_kv_heads, head_dim]`` and `kv_factor` is 2. Where they differ (MLA) `kv_factor` is 1 and the
+    last axis holds ``tokens_per_block * num_kv_heads * (key_dim + value_dim)`` elements, keys first.
+
+    Attributes:
+        num_layers: attention layers in this group.
+        num_kv_heads: KV heads of each layer (of this rank).
+        key_dim, value_dim: elements of one head's key and value.
+        tokens_per_block: a power of two greater than 1.
+        dtype: of the elements.
+        window: attention window in tokens; ``None`` is full attention.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    tokens_per_block: int
+    dtype: torch.dtype
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "key_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}: {getattr(self, name)} must be at least 1")
+        if self.value_dim < 0:
+            raise ConfigurationError(f"value_dim: {self.value_dim} must be at least 0")
+        if self.window is not None and self.window < 1:
+            raise ConfigurationError(f"window: {self.window} must be at least 1, or None")
+        t = self.tokens_per_block
+        if t < 2 or t & (t - 1):
+            raise ConfigurationError(f"tokens_per_block: {t} must be a power of two greater than 1")
+
+    @property
+    def kv_factor(self) -> int:
+        """2 where keys and values are planes of equal shape, else 1."""
+        return 2 if self.key_dim == self.value_dim else 1
+
+    @property
+    def plane_elements(self) -> int:
+        """Elements of one layer's plane of a block: the last axis of the flat pool view."""
+        dim = self.key_dim if self.kv_factor == 2 else self.key_dim + self.value_dim
+        return self.tokens_per_block * self.num_kv_heads * dim
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer of a block."""
+        return self.kv_factor * self.plane_elements * self.dtype.itemsize
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block, all layers, keys and values."""
+        return self.num_layers * self.layer_nbytes
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token, all layers, keys and values."""
+        return self.block_nbytes // self.tokens_per_block
+
+    def flat_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
+        """Shape of the flat pool view that connectors get."""
+        return (num_blocks, self.num_layers, self.kv_factor, self.plane_elements)
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ whenever any field does; the same in every process."""
+        text = ";".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()

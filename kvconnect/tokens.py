@@ -1,0 +1,82 @@
+"""Token ids: converted once at the edge, int32 everywhere inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["TokenArray", "TokenBuffer", "Tokens", "as_token_array"]
+
+TokenArray: TypeAlias = npt.NDArray[np.int32]
+Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+
+_INT32 = np.iinfo(np.int32)
+
+
+def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
+    """`tokens` as a contiguous one-dimensional int32 array, without a copy where it is one.
+
+    Raises:
+        ConfigurationError: (a ``ValueError``) not one-dimensional, not integers, or outside int32.
+    """
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
+        return np.ascontiguousarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise ConfigurationError(f"{field}: not a flat sequence of integers ({error})") from error
+    if array.ndim != 1:
+        raise ConfigurationError(f"{field}: one dimension is needed, this has {array.ndim}")
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.dtype.kind not in "iu":
+        kind = f"of {array.dtype}" if array.dtype.kind != "O" else "with values outside int64"
+        raise ConfigurationError(f"{field}: integers are needed, this is a sequence {kind}")
+    low, high = int(array.min()), int(array.max())
+    if low < _INT32.min or high > _INT32.max:
+        bad = low if low < _INT32.min else high
+        raise ConfigurationError(f"{field}: token id {bad} is outside int32")
+    return array.astype(np.int32)
+
+
+class TokenBuffer:
+    """A growing int32 array: the tokens of one sequence, prompt first, then what was generated.
+
+    `view` is valid until the next `extend`. Not thread-safe.
+    """
+
+    __slots__ = ("_array", "_length", "_owned")
+
+    def __init__(self, tokens: TokenArray) -> None:
+        self._array = tokens
+        self._length = len(tokens)
+        self._owned = False  # the array given here is the caller's: never written to
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def view(self) -> TokenArray:
+        """The tokens, as a view that is not to be written to."""
+        return self._array[: self._length]
+
+    def extend(self, tokens: TokenArray) -> None:
+        """Append `tokens`; amortised constant time per token."""
+        end = self._length + len(tokens)
+        if end > len(self._array) or not self._owned:
+            grown = np.empty(max(end, 2 * self._length, 64), np.int32)
+            grown[: self._length] = self._array[: self._length]
+            self._array, self._owned = grown, True
+        self._array[self._length : end] = tokens
+        self._length = end
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens`."""
+        if not 0 <= num_tokens <= self._length:
+            raise ConfigurationError(f"num_tokens: {num_tokens} is outside 0..{self._length}")
+        self._length = num_tokens
