@@ -68,9 +68,9 @@ class Backend(ABC):
     """A store of immutable blocks under content-addressed keys.
 
     A key's value never changes, so `save` is idempotent and it does not matter which of two writers
-    is last. All methods run on one event loop and may be called concurrently; none may block it (use
-    ``asyncio.to_thread`` or aiofiles). A coroutine must not end while anything can still touch its
-    buffers: the framework hands them on when it ends. It is never cancelled.
+    is last. All methods run on one event loop and may be called concurrently; none may block it
+    (use ``asyncio.to_thread`` or aiofiles). A coroutine must not end while anything can still touch
+    its buffers: the framework hands them on when it ends. It is never cancelled.
 
     A bounded store drops a chain from its end: using a block counts as using its ancestors.
     """
@@ -82,7 +82,7 @@ class Backend(ABC):
     """True: `children` and `scan` tell what is stored."""
 
     inline: ClassVar[bool] = False
-    """True: loads run at memory speed, so a request may wait for them in the step that needs them."""
+    """True: loads run at memory speed: a request may wait for them in the step that needs them."""
 
     async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
         """Connect or create; called once, before anything else, with one layout per pool group.
@@ -106,9 +106,9 @@ class Backend(ABC):
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fill ``into[i]`` with the value of ``keys[i]``; return how many leading ones were filled.
 
-        `into` are 1-D uint8 host tensors, each exactly as long as the frame that was saved. An absent
-        key, or a value of another length, ends the run: it is a miss, not an error. Buffers beyond
-        the returned count are undefined, and all of them after an error.
+        `into` are 1-D uint8 host tensors, each exactly as long as the frame that was saved. An
+        absent key, or a value of another length, ends the run: it is a miss, not an error. Buffers
+        beyond the returned count are undefined, and all of them after an error.
         """
 
     @abstractmethod
@@ -138,7 +138,7 @@ class Backend(ABC):
         """`region` is host memory that buffers will come from; a store may pin or register it."""
 
     async def pin(self, keys: Sequence[BlockKey], ttl: float) -> int:
-        """Keep `keys` from eviction for `ttl` seconds; return how many leading ones (default: 0)."""
+        """Keep `keys` from eviction for `ttl` seconds; return how many leading ones (default 0)."""
         return 0
 
 

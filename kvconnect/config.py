@@ -1,7 +1,8 @@
 """What a user sets: the KV cache, retention, and the connector.
 
-Fields and defaults are those of TensorRT-LLM's KV cache system where it has them. Unknown fields are
-refused, naming the nearest valid one; every error is a `ConfigurationError`, which is a ``ValueError``.
+Fields and defaults are those of TensorRT-LLM's KV cache system where it has them. Unknown fields
+are refused, naming the nearest valid one; every error is a `ConfigurationError`, which is a
+``ValueError``.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class TokenRangeRetentionConfig(Settings):
 
     Attributes:
         token_start: first token of the range.
-        token_end: end of the range, exclusive; ``None``: to the end of the prompt (last range only).
+        token_end: end of the range, exclusive; ``None``: the end of the prompt (last range only).
         priority: 0 (goes first) to 100 (stays longest).
         duration_ms: how long it lasts, from when the block was first let go; ``None``: for ever.
     """
@@ -104,7 +105,7 @@ class KvCacheRetentionConfig(Settings):
     """Which blocks of a request are worth keeping, and for how long.
 
     Attributes:
-        token_range_retention_configs: prompt ranges, in any order; touching is fine, overlap is not.
+        token_range_retention_configs: prompt ranges, in any order; they may touch, not overlap.
         decode_retention_priority: priority of blocks whose first token was generated.
         decode_duration_ms: how long that lasts; ``None``: for ever.
     """

@@ -1,4 +1,4 @@
-"""The digest of a model directory: configuration and weights, never the checkpoint's index alone."""
+"""The digest of a model directory: configuration and weights, never the index alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def model_digest(directory: str | Path, *, cache_dir: str | Path | None = None) 
     """32 bytes that differ between any two models, fine-tunes and revisions included.
 
     Covers ``config.json`` and, for every weight file, name, size and content: whole up to 256 MiB,
-    beyond that 4,096 stripes of 64 KiB at fixed pseudo-random offsets. Content digests are cached in
-    `cache_dir` (default ``~/.cache/kvconnect/digests``) by path, inode, size, mtime and ctime.
+    beyond that 4,096 stripes of 64 KiB at fixed pseudo-random offsets. Content digests are cached
+    in `cache_dir` (default ``~/.cache/kvconnect/digests``) by path, inode, size, mtime and ctime.
     Blocks on file I/O.
 
     Raises:

@@ -1,7 +1,8 @@
 """The frame around every stored block: a header that binds the bytes to their key.
 
 ``header (128 bytes) | payload | zeros up to a multiple of 4096``. The checksum covers header and
-payload, and the header holds the store key: a right block under a wrong key fails like a damaged one.
+payload, and the header holds the store key: a right block under a wrong key fails like a damaged
+one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class FrameHeader:
 
 
 def frame_nbytes(payload_nbytes: int) -> int:
-    """Bytes of the frame of so large a payload: a multiple of 4096, so that it can go to disk as is."""
+    """Bytes of the frame of so large a payload: a multiple of 4096, to go to disk as it is."""
     return -(-(HEADER_NBYTES + payload_nbytes) // ALIGNMENT) * ALIGNMENT
 
 
@@ -50,8 +51,9 @@ def payload(frame: Tensor, payload_nbytes: int) -> Tensor:
 def seal(frame: Tensor, header: FrameHeader) -> None:
     """Write header, checksum and padding around the payload that is in `frame` already.
 
-    `frame` is a 1-D contiguous uint8 host tensor of `frame_nbytes(header.payload_nbytes)`. Everything but its
-    payload is overwritten. Reads the whole payload (12 GB/s); thread-safe for different frames.
+    `frame` is a 1-D contiguous uint8 host tensor of `frame_nbytes(header.payload_nbytes)`.
+    Everything but its payload is overwritten. Reads the whole payload (12 GB/s); thread-safe for
+    different frames.
     """
     need = frame_nbytes(header.payload_nbytes)
     if frame.numel() != need:

@@ -1,8 +1,8 @@
 """Block keys: names of KV content, the same in every process, rank and pool.
 
 ``root`` covers everything that changes the bytes of a block besides its tokens; ``key[i]`` chains
-over the blocks before it, so a key stands for the whole prefix. A tenant's salt is part of the root:
-its keys cannot be guessed from its tokens. Stores see only `store_key`.
+over the blocks before it, so a key stands for the whole prefix. A tenant's salt is part of the
+root: its keys cannot be guessed from its tokens. Stores see only `store_key`.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class KeyChain:
     """The lazily hashed keys of one request's full blocks.
 
     Made with the request and shared by block manager, connector and events, so that one block is
-    hashed once. It follows `tokens`, which its owner extends; on a rewind the owner calls `truncate`.
-    Not thread-safe.
+    hashed once. It follows `tokens`, which its owner extends; on a rewind the owner calls
+    `truncate`. Not thread-safe.
     """
 
     __slots__ = ("_keys", "_tokens", "root", "tokens_per_block")

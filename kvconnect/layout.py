@@ -18,7 +18,8 @@ class KvCacheLayout:
 
     With ``key_dim == value_dim`` the pool is ``[num_blocks, num_layers, 2, tokens_per_block,
     num_kv_heads, head_dim]`` and `kv_factor` is 2. Where they differ (MLA) `kv_factor` is 1 and the
-    last axis holds ``tokens_per_block * num_kv_heads * (key_dim + value_dim)`` elements, keys first.
+    last axis holds ``tokens_per_block * num_kv_heads * (key_dim + value_dim)`` elements, keys
+    first.
 
     Attributes:
         num_layers: attention layers in this group.

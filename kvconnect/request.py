@@ -70,8 +70,8 @@ class LlmRequest:
         prompt_len: tokens of the prompt as it was given.
         num_computed_tokens: leading tokens whose KV is valid on the device.
         num_scheduled_tokens: tokens that this step computes.
-        num_external_tokens: leading tokens that a load of this step will have made valid; counts from
-            0 and is at least `num_computed_tokens` while a load is pending, else 0.
+        num_external_tokens: leading tokens that a load of this step will have made valid; counts
+            from 0 and is at least `num_computed_tokens` while a load is pending, else 0.
         draft_tokens: proposed tokens to verify in this step.
         kv_transfer_params: free-form data that travels with a request between instances.
         reused_device_tokens, reused_store_tokens, computed_tokens: what its prompt cost so far.
@@ -164,9 +164,9 @@ class LlmRequest:
 class ScheduledBatch:
     """What one step works on.
 
-    `KVCacheManager.prepare_resources` moves requests of `context_requests` that load in the background
-    to `loading_requests`, and those that do not fit after all to `refused_requests` (nothing changed
-    for them). Of the others every one has its blocks when it returns.
+    `KVCacheManager.prepare_resources` moves requests of `context_requests` that load in the
+    background to `loading_requests`, and those that do not fit after all to `refused_requests`
+    (nothing changed for them). Of the others every one has its blocks when it returns.
     """
 
     context_requests: list[LlmRequest] = field(default_factory=list)
@@ -182,7 +182,7 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """What a connector supplies: `num_tokens` beyond `position`; in the background or in this step."""
+    """What a connector supplies: `num_tokens` beyond `position`, in this step or the background."""
 
     position: int = 0
     num_tokens: int = 0
@@ -195,7 +195,7 @@ class ExternalMatch:
 
 
 class ExternalMatcher(Protocol):
-    """Whom `KVCacheManager.prepare_resources` asks during admission; the connector manager is one."""
+    """Whom `KVCacheManager.prepare_resources` asks at admission; the connector manager is one."""
 
     def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
         """What the store has beyond the device match, asked for at a block boundary.

@@ -22,7 +22,7 @@ logger = logging.getLogger("kvconnect")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened: `name`, how long it took, its numbers, and the error it ended with."""
+    """Something that happened: its name, time, numbers, and the error it ended with."""
 
     name: str
     seconds: float = 0.0

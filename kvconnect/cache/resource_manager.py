@@ -21,9 +21,9 @@ class BaseResourceManager(ABC):
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         """Allocate what this step needs; called before the forward pass, and the only allocator.
 
-        Requests in `batch.context_requests` that hold no blocks yet are admitted: blocks for the whole
-        prompt, ``num_computed_tokens`` set to what is reused. Generating requests get the slot of
-        their next token. See `ScheduledBatch` for what is moved where.
+        Requests in `batch.context_requests` that hold no blocks yet are admitted: blocks for the
+        whole prompt, ``num_computed_tokens`` set to what is reused. Generating requests get the
+        slot of their next token. See `ScheduledBatch` for what is moved where.
         """
 
     @abstractmethod
@@ -32,7 +32,7 @@ class BaseResourceManager(ABC):
 
     @abstractmethod
     def free_resources(self, request: LlmRequest) -> None:
-        """`request` ended, or is preempted: keep its first ``num_computed_tokens`` for reuse, let go."""
+        """`request` ended or is preempted: publish its ``num_computed_tokens``, then let go."""
 
     @abstractmethod
     def get_max_resource_count(self) -> int:
@@ -105,7 +105,7 @@ class BaseKVCacheManager(BaseResourceManager):
         raise self._no_connector()
 
     def rewind(self, request: LlmRequest, num_tokens: int) -> None:
-        """`request` keeps its first ``request.num_tokens - num_tokens`` tokens (rejected drafts)."""
+        """`request` loses its last `num_tokens` tokens (rejected drafts)."""
         raise self._no_connector()
 
     def _no_connector(self) -> ConfigurationError:

@@ -58,10 +58,11 @@ class RequestData:
 
     Attributes:
         request_id: unique within the engine.
-        new_tokens, new_block_ids: what has not been reported before; the whole prompt and all of its
-            blocks the first time, even if it is computed in chunks.
-        computed_position: leading tokens whose KV is valid before this step (``len(tokens) - 1`` while
-            decoding). Tokens that a synchronous load is to bring in this step are not counted.
+        new_tokens, new_block_ids: what has not been reported before; the whole prompt and all of
+            its blocks the first time, even if it is computed in chunks.
+        computed_position: leading tokens whose KV is valid before this step (``len(tokens) - 1``
+            while decoding). Tokens that a synchronous load is to bring in this step are not
+            counted.
         num_scheduled_tokens: tokens that this step computes; drafts count.
         block_keys: chained keys of the full blocks of the tokens so far.
         new_block_ids_by_group: `new_block_ids` of each pool group, -1 in places outside a window.
@@ -112,8 +113,8 @@ class TransferFailure:
         direction: load or save.
         num_valid_tokens: leading tokens of the request whose KV is valid all the same (loads only).
         reason: for the log.
-        writes_ended: nothing will write into the request's blocks any more. False: the runtime keeps
-            them apart until `get_finished` returns the id.
+        writes_ended: nothing will write into the request's blocks any more. False: the runtime
+            keeps them apart until `get_finished` returns the id.
     """
 
     request_id: int

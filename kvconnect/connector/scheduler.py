@@ -37,8 +37,8 @@ class KvCacheConnectorScheduler(ABC):
 
         Called once per admission, after the device match, only when the blocks are surely there.
         True as second element loads in the background: the request waits, the engine does not.
-        More than ``prompt_len - 1 - num_computed_tokens`` is cut. An answer that reaches no further than
-        a partial match on the device is not taken: then ``computed_position`` of the request's
+        More than ``prompt_len - 1 - num_computed_tokens`` is cut. An answer that reaches no further
+        than a partial match on the device is not taken: then ``computed_position`` of the request's
         first report lies beyond it, and nothing of it may be loaded.
         """
 
@@ -57,13 +57,13 @@ class KvCacheConnectorScheduler(ABC):
         """*Ours.* `request` enters the queue: start looking things up."""
 
     def request_reset(self, request: LlmRequest) -> None:
-        """*Ours.* `request` was preempted or sent back: its blocks are gone, it will be asked for again."""
+        """*Ours.* `request` was preempted or sent back: its blocks are gone; it comes again."""
 
     def request_aborted(self, request: LlmRequest) -> None:
         """*Ours.* `request` was aborted; `request_finished` follows if it holds blocks."""
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
-        """*Ours.* Its load ended without success; tokens from `num_valid_tokens` on are computed."""
+        """*Ours.* Its load did not succeed; tokens from `num_valid_tokens` on are computed."""
 
     def on_rewind(self, request: LlmRequest, block_ids: list[int]) -> None:
         """*Ours.* Its last tokens were rejected; `block_ids` are the blocks it still holds."""

@@ -60,7 +60,7 @@ class KvCacheConnectorWorker(ABC):
 
     @abstractmethod
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
-        """After this, the loaded KV of layer `layer_idx` may be read on `stream`. Ascending layers."""
+        """After this, layer `layer_idx` of what was loaded may be read on `stream`. Ascending."""
 
     @abstractmethod
     def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
@@ -81,8 +81,8 @@ class KvCacheConnectorWorker(ABC):
         """Which requests' background saves and loads have ended since the last call.
 
         Called once a step, idle steps too. `finished_gen_req_ids` began to save (`request_finished`
-        was True), `started_loading_req_ids` to load; each id comes in once, and may be returned from
-        then on, once.
+        was True), `started_loading_req_ids` to load; each id comes in once, and may be returned
+        from then on, once.
         """
 
     def register_forward_pass_callable(self) -> Callable[[], None] | None:
@@ -102,7 +102,7 @@ class KvCacheConnectorWorker(ABC):
     wakes: bool = False
 
     def cancel(self, request_id: int) -> None:
-        """*Ours.* Nobody waits for this request's load any more; `get_finished` still returns it."""
+        """*Ours.* Nobody waits for this request's load; `get_finished` still returns it."""
 
     def shutdown(self) -> None:
         """*Ours.* Finish what is staged, release everything; idempotent."""
