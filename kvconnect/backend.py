@@ -14,12 +14,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvconnect.config import DEFAULT_RETENTION_PRIORITY
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenArray
 
-__all__ = ["Backend", "Child", "StoredBlock", "StoredEntry"]
+__all__ = ["DEFAULT_RETENTION_PRIORITY", "Backend", "Child", "StoredBlock", "StoredEntry"]
+
+DEFAULT_RETENTION_PRIORITY = 35
+"""Of blocks that nobody gave a priority (TensorRT-LLM's default)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvconnect.backend import DEFAULT_RETENTION_PRIORITY, Backend
 from kvconnect.errors import ConfigurationError, nearest
 
 __all__ = [
@@ -24,8 +25,6 @@ __all__ = [
     "TokenRangeRetentionConfig",
     "torch_dtype",
 ]
-
-DEFAULT_RETENTION_PRIORITY = 35
 
 Priority = Annotated[int, Field(ge=0, le=100, strict=True)]
 DurationMs = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -177,7 +176,7 @@ class KvCacheConfig(Settings):
             if getattr(self, name):
                 warnings.warn(
                     f"KvCacheConfig.{name} is deprecated and has no effect",
-                    DeprecationWarning,
+                    FutureWarning,
                     stacklevel=4,
                 )
         return self
@@ -194,6 +193,7 @@ class KvCacheConnectorConfig(Settings):
         connector_scheduler_class: name of the `KvCacheConnectorScheduler` subclass.
         connector_worker_class: name of the `KvCacheConnectorWorker` subclass.
         url: a store, for example ``disk:///var/cache/kv?capacity=200GiB``.
+        backend: instead of `url`, a store of your own; one open engine at a time uses it.
         lookup_timeout_ms: what all lookups of one engine step together may delay it by.
         load_timeout_s: deadline of a load; past it the tokens are computed.
         save_timeout_s: deadline of a save, and of draining at close.
@@ -213,6 +213,7 @@ class KvCacheConnectorConfig(Settings):
     connector_scheduler_class: str | None = None
     connector_worker_class: str | None = None
     url: str | None = None
+    backend: Backend | None = None
     lookup_timeout_ms: Annotated[float, Field(ge=0)] = 20.0
     load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     save_timeout_s: Annotated[float, Field(gt=0)] = 30.0
@@ -233,6 +234,10 @@ class KvCacheConnectorConfig(Settings):
         if given and len(given) < len(names):
             missing = ", ".join(name for name in names if name not in given)
             raise ValueError(f"{', '.join(names)} are required together; missing: {missing}")
-        if given and self.url is not None:
-            raise ValueError("give either url or connector_module, not both")
+        ways = {"connector_module": given, "url": self.url, "backend": self.backend}
+        chosen = [name for name, value in ways.items() if value]
+        if len(chosen) > 1:
+            raise ValueError(
+                f"give one of {', '.join(ways)}; given: {', '.join(chosen)}"
+            )
         return self
