@@ -8,6 +8,7 @@ are refused, naming the nearest valid one; every error is a `ConfigurationError`
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -116,7 +117,7 @@ class KvCacheRetentionConfig(Settings):
     @model_validator(mode="after")
     def _disjoint(self) -> Self:
         ranges = sorted(self.token_range_retention_configs, key=lambda r: r.token_start)
-        for left, right in zip(ranges, ranges[1:], strict=False):
+        for left, right in pairwise(ranges):
             if left.token_end is None or left.token_end > right.token_start:
                 end = "None" if left.token_end is None else left.token_end
                 raise ValueError(
