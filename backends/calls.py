@@ -1,0 +1,205 @@
+"""Calls to a backend: each under a deadline, a bounded number at once, none forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from kvconnect.errors import (
+    BackendTimeout,
+    BackendUnavailable,
+    ConfigurationError,
+    RetryLater,
+    UsageError,
+)
+from kvconnect.trace import count
+
+__all__ = ["Call", "Calls", "counted", "mapped", "together", "unopened"]
+
+T = TypeVar("T")
+
+
+@contextmanager
+def mapped(name: str, operation: str) -> Iterator[None]:
+    """Whatever a backend raises, as the errors of the `Backend` contract.
+
+    Raises:
+        BackendUnavailable: from the backend's own exception.
+    """
+    try:
+        yield
+    except (ConfigurationError, RetryLater):
+        raise
+    except Exception as error:
+        text = str(error) or type(error).__name__
+        raise BackendUnavailable(f"{name}: {operation} failed: {text}") from error
+
+
+class Call:
+    """One call in flight; `abandoned` turns true at its deadline: nobody waits for it any more."""
+
+    __slots__ = ("abandoned",)
+
+    def __init__(self) -> None:
+        self.abandoned = False
+
+
+class Calls:
+    """The calls of one backend. All methods run on its event loop.
+
+    Args:
+        name: of the backend, for messages.
+        deadline_s: what each call may take, waiting for its turn included.
+        max_concurrent: more than so many wait for their turn.
+        max_abandoned: with so many calls past their deadline still running, new ones fail at once:
+            each may hold a thread and buffers, and a store that hangs must not take them all.
+    """
+
+    def __init__(
+        self, name: str, deadline_s: float, *, max_concurrent: int = 64, max_abandoned: int = 16
+    ) -> None:
+        self.name = name
+        self.deadline_s = deadline_s
+        self._max_abandoned = max_abandoned
+        self._turns = asyncio.Semaphore(max_concurrent)
+        self._running: set[asyncio.Task[Any]] = set()
+        self._abandoned: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `drain` was called."""
+        return self._closed
+
+    @property
+    def abandoned(self) -> int:
+        """Calls past their deadline that have not ended yet."""
+        return len(self._abandoned)
+
+    async def run(
+        self,
+        operation: str,
+        start: Callable[[Call], Coroutine[Any, Any, T]],
+        *,
+        holds_buffers: bool = False,
+        closing: bool = False,
+    ) -> T:
+        """The result of ``start(call)``, within the deadline.
+
+        With `holds_buffers` the coroutine is never cancelled: at the deadline it is left running,
+        and cancelling `run` takes effect only when it has ended or its deadline has come.
+
+        Raises:
+            BackendTimeout: not done in time; `pending` tells when it has really ended.
+            BackendUnavailable: it failed, is closed, or too many abandoned calls still run.
+        """
+        if not closing:
+            self._admit()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.deadline_s
+        await self._take_turn(operation, deadline)
+        try:
+            call = Call()
+            task = loop.create_task(start(call), name=f"kvconnect-{operation}")
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+            if not await _wait(task, deadline, holds_buffers=holds_buffers):
+                call.abandoned = True
+                raise self._abandon(operation, task, holds_buffers=holds_buffers)
+        finally:
+            self._turns.release()
+        with mapped(self.name, operation):
+            return task.result()
+
+    async def drain(self) -> None:
+        """Take no more calls; wait for those that run, abandoned or not, up to the deadline."""
+        self._closed = True
+        if self._running:
+            await asyncio.wait(self._running, timeout=self.deadline_s)
+
+    def _admit(self) -> None:
+        # The one place that refuses calls before they cost anything.
+        if self._closed:
+            raise BackendUnavailable(f"{self.name}: is closed")
+        if len(self._abandoned) >= self._max_abandoned:
+            raise BackendUnavailable(
+                f"{self.name}: {len(self._abandoned)} calls past their deadline still run"
+            )
+
+    async def _take_turn(self, operation: str, deadline: float) -> None:
+        if not self._turns.locked():
+            await self._turns.acquire()
+            return
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            raise self._timeout(operation) from error
+
+    def _timeout(self, operation: str, pending: Future[None] | None = None) -> BackendTimeout:
+        count("store.timeout")
+        return BackendTimeout(
+            f"{self.name}: {operation} took longer than {self.deadline_s:g} s", pending
+        )
+
+    def _abandon(
+        self, operation: str, task: asyncio.Task[Any], *, holds_buffers: bool
+    ) -> BackendTimeout:
+        pending: Future[None] = Future()
+        pending.set_running_or_notify_cancel()
+        task.add_done_callback(lambda _: pending.set_result(None))
+        self._abandoned.add(task)
+        if not holds_buffers:
+            task.cancel()
+        return self._timeout(operation, pending)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        self._abandoned.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at: asyncio would complain about an abandoned call's error
+
+
+async def _wait(task: asyncio.Task[Any], deadline: float, *, holds_buffers: bool) -> bool:
+    """Whether `task` was done by `deadline`."""
+    loop = asyncio.get_running_loop()
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done() and (left := deadline - loop.time()) > 0:
+        try:
+            await asyncio.wait({task}, timeout=left)
+        except asyncio.CancelledError as error:
+            if not holds_buffers:
+                task.cancel()
+                raise
+            cancelled = error
+    if cancelled is not None and task.done():
+        raise cancelled
+    return task.done()
+
+
+async def together(first: Awaitable[T], second: Awaitable[T]) -> tuple[T, T]:
+    """Both results. If one fails, raises only once the other has ended too: both use buffers."""
+    one, other = await asyncio.gather(first, second, return_exceptions=True)
+    for result in (one, other):
+        if isinstance(result, BaseException):
+            raise result
+    return one, other  # type: ignore[return-value]
+
+
+def counted(answer: object, limit: int, name: str, operation: str) -> int:
+    """`answer` of a backend, if it can be a number of leading blocks of `limit`.
+
+    Raises:
+        BackendUnavailable: it cannot; what such a store says is not to be used.
+    """
+    if isinstance(answer, int) and 0 <= answer <= limit:
+        return answer
+    raise BackendUnavailable(f"{name}: {operation} of {limit} blocks answered {answer!r}")
+
+
+def unopened(name: str) -> UsageError:
+    """The error of a call before `open`."""
+    return UsageError(f"{name}: open() was not called, or failed")

@@ -1,0 +1,163 @@
+"""``memory:``: blocks in host memory, the fastest store and the model for the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.memory_index import MemoryBlock, MemoryIndex
+from kvconnect.backends.memory_region import MemoryRegion
+from kvconnect.backends.url import StoreUrl, format_size
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.frame import frame_nbytes
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["MemoryBackend", "from_url"]
+
+DEFAULT_CAPACITY = 1 << 30
+# One layout: a block is one unit, one copy. Several: blocks of any size share units without waste.
+_SHARED_UNIT = 64 << 10
+# Copying less than this takes less time than handing it to a thread.
+_INLINE_NBYTES = 1 << 20
+
+
+def from_url(url: StoreUrl) -> MemoryBackend:
+    """``memory:?capacity=4GiB``."""
+    url.allow("capacity")
+    if url.location or url.path:
+        raise ConfigurationError(f"{url}: has no place; write memory: or memory:?capacity=4GiB")
+    return MemoryBackend(url.size("capacity") or DEFAULT_CAPACITY)
+
+
+class MemoryBackend(Backend):
+    """Blocks in one region of host memory, pinned where there is CUDA.
+
+    What was used longest ago goes first, of low priority before high, chains from their end. The
+    index belongs to the event loop; large copies run on a thread, on blocks held meanwhile.
+
+    Args:
+        capacity: bytes of the region. It is reserved at `open` (pinned memory is taken at once,
+            other memory as it is used).
+    """
+
+    enumerable: ClassVar[bool] = True
+    inline: ClassVar[bool] = True
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        if capacity < 1:
+            raise ConfigurationError(f"capacity={capacity}: must be at least one byte")
+        self.capacity = capacity
+        self._index: MemoryIndex | None = None
+        self._region: MemoryRegion | None = None
+
+    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+        """Reserve the region.
+
+        Raises:
+            ConfigurationError: `capacity` is below one block, or there is not so much memory.
+        """
+        frames = {frame_nbytes(layout.block_nbytes) for layout in layouts}
+        largest = max(frames, default=0)
+        if self.capacity < largest:
+            raise ConfigurationError(
+                f"capacity={self.capacity}: one block takes {largest} bytes; "
+                f"give capacity={format_size(largest).replace(' ', '')} or more"
+            )
+        unit = largest if len(frames) == 1 else min(_SHARED_UNIT, self.capacity)
+        self._region = MemoryRegion(self.capacity, unit)
+        self._index = MemoryIndex(self._region.num_units)
+
+    async def close(self) -> None:
+        """Let go of the region, as soon as copies in flight have ended."""
+        self._index = self._region = None
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading `keys` are present; they count as used now."""
+        return len(self._opened()[0].use(keys))
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        """Copy blocks out. Nothing fails: what is absent or of another length is a miss."""
+        index, region = self._opened()
+        blocks = index.use(keys)
+        for number, (block, buffer) in enumerate(zip(blocks, into, strict=False)):
+            if block.nbytes != buffer.numel():
+                del blocks[number:]
+                break
+
+        def copy() -> None:
+            for block, buffer in zip(blocks, into, strict=False):
+                region.read(block.units, buffer)
+
+        index.hold(blocks)
+        try:
+            await _run(copy, sum(block.nbytes for block in blocks))
+        finally:
+            index.release(blocks)
+        return len(blocks)
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """Copy blocks in, dropping older ones for room; a block is visible once it is whole."""
+        index, region = self._opened()
+        now = index.tick()
+        new: list[tuple[MemoryBlock, Tensor]] = []
+        present = 0
+        for block in blocks:
+            if not index.use_one(block.key, now):
+                reserved = index.reserve(block, region.units_of(block.data.numel()), now)
+                if reserved is None:
+                    break
+                new.append((reserved, block.data))
+            present += 1
+
+        def copy() -> None:
+            for reserved, data in new:
+                region.write(reserved.units, data)
+
+        try:
+            await _run(copy, sum(data.numel() for _, data in new))
+        except BaseException:
+            for reserved, _ in new:
+                index.cancel(reserved)
+            raise
+        for reserved, _ in new:
+            index.publish(reserved)
+        return present
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget `keys`; their memory is free once no copy runs on it."""
+        self._opened()[0].delete(keys)
+
+    async def children(self, key: BlockKey | None) -> Sequence[Child]:
+        """The stored blocks with tokens whose parent is `key`."""
+        found = self._opened()[0].children(key)
+        return [Child(block.key, block.tokens) for block in found if block.tokens is not None]
+
+    async def scan(self) -> AsyncIterator[StoredEntry]:
+        """All blocks that were there when it began."""
+        for block in self._opened()[0]:
+            yield StoredEntry(
+                block.key, block.nbytes, block.priority, block.created_at, block.used_at
+            )
+
+    async def stats(self) -> Mapping[str, float]:
+        """``blocks``, ``bytes`` taken by them, and ``capacity``."""
+        index, region = self._opened()
+        used = index.units_used * region.unit
+        return {"blocks": len(index), "bytes": used, "capacity": self.capacity}
+
+    def _opened(self) -> tuple[MemoryIndex, MemoryRegion]:
+        if self._index is None or self._region is None:
+            raise BackendUnavailable("memory store: is not open")
+        return self._index, self._region
+
+
+async def _run(copy: Callable[[], None], nbytes: int) -> None:
+    if nbytes <= _INLINE_NBYTES:
+        copy()
+    else:
+        await asyncio.to_thread(copy)

@@ -1,0 +1,200 @@
+"""Which blocks the memory store holds, and which goes first."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvconnect.backend import StoredBlock
+from kvconnect.keys import BlockKey
+from kvconnect.tokens import TokenArray
+
+__all__ = ["MemoryBlock", "MemoryIndex"]
+
+
+@dataclass(slots=True, eq=False)
+class MemoryBlock:
+    """A block of the memory store.
+
+    `used` counts operations, not seconds. While `holds` is above zero a copy runs on its units.
+    """
+
+    key: BlockKey
+    parent: BlockKey | None
+    tokens: TokenArray | None
+    priority: int
+    nbytes: int
+    units: list[int]
+    used: int
+    created_at: float
+    used_at: float
+    holds: int = 0
+    queued: bool = False
+    dropped: bool = False
+
+
+class MemoryIndex:
+    """Blocks by key, by parent and by who goes first. Not thread-safe.
+
+    Only leaves, blocks without stored children, are dropped: lowest priority first, then longest
+    unused. So a chain goes from its end, and using a block keeps its ancestors.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        self.num_units = num_units
+        # Taken from the end: blocks saved together get neighbouring units.
+        self._free = list(range(num_units - 1, -1, -1))
+        self._blocks: dict[BlockKey, MemoryBlock] = {}
+        self._children: dict[BlockKey | None, dict[BlockKey, None]] = {}
+        # (priority, used, tie-break, block): each leaf once. `used` may be older than the block's
+        # own, which is seen when it comes up; so using a block costs nothing here.
+        self._leaves: list[tuple[int, int, int, MemoryBlock]] = []
+        self._pushes = 0
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[MemoryBlock]:
+        return iter(tuple(self._blocks.values()))
+
+    @property
+    def units_used(self) -> int:
+        """Units that are not free, those of blocks being copied in included."""
+        return self.num_units - len(self._free)
+
+    def tick(self) -> int:
+        """Start an operation; what it uses is newer than everything before."""
+        self._clock += 1
+        return self._clock
+
+    def use(self, keys: Sequence[BlockKey]) -> list[MemoryBlock]:
+        """The leading blocks of `keys` that are present; they count as used now."""
+        now, wall = self.tick(), time.time()
+        found = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None:
+                break
+            block.used, block.used_at = now, wall
+            found.append(block)
+        return found
+
+    def use_one(self, key: BlockKey, now: int) -> bool:
+        """Whether `key` is present; it counts as used by operation `now`."""
+        block = self._blocks.get(key)
+        if block is not None:
+            block.used, block.used_at = now, time.time()
+        return block is not None
+
+    def reserve(self, block: StoredBlock, num_units: int, now: int) -> MemoryBlock | None:
+        """Units for `block`, dropping older blocks for room; ``None`` if there is no room.
+
+        What operation `now` has used, and the parent of `block`, are not dropped for it.
+        """
+        parent = None if block.parent is None else self._blocks.get(block.parent)
+        if parent is not None:
+            parent.used = now
+        while len(self._free) < num_units:
+            victim = self._oldest_leaf(now)
+            if victim is None:
+                return None
+            self._drop(victim)
+        cut = len(self._free) - num_units
+        units = self._free[: cut - 1 if cut else None : -1]
+        del self._free[cut:]
+        tokens = None if block.tokens is None else block.tokens.copy()
+        wall = time.time()
+        return MemoryBlock(
+            block.key,
+            block.parent,
+            tokens,
+            block.priority,
+            block.data.numel(),
+            units,
+            now,
+            wall,
+            wall,
+        )
+
+    def publish(self, block: MemoryBlock) -> None:
+        """Make a reserved block present; if its key is present by now, let go of its units."""
+        if block.key in self._blocks:
+            self._free.extend(reversed(block.units))
+            return
+        self._blocks[block.key] = block
+        self._children.setdefault(block.parent, {})[block.key] = None
+        self._queue(block)
+
+    def cancel(self, block: MemoryBlock) -> None:
+        """Let go of the units of a block that was reserved and not published."""
+        self._free.extend(reversed(block.units))
+
+    def hold(self, blocks: Iterable[MemoryBlock]) -> None:
+        """Keep the units of `blocks` as they are until `release`."""
+        for block in blocks:
+            block.holds += 1
+
+    def release(self, blocks: Iterable[MemoryBlock]) -> None:
+        """End a `hold`."""
+        for block in blocks:
+            block.holds -= 1
+            if block.dropped and not block.holds:
+                self._free.extend(reversed(block.units))
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Drop `keys`; absent ones are no error."""
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is not None:
+                self._drop(block)
+
+    def children(self, key: BlockKey | None) -> list[MemoryBlock]:
+        """The blocks whose parent is `key`."""
+        return [self._blocks[child] for child in self._children.get(key, ())]
+
+    def _queue(self, block: MemoryBlock) -> None:
+        if block.queued or block.key in self._children:
+            return
+        block.queued = True
+        self._pushes += 1
+        heapq.heappush(self._leaves, (block.priority, block.used, self._pushes, block))
+        if len(self._leaves) > 2 * len(self._blocks) + 64:
+            # Deleted blocks stay behind in the heap; do not let them pile up.
+            self._leaves = [leaf for leaf in self._leaves if not leaf[3].dropped]
+            heapq.heapify(self._leaves)
+
+    def _oldest_leaf(self, now: int) -> MemoryBlock | None:
+        kept = []
+        victim = None
+        while self._leaves and victim is None:
+            _, used, _, block = heapq.heappop(self._leaves)
+            block.queued = False
+            if block.dropped or block.key in self._children:
+                continue
+            if block.used != used:
+                self._queue(block)
+            elif block.holds or used >= now:
+                kept.append(block)
+            else:
+                victim = block
+        for block in kept:
+            self._queue(block)
+        return victim
+
+    def _drop(self, block: MemoryBlock) -> None:
+        block.dropped = True
+        del self._blocks[block.key]
+        siblings = self._children[block.parent]
+        del siblings[block.key]
+        if not siblings:
+            del self._children[block.parent]
+            parent = None if block.parent is None else self._blocks.get(block.parent)
+            if parent is not None:
+                # Its child was used, so it was; and now it is the end of the chain.
+                parent.used = max(parent.used, block.used)
+                self._queue(parent)
+        if not block.holds:
+            self._free.extend(reversed(block.units))

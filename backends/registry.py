@@ -1,0 +1,85 @@
+"""Which backend serves a URL scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TypeAlias
+
+from kvconnect.backend import Backend
+from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import ConfigurationError, MissingExtra, UnknownScheme, nearest
+
+__all__ = ["ENTRY_POINT_GROUP", "BackendFactory", "open_backend", "schemes"]
+
+BackendFactory: TypeAlias = Callable[[StoreUrl], Backend]
+"""What an entry point of the group `ENTRY_POINT_GROUP` names: its name is the URL scheme."""
+
+ENTRY_POINT_GROUP = "kvconnect.backends"
+
+# Also listed as entry points of the installed package; here so that a bare checkout has them.
+_BUILT_IN = {
+    "disk": "kvconnect.backends.disk:from_url",
+    "memory": "kvconnect.backends.memory:from_url",
+}
+_PLANNED = ("nixl", "redis", "redis+cluster", "rediss", "s3", "tiered")
+
+
+def schemes() -> tuple[str, ...]:
+    """The URL schemes that `open_backend` knows here, sorted."""
+    return tuple(sorted({*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names}))
+
+
+def open_backend(
+    url: str | Backend, *, deadline_s: float = 30.0, verify_frames: bool = True
+) -> GuardedBackend:
+    """The backend of `url`, or `url` itself if it is one, with what every store needs around it.
+
+    Nothing is connected, created or waited for yet: ``await backend.open(layouts)`` does that.
+
+    Args:
+        url: for example ``disk:///var/cache/kv?capacity=200GiB``, or your own `Backend`.
+        deadline_s: what each call may take, in seconds.
+        verify_frames: check every loaded block. Off is for measuring only, and is logged.
+
+    Raises:
+        UnknownScheme: no installed backend serves the scheme.
+        MissingExtra: it does, but an optional dependency is missing.
+        ConfigurationError: the URL is malformed or has a parameter the backend does not know.
+    """
+    if isinstance(url, GuardedBackend):
+        return url
+    backend = url if isinstance(url, Backend) else _make(StoreUrl.parse(url))
+    return GuardedBackend(backend, deadline_s=deadline_s, verify_frames=verify_frames)
+
+
+def _make(url: StoreUrl) -> Backend:
+    backend = _factory(url.scheme)(url)
+    if not isinstance(backend, Backend):
+        raise ConfigurationError(
+            f"scheme '{url.scheme}': its entry point made a {type(backend).__name__}, not a Backend"
+        )
+    return backend
+
+
+def _factory(scheme: str) -> BackendFactory:
+    built_in = _BUILT_IN.get(scheme)
+    if built_in is not None:
+        module, _, name = built_in.partition(":")
+        factory: BackendFactory = getattr(import_module(module), name)
+        return factory
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=scheme):
+        try:
+            loaded: BackendFactory = entry.load()
+        except ImportError as error:
+            extra = entry.extras[0] if entry.extras else scheme
+            raise MissingExtra(f"store scheme '{scheme}' ({error})", extra) from error
+        return loaded
+    known = schemes()
+    if scheme in _PLANNED:
+        raise UnknownScheme(
+            f"store scheme '{scheme}' is planned, not in this version; there are {', '.join(known)}"
+        )
+    raise UnknownScheme(f"store scheme '{scheme}' is unknown; {nearest(scheme, known)}")

@@ -1,0 +1,148 @@
+"""Store URLs: ``disk:///var/cache/kv?capacity=200GiB&ttl=7d``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Self
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvconnect.errors import ConfigurationError, nearest
+
+__all__ = ["StoreUrl", "format_size", "parse_duration", "parse_size"]
+
+_BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
+_SIZE_UNITS = {
+    "b": 1,
+    **_BINARY,
+    **{f"{letter}ib": factor for letter, factor in _BINARY.items() if letter},
+    **{f"{letter}b": 1000 ** (index + 1) for index, letter in enumerate("kmgtp")},
+}
+_TIME_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_size(text: str, *, field: str = "size") -> int:
+    """Bytes of ``200GiB``, ``1.5TB``, ``64M`` (binary, like ``64MiB``) or ``4096``; always above 0.
+
+    Raises:
+        ConfigurationError: names `field`, the text and what is right.
+    """
+    value = int(_quantity(text, _SIZE_UNITS, field, "a size such as 512MiB or 200GiB"))
+    if value < 1:
+        raise ConfigurationError(f"{field}={text}: must be at least one byte")
+    return value
+
+
+def parse_duration(text: str, *, field: str = "duration") -> float:
+    """Seconds of ``7d``, ``12h``, ``30m``, ``45s``, ``500ms`` or ``45``; always above 0.
+
+    Raises:
+        ConfigurationError: names `field`, the text and what is right.
+    """
+    value = _quantity(text, _TIME_UNITS, field, "a duration such as 30s, 12h or 7d")
+    if value <= 0:
+        raise ConfigurationError(f"{field}={text}: must be longer than nothing")
+    return value
+
+
+def format_size(nbytes: int) -> str:
+    """`nbytes` as a person reads it: ``1.5 GiB``."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.4g} {unit}"
+
+
+def _quantity(text: str, units: Mapping[str, float], field: str, wanted: str) -> float:
+    match = _QUANTITY.fullmatch(text.strip())
+    factor = None if match is None else units.get(match[2].lower())
+    if match is None or factor is None:
+        raise ConfigurationError(f"{field}={text}: {wanted} is needed")
+    return float(match[1]) * factor
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """A store URL, taken apart. ``str()`` of it shows no password.
+
+    Attributes:
+        scheme: lower case, names the backend.
+        location: host, port and credentials as written; empty for local stores.
+        path: percent-decoded.
+        query: its parameters; read them with the getters, after `allow`.
+    """
+
+    scheme: str
+    location: str = ""
+    path: str = ""
+    query: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Take `text` apart.
+
+        Raises:
+            ConfigurationError: no scheme, a fragment, a parameter given twice or without a value.
+        """
+        if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text):
+            raise ConfigurationError(
+                f"store URL '{text}': a scheme is needed, as in disk:///var/cache/kv or memory:"
+            )
+        try:
+            parts = urlsplit(text)
+            pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        except ValueError as error:
+            raise ConfigurationError(f"store URL '{text}': {error}") from error
+        if parts.fragment:
+            raise ConfigurationError(f"store URL '{text}': write %23 for '#' in a path")
+        query: dict[str, str] = {}
+        for name, value in pairs:
+            if name in query:
+                raise ConfigurationError(f"store URL '{text}': {name} is given twice")
+            if not value:
+                raise ConfigurationError(f"store URL '{text}': {name} has no value")
+            query[name] = value
+        path = unquote(parts.path)
+        return cls(parts.scheme.lower(), parts.netloc, path, MappingProxyType(query))
+
+    def __str__(self) -> str:
+        userinfo, at, host = self.location.rpartition("@")
+        user = userinfo.partition(":")[0]
+        location = f"//{user}{':***' if ':' in userinfo else ''}{at}{host}" if self.location else ""
+        if not location and self.path.startswith("/"):
+            location = "//"
+        query = "&".join(f"{name}={value}" for name, value in self.query.items())
+        return f"{self.scheme}:{location}{self.path}{'?' if query else ''}{query}"
+
+    def allow(self, *names: str) -> None:
+        """Refuse parameters other than `names`.
+
+        Raises:
+            ConfigurationError: an unknown one; names the nearest valid one.
+        """
+        for name in self.query:
+            if name not in names:
+                hint = nearest(name, names) if names else f"{self.scheme}: takes none"
+                raise ConfigurationError(f"{self}: unknown parameter '{name}'; {hint}")
+
+    def size(self, name: str) -> int | None:
+        """Parameter `name` in bytes; ``None`` if it is not given."""
+        text = self.query.get(name)
+        return None if text is None else parse_size(text, field=name)
+
+    def duration(self, name: str) -> float | None:
+        """Parameter `name` in seconds; ``None`` if it is not given."""
+        text = self.query.get(name)
+        return None if text is None else parse_duration(text, field=name)
+
+    def choice(self, name: str, *choices: str) -> str:
+        """Parameter `name`, one of `choices`; the first of them if it is not given."""
+        text = self.query.get(name, choices[0])
+        if text not in choices:
+            raise ConfigurationError(f"{name}={text}: unknown; {nearest(text, choices)}")
+        return text
