@@ -1,0 +1,1 @@
+"""Speed, as ratios to a floor of the same run; never part of the tests."""

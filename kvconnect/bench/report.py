@@ -1,0 +1,42 @@
+"""How a benchmark's figures are shown: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+__all__ = ["Figure", "machine", "render"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number; `target` says what it should be, where there is one."""
+
+    name: str
+    value: float
+    unit: str
+    target: str = ""
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{os.cpu_count()} cores, {device}, {platform.machine()}, torch {torch.__version__}"
+
+
+def render(title: str, figures: Sequence[Figure], *, as_json: bool = False) -> str:
+    """The figures as a table, or as one JSON object."""
+    if as_json:
+        body = [asdict(figure) for figure in figures]
+        return json.dumps({"benchmark": title, "machine": machine(), "figures": body})
+    width = max(len(figure.name) for figure in figures)
+    lines = [f"{title} ({machine()})"]
+    for figure in figures:
+        target = f"   target {figure.target}" if figure.target else ""
+        lines.append(f"  {figure.name:<{width}}  {figure.value:>12,.3f} {figure.unit:<10}{target}")
+    return "\n".join(line.rstrip() for line in lines)

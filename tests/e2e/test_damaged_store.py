@@ -1,0 +1,92 @@
+"""Never a wrong token: whatever happened to the store, the answer is the one without a store."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import PROMPT, answer, disk_url, store_files
+
+
+@pytest.fixture
+def store(master_store: Path, tmp_path: Path) -> Path:
+    """A copy of the filled store, to be damaged."""
+    directory = tmp_path / "copy"
+    shutil.copytree(master_store, directory)
+    return directory
+
+
+def flip(path: Path, rng: random.Random, count: int) -> None:
+    """Flip one bit in each of `count` places."""
+    data = bytearray(path.read_bytes())
+    for _ in range(count):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("count", [1, 300])
+def test_flipped_bits(model: Path, store: Path, expected: list[int], seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    for path in store_files(store):
+        if path.stat().st_size:
+            flip(path, rng, count)
+    assert list(answer(model, disk_url(store)).output_token_ids) == expected
+    # What was damaged was dropped, computed and saved again.
+    assert list(answer(model, disk_url(store)).output_token_ids) == expected
+
+
+def test_a_flip_in_every_block_is_seen(model: Path, store: Path, expected: list[int]) -> None:
+    for path in store_files(store):
+        if path.stat().st_size and "sqlite" not in path.name and ".db" not in path.name:
+            data = bytearray(path.read_bytes())
+            data[2048::4096] = bytes(byte ^ 0x10 for byte in data[2048::4096])
+            path.write_bytes(data)
+    damaged = answer(model, disk_url(store))
+    assert list(damaged.output_token_ids) == expected
+    assert damaged.reused_store_tokens == 0
+    healed = answer(model, disk_url(store))
+    assert list(healed.output_token_ids) == expected
+    assert healed.reused_store_tokens == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
+def test_truncated_files(model: Path, store: Path, expected: list[int], keep: float) -> None:
+    for path in store_files(store):
+        with path.open("r+b") as file:
+            file.truncate(int(path.stat().st_size * keep))
+    assert list(answer(model, disk_url(store)).output_token_ids) == expected
+
+
+def test_each_file_deleted_in_turn(
+    model: Path, master_store: Path, expected: list[int], tmp_path: Path
+) -> None:
+    for number, path in enumerate(store_files(master_store)):
+        directory = tmp_path / str(number)
+        shutil.copytree(master_store, directory)
+        (directory / path.relative_to(master_store)).unlink()
+        assert list(answer(model, disk_url(directory)).output_token_ids) == expected, path
+
+
+def test_swapped_blocks(model: Path, store: Path, expected: list[int]) -> None:
+    """Every 4 KiB page of the data files changes places: right bytes in wrong places."""
+    for path in store_files(store):
+        if path.stat().st_size > 1 << 16 and "sqlite" not in path.name and ".db" not in path.name:
+            data = path.read_bytes()
+            pages = [data[at : at + 4096] for at in range(0, len(data), 4096)]
+            path.write_bytes(b"".join(reversed(pages)))
+    assert list(answer(model, disk_url(store)).output_token_ids) == expected
+
+
+def test_another_prompts_data_under_this_index(
+    model: Path, store: Path, expected: list[int], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    answer(model, disk_url(other), prompt=PROMPT[::-1])
+    for path in store_files(store):
+        twin = other / path.relative_to(store)
+        if twin.is_file() and "sqlite" not in path.name and ".db" not in path.name:
+            shutil.copyfile(twin, path)
+    assert list(answer(model, disk_url(store)).output_token_ids) == expected

@@ -1,0 +1,221 @@
+"""A store that is slow, full, dead, late or lying may cost time, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from harness import PARAMS, PROMPT, answer, open_llm
+from torch import Tensor
+
+from kvconnect import KvCacheConnectorConfig
+from kvconnect.backend import Backend, Child, StoredBlock
+from kvconnect.keys import BlockKey
+
+
+class DictBackend(Backend):
+    """Frames in a dictionary; the faulty ones below inherit what works."""
+
+    enumerable = True
+
+    def __init__(self) -> None:
+        self.frames: dict[BlockKey, Tensor] = {}
+        self.blocks: dict[BlockKey | None, list[Child]] = {}
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        return next((i for i, key in enumerate(keys) if key not in self.frames), len(keys))
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        for i, (key, buffer) in enumerate(zip(keys, into, strict=True)):
+            if key not in self.frames:
+                return i
+            buffer.copy_(self.frames[key])
+        return len(keys)
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        for block in blocks:
+            self.frames[block.key] = block.data.clone()
+            if block.tokens is not None:
+                self.blocks.setdefault(block.parent, []).append(Child(block.key, block.tokens))
+        return len(blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self.frames.pop(key, None)
+
+    async def children(self, key: BlockKey | None) -> Sequence[Child]:
+        return [child for child in self.blocks.get(key, ()) if child.key in self.frames]
+
+
+class Raises(DictBackend):
+    """Every call fails, each in its own way."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        raise KeyError("lookup")
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        raise OSError(28, "no space left on device")
+
+
+class RaisesOnLoad(DictBackend):
+    """Says yes, then fails."""
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        raise RuntimeError("load")
+
+
+class Liar(DictBackend):
+    """Says that it has everything and fills buffers with anything."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        return len(keys)
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        for buffer in into:
+            buffer.fill_(42)
+        return len(keys)
+
+
+class Mistaken(DictBackend):
+    """Answers each key with the frame of another."""
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        known = list(self.frames.values())
+        for i, buffer in enumerate(into):
+            buffer.copy_(known[-1 - i % len(known)])
+        return len(keys)
+
+
+class Boasts(DictBackend):
+    """Answers with impossible counts."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        return len(keys) + 5
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        return len(keys) + 5
+
+
+class Half(DictBackend):
+    """Loads half of what is asked, and scribbles into the rest."""
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        for buffer in into:
+            buffer.fill_(1)
+        half = len(keys) // 2
+        return await super().load(keys[:half], into[:half])
+
+
+class Hangs(DictBackend):
+    """Never answers a lookup, a load or a save, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    async def _hang(self) -> None:
+        await asyncio.to_thread(self.go.wait)
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        await self._hang()
+        return 0
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        await self._hang()
+        return 0
+
+
+@pytest.mark.parametrize("kind", [DictBackend, Raises, RaisesOnLoad, Liar, Mistaken, Boasts, Half])
+def test_the_answer_is_the_same(model: Path, expected: list[int], kind: type[DictBackend]) -> None:
+    backend = kind()
+    for _ in range(3):
+        assert list(answer(model, backend).output_token_ids) == expected
+
+
+def test_a_working_dictionary_is_a_working_store(model: Path, expected: list[int]) -> None:
+    backend = DictBackend()
+    answer(model, backend)
+    assert answer(model, backend).computed_tokens == 1
+
+
+def test_a_hanging_store_delays_the_answer_by_its_budget_and_the_close_by_its_deadline(
+    model: Path, expected: list[int]
+) -> None:
+    backend = Hangs()
+    config = KvCacheConnectorConfig(
+        backend=backend, lookup_timeout_ms=5, load_timeout_s=1, save_timeout_s=1
+    )
+    try:
+        with open_llm(model, config) as llm:
+            output = llm.generate([PROMPT], PARAMS)[0]
+            closing = time.monotonic()
+        assert list(output.output_token_ids) == expected
+        assert time.monotonic() - closing < 2 * 1 + 1
+    finally:
+        backend.go.set()
+
+
+class LoadsLate(DictBackend):
+    """Sits on every load until it is let go, and writes into its buffers only then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+        self.go = threading.Event()
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        self.asked.set()
+        await asyncio.to_thread(self.go.wait)
+        for buffer in into:
+            buffer.fill_(0xA5)
+        return len(keys)
+
+
+def test_others_go_on_while_a_load_waits(model: Path, expected: list[int]) -> None:
+    backend = LoadsLate()
+    answer(model, backend)
+    others = [PROMPT[i:] for i in range(1, 5)]
+    with open_llm(model, backend) as llm:
+        try:
+            slow = llm.submit(PROMPT, PARAMS)
+            assert backend.asked.wait(30)
+            # The store answers lookups and the engine makes tokens; nothing waits for the load.
+            done = llm.generate(others, PARAMS)
+            assert [len(output.output_token_ids) for output in done] == [24] * 4
+            assert not slow.done()
+        finally:
+            backend.go.set()
+        # What came was garbage: computed instead.
+        assert list(slow.result(30).output_token_ids) == expected
+
+
+def test_a_load_that_writes_after_its_deadline_touches_nobody(
+    model: Path, expected: list[int]
+) -> None:
+    backend = LoadsLate()
+    answer(model, backend)
+    config = KvCacheConnectorConfig(backend=backend, load_timeout_s=0.3, save_timeout_s=1)
+    others = [PROMPT[i:] for i in range(1, 5)]
+    alone = [answer(model, prompt=prompt).output_token_ids for prompt in others]
+    with open_llm(model, config) as llm:
+        try:
+            assert list(llm.generate([PROMPT], PARAMS)[0].output_token_ids) == expected
+            handles = [llm.submit(prompt, PARAMS) for prompt in others]
+        finally:
+            backend.go.set()
+        assert [handle.result(60).output_token_ids for handle in handles] == alone
+        assert list(llm.generate([PROMPT], PARAMS)[0].output_token_ids) == expected
+
+
+def test_a_store_that_dies_and_comes_back(model: Path, expected: list[int]) -> None:
+    backend = DictBackend()
+    answer(model, backend)
+    for method in ("lookup", "load", "save"):
+        broken = type("Broken", (DictBackend,), {method: Raises.lookup})()
+        broken.frames, broken.blocks = backend.frames, backend.blocks
+        assert list(answer(model, broken).output_token_ids) == expected, method
+    assert answer(model, backend).computed_tokens == 1
