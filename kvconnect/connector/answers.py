@@ -1,0 +1,88 @@
+"""What a connector answers, checked: an error names the class that broke the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvconnect.connector.data import TransferFailure
+from kvconnect.errors import ConnectorContractError
+
+__all__ = ["checked_failures", "checked_finished", "checked_keep", "checked_match"]
+
+
+def _name(owner: object) -> str:
+    return type(owner).__name__
+
+
+def checked_match(owner: object, answer: object) -> tuple[int, bool]:
+    """The answer of `get_num_new_matched_tokens`.
+
+    Raises:
+        ConnectorContractError: not ``(int, bool)``, negative, or ``(0, True)``.
+    """
+    method = f"{_name(owner)}.get_num_new_matched_tokens"
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ConnectorContractError(f"{method} answered {answer!r}; (int, bool) is needed")
+    num_tokens, is_async = answer
+    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
+        raise ConnectorContractError(
+            f"{method} answered {answer!r}; the first must be an int, this is a "
+            f"{type(num_tokens).__name__}"
+        )
+    if not isinstance(is_async, bool):
+        raise ConnectorContractError(
+            f"{method} answered {answer!r}; the second must be a bool, this is a "
+            f"{type(is_async).__name__}"
+        )
+    if num_tokens < 0:
+        raise ConnectorContractError(f"{method} answered {answer!r}; tokens cannot be negative")
+    if num_tokens == 0 and is_async:
+        raise ConnectorContractError(
+            f"{method} answered {answer!r}; nothing cannot be loaded in the background"
+        )
+    return num_tokens, is_async
+
+
+def checked_keep(owner: object, answer: object) -> bool:
+    """The answer of `request_finished`.
+
+    Raises:
+        ConnectorContractError: not a bool.
+    """
+    if isinstance(answer, bool):
+        return answer
+    raise ConnectorContractError(
+        f"{_name(owner)}.request_finished answered {answer!r}; a bool is needed"
+    )
+
+
+def checked_finished(owner: object, answer: object) -> tuple[list[int], list[int]]:
+    """The answer of `get_finished`: ids of what was saved, ids of what was loaded.
+
+    Raises:
+        ConnectorContractError: not two sequences of request ids.
+    """
+    if isinstance(answer, tuple) and len(answer) == 2 and all(map(_are_ids, answer)):
+        return list(answer[0]), list(answer[1])
+    raise ConnectorContractError(
+        f"{_name(owner)}.get_finished answered {answer!r}; two lists of request ids are needed"
+    )
+
+
+def checked_failures(owner: object, answer: object) -> list[TransferFailure]:
+    """The answer of `get_failed`.
+
+    Raises:
+        ConnectorContractError: not a sequence of `TransferFailure`.
+    """
+    if isinstance(answer, Sequence) and all(isinstance(one, TransferFailure) for one in answer):
+        return list(answer)
+    raise ConnectorContractError(
+        f"{_name(owner)}.get_failed answered {answer!r}; a list of TransferFailure is needed"
+    )
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset)) and all(
+        isinstance(one, int) and not isinstance(one, bool) for one in value
+    )

@@ -1,0 +1,132 @@
+"""How the ranks of one engine agree on a step: two exchanges, before and after the forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvconnect.connector.data import TransferFailure
+from kvconnect.errors import RankDivergence
+
+__all__ = [
+    "Communicator",
+    "Instructions",
+    "LoadOrder",
+    "Report",
+    "SingleProcess",
+    "agreed",
+    "obeyed",
+]
+
+T = TypeVar("T")
+
+
+class Communicator(Protocol):
+    """The ranks of one engine. Both methods are collective: every rank calls them in one order."""
+
+    @property
+    def rank(self) -> int:
+        """This process; 0 is the leader."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def broadcast(self, value: T) -> T:
+        """The leader's `value`, on every rank. Blocks until the leader has called."""
+
+    def allgather(self, value: T) -> list[T]:
+        """Every rank's `value`, by rank. Blocks until all have called."""
+
+
+class SingleProcess:
+    """The only rank."""
+
+    rank = 0
+    size = 1
+
+    def broadcast(self, value: T) -> T:
+        """`value`."""
+        return value
+
+    def allgather(self, value: T) -> list[T]:
+        """`value` alone."""
+        return [value]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """A load that starts in this step and makes the tokens ``start..end`` of a request valid."""
+
+    request_id: int
+    start: int
+    end: int
+    is_async: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """The first exchange: what the leader wants of every rank in this step.
+
+    Attributes:
+        step: its number.
+        metadata: for the workers, from `build_connector_meta`.
+        loads: that start now.
+        saving: requests that ended and whose blocks are kept for a save that starts now.
+        cancelled: requests whose load nobody waits for any more.
+    """
+
+    step: int
+    metadata: object = None
+    loads: tuple[LoadOrder, ...] = ()
+    saving: tuple[int, ...] = ()
+    cancelled: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The second exchange: what one rank saw of its transfers in this step.
+
+    Attributes:
+        step: its number.
+        saved, loaded: requests whose transfer ended with success on this rank.
+        failures: transfers that will not finish on this rank.
+        expired_loads, expired_saves: past their deadline by this rank's clock.
+        error: how this rank's worker broke its contract. It travels here, so that all ranks raise
+            together instead of one raising and the others waiting for it.
+    """
+
+    step: int
+    saved: tuple[int, ...] = ()
+    loaded: tuple[int, ...] = ()
+    failures: tuple[TransferFailure, ...] = ()
+    expired_loads: tuple[int, ...] = ()
+    expired_saves: tuple[int, ...] = ()
+    error: str | None = None
+
+
+def obeyed(communicator: Communicator, mine: Instructions) -> Instructions:
+    """The first exchange of a step: the leader's instructions.
+
+    Raises:
+        RankDivergence: the leader is in another step than this rank.
+    """
+    leaders = communicator.broadcast(mine)
+    if leaders.step != mine.step:
+        raise RankDivergence(
+            f"rank {communicator.rank} is in step {mine.step}, the leader in step {leaders.step}"
+        )
+    return leaders
+
+
+def agreed(communicator: Communicator, mine: Report) -> list[Report]:
+    """The second exchange of a step: every rank's report.
+
+    Raises:
+        RankDivergence: a rank is in another step.
+    """
+    reports = communicator.allgather(mine)
+    steps = [report.step for report in reports]
+    if any(step != mine.step for step in steps) or len(steps) != communicator.size:
+        raise RankDivergence(f"rank {communicator.rank} is in step {mine.step}, all ranks: {steps}")
+    return reports

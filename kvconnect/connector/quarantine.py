@@ -1,0 +1,89 @@
+"""Blocks that a transfer may still touch: held until every rank's worker has returned the id."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
+from kvconnect.connector.data import Direction
+
+__all__ = ["Quarantine"]
+
+_REMEMBERED = 1024
+
+
+@dataclass(slots=True)
+class _Held:
+    handle: PinnedBlocks
+    num_blocks: int
+    loud_ranks: set[int]
+
+
+class Quarantine:
+    """Blocks of transfers that ended before it was sure that nothing touches them any more.
+
+    A request has at most one entry for each direction: while its load is held here, no new load of
+    the same id starts.
+    """
+
+    def __init__(self, kv: BaseKVCacheManager, max_blocks: int) -> None:
+        self._kv = kv
+        self._max_blocks = max_blocks
+        self._held: dict[tuple[Direction, int], _Held] = {}
+        self._ended: OrderedDict[tuple[Direction, int], None] = OrderedDict()
+        self.num_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def holds(self, direction: Direction, request_id: int) -> bool:
+        """Whether blocks of this transfer are held."""
+        return (direction, request_id) in self._held
+
+    @property
+    def full(self) -> bool:
+        """Whether no new load may start."""
+        return self.num_blocks > self._max_blocks
+
+    def hold(
+        self,
+        direction: Direction,
+        request_id: int,
+        handle: PinnedBlocks,
+        num_blocks: int,
+        loud_ranks: set[int],
+    ) -> None:
+        """Keep `handle` until `returned` was called for every one of `loud_ranks`."""
+        self._held[direction, request_id] = _Held(handle, num_blocks, loud_ranks)
+        self.num_blocks += num_blocks
+
+    def returned(self, direction: Direction, request_id: int, rank: int) -> None:
+        """A rank's worker is done with the blocks; those that all are done with go back."""
+        held = self._held.get((direction, request_id))
+        if held is None:
+            return
+        held.loud_ranks.discard(rank)
+        if not held.loud_ranks:
+            self._let_go((direction, request_id), held)
+            self.note_ended(direction, request_id)
+
+    def note_ended(self, direction: Direction, request_id: int) -> None:
+        """A worker may still return the id of this transfer, though nobody waits for it."""
+        self._ended[direction, request_id] = None
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def expects(self, direction: Direction, request_id: int) -> bool:
+        """Whether a late return of this id is legal."""
+        return (direction, request_id) in self._held or (direction, request_id) in self._ended
+
+    def release_all(self) -> None:
+        """Let go of everything: the workers were shut down."""
+        for key, held in list(self._held.items()):
+            self._let_go(key, held)
+
+    def _let_go(self, key: tuple[Direction, int], held: _Held) -> None:
+        del self._held[key]
+        self.num_blocks -= held.num_blocks
+        self._kv.unpin(held.handle)

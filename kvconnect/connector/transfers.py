@@ -1,0 +1,127 @@
+"""Transfers of one engine, each of which ends in exactly one way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvconnect.connector.data import Direction
+from kvconnect.trace import count
+
+__all__ = ["Transfer", "TransferState", "Transfers"]
+
+
+class TransferState(Enum):
+    """Of a transfer; every one but ``ACTIVE`` is final."""
+
+    ACTIVE = "active"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A load or save of one request's blocks, over all ranks.
+
+    Attributes:
+        request_id: whose.
+        direction: load or save.
+        deadline: when it times out, on the monotonic clock; ``None`` for a synchronous load, which
+            is over with its step.
+        start, end: the tokens that a load makes valid.
+        num_valid: the smallest number of leading tokens that a rank called valid.
+        quiet_ranks: ranks whose worker touches the blocks no more.
+        failed: whether a rank reported failure.
+        timed_out: whether a rank saw the deadline pass.
+        reason: the first one, for the log.
+    """
+
+    request_id: int
+    direction: Direction
+    deadline: float | None
+    start: int = 0
+    end: int = 0
+    num_valid: int = 0
+    quiet_ranks: set[int] = field(default_factory=set)
+    failed: bool = False
+    timed_out: bool = False
+    reason: str = ""
+    state: TransferState = TransferState.ACTIVE
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it runs in the background."""
+        return self.deadline is not None
+
+    def fail(self, num_valid: int, reason: str) -> None:
+        """A rank cannot finish it, and calls so many leading tokens valid."""
+        self.num_valid = min(self.num_valid, max(num_valid, self.start))
+        self.reason = self.reason or reason
+        self.failed = True
+
+    def finish(self, state: TransferState) -> None:
+        """Enter a final state, once."""
+        if self.state is not TransferState.ACTIVE or state is TransferState.ACTIVE:
+            raise AssertionError(f"{self} cannot become {state}")
+        self.state = state
+        count(f"connector.{self.direction.value}.{state.value}")
+
+
+class Transfers:
+    """The active transfers of one direction, by request."""
+
+    def __init__(self, direction: Direction) -> None:
+        self.direction = direction
+        self._active: dict[int, Transfer] = {}
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def __iter__(self) -> Iterator[Transfer]:
+        """By request id: the same order on every rank."""
+        return iter([self._active[key] for key in sorted(self._active)])
+
+    def get(self, request_id: int) -> Transfer | None:
+        """The active transfer of a request."""
+        return self._active.get(request_id)
+
+    def start(
+        self, request_id: int, deadline: float | None, start: int = 0, end: int = 0
+    ) -> Transfer:
+        """A new active transfer; replaces none: a request has one of each direction at a time."""
+        if request_id in self._active:
+            raise AssertionError(f"request {request_id} has an active {self.direction.value}")
+        transfer = Transfer(request_id, self.direction, deadline, start, end, num_valid=end)
+        self._active[request_id] = transfer
+        return transfer
+
+    def expire(self, request_id: int) -> None:
+        """A rank saw the deadline of this request's transfer pass."""
+        transfer = self._active.get(request_id)
+        if transfer is not None:
+            transfer.timed_out = True
+
+    def finish(self, transfer: Transfer, state: TransferState) -> None:
+        """`transfer` ends in `state`."""
+        transfer.finish(state)
+        del self._active[transfer.request_id]
+
+    def expired(self, now: float) -> tuple[int, ...]:
+        """Requests whose transfer is past its deadline."""
+        if not self._active:
+            return ()
+        return tuple(
+            transfer.request_id
+            for transfer in self._active.values()
+            if transfer.deadline is not None and transfer.deadline <= now
+        )
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline."""
+        return min(
+            (one.deadline for one in self._active.values() if one.deadline is not None),
+            default=None,
+        )
