@@ -53,7 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         with raise_on_sigterm():
-            parsed.run(parsed)
+            return _run(parsed)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Terminated:
+        return 128 + signal.SIGTERM
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    try:
+        parsed.run(parsed)
     except ConfigurationError as error:
         return _fail(error, 2)
     except ModuleNotFoundError as error:
@@ -66,10 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (KvConnectError, OSError) as error:
         return _fail(error, 1)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except Terminated:
-        return 128 + signal.SIGTERM
     return 0
 
 
