@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, TypeAlias
 
+import torch
 from torch import Tensor
 
+from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
+from kvconnect.layout import KvCacheLayout
 from kvconnect.request import ExternalMatcher, LlmRequest, ScheduledBatch
 
-__all__ = ["BaseKVCacheManager", "BaseResourceManager", "PinnedBlocks"]
+__all__ = ["BaseKVCacheManager", "BaseResourceManager", "KVCacheManagerFactory", "PinnedBlocks"]
 
 
 class BaseResourceManager(ABC):
@@ -112,3 +115,9 @@ class BaseKVCacheManager(BaseResourceManager):
         return ConfigurationError(
             f"{type(self).__name__} does not support connectors (supports_connector is False)"
         )
+
+
+KVCacheManagerFactory: TypeAlias = Callable[
+    [KvCacheConfig, Sequence[KvCacheLayout], torch.device], BaseKVCacheManager
+]
+"""Makes a cache manager; `KVCacheManager` itself is one."""

@@ -1,0 +1,110 @@
+"""A request as its submitter sees it, while the engine's thread works on it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from kvconnect.engine.output import RequestOutput, StreamChunk
+from kvconnect.engine.stops import FinishReason
+
+__all__ = ["RequestHandle", "RequestProgress"]
+
+
+class RequestProgress:
+    """What has come out of one request so far: written by the engine's thread, read by any other."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tokens: list[int] = []
+        self._texts: list[str] = []
+        self._output: RequestOutput | None = None
+        self._error: BaseException | None = None
+
+    def add(self, token: int, text: str) -> None:
+        """One more token, and the text that it made certain."""
+        with self._changed:
+            self._tokens.append(token)
+            self._texts.append(text)
+            self._changed.notify_all()
+
+    def finish(self, output: RequestOutput) -> None:
+        """The end."""
+        with self._changed:
+            self._output = output
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The end, by an error; later ones are ignored."""
+        with self._changed:
+            if not self.done:
+                self._error = error
+            self._changed.notify_all()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._output is not None or self._error is not None
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end; see `RequestHandle.result`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"the request has not finished within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None  # noqa: S101  done without an error
+        return self._output
+
+    def wait_beyond(self, seen: int) -> tuple[tuple[int, ...], str, FinishReason | None]:
+        """Wait for more than the first `seen` tokens, or the end: new tokens, text, why it ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._tokens) > seen or self.done)
+            tokens, texts = tuple(self._tokens[seen:]), self._texts[seen:]
+        if self._error is not None:
+            raise self._error
+        if self._output is None:
+            return tokens, "".join(texts), None
+        return tokens, "".join(texts), self._output.finish_reason
+
+
+class RequestHandle:
+    """A submitted request. Every method may be called from any thread."""
+
+    def __init__(
+        self, request_id: int, progress: RequestProgress, abort: Callable[[int], None]
+    ) -> None:
+        self.request_id = request_id
+        self._progress = progress
+        self._abort = abort
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._progress.done
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the output.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout` seconds; it goes on.
+            KvConnectError: or whatever else ended the engine while the request was in it.
+        """
+        return self._progress.result(timeout)
+
+    def stream(self) -> Iterator[StreamChunk]:
+        """What comes out, from the start, as it comes; the last chunk has a finish reason.
+
+        Raises:
+            KvConnectError: as in `result`, in place of the chunk that never came.
+        """
+        seen = 0
+        reason: FinishReason | None = None
+        while reason is None:
+            tokens, text, reason = self._progress.wait_beyond(seen)
+            seen += len(tokens)
+            yield StreamChunk(self.request_id, tokens, text, reason)
+
+    def abort(self) -> None:
+        """End it now; its result has what came so far. Does nothing once it has ended."""
+        self._abort(self.request_id)

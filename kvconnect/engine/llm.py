@@ -1,0 +1,315 @@
+"""`LLM`: a model with a KV cache and, if wanted, a store behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from kvconnect.backend import Backend
+from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig, KvCacheRetentionConfig
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.manager import KvCacheConnectorManager
+from kvconnect.digest import model_digest
+from kvconnect.engine.at_exit import close_at_exit
+from kvconnect.engine.attachment import Attachment, NoConnector
+from kvconnect.engine.engine import Abort, Close, Engine, LiveRequest
+from kvconnect.engine.handle import RequestHandle, RequestProgress
+from kvconnect.engine.inbox import Inbox
+from kvconnect.engine.intake import Intake
+from kvconnect.engine.model import Model
+from kvconnect.engine.output import EngineStats, RequestOutput, StreamChunk
+from kvconnect.engine.scheduler import Scheduler
+from kvconnect.engine.stops import StopChecker
+from kvconnect.engine.tokenizer import Tokenizer
+from kvconnect.errors import ConfigurationError, EngineClosed
+from kvconnect.keys import Namespace
+from kvconnect.layout import KvCacheLayout
+from kvconnect.request import SamplingParams
+from kvconnect.tokens import Tokens
+
+__all__ = ["LLM"]
+
+Prompt: TypeAlias = str | Tokens
+Connector: TypeAlias = KvCacheConnectorConfig | Backend | str
+
+
+class LLM:
+    """A Hugging Face causal LM directory, served by one engine thread.
+
+    Every method may be called from any thread. Close it, or use it as a context manager: closing
+    aborts what runs and drains what the store has not taken yet.
+
+    Args:
+        model: directory of the model.
+        kv_cache: the KV cache on the device.
+        connector: where KV blocks are kept beyond it: a store URL, a store, or a configuration.
+        kv_cache_manager: makes a cache manager of your own instead of `KVCacheManager`.
+        dtype: of weights and KV: ``auto``, ``float64``, ``float32``, ``float16``, ``bfloat16``.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
+        max_num_tokens: tokens that one step computes at most; longer prompts are computed in chunks.
+        max_batch_size: requests that run at once.
+
+    Raises:
+        ConfigurationError: a setting is wrong, the model cannot be loaded or served, the store cannot
+            be opened. Nothing is left running.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        kv_cache: KvCacheConfig | None = None,
+        connector: Connector | None = None,
+        kv_cache_manager: KVCacheManagerFactory | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_num_tokens: int = 2048,
+        max_batch_size: int = 64,
+    ) -> None:
+        for name, value in (("max_num_tokens", max_num_tokens), ("max_batch_size", max_batch_size)):
+            if value < 1:
+                raise ConfigurationError(f"{name}: {value} must be at least 1")
+        config = kv_cache or KvCacheConfig()
+        directory = Path(model)
+        self._model = Model(directory, dtype=dtype, device=device)
+        if config.dtype not in {"auto", str(self._model.dtype).removeprefix("torch.")}:
+            raise ConfigurationError(
+                f"kv_cache.dtype: '{config.dtype}' differs from the model's {self._model.dtype}; "
+                "use auto"
+            )
+        layout = self._model.layout(config.tokens_per_block)
+        digest = model_digest(directory)
+        self.tokenizer = Tokenizer.of(directory)
+        kv = _cache_manager(kv_cache_manager, config, layout, self._model)
+        self._inbox: Inbox[LiveRequest | Abort | Close] = Inbox()
+        self._intake = Intake(self._model, self.tokenizer, layout, digest, kv.get_max_resource_count())
+        attachment = _attach(connector, config, directory, layout, digest, kv, self._inbox)
+        self._scheduler = Scheduler(
+            kv, max_num_tokens=max_num_tokens, max_batch_size=max_batch_size
+        )
+        self._engine = Engine(self._model, kv, attachment, self._scheduler, self._inbox)
+        self._ids = itertools.count()
+        self._thread = threading.Thread(
+            target=self._engine.run, name="kvconnect-engine", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, _ask_to_close, self._inbox)
+        close_at_exit(self)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        lora_id: int | str | None = None,
+        extra_key: str | int | None = None,
+        retention: KvCacheRetentionConfig | None = None,
+    ) -> list[RequestOutput]:
+        """Answer `prompts`, texts or token ids, all at once; blocks until the last one ended.
+
+        Args:
+            prompts: one or several; one is answered by a list of one.
+            sampling_params: one for all, or one each.
+            cache_salt, lora_id, extra_key: requests share cached blocks only where these are equal.
+            retention: which blocks are worth keeping.
+
+        Raises:
+            ConfigurationError: a prompt or a setting is wrong; nothing was started.
+            EngineClosed: the engine takes no more requests.
+            BaseException: what stopped the engine, or interrupted the wait (Ctrl-C); these requests
+                are aborted.
+        """
+        several = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(several))
+        namespace = Namespace(cache_salt, lora_id, extra_key)
+        made = [
+            self._make(prompt, one, namespace, retention, None)
+            for prompt, one in zip(several, params, strict=True)
+        ]
+        handles = [self._post(live) for live in made]
+        try:
+            return [handle.result() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        lora_id: int | str | None = None,
+        extra_key: str | int | None = None,
+        retention: KvCacheRetentionConfig | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> RequestHandle:
+        """Start one request and return at once; see `generate`.
+
+        Args:
+            prompt: text or token ids.
+            sampling_params: how to go on from it.
+            cache_salt, lora_id, extra_key: as in `generate`.
+            retention: as in `generate`.
+            kv_transfer_params: data for the connector that travels with the request.
+
+        Raises:
+            ConfigurationError: the prompt or a setting is wrong.
+            EngineClosed: the engine takes no more requests.
+        """
+        namespace = Namespace(cache_salt, lora_id, extra_key)
+        params = sampling_params or SamplingParams()
+        return self._post(self._make(prompt, params, namespace, retention, kv_transfer_params))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        lora_id: int | str | None = None,
+        extra_key: str | int | None = None,
+        retention: KvCacheRetentionConfig | None = None,
+    ) -> Iterator[StreamChunk]:
+        """Start one request and iterate over what comes out; see `generate`.
+
+        Starts at once, not with the first ``next``. Leaving the iteration early aborts the request.
+        """
+        handle = self.submit(
+            prompt,
+            sampling_params,
+            cache_salt=cache_salt,
+            lora_id=lora_id,
+            extra_key=extra_key,
+            retention=retention,
+        )
+        return _abort_when_left(handle)
+
+    def stats(self) -> EngineStats:
+        """Counts so far, and what the engine holds now."""
+        scheduler = self._scheduler
+        return replace(
+            self._engine.stats,
+            waiting_requests=len(scheduler.waiting),
+            running_requests=len(scheduler.running),
+            loading_requests=len(scheduler.loading),
+            saving_requests=len(scheduler.saving),
+        )
+
+    def close(self) -> None:
+        """Abort what runs, drain the store, end the thread; idempotent. Blocks until that is done."""
+        _ask_to_close(self._inbox)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        namespace: Namespace,
+        retention: KvCacheRetentionConfig | None,
+        kv_transfer_params: dict[str, Any] | None,
+    ) -> LiveRequest:
+        request = self._intake.request(
+            next(self._ids), prompt, params, namespace, retention, kv_transfer_params
+        )
+        stops = StopChecker(params, self._model.eos_token_ids, self.tokenizer)
+        return LiveRequest(request, RequestProgress(), stops)
+
+    def _post(self, live: LiveRequest) -> RequestHandle:
+        self._inbox.post(live)
+        return RequestHandle(live.request.request_id, live.progress, self._abort)
+
+    def _abort(self, request_id: int) -> None:
+        with contextlib.suppress(EngineClosed):  # then it has ended already
+            self._inbox.post(Abort(request_id))
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) > 0 and not hasattr(prompts[0], "__len__"):
+        return [prompts]  # type: ignore[list-item]  # a single prompt of token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ConfigurationError(
+            f"sampling_params: {len(params)} were given for {count} prompts; give one, or one each"
+        )
+    return list(params)
+
+
+def _cache_manager(
+    factory: KVCacheManagerFactory | None,
+    config: KvCacheConfig,
+    layout: KvCacheLayout,
+    model: Model,
+) -> BaseKVCacheManager:
+    if factory is None:
+        from kvconnect.cache.kv_cache_manager import KVCacheManager
+
+        return KVCacheManager(config, [layout], device=model.device)
+    return factory(config, [layout], model.device)
+
+
+def _attach(
+    connector: Connector | None,
+    kv_config: KvCacheConfig,
+    directory: Path,
+    layout: KvCacheLayout,
+    digest: bytes,
+    kv: BaseKVCacheManager,
+    inbox: Inbox[Any],
+) -> Attachment:
+    if connector is None:
+        return NoConnector()
+    if isinstance(connector, str):
+        connector = KvCacheConnectorConfig(url=connector)
+    elif isinstance(connector, Backend):
+        connector = KvCacheConnectorConfig(backend=connector)
+    args = LlmArgs(
+        model=str(directory),
+        kv_cache_config=kv_config,
+        kv_connector_config=connector,
+        layouts=(layout,),
+        model_digest=digest,
+    )
+    return KvCacheConnectorManager(args, kv, wakeup=inbox.ring)
+
+
+def _ask_to_close(inbox: Inbox[Any]) -> None:
+    with contextlib.suppress(EngineClosed):
+        inbox.post(Close())
+
+
+def _abort_when_left(handle: RequestHandle) -> Iterator[StreamChunk]:
+    try:
+        yield from handle.stream()
+    finally:
+        handle.abort()

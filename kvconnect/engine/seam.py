@@ -1,0 +1,128 @@
+"""The seam between transformers' models and the paged KV cache: one attention function, given ``kv=``.
+
+No mask function is registered under this name, so transformers builds no masks; the step knows what
+each token may see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from kvconnect.errors import UnsupportedModel
+
+__all__ = ["ATTENTION", "AttentionProbe", "KvStep", "LayerShape"]
+
+ATTENTION = "kvconnect"
+"""The ``attn_implementation`` that models are loaded with."""
+
+# What models pass along that does not change what attention computes.
+_HARMLESS = frozenset({"dropout", "position_ids", "is_causal", "position_embeddings", "use_cache"})
+
+
+class KvStep(Protocol):
+    """What models are called with as ``kv=``."""
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Attention of one layer; see `ForwardStep.attend`."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kv: KvStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    layer_idx: Any = module.layer_idx
+    if isinstance(kv, AttentionProbe):
+        kv.check(module, attention_mask, extra)
+    out = kv.attend(layer_idx, query, key, value, scaling=scaling, window=sliding_window)
+    return out, None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores per token, and how far it looks back."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+
+class AttentionProbe:
+    """A ``kv=`` that stores nothing: it records each layer's shape, and refuses what cannot be served.
+
+    Configurations are not trusted: MLA, OPT and GPT-2 each name these things differently.
+
+    Attributes:
+        layers: shapes, in the order in which layers ran.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[LayerShape] = []
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Record the layer; its output is zero."""
+        if layer_idx != len(self.layers):
+            raise UnsupportedModel(
+                f"attention layer {layer_idx} ran when layer {len(self.layers)} was expected: "
+                "every layer must attend exactly once, in order (hybrid models are not served)"
+            )
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], window)
+        self.layers.append(shape)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def check(self, module: nn.Module, mask: Tensor | None, extra: Mapping[str, Any]) -> None:
+        """Refuse what changes the scores in a way that the paged attention does not follow.
+
+        Raises:
+            UnsupportedModel: softcap, sinks, a mask of the model's own, bidirectional attention, …
+        """
+        given = {name: value for name, value in extra.items() if value is not None}
+        if given.get("softcap"):
+            raise UnsupportedModel("attention with softcap (attn_logit_softcapping) is not served")
+        if "s_aux" in given:
+            raise UnsupportedModel("attention with sinks is not served")
+        if mask is not None:
+            raise UnsupportedModel("the model brings an attention mask of its own")
+        if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise UnsupportedModel("bidirectional attention is not served; causal models only")
+        unknown = sorted(
+            name
+            for name, value in given.items()
+            if name not in _HARMLESS and (isinstance(value, Tensor) or value)
+        )
+        if unknown:
+            raise UnsupportedModel(f"attention with {', '.join(unknown)} is not served")

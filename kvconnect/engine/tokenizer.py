@@ -1,0 +1,80 @@
+"""The model's tokenizer, and text that grows token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.tokens import TokenArray, as_token_array
+
+__all__ = ["Detokenizer", "Tokenizer"]
+
+_UNFINISHED = "\ufffd"
+
+
+class Tokenizer:
+    """The tokenizer of a model directory. May be used from several threads.
+
+    Raises:
+        ConfigurationError: the directory holds none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"model: '{directory}' has no tokenizer: {error}") from error
+
+    @staticmethod
+    def of(directory: Path) -> Tokenizer | None:
+        """The tokenizer of `directory`, or ``None``: token ids can be generated without one."""
+        names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+        return Tokenizer(directory) if any((directory / name).exists() for name in names) else None
+
+    def encode(self, text: str) -> TokenArray:
+        """Token ids of `text`, with the special tokens that the model expects."""
+        # Lengths are checked by the engine, whose message says more.
+        return as_token_array(self._tokenizer.encode(text, verbose=False))
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of `tokens`, without special tokens."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+class Detokenizer:
+    """The text of tokens that come one at a time.
+
+    Characters whose bytes are spread over tokens appear once they are whole. Decoding one more token
+    costs the same however long the text is.
+    """
+
+    __slots__ = ("_pending_from", "_prefix_from", "_tokenizer", "_tokens")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._prefix_from = 0  # tokens from here on are decoded again, for what precedes a word
+        self._pending_from = 0  # tokens from here on have not become text yet
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is unfinished."""
+        self._tokens.append(token)
+        text = self._new_text()
+        if not text or text.endswith(_UNFINISHED):
+            return ""
+        self._prefix_from, self._pending_from = self._pending_from, len(self._tokens)
+        return text
+
+    def finish(self) -> str:
+        """What is left, unfinished characters replaced."""
+        text = self._new_text()
+        self._prefix_from = self._pending_from = len(self._tokens)
+        return text
+
+    def _new_text(self) -> str:
+        known = self._tokenizer.decode(self._tokens[self._prefix_from : self._pending_from])
+        return self._tokenizer.decode(self._tokens[self._prefix_from :])[len(known) :]
