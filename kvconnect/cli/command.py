@@ -21,6 +21,6 @@ class Command(Protocol):
         """Add the subcommand's parser, with ``set_defaults(run=...)``.
 
         ``run(arguments)`` does the work and returns nothing. It raises `ConfigurationError` for
-        what the user can put right; the message is then all that the user sees. It imports what
-        it needs itself, so that ``--help`` waits for no torch.
+        what the user can put right; the message is then all that the user sees. It imports the
+        engine itself, so that ``--help`` does not wait for transformers.
         """

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvconnect.cli.command import Subparsers
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.errors import ConfigurationError
+from kvconnect.request import SamplingParams
 
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.output import RequestOutput
-    from kvconnect.request import SamplingParams
 
 __all__ = ["add_parser", "run"]
 
@@ -112,8 +113,6 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: a bad option, an unreadable prompt file, an unusable model or store.
     """
-    from kvconnect.request import SamplingParams
-
     prompts = list(_read_prompts(arguments))
     sampling = SamplingParams(
         max_tokens=arguments.max_tokens,
@@ -145,7 +144,6 @@ def _read_prompts(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _open_llm(arguments: argparse.Namespace) -> LLM:
-    from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
     from kvconnect.engine.llm import LLM
 
     cache = KvCacheConfig(

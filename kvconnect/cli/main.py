@@ -9,8 +9,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
+from kvconnect import __version__
 from kvconnect.cli.command import Command
 from kvconnect.cli.interrupt import Terminated, raise_on_sigterm
 from kvconnect.errors import ConfigurationError, KvConnectError, MissingExtra
@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = (
     "kvconnect.cli.generate",
     "kvconnect.cli.make_model",
+    "kvconnect.cli.bench",
 )
 """Modules of the subcommands, in the order of ``kvconnect --help``; each fits `Command`."""
 
@@ -79,27 +80,20 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; imports no torch, so that ``--help`` is quick."""
+    """The parser of the whole command line; imports no engine, so that ``--help`` is quick."""
     parser = argparse.ArgumentParser(
         prog="kvconnect",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"kvconnect {_version()}")
+    parser.add_argument("--version", action="version", version=f"kvconnect {__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
         command: Command = import_module(name)
         command.add_parser(subparsers)
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("kvconnect")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _fail(error: Exception, code: int) -> int:
