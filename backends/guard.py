@@ -123,7 +123,7 @@ class GuardedBackend(Backend):
         return loaded
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Seal the frames in ``block.data``, in place, and store them; return how many are (leading).
+        """Seal the frames in ``block.data``, in place, and store them; return how many are stored.
 
         Raises:
             BackendTimeout: the buffers belong to the call until `pending` is done.

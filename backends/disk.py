@@ -1,0 +1,300 @@
+"""``disk:``: blocks in large files on a local disk, there again after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.disk_directory import (
+    DiskDirectory,
+    DiskSettings,
+    identity,
+    ignore,
+    warn_damaged,
+)
+from kvconnect.backends.disk_schema import Durability, IndexDamaged, set_aside
+from kvconnect.backends.url import StoreUrl, format_size
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.frame import frame_nbytes
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["DiskBackend", "from_url"]
+
+T = TypeVar("T")
+
+# Seconds after which use is written down, so that other processes drop the right blocks.
+_FLUSH_S = 5.0
+# Seconds between two attempts to write to a directory that could not be written to.
+_RETRY_S = 5.0
+
+
+def from_url(url: StoreUrl) -> DiskBackend:
+    """``disk:///var/cache/kv?capacity=200GiB&durability=power&ttl=7d``; relative: ``disk:kv``."""
+    url.allow("capacity", "durability", "ttl")
+    if url.location:
+        raise ConfigurationError(
+            f"{url}: '{url.location}' stands where a host would; "
+            f"write disk:///{url.location}{url.path}, or disk:{url.location}{url.path}"
+        )
+    if not url.path or url.path == "/":
+        raise ConfigurationError(f"{url}: a directory is needed, as in disk:///var/cache/kv")
+    power = url.choice("durability", "process", "power") == "power"
+    return DiskBackend(
+        Path(url.path).expanduser(),
+        capacity=url.size("capacity"),
+        durability="power" if power else "process",
+        ttl=url.duration("ttl"),
+    )
+
+
+class DiskBackend(Backend):
+    """Blocks in slots of preallocated files, with an index in SQLite.
+
+    The payload is written before its row is committed: a process that is killed at any moment
+    leaves whole blocks or none. Several processes may share the directory, also with different
+    models. What was used longest ago goes first, low priority before high, chains from their end.
+
+    Args:
+        path: the directory; made if it is not there.
+        capacity: bytes of everything in it. Default: 50 GiB, or half of the space there is if that
+            is less.
+        durability: what a stored block survives: the ``process`` killed, or a ``power`` failure.
+        ttl: seconds after which a block is dropped, used or not; ``None``: never.
+    """
+
+    enumerable: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        capacity: int | None = None,
+        durability: Durability = "process",
+        ttl: float | None = None,
+    ) -> None:
+        if capacity is not None and capacity < 1:
+            raise ConfigurationError(f"capacity={capacity}: must be at least one byte")
+        self._settings = DiskSettings(Path(path).absolute(), capacity, durability, ttl)
+        self._directory: DiskDirectory | None = None
+        self._lock = threading.Lock()
+        self._retry_at = 0.0
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._running: set[asyncio.Future[Any]] = set()
+        # Queries have a thread of their own: a lookup does not wait for loads and saves.
+        self._queries: ThreadPoolExecutor | None = None
+        self._transfers: ThreadPoolExecutor | None = None
+        self.at: Callable[[str], None] = ignore
+        """Called on reaching a named point of a save; tests end the process there."""
+
+    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+        """Open or make the directory, and clean up after processes that died.
+
+        Raises:
+            ConfigurationError: `capacity` is below one block; the path is no directory, or its
+                format is another version's.
+            BackendUnavailable: it cannot be opened or made.
+        """
+        largest = max((frame_nbytes(layout.block_nbytes) for layout in layouts), default=0)
+        self._check_capacity(self._settings.capacity, largest)
+        self._queries = ThreadPoolExecutor(1, thread_name_prefix="kvconnect-disk-index")
+        self._transfers = ThreadPoolExecutor(4, thread_name_prefix="kvconnect-disk-io")
+        try:
+            capacity, read_only = await self._run(
+                self._queries,
+                lambda directory: (directory.capacity, directory.read_only),
+                (0, True),
+            )
+            if not read_only:
+                self._check_capacity(capacity, largest)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Wait for calls in flight, write down what was used, close everything."""
+        queries, transfers = self._queries, self._transfers
+        self._queries = self._transfers = None
+        if queries is None or transfers is None:
+            return
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
+        await asyncio.get_running_loop().run_in_executor(transfers, self._close)
+        queries.shutdown()
+        transfers.shutdown()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading `keys` are present; they count as used now."""
+        found = await self._run(self._queries, lambda directory: directory.lookup(keys), 0)
+        self._flush_later()
+        return found
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        """Read blocks, neighbouring slots in one call; page-aligned buffers without a copy.
+
+        Raises:
+            BackendUnavailable: the disk failed; `into` is undefined.
+        """
+        loaded = await self._run(self._transfers, lambda directory: directory.load(keys, into), 0)
+        self._flush_later()
+        return loaded
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """Write blocks to slots that are reserved for them, then commit them all at once.
+
+        A disk that is full or cannot be written to stores fewer, and is warned of once.
+
+        Raises:
+            BackendUnavailable: the disk failed; none of the new blocks is stored.
+        """
+        self._retry_read_only()
+        return await self._run(self._transfers, lambda directory: directory.save(blocks), 0)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget `keys`; their slots are free at once."""
+        await self._run(self._transfers, lambda directory: directory.delete(keys), None)
+
+    async def children(self, key: BlockKey | None) -> Sequence[Child]:
+        """The stored blocks with tokens whose parent is `key`."""
+        nothing: list[Child] = []
+        return await self._run(self._queries, lambda directory: directory.children(key), nothing)
+
+    async def scan(self) -> AsyncIterator[StoredEntry]:
+        """All blocks, a page at a time; those that come or go meanwhile may be missed."""
+        after, nothing = 0, (0, list[StoredEntry]())
+        while True:
+            page = _page_after(after)
+            after, entries = await self._run(self._queries, page, nothing)
+            if not entries:
+                return
+            for entry in entries:
+                yield entry
+
+    async def stats(self) -> Mapping[str, float]:
+        """``blocks``, their ``bytes`` in slots, ``file_bytes``, ``capacity``, ``read_only``."""
+        nothing: dict[str, float] = {"blocks": 0, "bytes": 0}
+        return await self._run(self._queries, lambda directory: directory.stats(), nothing)
+
+    async def _run(
+        self, pool: ThreadPoolExecutor | None, work: Callable[[DiskDirectory], T], nothing: T
+    ) -> T:
+        if pool is None:
+            raise BackendUnavailable(f"disk store {self._settings.path}: is not open")
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(pool, self._work, work, nothing)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return await future
+
+    def _work(self, work: Callable[[DiskDirectory], T], nothing: T) -> T:
+        # From here on threads of the pools.
+        try:
+            for _ in range(2):
+                with self._opened() as directory:
+                    try:
+                        return work(directory)
+                    except IndexDamaged as error:
+                        self._start_anew(directory, error)
+        except (BackendUnavailable, ConfigurationError):
+            raise
+        except OSError as error:
+            raise BackendUnavailable(f"disk store {self._settings.path}: {error}") from error
+        return nothing
+
+    @contextmanager
+    def _opened(self) -> Iterator[DiskDirectory]:
+        with self._lock:
+            if self._directory is not None and not self._directory.current:
+                self._directory.retire()
+                self._directory = None
+            if self._directory is None:
+                self._directory = self._open_directory()
+            directory = self._directory
+            using = directory.in_use()
+            using.__enter__()
+        try:
+            yield directory
+        finally:
+            using.__exit__(None, None, None)
+
+    def _open_directory(self) -> DiskDirectory:
+        seen = identity(self._settings.path)
+        try:
+            return DiskDirectory(self._settings, at=self.at)
+        except IndexDamaged as error:
+            _replace_index(self._settings.path, seen, error)
+        try:
+            return DiskDirectory(self._settings, at=self.at)
+        except IndexDamaged as error:
+            raise BackendUnavailable(f"disk store {self._settings.path}: {error}") from error
+
+    def _start_anew(self, directory: DiskDirectory, error: IndexDamaged) -> None:
+        if directory.read_only:
+            warn_damaged(self._settings.path, error)
+            directory.give_up_index()
+            return
+        _replace_index(self._settings.path, directory.identity, error)
+
+    def _retry_read_only(self) -> None:
+        directory = self._directory
+        if directory is not None and directory.read_only and time.monotonic() >= self._retry_at:
+            self._retry_at = time.monotonic() + _RETRY_S
+            directory.forget()
+
+    def _flush_later(self) -> None:
+        if self._flush_timer is None and self._transfers is not None:
+            loop = asyncio.get_running_loop()
+            self._flush_timer = loop.call_later(_FLUSH_S, self._start_flush)
+
+    def _start_flush(self) -> None:
+        self._flush_timer = None
+        if self._transfers is not None:
+            self._transfers.submit(self._flush)
+
+    def _flush(self) -> None:
+        directory = self._directory
+        if directory is not None:
+            with directory.in_use():
+                directory.flush()
+
+    def _close(self) -> None:
+        with self._lock:
+            directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.close()
+
+    def _check_capacity(self, capacity: int | None, largest: int) -> None:
+        if capacity is not None and capacity < largest:
+            raise ConfigurationError(
+                f"capacity={capacity}: one block takes {largest} bytes; "
+                f"give capacity={format_size(largest).replace(' ', '')} or more"
+            )
+
+
+def _page_after(after: int) -> Callable[[DiskDirectory], tuple[int, list[StoredEntry]]]:
+    return lambda directory: directory.page(after)
+
+
+def _replace_index(path: Path, damaged: tuple[int, int] | None, error: IndexDamaged) -> None:
+    """Move the index out of the way, unless another process has done so by now."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if damaged is not None and identity(path) == damaged:
+            warn_damaged(path, error)
+            set_aside(path)
+    finally:
+        os.close(fd)

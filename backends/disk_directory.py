@@ -1,0 +1,362 @@
+"""One opening of a disk store's directory: its index, its data files, and moving blocks."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import shutil
+import threading
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from torch import Tensor
+
+from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.backends.disk_index import IndexReader, Located, microseconds
+from kvconnect.backends.disk_schema import (
+    INDEX_NAME,
+    Durability,
+    IndexDamaged,
+    IndexFull,
+    connect,
+    connect_read_only,
+)
+from kvconnect.backends.disk_segments import NO_SPACE, SegmentFiles, SegmentLost
+from kvconnect.backends.disk_writer import IndexWriter, Reservation
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.keys import BlockKey
+from kvconnect.trace import count, warn_once
+
+__all__ = ["DiskDirectory", "DiskSettings", "identity", "ignore", "warn_damaged"]
+
+logger = logging.getLogger("kvconnect")
+
+FORMAT = 1
+_FORMAT_NAME = "FORMAT"
+_DEFAULT_CAPACITY = 50 << 30
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """What a disk store's URL says; see `DiskBackend`."""
+
+    path: Path
+    capacity: int | None = None
+    durability: Durability = "process"
+    ttl: float | None = None
+
+
+def ignore(point: str) -> None:
+    """Go on at every named point; tests give something else."""
+
+
+class DiskDirectory:
+    """A store directory, open. Thread-safe; every method blocks on the disk.
+
+    It stays an opening of the very index it found: when the directory vanishes or its index is
+    replaced, `current` says so, and a new `DiskDirectory` is needed.
+
+    Attributes:
+        read_only: nothing can be written here now; loads work if there is an index.
+        identity: of the index that is open; ``None``: there is none.
+        capacity: bytes that may be stored here.
+
+    Raises:
+        BackendUnavailable: it cannot be opened; nothing stays open.
+        ConfigurationError: it is not a directory, or of another format.
+        IndexDamaged: see `DiskBackend`, which starts anew then.
+    """
+
+    def __init__(self, settings: DiskSettings, *, at: Callable[[str], None] = ignore) -> None:
+        self.path = settings.path
+        self._durable = settings.durability == "power"
+        self._at = at
+        self._used: dict[int, int] = {}
+        self._used_lock = threading.Lock()
+        self._hidden: set[BlockKey] = set()
+        self._writer: IndexWriter | None = None
+        self._reader: IndexReader | None = None
+        self.identity: tuple[int, int] | None = None
+        self.capacity = 0
+        self._closing = threading.Lock()
+        self._users = 0
+        self._retired = False
+        self._outdated = False
+        reason = _unwritable(self.path)
+        self.read_only = reason is not None
+        self._files = SegmentFiles(self.path, writable=not self.read_only)
+        try:
+            self._open(settings, reason)
+        except OSError as error:
+            self._close()
+            if isinstance(error, BackendUnavailable):
+                raise
+            raise BackendUnavailable(f"disk store {self.path}: {error}") from error
+        except BaseException:
+            self._close()
+            raise
+
+    def _open(self, settings: DiskSettings, reason: OSError | None) -> None:
+        _check_format(self.path)
+        if reason is not None:
+            self._open_read_only(settings.ttl, reason)
+            return
+        _write_format(self.path)
+        self.capacity = settings.capacity or _default_capacity(self.path, self._files.nbytes())
+        self._writer = IndexWriter(
+            self.path,
+            self._files,
+            capacity=self.capacity,
+            durability=settings.durability,
+            ttl=settings.ttl,
+            at=self._at,
+        )
+        self._writer.clean()
+        self._reader = IndexReader(connect(self.path, settings.durability), settings.ttl)
+        self.identity = identity(self.path)
+
+    def _open_read_only(self, ttl: float | None, reason: OSError) -> None:
+        warn_once(
+            f"disk.read_only.{self.path}.{reason.errno}",
+            f"disk store {self.path}: cannot be written to ({reason.strerror}); nothing is saved",
+        )
+        self.identity = identity(self.path)
+        if self.identity is None:
+            return
+        try:
+            self._reader = IndexReader(connect_read_only(self.path), ttl)
+        except IndexDamaged as error:
+            warn_damaged(self.path, error)
+
+    @property
+    def current(self) -> bool:
+        """Whether what is open here is still what the path leads to."""
+        return not self._outdated and identity(self.path) == self.identity
+
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading `keys` are stored."""
+        found = self._find(keys)
+        self._note_use(found)
+        return len(found)
+
+    def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        """Fill `into`; return how many leading ones are filled."""
+        found = self._find(keys)
+        for at, (block, buffer) in enumerate(zip(found, into, strict=False)):
+            if block.length != buffer.numel():
+                del found[at:]
+                break
+        try:
+            self._files.read([block.place for block in found], into[: len(found)])
+        except SegmentLost as lost:
+            if self._writer is not None:
+                self._writer.drop_lost(lost.segment)
+            intact = next(
+                at for at, block in enumerate(found) if block.place.segment == lost.segment
+            )
+            return self.load(keys[:intact], into[:intact])
+        # A slot may have been given to another block while it was read. Its row goes first: if the
+        # row is still there, the slot was not touched before now.
+        if found and self._reader is not None:
+            del found[self._reader.alive(found) :]
+        self._note_use(found)
+        return len(found)
+
+    def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """Store `blocks`; return how many leading ones are."""
+        if self._writer is None:
+            return len(self._find([block.key for block in blocks]))
+        try:
+            self.flush()
+            reservation = self._writer.reserve(blocks)
+            if not reservation.new:
+                return reservation.count
+            return self._write(self._writer, reservation)
+        except SegmentLost as lost:
+            self._writer.drop_lost(lost.segment)
+        except IndexFull as error:
+            self._warn_full(error)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self._warn_full(error)
+        return 0
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget `keys`; where nothing can be written, only for as long as this is open."""
+        if self._writer is None:
+            self._hidden.update(keys)
+        else:
+            self._writer.delete(keys)
+
+    def flush(self) -> None:
+        """Write down what was used since the last time."""
+        with self._used_lock:
+            used, self._used = self._used, {}
+        if used and self._writer is not None:
+            self._writer.touch(used)
+
+    def children(self, key: BlockKey | None) -> list[Child]:
+        """The stored blocks with tokens whose parent is `key`."""
+        found = [] if self._reader is None else self._reader.children(key)
+        return [child for child in found if child.key not in self._hidden]
+
+    def page(self, after: int) -> tuple[int, list[StoredEntry]]:
+        """Some blocks, from `after` on, and where to go on; none at the end."""
+        return (after, []) if self._reader is None else self._reader.page(after)
+
+    def stats(self) -> dict[str, float]:
+        """Numbers about the store."""
+        totals = {} if self._reader is None else self._reader.totals()
+        return {**totals, "capacity": self.capacity, "read_only": self.read_only}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep this open meanwhile, also if `retire` is called."""
+        with self._closing:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._closing:
+                self._users -= 1
+                if self._retired and not self._users:
+                    self._close()
+
+    def retire(self) -> None:
+        """Close everything, as soon as nobody uses it. The second time does nothing."""
+        with self._closing:
+            if not self._retired:
+                self._retired = True
+                if not self._users:
+                    self._close()
+
+    def forget(self) -> None:
+        """Not be `current` any more: the directory may be writable by now."""
+        self._outdated = True
+
+    def close(self) -> None:
+        """Write down what was used, then `retire`."""
+        try:
+            self.flush()
+        except (OSError, IndexDamaged) as error:
+            logger.debug("disk store %s: use was not written down: %s", self.path, error)
+        finally:
+            self.retire()
+
+    def give_up_index(self) -> None:
+        """Answer as if nothing were stored: the index is damaged and cannot be replaced."""
+        self._reader = None
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._files.close()
+
+    def _find(self, keys: Sequence[BlockKey]) -> list[Located]:
+        if self._reader is None:
+            return []
+        if self._hidden:
+            keys = list(takewhile(lambda key: key not in self._hidden, keys))
+        return self._reader.find(keys)
+
+    def _note_use(self, found: Sequence[Located]) -> None:
+        # The end of a chain counts as used a little earlier than its beginning, so it goes first.
+        now = microseconds()
+        with self._used_lock:
+            self._used.update((block.id, now - at) for at, block in enumerate(found))
+
+    def _write(self, writer: IndexWriter, reservation: Reservation) -> int:
+        try:
+            buffers = [block.data for _, block, _ in reservation.new]
+            self._files.write(reservation.places, buffers)
+            if self._durable:
+                self._files.sync(reservation.places)
+            self._at("written")
+            return writer.commit(reservation)
+        except BaseException:
+            # Where this fails, too, the slots stay reserved until this process ends.
+            with suppress(OSError, IndexDamaged):
+                writer.release(reservation)
+            raise
+
+    def _warn_full(self, error: OSError) -> None:
+        count("store.disk.full")
+        warn_once(
+            f"disk.full.{self.path}",
+            f"disk store {self.path}: {error}; blocks are not saved until there is space",
+        )
+
+
+def warn_damaged(path: Path, error: Exception) -> None:
+    """Say once that the index is not usable."""
+    count("store.disk.index_damaged")
+    warn_once(
+        f"disk.damaged.{path}",
+        f"disk store {path}: the index is damaged ({error}); it starts empty",
+    )
+
+
+def _unwritable(path: Path) -> OSError | None:
+    """Why nothing can be written to the directory `path`, which is made if need be."""
+    probe = path / f"probe-{uuid.uuid4().hex}"
+    try:
+        path.mkdir(0o700, parents=True, exist_ok=True)  # prompts can be read from what is in it
+        probe.touch(0o600, exist_ok=False)
+        probe.unlink()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigurationError(
+            f"disk store: '{path}' is not a directory; give another"
+        ) from error
+    except OSError as error:
+        if error.errno in _READ_ONLY and path.is_dir():
+            return error
+        raise BackendUnavailable(f"disk store {path}: {error}") from error
+    return None
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Which index the directory `path` has now; ``None``: none."""
+    try:
+        stat = (path / INDEX_NAME).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return stat.st_dev, stat.st_ino
+
+
+def _default_capacity(path: Path, present: int) -> int:
+    return min(_DEFAULT_CAPACITY, (shutil.disk_usage(path).free + present) // 2)
+
+
+def _format_text(number: int) -> bytes:
+    text = b"kvconnect disk store, format %d" % number
+    return text + b", check %08x\n" % zlib.crc32(text)
+
+
+def _check_format(path: Path) -> None:
+    """Refuse a directory of another format. A damaged mark says nothing, and is written again."""
+    try:
+        text = (path / _FORMAT_NAME).read_bytes()
+    except FileNotFoundError:
+        return
+    match = re.match(rb"kvconnect disk store, format (\d{1,9}),", text)
+    if match and int(match[1]) != FORMAT and text == _format_text(int(match[1])):
+        raise ConfigurationError(
+            f"disk store: '{path}' has format {int(match[1])}, this version reads format {FORMAT}; "
+            f"give another directory, or delete this one"
+        )
+
+
+def _write_format(path: Path) -> None:
+    mark = path / _FORMAT_NAME
+    if not mark.exists() or mark.read_bytes() != _format_text(FORMAT):
+        mark.write_bytes(_format_text(FORMAT))

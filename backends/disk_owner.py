@@ -1,0 +1,71 @@
+"""Who reserved a slot, and whether that process is still alive."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import uuid
+from pathlib import Path
+
+__all__ = ["Owner", "owners"]
+
+_NAME = re.compile(r"owner-([0-9a-f]{32})\.lock")
+
+
+class Owner:
+    """One opening of a store directory, alive as long as it holds the lock on its file.
+
+    The kernel drops the lock when the process dies, however it dies. Process ids would not do: they
+    are used again, and mean nothing in another container. Make and look for owners only inside a
+    write transaction of the index: between making the file and locking it, it looks dead.
+
+    Raises:
+        OSError: the file cannot be made; nothing is left behind.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.name = uuid.uuid4().hex
+        self._path = _path(directory, self.name)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Be dead. The second time does nothing."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def owners(directory: Path) -> set[str]:
+    """The names of the living; removes the files of the dead."""
+    found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
+    return {match[1] for match in found if match and _alive(directory, match[1])}
+
+
+def _alive(directory: Path, name: str) -> bool:
+    path = _path(directory, name)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        path.unlink(missing_ok=True)
+        return False
+    finally:
+        os.close(fd)
+
+
+def _path(directory: Path, name: str) -> Path:
+    return directory / f"owner-{name}.lock"

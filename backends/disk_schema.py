@@ -1,0 +1,200 @@
+"""The disk store's index as a SQLite database: how it is opened, and what its errors mean."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+from kvconnect.errors import BackendUnavailable
+
+__all__ = [
+    "INDEX_NAME",
+    "Durability",
+    "IndexDamaged",
+    "IndexFull",
+    "connect",
+    "connect_read_only",
+    "index_errors",
+    "index_nbytes",
+    "set_aside",
+]
+
+Durability = Literal["process", "power"]
+
+INDEX_NAME = "index.sqlite3"
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE segments(          -- data files
+    id INTEGER PRIMARY KEY AUTOINCREMENT,   -- never used again, so a stale handle is only stale
+    size INTEGER NOT NULL,      -- bytes of each slot
+    slots INTEGER NOT NULL,
+    fresh INTEGER NOT NULL      -- slots from here on were never used
+);
+CREATE TABLE free(              -- used once, and free again
+    segment INTEGER, slot INTEGER, PRIMARY KEY(segment, slot)
+) WITHOUT ROWID;
+CREATE TABLE reserved(          -- being written by a living owner, or left behind by a dead one
+    segment INTEGER, slot INTEGER, owner TEXT NOT NULL, PRIMARY KEY(segment, slot)
+) WITHOUT ROWID;
+CREATE TABLE blocks(
+    id INTEGER PRIMARY KEY AUTOINCREMENT,   -- of this copy of the block: another copy, another id
+    key BLOB NOT NULL UNIQUE,
+    segment INTEGER NOT NULL,
+    slot INTEGER NOT NULL,
+    size INTEGER NOT NULL,      -- of the slot
+    length INTEGER NOT NULL,
+    priority INTEGER NOT NULL,
+    created INTEGER NOT NULL,   -- Unix time in microseconds
+    used INTEGER NOT NULL,      -- the same; a block used with its ancestors is older than they
+    parent BLOB,
+    tokens BLOB,                -- int32, little endian
+    namespace BLOB NOT NULL,
+    pool_group INTEGER NOT NULL
+);
+CREATE INDEX blocks_by_use ON blocks(size, priority, used);
+CREATE INDEX blocks_by_segment ON blocks(segment, used);
+CREATE INDEX blocks_by_parent ON blocks(parent);
+CREATE INDEX blocks_by_age ON blocks(created);
+"""
+_BUSY_S = 5.0
+# The write-ahead log is moved into the database at so many pages (1 MiB), and stays that short.
+_LOG_PAGES = 256
+
+_UNAVAILABLE = {
+    sqlite3.SQLITE_BUSY: "another process holds the index's lock",
+    sqlite3.SQLITE_LOCKED: "the index is locked",
+    sqlite3.SQLITE_CANTOPEN: "the index cannot be opened",
+    sqlite3.SQLITE_IOERR: "reading or writing the index failed",
+    sqlite3.SQLITE_FULL: "no space for the index",
+    sqlite3.SQLITE_READONLY: "the index is read-only",
+    sqlite3.SQLITE_PERM: "the index may not be accessed",
+    sqlite3.SQLITE_NOMEM: "no memory for the index",
+    sqlite3.SQLITE_INTERRUPT: "interrupted",
+}
+
+
+class IndexDamaged(Exception):
+    """The index is not what this code wrote. Never leaves the disk store."""
+
+
+class IndexFull(BackendUnavailable):
+    """There is no space for the index to grow."""
+
+
+@contextmanager
+def index_errors() -> Iterator[None]:
+    """SQLite's errors as ours.
+
+    Raises:
+        BackendUnavailable: it may work later.
+        IndexDamaged: it will not.
+    """
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        reason = _UNAVAILABLE.get(code)
+        if reason is None:
+            raise IndexDamaged(str(error)) from error
+        kind = IndexFull if code == sqlite3.SQLITE_FULL else BackendUnavailable
+        raise kind(f"disk store: {reason} ({error})") from error
+
+
+def connect(directory: Path, durability: Durability) -> sqlite3.Connection:
+    """The index in `directory`, made if it is not there.
+
+    Raises:
+        BackendUnavailable, IndexDamaged: nothing stays open.
+    """
+    with index_errors():
+        db = sqlite3.connect(
+            directory / INDEX_NAME, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        )
+    try:
+        with index_errors():
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
+            db.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
+            db.execute(f"PRAGMA journal_size_limit={_LOG_PAGES * 4096}")
+            if _version(db) == 0:
+                db.execute("BEGIN IMMEDIATE")
+                if _version(db) == 0:
+                    for statement in _SCHEMA.split(";\n"):
+                        db.execute(statement)
+                    db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+                db.execute("COMMIT")
+            _expect_version(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def connect_read_only(directory: Path) -> sqlite3.Connection:
+    """The index in a directory that cannot be written to.
+
+    Raises:
+        BackendUnavailable, IndexDamaged: nothing stays open.
+    """
+    path = quote(str(directory / INDEX_NAME))
+    log = directory / f"{INDEX_NAME}-wal"
+    # SQLite needs a shared-memory file beside a database with a log. Where it cannot make one, it
+    # can read the database only if there is nothing in the log.
+    modes = ["mode=ro"]
+    if not log.exists() or not log.stat().st_size:
+        modes.append("mode=ro&immutable=1")
+    for mode in modes:
+        with index_errors():
+            db = sqlite3.connect(
+                f"file:{path}?{mode}",
+                uri=True,
+                timeout=_BUSY_S,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+        try:
+            with index_errors():
+                _expect_version(db)
+                return db
+        except BackendUnavailable:
+            db.close()
+            if mode == modes[-1]:
+                raise
+        except BaseException:
+            db.close()
+            raise
+    raise AssertionError  # the loop returns or raises
+
+
+def index_nbytes(directory: Path) -> int:
+    """Bytes of the index, its log and its shared memory."""
+    total = 0
+    for suffix in ("", "-wal", "-shm"):
+        try:
+            total += (directory / (INDEX_NAME + suffix)).stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def set_aside(directory: Path) -> None:
+    """Move a damaged index out of the way; the one set aside before is lost."""
+    path = directory / INDEX_NAME
+    path.replace(path.with_name(INDEX_NAME + ".damaged"))
+    for suffix in ("-wal", "-shm"):
+        path.with_name(INDEX_NAME + suffix).unlink(missing_ok=True)
+
+
+def _version(db: sqlite3.Connection) -> int:
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    return int(version)
+
+
+def _expect_version(db: sqlite3.Connection) -> None:
+    if (version := _version(db)) != _SCHEMA_VERSION:
+        raise IndexDamaged(f"schema version {version}, not {_SCHEMA_VERSION}")
+    db.execute("SELECT 1 FROM blocks, segments, free, reserved LIMIT 1").fetchone()

@@ -1,0 +1,231 @@
+"""What changes the disk store's index: saves, deletes, use, cleaning up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvconnect.backend import StoredBlock
+from kvconnect.backends.direct_io import aligned_size
+from kvconnect.backends.disk_index import READABLE, marks, microseconds, oldest_valid
+from kvconnect.backends.disk_owner import Owner
+from kvconnect.backends.disk_schema import Durability, connect, index_errors
+from kvconnect.backends.disk_segments import Place, SegmentFiles
+from kvconnect.backends.disk_slots import SlotAllocator
+from kvconnect.keys import BlockKey
+
+__all__ = ["IndexWriter", "Reservation"]
+
+_KEYS_PER_QUERY = 512
+_EXPIRED_PER_SAVE = 256
+
+
+@dataclass(slots=True)
+class Reservation:
+    """What a save may write.
+
+    Attributes:
+        count: so many leading blocks are stored once `new` is written and committed.
+        new: position in the save, block and slot of those that are not stored yet.
+    """
+
+    count: int
+    new: list[tuple[int, StoredBlock, Place]] = field(default_factory=list)
+
+    @property
+    def places(self) -> list[Place]:
+        """The slots of `new`."""
+        return [place for _, _, place in self.new]
+
+
+class IndexWriter:
+    """Write transactions, one at a time. Thread-safe; each waits for other processes' ones.
+
+    A save is two of them: `reserve` takes slots, the payload is written, `commit` makes it visible.
+
+    Raises:
+        BackendUnavailable: the index cannot be written; what was asked for did not happen.
+        IndexDamaged: the index is not what this code wrote.
+        OSError: of the data files; the same.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        files: SegmentFiles,
+        *,
+        capacity: int,
+        durability: Durability,
+        ttl: float | None,
+        at: Callable[[str], None],
+    ) -> None:
+        self._files = files
+        self._ttl = ttl
+        self._at = at
+        self._lock = threading.Lock()
+        self._db = connect(directory, durability)
+        self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
+        try:
+            with self._transaction():
+                self._owner = Owner(directory)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def clean(self) -> None:
+        """Remove what dead processes left behind, and what the capacity has no room for."""
+        with self._transaction():
+            self._slots.release_dead()
+            for segment, size, slots in self._segments():
+                if not self._files.intact(segment, size, slots):
+                    self._slots.drop_segment(segment, size)
+            self._files.remove_strays({segment for segment, *_ in self._segments()})
+            self._slots.drop_expired(oldest_valid(self._ttl), -1)
+            self._slots.shrink()
+
+    def reserve(self, blocks: Sequence[StoredBlock]) -> Reservation:
+        """Slots for those of `blocks` that are not stored, dropping older ones where needed."""
+        now = microseconds()
+        with self._transaction():
+            self._files.keep_only({segment for segment, *_ in self._segments()})
+            self._slots.drop_expired(oldest_valid(self._ttl), _EXPIRED_PER_SAVE)
+            present = self._present([block.key for block in blocks])
+            stamps = ((now - at, block.key) for at, block in enumerate(blocks))
+            self._db.executemany(
+                "UPDATE blocks SET used=? WHERE key=?",
+                [(stamp, key) for stamp, key in stamps if key in present],
+            )
+            reservation = self._take(blocks, present)
+        self._at("reserved")
+        return reservation
+
+    def commit(self, reservation: Reservation) -> int:
+        """Make what was written visible; return how many leading blocks of the save are stored."""
+        now = microseconds()
+        count = reservation.count
+        with self._transaction():
+            for at, block, place in reservation.new:
+                if not self._slots.end_reservation(place, self._owner.name):
+                    # Taken for dead, or the index was made anew: the slot may be another's by now.
+                    count = min(count, at)
+                    continue
+                tokens = None if block.tokens is None else block.tokens.astype("<i4").tobytes()
+                stored = self._db.execute(
+                    "INSERT OR IGNORE INTO blocks(key, segment, slot, size, length, priority,"
+                    " created, used, parent, tokens, namespace, pool_group)"
+                    " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        block.key,
+                        place.segment,
+                        place.slot,
+                        place.size,
+                        block.data.numel(),
+                        block.priority,
+                        now,
+                        now - at,
+                        block.parent,
+                        tokens,
+                        block.namespace,
+                        block.group,
+                    ),
+                )
+                if not stored.rowcount:  # another process was faster
+                    self._slots.free([(place.segment, place.slot)])
+            self._at("committing")
+        return count
+
+    def release(self, reservation: Reservation) -> None:
+        """Give back the slots of a save that failed."""
+        with self._transaction():
+            self._slots.free(
+                (place.segment, place.slot)
+                for place in reservation.places
+                if self._slots.end_reservation(place, self._owner.name)
+            )
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget `keys`; absent ones are no error."""
+        with self._transaction():
+            self._forget(keys)
+
+    def touch(self, used: Mapping[int, int]) -> None:
+        """Note when the copies with these ids were used."""
+        with self._transaction():
+            self._db.executemany(
+                "UPDATE blocks SET used=max(used, ?) WHERE id=?",
+                [(stamp, block) for block, stamp in used.items()],
+            )
+
+    def drop_lost(self, segment: int) -> None:
+        """Forget the blocks of `segment` if its file really is gone or cut short."""
+        with self._transaction():
+            for found, size, slots in self._segments():
+                if found == segment and not self._files.intact(found, size, slots):
+                    self._slots.drop_segment(found, size)
+
+    def close(self) -> None:
+        """Close the connection and be a dead owner. The second time does nothing."""
+        with self._lock:
+            self._owner.close()
+            self._db.close()
+
+    def _segments(self) -> list[tuple[int, int, int]]:
+        return self._db.execute("SELECT id, size, slots FROM segments").fetchall()
+
+    def _present(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        present: set[BlockKey] = set()
+        for part in _parts(keys):
+            rows = self._db.execute(
+                "SELECT b.key" + READABLE + marks(part),
+                (oldest_valid(self._ttl), *part),
+            )
+            present.update(key for (key,) in rows)
+        return present
+
+    def _take(self, blocks: Sequence[StoredBlock], present: Collection[BlockKey]) -> Reservation:
+        new: dict[BlockKey, tuple[int, StoredBlock]] = {}
+        by_size: dict[int, list[BlockKey]] = {}
+        for at, block in enumerate(blocks):
+            if block.key not in present and block.key not in new:
+                new[block.key] = (at, block)
+                by_size.setdefault(aligned_size(block.data.numel()), []).append(block.key)
+        # Expired, or unusable in another way: in the way of what is stored now.
+        self._forget(list(new))
+        keep = {block.key for block in blocks} | {block.parent for block in blocks}
+        placed: list[tuple[int, StoredBlock, Place]] = []
+        count = len(blocks)
+        for size, keys in by_size.items():
+            places = self._slots.take(size, len(keys), self._owner.name, keep)
+            placed += [(*new[key], place) for key, place in zip(keys, places, strict=False)]
+            if len(places) < len(keys):
+                count = min(count, new[keys[len(places)]][0])
+        for at, _, place in placed:
+            if at >= count:
+                self._slots.end_reservation(place, self._owner.name)
+                self._slots.free([(place.segment, place.slot)])
+        return Reservation(count, sorted((n for n in placed if n[0] < count), key=lambda n: n[0]))
+
+    def _forget(self, keys: Sequence[BlockKey]) -> None:
+        for part in _parts(keys):
+            query = "DELETE FROM blocks WHERE key IN " + marks(part)  # noqa: S608 - question marks
+            self._slots.free(self._db.execute(query + " RETURNING segment, slot", part).fetchall())
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock, index_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
+    for start in range(0, len(keys), _KEYS_PER_QUERY):
+        yield keys[start : start + _KEYS_PER_QUERY]
