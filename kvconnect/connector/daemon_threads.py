@@ -1,0 +1,86 @@
+"""A pool of threads that does not keep the process from ending while one of them is stuck."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import ParamSpec, TypeVar
+
+__all__ = ["DaemonThreads"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """`submit` as `ThreadPoolExecutor` has it, on daemon threads.
+
+    Python waits at exit for every thread of the pools it knows: a read from a dead network mount
+    would hold the process for ever. asyncio takes only a subclass as its default executor; nothing
+    of the base class but its type is used.
+    """
+
+    def __init__(self, max_workers: int, name: str) -> None:
+        super().__init__(max_workers)
+        self._max = max_workers
+        self._name = name
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._daemons: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+        self._guard = threading.Lock()
+        self._ended = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run ``fn(*args, **kwargs)`` on a thread; does not block.
+
+        Raises:
+            RuntimeError: the pool has ended.
+        """
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 (carried to whoever waits for the future)
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._guard:
+            if self._ended:
+                raise RuntimeError(f"{self._name}: the pool has ended")
+            self._work.put(work)
+            if not self._idle.acquire(blocking=False) and len(self._daemons) < self._max:
+                thread = threading.Thread(
+                    target=self._run, name=f"{self._name}-{len(self._daemons)}", daemon=True
+                )
+                self._daemons.append(thread)
+                thread.start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002
+        """As the base class has it; with `wait` as long as the work takes."""
+        self.end(float("inf") if wait else 0.0)
+
+    def end(self, timeout_s: float) -> None:
+        """Take no more work, and wait up to `timeout_s` for the threads to end; idempotent."""
+        with self._guard:
+            if not self._ended:
+                self._ended = True
+                for _ in self._daemons:
+                    self._work.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._daemons:
+            left = deadline - time.monotonic()
+            thread.join(None if left == float("inf") else max(0.0, left))
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # or an idle thread keeps the arguments of its last work alive
+            self._idle.release()

@@ -1,0 +1,118 @@
+"""Host memory for blocks on their way between pool and store: a fixed number of aligned slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvconnect import frame
+from kvconnect.connector.data import Direction
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["Slot", "StagingPool"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """Room for one frame.
+
+    Attributes:
+        index: its number.
+        frame: 1-D uint8, 4 KiB-aligned: header, payload, padding.
+        payload: the block's bytes in it, as a view.
+    """
+
+    index: int
+    frame: Tensor
+    payload: Tensor
+
+
+class StagingPool:
+    """`staging_bytes` of slots, shared by loads and saves. Thread-safe.
+
+    Neither direction can take the last quarter of the slots from the other: a store that does not
+    finish its saves must not stop loads, nor the other way round. Slots used last are handed out
+    first: their memory is in the processor's caches, and a small load touches little of the region.
+
+    Args:
+        staging_bytes: upper bound of the region.
+        payload_nbytes: of one block.
+        pin: page-lock the region (for copies from and to a GPU).
+
+    Raises:
+        ConfigurationError: `staging_bytes` is below one slot.
+    """
+
+    def __init__(self, staging_bytes: int, payload_nbytes: int, *, pin: bool = False) -> None:
+        slot_nbytes = frame.frame_nbytes(payload_nbytes)
+        self.num_slots = staging_bytes // slot_nbytes
+        if self.num_slots < 1:
+            raise ConfigurationError(
+                f"staging_bytes={staging_bytes}: one block takes {slot_nbytes} bytes; "
+                "give at least that, better 64 times as much"
+            )
+        nbytes = self.num_slots * slot_nbytes
+        memory = torch.empty(nbytes + frame.ALIGNMENT, dtype=torch.uint8, pin_memory=pin)
+        offset = -memory.data_ptr() % frame.ALIGNMENT
+        self.region = memory[offset : offset + nbytes]
+        self._slots = []
+        for index in range(self.num_slots):
+            whole = self.region[index * slot_nbytes : (index + 1) * slot_nbytes]
+            self._slots.append(Slot(index, whole, frame.payload(whole, payload_nbytes)))
+        self._limit = max(1, self.num_slots - self.num_slots // 4)
+        self._free = list(reversed(self._slots))
+        self._used = dict.fromkeys(Direction, 0)
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody uses."""
+        return len(self._free)
+
+    def available(self, direction: Direction) -> int:
+        """How many slots `direction` could take now."""
+        with self._changed:
+            return self._available(direction)
+
+    def take(self, direction: Direction, at_most: int) -> list[Slot]:
+        """Up to `at_most` free slots, perhaps none. Never blocks."""
+        with self._changed:
+            return self._take(direction, at_most)
+
+    def take_within(self, direction: Direction, timeout_s: float) -> list[Slot]:
+        """One slot, or none if none became free within `timeout_s`. Blocks the calling thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._available(direction) > 0, timeout_s)
+            return self._take(direction, 1)
+
+    def give_back(self, direction: Direction, slots: Sequence[Slot]) -> None:
+        """`slots`, taken for `direction`, are free again; nothing may touch them any more."""
+        if not slots:
+            return
+        with self._changed:
+            self._free.extend(slots)
+            self._used[direction] -= len(slots)
+            self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+    def on_free(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever slots become free, on the thread that gives them back."""
+        self._listeners.append(listener)
+
+    def _available(self, direction: Direction) -> int:
+        return min(len(self._free), self._limit - self._used[direction])
+
+    def _take(self, direction: Direction, at_most: int) -> list[Slot]:
+        count = min(at_most, self._available(direction))
+        if count <= 0:
+            return []
+        taken = self._free[-count:][::-1]
+        del self._free[-count:]
+        self._used[direction] += count
+        return taken
