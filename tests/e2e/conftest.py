@@ -14,7 +14,7 @@ from kvconnect.engine.random_model import make_model
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Llama whose answer depends on every byte of its KV."""
     directory = tmp_path_factory.mktemp("e2e") / "model"
-    make_model(directory, "llama", seed=3)
+    make_model(directory, "llama", seed=3, max_position_embeddings=8192)
     return directory
 
 

@@ -23,7 +23,7 @@ def store(master_store: Path, tmp_path: Path) -> Path:
 
 def test_other_weights_of_the_same_shape(store: Path, tmp_path: Path) -> None:
     other = tmp_path / "model"
-    make_model(other, "llama", seed=4)
+    make_model(other, "llama", seed=4, max_position_embeddings=8192)
     output = answer(other, disk_url(store))
     assert output.reused_store_tokens == 0
     assert output.output_token_ids == answer(other).output_token_ids
@@ -36,7 +36,7 @@ def test_other_weights_under_the_same_path_and_time(model: Path, tmp_path: Path)
     first = answer(path, store)
     weights = path / "model.safetensors"
     stat = weights.stat()
-    make_model(tmp_path / "other", "llama", seed=4)
+    make_model(tmp_path / "other", "llama", seed=4, max_position_embeddings=8192)
     weights.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert weights.stat().st_size == stat.st_size

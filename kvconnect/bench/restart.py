@@ -1,0 +1,130 @@
+"""``kvconnect bench restart``: what coming back from the store costs, against what it must cost.
+
+The floor of a restart: read the prompt's blocks from the store's own file, cold and in the store's
+own I/O mode; pass them once into the pool; compute the one prompt token that is never stored. And
+what an attached store costs while nothing is loaded or saved.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect.bench.floor import cold_read_seconds, copy_seconds
+from kvconnect.bench.report import Figure
+from kvconnect.bench.workload import random_prompt
+from kvconnect.connector.manager import KvCacheConnectorManager
+from kvconnect.tokens import TokenArray
+
+__all__ = ["idle_overhead", "restart"]
+
+_ONE = SamplingParams(max_tokens=1, ignore_eos=True)
+_CONNECTOR_CALLS = (
+    "begin_step",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "end_forward",
+    "end_step",
+    "wait_seconds",
+)
+
+
+def restart(model: Path, scratch: Path, *, num_tokens: int, repeats: int) -> list[Figure]:
+    """Time to first token of a prompt that an earlier engine left on disk. Blocks for minutes.
+
+    Args:
+        model: directory of the model.
+        scratch: an empty directory for the store, on the disk that is to be measured.
+        num_tokens: length of the prompt.
+        repeats: restarts, of which the median counts.
+    """
+    prompt = random_prompt(num_tokens, seed=1)
+    store = scratch / "store"
+    cache = KvCacheConfig(max_tokens=2 * num_tokens)
+    config = KvCacheConnectorConfig(url=f"disk://{store}?capacity=16GiB")
+    with LLM(model, kv_cache=cache, connector=config) as llm:
+        cold = _first_token(llm, prompt)
+        again = [_first_token(llm, prompt, computed=1) for _ in range(repeats)]
+        block = llm.layouts[0].block_nbytes
+    nbytes = -(-num_tokens // cache.tokens_per_block) * block
+    data = max(store.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    restored, reads, copies = [], [], []
+    for _ in range(repeats):
+        reads.append(cold_read_seconds(data, min(nbytes, data.stat().st_size), repeats=1))
+        copies.append(copy_seconds(nbytes, repeats=1))
+        with LLM(model, kv_cache=cache, connector=config) as llm:
+            restored.append(_first_token(llm, prompt, computed=1))
+    read, copy, seconds = map(statistics.median, (reads, copies, restored))
+    suffix = statistics.median(again)
+    floor = read + copy + suffix
+    return [
+        Figure("prompt", num_tokens, "tokens"),
+        Figure("stored", nbytes / 2**20, "MiB"),
+        Figure("first token, computed", cold * 1e3, "ms"),
+        Figure("first token, restored", seconds * 1e3, "ms"),
+        Figure("speed-up", cold / seconds, "x", ">= 10"),
+        Figure("floor: cold read", read * 1e3, "ms"),
+        Figure("floor: one pass into the pool", copy * 1e3, "ms"),
+        Figure("floor: last token", suffix * 1e3, "ms"),
+        Figure("restored / floor", seconds / floor, "x", "<= 1.25"),
+    ]
+
+
+def idle_overhead(model: Path, *, steps: int) -> list[Figure]:
+    """The share of a decode step spent inside connector calls, with nothing to load or save."""
+    config = KvCacheConnectorConfig(url="memory:?capacity=64MiB", min_priority=100)
+    params = SamplingParams(max_tokens=steps + 20, ignore_eos=True)
+    with _timed_connector() as timings, LLM(model, connector=config) as llm:
+        llm.generate([random_prompt(64, seed=2)], params)
+    spent, whole = zip(*timings[10 : 10 + steps], strict=True)
+    shares = [call / step for call, step in zip(spent, whole, strict=True)]
+    return [
+        Figure("decode step", statistics.median(whole) * 1e3, "ms"),
+        Figure("inside connector calls", statistics.median(spent) * 1e6, "us"),
+        Figure("share of a step, median", statistics.median(shares) * 100, "%", "<= 2"),
+    ]
+
+
+def _first_token(llm: LLM, prompt: TokenArray, *, computed: int | None = None) -> float:
+    """Seconds to the first token; `computed` prompt tokens must have been computed."""
+    output = llm.generate([prompt], _ONE)[0]
+    if computed is not None and output.computed_tokens != computed:
+        raise RuntimeError(f"{output.computed_tokens} prompt tokens were computed, not {computed}")
+    if output.ttft_ms is None:
+        raise RuntimeError("no token was generated")
+    return output.ttft_ms / 1e3
+
+
+@contextmanager
+def _timed_connector() -> Iterator[list[tuple[float, float]]]:
+    """Seconds inside connector calls and of the whole step, for every step of every engine."""
+    steps: list[tuple[float, float]] = []
+    inside = 0.0
+    last_end = time.perf_counter()
+    originals = {name: getattr(KvCacheConnectorManager, name) for name in _CONNECTOR_CALLS}
+
+    def timed(name: str, original: Callable[..., object]) -> Callable[..., object]:
+        def call(self: KvCacheConnectorManager, *args: object) -> object:
+            nonlocal inside, last_end
+            start = time.perf_counter()
+            result = original(self, *args)
+            end = time.perf_counter()
+            inside += end - start
+            if name == "end_step":
+                steps.append((inside, end - last_end))
+                inside, last_end = 0.0, end
+            return result
+
+        return call
+
+    for name, original in originals.items():
+        setattr(KvCacheConnectorManager, name, timed(name, original))
+    try:
+        yield steps
+    finally:
+        for name, original in originals.items():
+            setattr(KvCacheConnectorManager, name, original)

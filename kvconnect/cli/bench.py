@@ -1,0 +1,81 @@
+"""``kvconnect bench``: speed, as ratios to what the machine can do in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from kvconnect.cli.command import Subparsers
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``bench`` and its benchmarks."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure speed against what the machine can do",
+        description="Measure speed. Each figure stands beside its floor, measured in the same run.",
+    )
+    benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    restart = benchmarks.add_parser(
+        "restart",
+        help="a prompt restored from disk against reading it; and an idle connector's cost",
+    )
+    _add_common(restart)
+    restart.add_argument("--prompt-tokens", type=int, default=4096, metavar="N")
+    restart.add_argument("--repeats", type=int, default=7, metavar="N", help="restarts")
+    restart.add_argument("--steps", type=int, default=500, metavar="N", help="decode steps")
+    restart.set_defaults(run=run_restart)
+    engine = benchmarks.add_parser("engine", help="many requests at once against one")
+    _add_common(engine)
+    engine.add_argument("--requests", type=int, default=16, metavar="N")
+    engine.add_argument("--prompt-tokens", type=int, default=64, metavar="N")
+    engine.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    engine.add_argument("--repeats", type=int, default=3, metavar="N")
+    engine.set_defaults(run=run_engine)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="default: a random Llama of 46 million parameters"
+    )
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="for scratch files, on the disk to measure"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_restart(arguments: argparse.Namespace) -> None:
+    """Measure a restart, then an idle connector."""
+    from kvconnect.bench.report import render
+    from kvconnect.bench.restart import idle_overhead, restart
+    from kvconnect.bench.workload import bench_model
+
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        scratch = Path(name)
+        model = bench_model(arguments.model, scratch)
+        figures = restart(
+            model, scratch, num_tokens=arguments.prompt_tokens, repeats=arguments.repeats
+        )
+        print(render("restart", figures, as_json=arguments.json), flush=True)
+        idle = idle_overhead(model, steps=arguments.steps)
+        print(render("idle connector", idle, as_json=arguments.json))
+
+
+def run_engine(arguments: argparse.Namespace) -> None:
+    """Measure the engine's throughput."""
+    from kvconnect.bench.report import render
+    from kvconnect.bench.throughput import throughput
+    from kvconnect.bench.workload import bench_model
+
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        figures = throughput(
+            bench_model(arguments.model, Path(name)),
+            requests=arguments.requests,
+            prompt_tokens=arguments.prompt_tokens,
+            max_tokens=arguments.max_tokens,
+            repeats=arguments.repeats,
+        )
+    print(render("engine", figures, as_json=arguments.json))
