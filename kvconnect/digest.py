@@ -44,6 +44,8 @@ def model_digest(directory: str | Path, *, cache_dir: str | Path | None = None) 
         settings = json.loads(config.read_bytes())
     except ValueError as error:
         raise ConfigurationError(f"model: '{config}' is not JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise ConfigurationError(f"model: '{config}' is not a JSON object")
     kept = {name: value for name, value in settings.items() if name not in _VOLATILE}
     state = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=32)
     cache = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "kvconnect" / "digests"
@@ -83,8 +85,10 @@ def _content_digest(path: Path, size: int) -> bytes:
                 state.update(chunk)
         else:
             # Fixed seed: every process reads the same stripes. Sorted: the disk reads forward.
-            offsets = random.Random(size).sample(range(size // _STRIPE), _STRIPES)
-            for index in sorted(offsets):
+            # The first one holds the header; the last one may be short and counts as well.
+            last = (size - 1) // _STRIPE
+            sample = random.Random(size).sample(range(1, last), _STRIPES - 2)
+            for index in sorted({0, *sample, last}):
                 file.seek(index * _STRIPE)
                 state.update(file.read(_STRIPE))
     return state.digest()

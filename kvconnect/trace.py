@@ -51,7 +51,10 @@ class Metrics:
             return dict(self._counters)
 
     def add_hook(self, hook: Hook) -> Callable[[], None]:
-        """Call `hook` with every event, on the thread it happens on; returns how to remove it."""
+        """Call `hook` with every event, on the thread it happens on; returns how to remove it.
+
+        An error that it raises is logged once and goes no further.
+        """
         with self._lock:
             self._hooks = (*self._hooks, hook)
 
@@ -74,7 +77,10 @@ class Metrics:
                 counters[f"{event.name}.{name}"] += value  # type: ignore[assignment]
             hooks = self._hooks
         for hook in hooks:
-            hook(event)
+            try:
+                hook(event)
+            except Exception as error:  # noqa: BLE001  a user's hook never changes what it watches
+                self.warn_once(f"hook {hook!r}", f"hook {hook!r} failed on {event.name}: {error!r}")
 
     def warn_once(self, topic: str, message: str) -> None:
         """Log `message` as a warning the first time `topic` comes up; later ones only at debug."""

@@ -1,0 +1,167 @@
+"""Block keys: equal where the KV is equal, different wherever it may differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect import keys
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import KeyChain, Namespace, Shard, chain_key, root_key, store_key
+from kvconnect.layout import KvCacheLayout
+from kvconnect.tokens import TokenBuffer
+
+LAYOUT = KvCacheLayout(2, 2, 8, 8, 16, torch.float32)
+MODEL = b"m" * 32
+ROOT = root_key(MODEL, [LAYOUT], Namespace())
+TOKENS = np.arange(100, dtype=np.int32)
+
+
+def chain(tokens=TOKENS, size=16, root=ROOT) -> KeyChain:
+    return KeyChain(root, size, TokenBuffer(np.asarray(tokens, np.int32)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        root_key(b"n" * 32, [LAYOUT], Namespace()),
+        root_key(MODEL, [dataclasses.replace(LAYOUT, dtype=torch.bfloat16)], Namespace()),
+        root_key(MODEL, [dataclasses.replace(LAYOUT, tokens_per_block=32)], Namespace()),
+        root_key(MODEL, [dataclasses.replace(LAYOUT, num_layers=3)], Namespace()),
+        root_key(MODEL, [dataclasses.replace(LAYOUT, window=64)], Namespace()),
+        root_key(MODEL, [LAYOUT, LAYOUT], Namespace()),
+        root_key(MODEL, [LAYOUT], Namespace(cache_salt="tenant")),
+        root_key(MODEL, [LAYOUT], Namespace(lora_id=1)),
+        root_key(MODEL, [LAYOUT], Namespace(extra_key="picture")),
+    ],
+    ids=["model", "dtype", "block", "geometry", "window", "pools", "salt", "adapter", "extra"],
+)
+def test_whatever_changes_the_bytes_changes_the_root(other):
+    assert other != ROOT
+
+
+def test_another_format_version_changes_the_root(monkeypatch):
+    monkeypatch.setattr(keys, "FORMAT_VERSION", keys.FORMAT_VERSION + 1)
+    assert root_key(MODEL, [LAYOUT], Namespace()) != ROOT
+
+
+OPTIONAL_TEXT = st.none() | st.text(min_size=1)
+OPTIONAL = st.none() | st.integers() | st.text()
+NAMESPACES = st.builds(Namespace, OPTIONAL_TEXT, OPTIONAL, OPTIONAL)
+
+
+@given(NAMESPACES, NAMESPACES)
+def test_two_namespaces_look_alike_only_if_they_are_equal(first, second):
+    assert (first.encode() == second.encode()) == (first == second)
+
+
+def test_a_field_does_not_slide_into_the_next():
+    assert Namespace("ab", "c").encode() != Namespace("a", "bc").encode()
+    assert Namespace(lora_id=1).encode() != Namespace(lora_id="1").encode()
+    assert Namespace(lora_id=1).encode() != Namespace(extra_key=1).encode()
+    assert Namespace(lora_id="").encode() != Namespace(lora_id=None).encode()
+
+
+def test_an_empty_salt_is_refused():
+    with pytest.raises(ConfigurationError, match="cache_salt: '' must not be empty"):
+        Namespace(cache_salt="")
+
+
+def test_a_salt_is_text():
+    with pytest.raises(ConfigurationError, match="cache_salt: 5 must be a string"):
+        Namespace(cache_salt=5)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40))
+def test_blocks_have_one_key_exactly_as_far_as_the_prefix_is_the_same(first, second):
+    shared = 0
+    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
+        shared += 1
+    size = 4
+    pairs = list(zip(chain(first, size).keys(), chain(second, size).keys(), strict=False))
+    for index, (left, right) in enumerate(pairs):
+        assert (left == right) == ((index + 1) * size <= shared)
+
+
+def test_a_tail_is_not_the_full_block_it_begins():
+    full = chain_key(ROOT, TOKENS[:16])
+    assert chain_key(ROOT, TOKENS[:15]) != full
+    assert chain(TOKENS[:15]).tail(15) == chain_key(ROOT, TOKENS[:15])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 16, 32, 101])
+def test_only_a_partial_block_has_a_tail(num_tokens):
+    with pytest.raises(ConfigurationError, match="does not end a partial block"):
+        chain().tail(num_tokens)
+
+
+def test_keys_are_hashed_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(keys, "chain_key", lambda *args: (calls.append(1), chain_key(*args))[1])
+    one = chain()
+    assert one.keys() == one.keys() == one.keys(0, 3) + one.keys(3)
+    assert len(calls) == len(one) == 6
+
+
+def test_keys_are_hashed_only_as_far_as_they_are_asked_for(monkeypatch):
+    calls = []
+    monkeypatch.setattr(keys, "chain_key", lambda *args: (calls.append(1), chain_key(*args))[1])
+    chain().keys(0, 2)
+    assert len(calls) == 2
+
+
+def test_a_chain_follows_its_tokens_forward_and_back():
+    tokens = TokenBuffer(TOKENS[:40])
+    one = KeyChain(ROOT, 16, tokens)
+    before = one.keys()
+    tokens.extend(TOKENS[40:64])
+    assert one.keys() == chain(TOKENS[:64]).keys()
+    tokens.truncate(40)
+    one.truncate(40)
+    assert one.keys() == before
+    tokens.extend(np.full(24, 7, np.int32))
+    assert one.keys()[:2] == before
+    assert one.keys()[2:] != chain(TOKENS[:64]).keys()[2:]
+
+
+def test_the_parent_of_a_block_is_the_one_before_it():
+    one = chain()
+    assert one.parent(0) == ROOT
+    assert one.parent(3) == one.keys()[2]
+
+
+def test_a_store_key_tells_groups_and_shards_apart():
+    key = chain().keys()[0]
+    shards = [Shard(0, 2), Shard(1, 2), Shard(0, 1, 1, 2), Shard()]
+    found = {store_key(key, group, shard) for group in (0, 1) for shard in shards}
+    assert len(found) == 2 * len(shards)
+    assert key not in found
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_keys_are_the_same_in_every_process(seed):
+    source = """
+import numpy as np, torch
+from kvconnect.keys import *
+from kvconnect.layout import KvCacheLayout
+root = root_key(b"m" * 32, [KvCacheLayout(2, 2, 8, 8, 16, torch.float32)], Namespace("salt", 3))
+print(store_key(chain_key(root, np.arange(16, dtype=np.int32))).hex())
+"""
+    command = [sys.executable, "-c", source]
+    output = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": seed},
+    ).stdout
+    root = root_key(MODEL, [LAYOUT], Namespace("salt", 3))
+    assert output.strip() == store_key(chain_key(root, TOKENS[:16])).hex()

@@ -1,0 +1,91 @@
+"""The shape of a block."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.layout import KvCacheLayout
+
+LAYOUT = KvCacheLayout(
+    num_layers=4, num_kv_heads=2, key_dim=8, value_dim=8, tokens_per_block=16, dtype=torch.float32
+)
+
+
+def test_a_block_with_equal_dimensions_has_two_planes():
+    assert LAYOUT.kv_factor == 2
+    assert LAYOUT.plane_elements == 16 * 2 * 8
+    assert LAYOUT.layer_nbytes == 2 * 16 * 2 * 8 * 4
+    assert LAYOUT.block_nbytes == 4 * LAYOUT.layer_nbytes
+    assert LAYOUT.token_nbytes * 16 == LAYOUT.block_nbytes
+    assert LAYOUT.flat_shape(10) == (10, 4, 2, 256)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (576, 0)])
+def test_a_block_with_unequal_dimensions_has_one_plane(key_dim, value_dim):
+    layout = dataclasses.replace(LAYOUT, key_dim=key_dim, value_dim=value_dim)
+    assert layout.kv_factor == 1
+    assert layout.plane_elements == 16 * 2 * (key_dim + value_dim)
+    assert layout.block_nbytes == 4 * 16 * 2 * (key_dim + value_dim) * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_bytes_follow_the_dtype(dtype):
+    layout = dataclasses.replace(LAYOUT, dtype=dtype)
+    assert layout.block_nbytes == torch.empty(layout.flat_shape(1), dtype=dtype).nbytes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": 5},
+        {"num_kv_heads": 1},
+        {"key_dim": 4},
+        {"value_dim": 4},
+        {"tokens_per_block": 32},
+        {"dtype": torch.int32},  # as many bytes
+        {"window": 64},
+    ],
+)
+def test_the_fingerprint_changes_with_every_field(change):
+    assert dataclasses.replace(LAYOUT, **change).fingerprint() != LAYOUT.fingerprint()
+
+
+def test_the_fingerprint_is_the_same_in_every_process():
+    source = f"""
+import torch
+from kvconnect.layout import KvCacheLayout
+print({LAYOUT!r}.fingerprint().hex())
+"""
+    command = [sys.executable, "-c", source]
+    output = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+    ).stdout
+    assert output.strip() == LAYOUT.fingerprint().hex()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_layers", 0),
+        ("num_kv_heads", -1),
+        ("key_dim", 0),
+        ("value_dim", -1),
+        ("tokens_per_block", 1),
+        ("tokens_per_block", 24),
+        ("window", 0),
+    ],
+)
+def test_an_impossible_field_is_refused_by_name(field, value):
+    with pytest.raises(ConfigurationError, match=f"^{field}: {value} "):
+        dataclasses.replace(LAYOUT, **{field: value})
