@@ -1,1 +1,1 @@
-"""A small, complete reference engine: Hugging Face causal LMs on a paged KV cache, with connectors."""
+"""A small, complete engine: Hugging Face causal LMs on a paged KV cache, with connectors."""

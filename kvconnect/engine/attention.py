@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: chunks of a prompt, and batches of single tokens.
 
-Both gather the pages they need and call torch's fused attention. Grouped queries are handled by views:
-the heads that share a KV head become a dimension of their own, and nothing is repeated in memory.
+Both gather the pages they need and call torch's fused attention. Grouped queries are handled by
+views: the heads that share a KV head become a dimension of their own, nothing is repeated.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Chunk:
     @property
     def end(self) -> int:
         """The place behind the last one."""
-        return self.start + self.rows.stop - self.rows.start
+        length: int = self.rows.stop - self.rows.start
+        return self.start + length
 
     def span(self, window: int | None, dtype: torch.dtype) -> _Span:
         """The keys from the first one in the window on; made once, for all layers."""
@@ -89,7 +90,7 @@ class DecodeGroup:
     _spans: dict[int | None, _Span] = field(default_factory=dict)
 
     def span(self, window: int | None, dtype: torch.dtype) -> _Span:
-        """The keys in the window of each request, padded to one length; made once, for all layers."""
+        """The keys in each request's window, padded to one length; made once, for all layers."""
         if window not in self._spans:
             self._spans[window] = self._make_span(window, dtype)
         return self._spans[window]
@@ -135,7 +136,9 @@ def attend_chunk(
     Args:
         chunk: which tokens; their K/V is in the pool already.
         pages: the layer's memory.
-        query, key, value: ``[1, heads, tokens, dim]`` of the packed row.
+        query: ``[1, heads, tokens, dim]`` of the packed row.
+        key: ``[1, kv_heads, tokens, dim]``.
+        value: ``[1, kv_heads, tokens, value_dim]``.
         out: ``[tokens, heads, value_dim]``.
         scaling: of the scores.
         window: how many tokens each one sees, itself included; ``None``: all.
@@ -145,13 +148,14 @@ def attend_chunk(
         k, v, mask = key[0, :, chunk.rows], value[0, :, chunk.rows], None
     else:
         span = chunk.span(window, query.dtype)
-        gathered_k, gathered_v = pages.gather(span.pages)
-        k = gathered_k[span.first : span.last].transpose(0, 1)
-        v = gathered_v[span.first : span.last].transpose(0, 1)
+        k, v = (
+            gathered[span.first : span.last].transpose(0, 1)
+            for gathered in pages.gather(span.pages)
+        )
         mask = span.mask
     kv_heads, groups = k.shape[0], q.shape[0] // k.shape[0]
     attended = scaled_dot_product_attention(
-        q.unflatten(0, (kv_heads, groups)),
+        q.reshape(kv_heads, groups, *q.shape[1:]),
         k[:, None].expand(-1, groups, -1, -1),
         v[:, None].expand(-1, groups, -1, -1),
         attn_mask=mask,
@@ -172,12 +176,15 @@ def attend_group(
 ) -> None:
     """Attend from each request's token to all before it and itself; see `attend_chunk`."""
     span = group.span(window, query.dtype)
-    gathered_k, gathered_v = pages.gather(span.pages)
     count = len(group.lengths)
-    k = gathered_k.unflatten(0, (count, -1))[:, span.first : span.last].transpose(1, 2)
-    v = gathered_v.unflatten(0, (count, -1))[:, span.first : span.last].transpose(1, 2)
-    # The heads that share a KV head stand where queries of several positions would: all see the same.
-    q = query[0].index_select(1, group.rows).transpose(0, 1).unflatten(1, (k.shape[1], -1))
+    k, v = (
+        gathered.view(count, -1, *gathered.shape[1:])[:, span.first : span.last].transpose(1, 2)
+        for gathered in pages.gather(span.pages)
+    )
+    # The heads that share a KV head stand where queries of several positions would: they see the
+    # same keys.
+    kv_heads, key_dim = k.shape[1], k.shape[3]
+    q = query[0].index_select(1, group.rows).transpose(0, 1).reshape(count, kv_heads, -1, key_dim)
     attended = scaled_dot_product_attention(q, k, v, attn_mask=span.mask, scale=scaling)
     out.index_copy_(0, group.rows, attended.flatten(1, 2))
 

@@ -1,4 +1,4 @@
-"""A tokenizer whose token ids are the bytes of the text, made on the spot: nothing is downloaded."""
+"""A tokenizer whose token ids are the bytes of the text; made on the spot, never downloaded."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def write_byte_tokenizer(directory: Path, *, model_max_length: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary | specials, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
-        eos_token="</s>",
-        bos_token="<s>",
-        pad_token="<pad>",
+        eos_token="</s>",  # noqa: S106  no secret
+        bos_token="<s>",  # noqa: S106
+        pad_token="<pad>",  # noqa: S106
         model_max_length=model_max_length,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(directory)

@@ -210,7 +210,7 @@ class Engine:
             self._finish(live, status.finish_reason)
 
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
-        """`live` is over: its blocks go, or stay until they are saved, and its waiter gets the output."""
+        """`live` is over: its blocks go, or stay until they are saved; its waiter is told."""
         request = live.request
         if reason == "abort":
             live.texts.append(live.stops.abort())
@@ -240,6 +240,14 @@ class Engine:
             if request := self._scheduler.loading.get(request_id):
                 self._note_loaded(request, valid)
                 self._scheduler.resume(request)
+        for request_id in outcome.saved:
+            if request := self._scheduler.saving.pop(request_id, None):
+                request.state = RequestState.FINISHED
+                self._kv.free_resources(request)
+        if outcome.failed:
+            self._settle_failed(outcome)
+
+    def _settle_failed(self, outcome: StepOutcome) -> None:
         for request_id in outcome.failed:
             live = self._live.get(request_id)
             if live is None:
@@ -248,13 +256,8 @@ class Engine:
                 self._send_back(live.request)
             elif live.request.state is RequestState.LOADING:
                 self._scheduler.resume(live.request)
-        for request_id in outcome.saved:
-            if request := self._scheduler.saving.pop(request_id, None):
-                request.state = RequestState.FINISHED
-                self._kv.free_resources(request)
-        if outcome.failed:
-            while (victim := self._scheduler.one_too_many()) is not None:
-                self._send_back(victim)
+        while (victim := self._scheduler.one_too_many()) is not None:
+            self._send_back(victim)
 
     def _note_loaded(self, request: LlmRequest, valid: int) -> None:
         """A load ended with `valid` leading tokens present."""

@@ -1,4 +1,4 @@
-"""What one forward pass works on: the tokens of all requests packed in a row, and where their KV lies."""
+"""What one forward pass works on: all requests' tokens packed in a row, and where their KV lies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Slice:
 
 
 def first_scheduled_token(request: LlmRequest) -> int:
-    """The first token of `request` that this step computes: behind what a load of this step brings."""
+    """The first token of `request` to compute: behind what a load of this step brings."""
     return max(request.num_computed_tokens, request.num_external_tokens)
 
 
@@ -70,19 +70,19 @@ class ForwardStep:
         self._hooks = hooks
         self._device = device
         self._layers_done = 0
-        self._tokens_per_block = layers[0].keys.shape[1]
+        self._tokens_per_block = size = layers[0].keys.shape[1]
         slices = [_slice(request, tables[request.request_id]) for request in requests]
         counts = np.array([part.end - part.start for part in slices])
         ends = np.cumsum(counts)
         positions = np.concatenate([np.arange(part.start, part.end) for part in slices])
-        tokens = np.concatenate([part.request.tokens.view[part.start : part.end] for part in slices])
+        tokens = np.concatenate([p.request.tokens.view[p.start : p.end] for p in slices])
         self.input_ids = self._tensor(tokens)[None]
         self.position_ids = self._tensor(positions)[None]
         self.last_tokens = self._tensor(ends - 1)
         self._blocks, self._offsets = self._slots(slices)
         self._blank = self._blank_slots(slices)
         self._chunks = [
-            Chunk(slice(end - count, end), part.start, self._tensor(part.table), self._tokens_per_block)
+            Chunk(slice(end - count, end), part.start, self._tensor(part.table), size)
             for part, count, end in zip(slices, counts.tolist(), ends.tolist(), strict=True)
             if count > 1
         ]
@@ -98,7 +98,19 @@ class ForwardStep:
         scaling: float | None,
         window: int | None,
     ) -> Tensor:
-        """Attention of one layer: ``[1, heads, tokens, dim]`` in, ``[1, tokens, heads, value_dim]`` out."""
+        """Write one layer's keys and values, and attend over all that is cached.
+
+        Args:
+            layer_idx: layers come in ascending order.
+            query: ``[1, heads, tokens, dim]``.
+            key: ``[1, kv_heads, tokens, dim]``.
+            value: ``[1, kv_heads, tokens, value_dim]``.
+            scaling: of the scores.
+            window: how many tokens each one sees, itself included; ``None``: all.
+
+        Returns:
+            ``[1, tokens, heads, value_dim]``.
+        """
         if layer_idx != self._layers_done:
             raise UsageError(f"layer {layer_idx} ran when layer {self._layers_done} was due")
         self._hooks.wait_for_layer_load(layer_idx)
@@ -134,9 +146,9 @@ class ForwardStep:
         return self._tensor(np.concatenate(blocks)), self._tensor(np.concatenate(places) % size)
 
     def _blank_slots(self, slices: Sequence[_Slice]) -> tuple[Tensor, Tensor] | None:
-        # A block's unused slots hold whatever was there before: another tenant's keys, or bytes that
-        # are no numbers and would spread through masked attention. They are zeroed when a request
-        # first writes into the block; afterwards it only ever adds tokens of its own.
+        # A block's unused slots hold whatever was there before: another tenant's keys, or bytes
+        # that are no numbers and would spread through masked attention. They are zeroed when a
+        # request first writes into the block; afterwards it only adds tokens of its own.
         size = self._tokens_per_block
         blocks: list[int] = []
         offsets: list[int] = []

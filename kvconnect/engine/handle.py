@@ -12,7 +12,7 @@ __all__ = ["RequestHandle", "RequestProgress"]
 
 
 class RequestProgress:
-    """What has come out of one request so far: written by the engine's thread, read by any other."""
+    """What has come out of a request so far: written by the engine's thread, read by any other."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -57,7 +57,7 @@ class RequestProgress:
         return self._output
 
     def wait_beyond(self, seen: int) -> tuple[tuple[int, ...], str, FinishReason | None]:
-        """Wait for more than the first `seen` tokens, or the end: new tokens, text, why it ended."""
+        """Wait for more than `seen` tokens, or the end: new tokens, new text, why it ended."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._tokens) > seen or self.done)
             tokens, texts = tuple(self._tokens[seen:]), self._texts[seen:]

@@ -45,8 +45,8 @@ class Intake:
         """A request in the state QUEUED.
 
         Raises:
-            ConfigurationError: it is empty, has tokens that the model does not know, or is longer than
-                the model or the cache can ever hold.
+            ConfigurationError: it is empty, has tokens that the model does not know, or is longer
+                than the model or the cache can ever hold.
         """
         if params.stop and self._tokenizer is None:
             raise ConfigurationError(

@@ -54,12 +54,12 @@ class LLM:
         kv_cache_manager: makes a cache manager of your own instead of `KVCacheManager`.
         dtype: of weights and KV: ``auto``, ``float64``, ``float32``, ``float16``, ``bfloat16``.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
-        max_num_tokens: tokens that one step computes at most; longer prompts are computed in chunks.
+        max_num_tokens: tokens that one step computes at most; longer prompts come in chunks.
         max_batch_size: requests that run at once.
 
     Raises:
-        ConfigurationError: a setting is wrong, the model cannot be loaded or served, the store cannot
-            be opened. Nothing is left running.
+        ConfigurationError: a setting is wrong, the model cannot be loaded or served, the store
+            cannot be opened. Nothing is left running.
     """
 
     def __init__(
@@ -90,7 +90,9 @@ class LLM:
         self.tokenizer = Tokenizer.of(directory)
         kv = _cache_manager(kv_cache_manager, config, layout, self._model)
         self._inbox: Inbox[LiveRequest | Abort | Close] = Inbox()
-        self._intake = Intake(self._model, self.tokenizer, layout, digest, kv.get_max_resource_count())
+        self._intake = Intake(
+            self._model, self.tokenizer, layout, digest, kv.get_max_resource_count()
+        )
         attachment = _attach(connector, config, directory, layout, digest, kv, self._inbox)
         self._scheduler = Scheduler(
             kv, max_num_tokens=max_num_tokens, max_batch_size=max_batch_size
@@ -119,7 +121,9 @@ class LLM:
         Args:
             prompts: one or several; one is answered by a list of one.
             sampling_params: one for all, or one each.
-            cache_salt, lora_id, extra_key: requests share cached blocks only where these are equal.
+            cache_salt: requests share cached blocks only if theirs is equal.
+            lora_id: the same for adapters.
+            extra_key: the same for anything else.
             retention: which blocks are worth keeping.
 
         Raises:
@@ -159,7 +163,9 @@ class LLM:
         Args:
             prompt: text or token ids.
             sampling_params: how to go on from it.
-            cache_salt, lora_id, extra_key: as in `generate`.
+            cache_salt: as in `generate`.
+            lora_id: as in `generate`.
+            extra_key: as in `generate`.
             retention: as in `generate`.
             kv_transfer_params: data for the connector that travels with the request.
 
@@ -207,7 +213,7 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Abort what runs, drain the store, end the thread; idempotent. Blocks until that is done."""
+        """Abort what runs, drain the store, end the thread; blocks until then. Idempotent."""
         _ask_to_close(self._inbox)
         self._thread.join()
 
@@ -249,7 +255,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if len(prompts) > 0 and not hasattr(prompts[0], "__len__"):
-        return [prompts]  # type: ignore[list-item]  # a single prompt of token ids
+        return [prompts]  # a single prompt of token ids
     return list(prompts)  # type: ignore[arg-type]
 
 

@@ -60,7 +60,8 @@ class Model:
         config = _load_config(directory)
         _refuse(config)
         self.device = _device(device)
-        self._model = _load(directory, config, dtype).to(self.device).eval()
+        self._model = _load(directory, config, dtype).eval()
+        self._model.to(self.device)  # type: ignore[arg-type]  # its decorator hides the signature
         self.config = config
         self.dtype = self._model.dtype
         self.vocab_size = self._model.get_input_embeddings().weight.shape[0]
@@ -196,7 +197,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigurationError(f"device: '{name}' is unknown; give cpu, cuda or cuda:N") from error
+        raise ConfigurationError(f"device: '{name}' is unknown; use cpu, cuda, cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"device: '{name}' is not available; give cpu or auto")
     return device
@@ -218,6 +219,8 @@ def _position_limit(config: PreTrainedConfig) -> PositionLimit | None:
         if kind in {"longrope", "dynamic"}:
             # Their frequencies change with the longest sequence of a batch: cached keys turn wrong.
             original = rope.get("original_max_position_embeddings") or longest
+            if original is None:
+                raise UnsupportedModel(f"{kind} RoPE without an original length is not served")
             reason = f"the original length of the model's {kind} RoPE, beyond which keys change"
             limits.append(PositionLimit(original, reason))
     return min(limits, key=lambda limit: limit.num_tokens, default=None)

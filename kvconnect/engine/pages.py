@@ -12,8 +12,8 @@ class LayerPages:
     """A layer's KV memory, as `BaseKVCacheManager.get_buffers` gives it.
 
     Args:
-        buffers: a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``, or where the dimensions of keys
-            and values differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
+        buffers: a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``, or where the dimensions of
+            keys and values differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
     """
 
     __slots__ = ("_key_rows", "_value_rows", "keys", "values")
@@ -37,9 +37,8 @@ class LayerPages:
 
     def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of `pages`, one after the other: ``[len(pages) * T, heads, dim]`` each."""
-        return _gather(self.keys, self._key_rows, pages), _gather(
-            self.values, self._value_rows, pages
-        )
+        keys = _gather(self.keys, self._key_rows, pages)
+        return keys, _gather(self.values, self._value_rows, pages)
 
 
 def _rows(view: Tensor) -> tuple[Tensor, int] | None:

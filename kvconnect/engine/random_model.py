@@ -1,6 +1,6 @@
 """Small random models of many architectures, for tests and demonstrations. Nothing is downloaded.
 
-Their weights are large on purpose: a damaged KV cache then changes the output instead of going unnoticed.
+Their weights are large on purpose: a damaged KV cache then changes the output and is noticed.
 """
 
 from __future__ import annotations
@@ -182,10 +182,12 @@ def make_model(
     torch_type = torch_dtype(dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32
+        )
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
     )
     model.to(torch_type).save_pretrained(root)
@@ -219,7 +221,7 @@ def _model_config(
     overrides: Mapping[str, Any],
 ) -> PreTrainedConfig:
     model_type, fields_of = ARCHITECTURES[arch]
-    # Activations keep their scale where the deviation is near 1/sqrt(hidden_size); this is beyond it.
+    # Activations keep their scale with a deviation of 1/sqrt(hidden_size); this is beyond it.
     deviation = initializer_range or 2.0 / size.hidden_size**0.5
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,

@@ -25,9 +25,7 @@ class Scheduler:
         saving: finished, their blocks are kept until they are saved; by request id.
     """
 
-    def __init__(
-        self, kv: BaseKVCacheManager, *, max_num_tokens: int, max_batch_size: int
-    ) -> None:
+    def __init__(self, kv: BaseKVCacheManager, *, max_num_tokens: int, max_batch_size: int) -> None:
         self._kv = kv
         self._max_num_tokens = max_num_tokens
         # Every running request gets at least one token of each step's budget.

@@ -1,7 +1,7 @@
-"""The seam between transformers' models and the paged KV cache: one attention function, given ``kv=``.
+"""The seam between transformers' models and the paged KV cache: one attention function.
 
-No mask function is registered under this name, so transformers builds no masks; the step knows what
-each token may see.
+Models hand it the ``kv=`` that they are called with. No mask function is registered under its name,
+so transformers builds no masks; the step knows what each token may see.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LayerShape:
 
 
 class AttentionProbe:
-    """A ``kv=`` that stores nothing: it records each layer's shape, and refuses what cannot be served.
+    """A ``kv=`` that stores nothing: it records layers' shapes and refuses what is not served.
 
     Configurations are not trusted: MLA, OPT and GPT-2 each name these things differently.
 

@@ -48,8 +48,8 @@ class Tokenizer:
 class Detokenizer:
     """The text of tokens that come one at a time.
 
-    Characters whose bytes are spread over tokens appear once they are whole. Decoding one more token
-    costs the same however long the text is.
+    Characters whose bytes are spread over tokens appear once they are whole. Decoding one more
+    token costs the same however long the text is.
     """
 
     __slots__ = ("_pending_from", "_prefix_from", "_tokenizer", "_tokens")
