@@ -1,0 +1,101 @@
+"""Finds published blocks by their chained keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvconnect.cache.segment import Root, Segment
+from kvconnect.keys import BlockKey, chain_key
+
+__all__ = ["KeyIndex"]
+
+
+class KeyIndex:
+    """Segments by the key of their first block. Other keys are hashed when a search gets there.
+
+    Made when the first search comes: who never asks by key never hashes for it. Namespaces in which
+    no sequence brought a key chain have no keys.
+    """
+
+    def __init__(self, roots: Iterable[Root], tokens_per_block: int) -> None:
+        self._stride = 4 * tokens_per_block
+        self._first: dict[BlockKey, Segment] = {}
+        for root in roots:
+            self.renamed(root)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def find(self, keys: Sequence[BlockKey]) -> tuple[Segment, int] | None:
+        """The deepest segment on the path of `keys`, and how many of them lead there."""
+        found: Segment | None = None
+        at = 0
+        while at < len(keys):
+            segment = self._first.get(keys[at])
+            if segment is None or segment.start != at:
+                break
+            if found is not None and segment.parent is not found:
+                break
+            self._hash(segment, len(segment.ids))
+            found = segment
+            for own in segment.keys:
+                if at == len(keys) or keys[at] != own:
+                    return segment, at
+                at += 1
+        return None if found is None else (found, at)
+
+    def renamed(self, root: Root) -> None:
+        """`root` got another chain root: all keys below it are new."""
+        waiting = list(root.children)
+        while waiting:
+            segment = waiting.pop()
+            if segment.keys:
+                self._first.pop(segment.keys[0], None)
+                segment.keys = []
+            # Parents come first, so that theirs are there to chain on.
+            self.added(segment)
+            waiting.extend(segment.children)
+
+    def added(self, segment: Segment) -> None:
+        """`segment` was inserted."""
+        self._hash(segment, 1)
+        if segment.keys:
+            self._first[segment.keys[0]] = segment
+
+    def divided(self, upper: Segment, lower: Segment) -> None:
+        """`lower` was split; `upper` is its first part."""
+        if upper.keys:
+            self._first[upper.keys[0]] = upper
+            self.added(lower)
+
+    def removed(self, segment: Segment) -> None:
+        """`segment` left the tree."""
+        if segment.keys:
+            del self._first[segment.keys[0]]
+
+    def check(self, segments: Sequence[Segment]) -> None:
+        """Raise `AssertionError` unless just the first keys of `segments` are here."""
+        expected = {segment.keys[0]: segment for segment in segments if segment.keys}
+        if self._first != expected:
+            raise AssertionError("the key index has the first key of every segment, and no other")
+
+    def _hash(self, segment: Segment, count: int) -> None:
+        if len(segment.keys) >= count:
+            return
+        parent = segment.keys[-1] if segment.keys else self._key_before(segment)
+        if parent is None:
+            return
+        tokens = bytes(segment.tokens)
+        for block in range(len(segment.keys), count):
+            low = block * self._stride
+            parent = chain_key(parent, np.frombuffer(tokens[low : low + self._stride], np.int32))
+            segment.keys.append(parent)
+
+    def _key_before(self, segment: Segment) -> BlockKey | None:
+        parent = segment.parent
+        if parent is None or isinstance(parent, Root):
+            return None if parent is None else parent.chain_root
+        self._hash(parent, len(parent.ids))
+        return parent.keys[-1] if parent.keys else None

@@ -1,0 +1,97 @@
+"""Which retention each block of a sequence gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvconnect.config import DEFAULT_RETENTION_PRIORITY, KvCacheRetentionConfig
+
+__all__ = ["DEFAULT_RETENTION", "Retention", "RetentionPlan", "RetentionRun"]
+
+
+class Retention(NamedTuple):
+    """How long a block is worth keeping: priority 0..100, and seconds (``None``: for ever)."""
+
+    priority: int
+    duration: float | None = None
+
+
+DEFAULT_RETENTION = Retention(DEFAULT_RETENTION_PRIORITY)
+
+
+class RetentionRun(NamedTuple):
+    """Blocks ``start..stop`` of a sequence have this retention."""
+
+    start: int
+    stop: int
+    retention: Retention
+
+
+class RetentionPlan:
+    """The retention of every block of one sequence, by block number.
+
+    A block takes the range that holds its first token; blocks whose first token was generated take
+    the decode policy. Immutable but for `inherit`.
+    """
+
+    __slots__ = ("_decode", "_first_decoded", "_inherited", "_ranges")
+
+    def __init__(
+        self, config: KvCacheRetentionConfig | None, prompt_len: int, tokens_per_block: int
+    ) -> None:
+        self._first_decoded = -(-prompt_len // tokens_per_block)
+        self._ranges: list[RetentionRun] = []
+        self._decode = DEFAULT_RETENTION
+        self._inherited: RetentionRun | None = None
+        if config is None:
+            return
+        self._decode = Retention(
+            config.decode_retention_priority, _seconds(config.decode_duration_ms)
+        )
+        ordered = sorted(config.token_range_retention_configs, key=lambda r: r.token_start)
+        for given in ordered:
+            end = prompt_len if given.token_end is None else min(given.token_end, prompt_len)
+            start, stop = -(-given.token_start // tokens_per_block), -(-end // tokens_per_block)
+            if start < stop:
+                retention = Retention(given.priority, _seconds(given.duration_ms))
+                self._ranges.append(RetentionRun(start, stop, retention))
+
+    def requested(self, start: int, stop: int) -> Iterator[RetentionRun]:
+        """The prompt blocks within ``start..stop`` whose retention the request sets, in order."""
+        for run in self._ranges:
+            low, high = max(run.start, start), min(run.stop, stop)
+            if low < high:
+                yield RetentionRun(low, high, run.retention)
+
+    def inherit(self, block: int, retention: Retention) -> None:
+        """`block` is a copy from a block of this retention; a range of the request wins."""
+        if not any(self.requested(block, block + 1)):
+            self._inherited = RetentionRun(block, block + 1, retention)
+
+    def runs(self, start: int, stop: int) -> Iterator[RetentionRun]:
+        """All blocks ``start..stop``, in order, as runs of equal retention."""
+        at = start
+        for run in self._set(start, stop):
+            if at < run.start:
+                yield RetentionRun(at, run.start, DEFAULT_RETENTION)
+            yield run
+            at = run.stop
+        if at < stop:
+            yield RetentionRun(at, stop, DEFAULT_RETENTION)
+
+    def _set(self, start: int, stop: int) -> Iterator[RetentionRun]:
+        prompt_stop = min(stop, self._first_decoded)
+        runs = list(self.requested(start, prompt_stop))
+        inherited = self._inherited
+        if inherited is not None and start <= inherited.start < prompt_stop:
+            runs.append(inherited)
+            runs.sort()
+        yield from runs
+        low = max(start, self._first_decoded)
+        if low < stop and self._decode != DEFAULT_RETENTION:
+            yield RetentionRun(low, stop, self._decode)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
