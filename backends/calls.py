@@ -21,6 +21,8 @@ __all__ = ["Call", "Calls", "counted", "mapped", "together", "unopened"]
 
 T = TypeVar("T")
 
+_DRAIN_POLL_S = 0.05
+
 
 @contextmanager
 def mapped(name: str, operation: str) -> Iterator[None]:
@@ -115,10 +117,18 @@ class Calls:
             return task.result()
 
     async def drain(self) -> None:
-        """Take no more calls; wait for those that run, abandoned or not, up to the deadline."""
+        """Take no more calls; wait for those that run, each up to its own deadline.
+
+        Abandoned ones are not waited for: they have had their time, and may never end.
+        """
         self._closed = True
-        if self._running:
-            await asyncio.wait(self._running, timeout=self.deadline_s)
+        deadline = asyncio.get_running_loop().time() + self.deadline_s
+        while waiting := self._running - self._abandoned:
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                break
+            # Short, since a call that is abandoned meanwhile does not end.
+            await asyncio.wait(waiting, timeout=min(left, _DRAIN_POLL_S))
 
     def _admit(self) -> None:
         # The one place that refuses calls before they cost anything.

@@ -22,8 +22,8 @@ _KEYS_PER_QUERY = 512
 _ROWS_PER_PAGE = 1024
 # What can be read of blocks `b`: a damaged row must not lead outside of its segment `s`.
 READABLE = (
-    " FROM blocks AS b JOIN segments AS s ON s.id = b.segment WHERE b.slot >= 0 AND b.slot < s.slots"
-    " AND b.length >= 0 AND b.length <= s.size AND b.created >= ? AND b.key IN "
+    " FROM blocks AS b JOIN segments AS s ON s.id = b.segment WHERE b.slot >= 0"
+    " AND b.slot < s.slots AND b.length >= 0 AND b.length <= s.size AND b.created >= ? AND b.key IN "
 )
 
 
@@ -87,7 +87,7 @@ class IndexReader:
         alive: set[int] = set()
         for start in range(0, len(ids), _KEYS_PER_QUERY):
             part = ids[start : start + _KEYS_PER_QUERY]
-            query = "SELECT id FROM blocks WHERE id IN " + marks(part)  # noqa: S608 - question marks
+            query = "SELECT id FROM blocks WHERE id IN " + marks(part)  # noqa: S608 - no values
             rows = self._rows(query, part)
             alive.update(block for (block,) in rows)
         return next((at for at, block in enumerate(ids) if block not in alive), len(ids))

@@ -38,7 +38,8 @@ CREATE TABLE free(              -- used once, and free again
     segment INTEGER, slot INTEGER, PRIMARY KEY(segment, slot)
 ) WITHOUT ROWID;
 CREATE TABLE reserved(          -- being written by a living owner, or left behind by a dead one
-    segment INTEGER, slot INTEGER, owner TEXT NOT NULL, PRIMARY KEY(segment, slot)
+    owner TEXT, save INTEGER, segment INTEGER, slot INTEGER,
+    PRIMARY KEY(owner, save, segment, slot)
 ) WITHOUT ROWID;
 CREATE TABLE blocks(
     id INTEGER PRIMARY KEY AUTOINCREMENT,   -- of this copy of the block: another copy, another id
@@ -58,11 +59,12 @@ CREATE TABLE blocks(
 CREATE INDEX blocks_by_use ON blocks(size, priority, used);
 CREATE INDEX blocks_by_segment ON blocks(segment, used);
 CREATE INDEX blocks_by_parent ON blocks(parent);
-CREATE INDEX blocks_by_age ON blocks(created);
 """
 _BUSY_S = 5.0
-# The write-ahead log is moved into the database at so many pages (1 MiB), and stays that short.
-_LOG_PAGES = 256
+# The write-ahead log is moved into the database at so many pages (4 MiB), and stays that short.
+# That takes a sync, so not too often.
+_LOG_PAGES = 1000
+_CACHE_KIB = 32 << 10
 
 _UNAVAILABLE = {
     sqlite3.SQLITE_BUSY: "another process holds the index's lock",
@@ -95,6 +97,8 @@ def index_errors() -> Iterator[None]:
     """
     try:
         yield
+    except UnicodeDecodeError as error:  # SQLite quotes damaged text in its message
+        raise IndexDamaged(str(error)) from error
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         reason = _UNAVAILABLE.get(code)
@@ -120,6 +124,7 @@ def connect(directory: Path, durability: Durability) -> sqlite3.Connection:
             db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
             db.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
             db.execute(f"PRAGMA journal_size_limit={_LOG_PAGES * 4096}")
+            db.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
             if _version(db) == 0:
                 db.execute("BEGIN IMMEDIATE")
                 if _version(db) == 0:

@@ -43,6 +43,11 @@ class Place:
     size: int
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Which slot it is, for the index."""
+        return self.segment, self.slot
+
+    @property
     def offset(self) -> int:
         """Where it starts in the segment's file."""
         return self.slot * self.size

@@ -7,7 +7,8 @@ share a directory count the same bytes and never take the same slot.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,15 @@ class _Segment:
     used: int | None  # when its newest block was last used; None if it holds none
 
 
+@dataclass(frozen=True, slots=True)
+class _Victim:
+    id: int
+    key: bytes
+    place: Place
+    parent: bytes | None
+    used: int
+
+
 class SlotAllocator:
     """Takes and frees slots; `db` is in a write transaction whenever a method is called.
 
@@ -59,10 +69,8 @@ class SlotAllocator:
         self._capacity = capacity
         self._at = at
 
-    def take(
-        self, size: int, wanted: int, owner: str, keep: Collection[BlockKey | None]
-    ) -> list[Place]:
-        """Up to `wanted` slots of `size` bytes, reserved for `owner`, neighbours where possible.
+    def take(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Place]:
+        """Up to `wanted` slots of `size` bytes, neighbours where possible, in order.
 
         Drops what was used longest ago for them, but not the blocks `keep`.
         """
@@ -73,19 +81,21 @@ class SlotAllocator:
             taken += self._unused(size, wanted - len(taken))
         if len(taken) < wanted:
             taken += self._reclaim(size, wanted - len(taken), keep)
-        self._db.executemany(
-            "INSERT INTO reserved VALUES(?, ?, ?)",
-            [(place.segment, place.slot, owner) for place in taken],
-        )
         return sorted(taken)
 
-    def end_reservation(self, place: Place, owner: str) -> bool:
-        """Whether `place` was still reserved for `owner`; it is not any more."""
-        done = self._db.execute(
-            "DELETE FROM reserved WHERE segment=? AND slot=? AND owner=?",
-            (place.segment, place.slot, owner),
+    def reserve(self, owner: str, save: int, places: Iterable[Place]) -> None:
+        """Keep `places`, just taken, for `owner` until it ends the reservation or dies."""
+        self._db.executemany(
+            "INSERT INTO reserved VALUES(?, ?, ?, ?)",
+            [(owner, save, *place.key) for place in places],
         )
-        return done.rowcount == 1
+
+    def end_reservation(self, owner: str, save: int) -> set[tuple[int, int]]:
+        """The slots, as (segment, slot), that were still reserved; they are not any more."""
+        rows = self._db.execute(
+            "DELETE FROM reserved WHERE owner=? AND save=? RETURNING segment, slot", (owner, save)
+        )
+        return set(rows.fetchall())
 
     def free(self, places: Iterable[tuple[int, int]]) -> None:
         """Give back slots, as (segment, slot)."""
@@ -105,11 +115,11 @@ class SlotAllocator:
         return released
 
     def drop_expired(self, before: int, limit: int) -> None:
-        """Drop up to `limit` blocks that were stored before `before`."""
+        """Drop what was stored before `before`, looking at the `limit` first ones."""
         rows = self._db.execute(
-            "DELETE FROM blocks WHERE id IN (SELECT id FROM blocks WHERE created < ? LIMIT ?)"
-            " RETURNING segment, slot",
-            (before, limit),
+            "DELETE FROM blocks WHERE id IN (SELECT id FROM blocks ORDER BY id LIMIT ?)"
+            " AND created < ? RETURNING segment, slot",
+            (limit, before),
         ).fetchall()
         self.free(rows)
 
@@ -199,16 +209,16 @@ class SlotAllocator:
         A data file of another slot size goes as a whole, if all in it is older than what is here.
         """
         places: list[Place] = []
-        foreign = self._coldest(other_than=size)
         while len(places) < wanted:
-            victim = self._oldest_leaf(size, keep)
-            if foreign and (victim is None or foreign.used is None or foreign.used < victim[-1]):
+            victims = self._oldest(size, wanted - len(places), keep)
+            foreign = self._coldest(other_than=size)
+            if foreign and (not victims or (foreign.used or 0) < victims[0].used):
                 self.drop_segment(foreign.id, foreign.size)
-                foreign = self._coldest(other_than=size)
                 if self._grow(size, wanted - len(places)):
                     places += self._unused(size, wanted - len(places))
-            elif victim is not None:
-                places.append(self._drop(victim, size))
+            elif victims:
+                self._drop(victims)
+                places += [victim.place for victim in victims]
             else:
                 break
         if places:
@@ -216,29 +226,44 @@ class SlotAllocator:
             self._at("evicted")
         return places
 
-    def _oldest_leaf(
-        self, size: int, keep: Collection[BlockKey | None]
-    ) -> tuple[int, int, int, bytes | None, int] | None:
+    def _oldest(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[_Victim]:
+        """Up to `wanted` blocks to drop, each without stored children once those before it are.
+
+        Goes through the blocks by priority and use. That is nearly the right order, for the end
+        of a chain counts as older than its beginning; a block that comes up before its last
+        child waits for it, and then is next.
+        """
         rows = self._db.execute(
-            "SELECT key, id, segment, slot, parent, used FROM blocks AS b WHERE size=?"
-            " AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) ORDER BY priority, used",
+            "SELECT id, key, segment, slot, parent, used,"
+            " (SELECT count(*) FROM blocks WHERE parent = b.key)"
+            " FROM blocks AS b WHERE size=? ORDER BY priority, used",
             (size,),
         )
-        for key, *victim in rows:
-            if key not in keep:
-                rows.close()
-                return tuple(victim)
-        return None
+        victims: list[_Victim] = []
+        waiting: dict[bytes, tuple[_Victim, int]] = {}
+        dropped: Counter[bytes] = Counter()
+        for block, key, segment, slot, parent, used, children in rows:
+            if key in keep:
+                continue
+            waiting[key] = _Victim(block, key, Place(segment, slot, size), parent, used), children
+            following: bytes | None = key
+            while following in waiting and waiting[following][1] == dropped[following]:
+                victim, _ = waiting.pop(following)
+                victims.append(victim)
+                if len(victims) == wanted:
+                    rows.close()
+                    return victims
+                following = victim.parent
+                if following is not None:
+                    dropped[following] += 1
+        return victims
 
-    def _drop(self, victim: tuple[int, int, int, bytes | None, int], size: int) -> Place:
-        block, segment, slot, parent, used = victim
-        self._db.execute("DELETE FROM blocks WHERE id=?", (block,))
-        if parent is not None:
-            # Its child was used, so it was; and now it is the end of the chain.
-            self._db.execute(
-                "UPDATE blocks SET used=? WHERE key=? AND used < ?", (used + 1, parent, used)
-            )
-        return Place(segment, slot, size)
+    def _drop(self, victims: Sequence[_Victim]) -> None:
+        self._db.executemany("DELETE FROM blocks WHERE id=?", [(victim.id,) for victim in victims])
+        # Their children were used, so they were; and now they are the ends of the chains.
+        gone = {victim.key for victim in victims}
+        ends = [(v.used + 1, v.parent) for v in victims if v.parent and v.parent not in gone]
+        self._db.executemany("UPDATE blocks SET used=max(used, ?) WHERE key=?", ends)
 
     def _coldest(self, other_than: int = -1) -> _Segment | None:
         """The segment that was not used for longest and that nobody writes to."""

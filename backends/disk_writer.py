@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backend import StoredBlock
@@ -21,6 +21,11 @@ __all__ = ["IndexWriter", "Reservation"]
 
 _KEYS_PER_QUERY = 512
 _EXPIRED_PER_SAVE = 256
+_EXPIRED_AT_OPEN = 16384
+_INSERT = (
+    "INSERT OR IGNORE INTO blocks(key, segment, slot, size, length, priority, created, used,"
+    " parent, tokens, namespace, pool_group) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
 
 
 @dataclass(slots=True)
@@ -28,12 +33,14 @@ class Reservation:
     """What a save may write.
 
     Attributes:
+        save: names it among those of this owner.
         count: so many leading blocks are stored once `new` is written and committed.
         new: position in the save, block and slot of those that are not stored yet.
     """
 
+    save: int
     count: int
-    new: list[tuple[int, StoredBlock, Place]] = field(default_factory=list)
+    new: list[tuple[int, StoredBlock, Place]]
 
     @property
     def places(self) -> list[Place]:
@@ -66,6 +73,7 @@ class IndexWriter:
         self._ttl = ttl
         self._at = at
         self._lock = threading.Lock()
+        self._saves = 0
         self._db = connect(directory, durability)
         self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
         try:
@@ -83,7 +91,7 @@ class IndexWriter:
                 if not self._files.intact(segment, size, slots):
                     self._slots.drop_segment(segment, size)
             self._files.remove_strays({segment for segment, *_ in self._segments()})
-            self._slots.drop_expired(oldest_valid(self._ttl), -1)
+            self._drop_expired(_EXPIRED_AT_OPEN)
             self._slots.shrink()
 
     def reserve(self, blocks: Sequence[StoredBlock]) -> Reservation:
@@ -91,7 +99,7 @@ class IndexWriter:
         now = microseconds()
         with self._transaction():
             self._files.keep_only({segment for segment, *_ in self._segments()})
-            self._slots.drop_expired(oldest_valid(self._ttl), _EXPIRED_PER_SAVE)
+            self._drop_expired(_EXPIRED_PER_SAVE)
             present = self._present([block.key for block in blocks])
             stamps = ((now - at, block.key) for at, block in enumerate(blocks))
             self._db.executemany(
@@ -105,46 +113,21 @@ class IndexWriter:
     def commit(self, reservation: Reservation) -> int:
         """Make what was written visible; return how many leading blocks of the save are stored."""
         now = microseconds()
-        count = reservation.count
         with self._transaction():
-            for at, block, place in reservation.new:
-                if not self._slots.end_reservation(place, self._owner.name):
-                    # Taken for dead, or the index was made anew: the slot may be another's by now.
-                    count = min(count, at)
-                    continue
-                tokens = None if block.tokens is None else block.tokens.astype("<i4").tobytes()
-                stored = self._db.execute(
-                    "INSERT OR IGNORE INTO blocks(key, segment, slot, size, length, priority,"
-                    " created, used, parent, tokens, namespace, pool_group)"
-                    " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        block.key,
-                        place.segment,
-                        place.slot,
-                        place.size,
-                        block.data.numel(),
-                        block.priority,
-                        now,
-                        now - at,
-                        block.parent,
-                        tokens,
-                        block.namespace,
-                        block.group,
-                    ),
-                )
-                if not stored.rowcount:  # another process was faster
-                    self._slots.free([(place.segment, place.slot)])
+            ours = self._slots.end_reservation(self._owner.name, reservation.save)
+            # Where we were taken for dead, the slots may be another's by now.
+            new = [entry for entry in reservation.new if entry[2].key in ours]
+            inserted = self._db.executemany(_INSERT, [_row(now, *entry) for entry in new])
+            if inserted.rowcount < len(new):  # another process was faster with some
+                self._slots.free(self._rowless([place.key for _, _, place in new]))
             self._at("committing")
-        return count
+        lost = (at for at, _, place in reservation.new if place.key not in ours)
+        return next(lost, reservation.count)
 
     def release(self, reservation: Reservation) -> None:
         """Give back the slots of a save that failed."""
         with self._transaction():
-            self._slots.free(
-                (place.segment, place.slot)
-                for place in reservation.places
-                if self._slots.end_reservation(place, self._owner.name)
-            )
+            self._slots.free(self._slots.end_reservation(self._owner.name, reservation.save))
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Forget `keys`; absent ones are no error."""
@@ -195,18 +178,27 @@ class IndexWriter:
         # Expired, or unusable in another way: in the way of what is stored now.
         self._forget(list(new))
         keep = {block.key for block in blocks} | {block.parent for block in blocks}
+        self._saves += 1
         placed: list[tuple[int, StoredBlock, Place]] = []
         count = len(blocks)
         for size, keys in by_size.items():
-            places = self._slots.take(size, len(keys), self._owner.name, keep)
+            places = self._slots.take(size, len(keys), keep)
             placed += [(*new[key], place) for key, place in zip(keys, places, strict=False)]
             if len(places) < len(keys):
                 count = min(count, new[keys[len(places)]][0])
-        for at, _, place in placed:
-            if at >= count:
-                self._slots.end_reservation(place, self._owner.name)
-                self._slots.free([(place.segment, place.slot)])
-        return Reservation(count, sorted((n for n in placed if n[0] < count), key=lambda n: n[0]))
+        self._slots.free(place.key for at, _, place in placed if at >= count)
+        kept = sorted((entry for entry in placed if entry[0] < count), key=lambda entry: entry[0])
+        self._slots.reserve(self._owner.name, self._saves, [place for _, _, place in kept])
+        return Reservation(self._saves, count, kept)
+
+    def _rowless(self, slots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        query = "SELECT 1 FROM blocks WHERE segment=? AND slot=?"
+        return [slot for slot in slots if self._db.execute(query, slot).fetchone() is None]
+
+    def _drop_expired(self, limit: int) -> None:
+        # Lookups pass over what has expired; this is about its slots.
+        if self._ttl is not None:
+            self._slots.drop_expired(oldest_valid(self._ttl), limit)
 
     def _forget(self, keys: Sequence[BlockKey]) -> None:
         for part in _parts(keys):
@@ -229,3 +221,20 @@ class IndexWriter:
 def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
     for start in range(0, len(keys), _KEYS_PER_QUERY):
         yield keys[start : start + _KEYS_PER_QUERY]
+
+
+def _row(now: int, at: int, block: StoredBlock, place: Place) -> tuple[object, ...]:
+    return (
+        block.key,
+        place.segment,
+        place.slot,
+        place.size,
+        block.data.numel(),
+        block.priority,
+        now,
+        now - at,  # the end of a chain is older than its beginning, so it goes first
+        block.parent,
+        None if block.tokens is None else block.tokens.astype("<i4").tobytes(),
+        block.namespace,
+        block.group,
+    )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count, trace, warn_once
 
 __all__ = ["GuardedBackend"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger("kvconnect")
 
@@ -207,32 +210,37 @@ class GuardedBackend(Backend):
         return counted(await self.inner.load(keys, into), len(keys), self.name, "load")
 
     async def _check(self, keys: Sequence[BlockKey], frames: Sequence[Tensor]) -> int:
-        sound, error = await self._hash(frames, lambda: self._first_bad(keys, frames))
-        if error is not None:
-            await self._drop(keys[sound], error)
-        return sound
+        bad = await self._hash(frames, lambda: self._bad_frames(keys, frames))
+        if not bad:
+            return len(keys)
+        await self._drop({keys[index]: error for index, error in bad.items()})
+        return min(bad)
 
-    def _first_bad(
+    def _bad_frames(
         self, keys: Sequence[BlockKey], frames: Sequence[Tensor]
-    ) -> tuple[int, BadFrame | None]:
+    ) -> dict[int, BadFrame]:
+        # All of them, though the first one ends the run: each is dropped, so that what is saved
+        # next takes its place.
+        bad: dict[int, BadFrame] = {}
         for index, (key, data) in enumerate(zip(keys, frames, strict=True)):
             try:
                 frame.check(data, key, self._fingerprints)
             except BadFrame as error:
-                return index, error
-        return len(keys), None
+                bad[index] = error
+        return bad
 
-    async def _drop(self, key: BlockKey, error: BadFrame) -> None:
-        count("store.bad_frame")
-        warn_once(
-            f"{self.name}.bad_frame",
-            f"{self.name}: block {key.hex()[:16]} is bad ({error}); it is dropped, and computed",
-        )
+    async def _drop(self, bad: Mapping[BlockKey, BadFrame]) -> None:
+        for key, error in bad.items():
+            count("store.bad_frame")
+            warn_once(
+                f"{self.name}.bad_frame",
+                f"{self.name}: block {key.hex()[:16]} is bad ({error}); it is dropped and computed",
+            )
         try:
             with mapped(self.name, "delete"):
-                await self.inner.delete([key])
+                await self.inner.delete(list(bad))
         except BackendUnavailable as failure:
-            # The blocks before it are good; this one costs another check if it is asked for again.
+            # The blocks before are good; these cost another check if they are asked for again.
             warn_once(f"{self.name}.drop", str(failure))
 
     async def _save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
@@ -257,7 +265,7 @@ class GuardedBackend(Backend):
         await self._hash([block.data for block in blocks], lambda: self._seal_now(blocks))
         return len(blocks)
 
-    def _seal_now(self, blocks: Sequence[StoredBlock]) -> tuple[int, None]:
+    def _seal_now(self, blocks: Sequence[StoredBlock]) -> None:
         layouts = self._opened()
         for block in blocks:
             if not 0 <= block.group < len(layouts):
@@ -269,11 +277,8 @@ class GuardedBackend(Backend):
             fingerprint = layout.fingerprint()
             header = FrameHeader(tokens, layout.block_nbytes, fingerprint, block.key)
             frame.seal(block.data, header)
-        return len(blocks), None
 
-    async def _hash(
-        self, frames: Sequence[Tensor], work: Callable[[], tuple[int, BadFrame | None]]
-    ) -> tuple[int, BadFrame | None]:
+    async def _hash(self, frames: Sequence[Tensor], work: Callable[[], T]) -> T:
         if sum(data.numel() for data in frames) <= _INLINE_NBYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._hashing, work)
