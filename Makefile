@@ -26,14 +26,14 @@ help:
 	@echo 'PYTHON=python3.12 chooses the Python that .venv is made with'
 
 demo: $(VENV)/runtime.stamp
-	@$(BIN)/python examples/persistent_prompt_cache.py $(if $(MODEL),--model '$(MODEL)') \
+	@HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python examples/persistent_prompt_cache.py $(if $(MODEL),--model '$(MODEL)') \
 	  $(if $(PROMPT),--prompt '$(PROMPT)') $(if $(STORE),--store '$(STORE)')
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/pytest -m 'not slow' $(PYTEST_ARGS)
 
 test-all: lint
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/pytest
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check

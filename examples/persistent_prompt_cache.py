@@ -94,7 +94,7 @@ def near_tie(model: Path, prompt: str, first: list[int], second: list[int]) -> f
 
     same = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     tokens = AutoTokenizer.from_pretrained(model).encode(prompt) + first[:same]
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     with torch.inference_mode():
         logits = reference(torch.tensor([tokens]), logits_to_keep=1).logits[0, -1].double()
     best = logits.topk(2)
@@ -170,10 +170,11 @@ def main() -> None:
             runs.append(answer_in_new_process(model, prompt_file, store, arguments.max_tokens))
         except subprocess.CalledProcessError as error:
             sys.exit(f"FAILED: the {which} process ended with exit code {error.returncode}")
-    print_table(*runs, store)
-    if runs[0].reused_store_tokens:
+    first, second = runs
+    print_table(first, second, store)
+    if first.reused_store_tokens:
         print("The store had this prompt from an earlier run: the first process reused it, too.")
-    problem = verdict(model, prompt, *runs)
+    problem = verdict(model, prompt, first, second)
     if problem is not None:
         sys.exit(f"FAILED: {problem}")
 
