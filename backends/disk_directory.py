@@ -105,9 +105,30 @@ class DiskDirectory:
 
     def _open(self, settings: DiskSettings, reason: OSError | None) -> None:
         _check_format(self.path)
+        if reason is None:
+            reason = self._open_writable(settings)
         if reason is not None:
+            self.read_only = True
             self._open_read_only(settings.ttl, reason)
-            return
+
+    def _open_writable(self, settings: DiskSettings) -> OSError | None:
+        """Open for saves, too; why not, if the disk has not even room for the index."""
+        try:
+            self._make_writer(settings)
+        except IndexFull:
+            full = OSError(errno.ENOSPC, "no space left on device")
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            full = error
+        else:
+            return None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        return full
+
+    def _make_writer(self, settings: DiskSettings) -> None:
         _write_format(self.path)
         self.capacity = settings.capacity or _default_capacity(self.path, self._files.nbytes())
         self._writer = IndexWriter(
@@ -132,7 +153,7 @@ class DiskDirectory:
             return
         try:
             self._reader = IndexReader(connect_read_only(self.path), ttl)
-        except IndexDamaged as error:
+        except (IndexDamaged, BackendUnavailable) as error:
             warn_damaged(self.path, error)
 
     @property

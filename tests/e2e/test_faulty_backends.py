@@ -186,7 +186,7 @@ def test_others_go_on_while_a_load_waits(model: Path, expected: list[int]) -> No
             # The store answers lookups and the engine makes tokens; nothing waits for the load.
             done = llm.generate(others, PARAMS)
             assert [len(output.output_token_ids) for output in done] == [24] * 4
-            assert not slow.done()
+            assert not slow.done
         finally:
             backend.go.set()
         # What came was garbage: computed instead.

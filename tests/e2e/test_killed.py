@@ -38,6 +38,7 @@ def _kill_and_check(
         child = context.Process(target=_serve, args=(model, store, there))
         child.start()
         assert here.poll(60)
+        here.recv()
         # Not a wait for anything: the moment of the kill is the random input of this test.
         here.poll(rng.uniform(0.0, 0.4))
         assert child.pid is not None
