@@ -14,6 +14,8 @@ from kvconnect.errors import UsageError
 __all__ = ["IoLoop"]
 
 T = TypeVar("T")
+# A thread that has not ended by then waits for something that may never come.
+_STUCK_S = 0.2
 
 
 class IoLoop:
@@ -57,7 +59,7 @@ class IoLoop:
         self._closed = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
-        self._executor.end(min(timeout_s, 1.0))
+        self._executor.end(min(timeout_s, _STUCK_S))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

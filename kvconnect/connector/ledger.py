@@ -148,8 +148,16 @@ class TransferLedger:
         return outcome
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a transfer, on the monotonic clock."""
-        deadlines = (self.loads.next_deadline(), self.saves.next_deadline())
+        """When something happens at the latest, on the monotonic clock; ``None``: perhaps never.
+
+        Blocks in quarantine are hoped for as long as a load may take; whoever still waits for them
+        then waits in vain.
+        """
+        held_since = self.quarantine.expecting_since()
+        hope = None if held_since is None else held_since + self._config.load_timeout_s
+        if hope is not None and hope < time.monotonic():
+            hope = None
+        deadlines = (self.loads.next_deadline(), self.saves.next_deadline(), hope)
         return min((one for one in deadlines if one is not None), default=None)
 
     # ------------------------------------------------------------------ what one rank reports

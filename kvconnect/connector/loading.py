@@ -76,8 +76,9 @@ def _class(module: ModuleType, field: str, name: str | None, base: type[T]) -> t
             if inspect.isclass(value) and issubclass(value, base) and value is not base
         ]
         hint = nearest(name or "", there) if there else f"it has no {base.__name__} at all"
+        where = getattr(module, "__file__", None) or "without a file"
         raise ConfigurationError(
-            f"{field}='{name}': searched module '{module.__name__}' ({module.__file__}); {hint}"
+            f"{field}='{name}': searched module '{module.__name__}' ({where}); {hint}"
         )
     if not inspect.isclass(found) or not issubclass(found, base):
         raise ConnectorContractError(f"{field}='{name}': is not a subclass of {base.__name__}")

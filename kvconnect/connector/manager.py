@@ -261,14 +261,11 @@ class KvCacheConnectorManager:
         """How long to sleep with nothing runnable; ``None``: until something arrives."""
         if self._saving or self._cancelled:
             return 0.0
-        ledger = self._ledger
-        if not (ledger.loads or ledger.saves or ledger.quarantine):
+        deadline = self._ledger.next_deadline()
+        if deadline is None:
             return None
-        deadline = ledger.next_deadline()
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if self._worker.wakes:
-            return left
-        return self._poll_s if left is None else min(self._poll_s, left)
+        left = max(0.0, deadline - time.monotonic())
+        return left if self._worker.wakes else min(self._poll_s, left)
 
     def has_pending(self) -> bool:
         """Whether a transfer is in flight."""

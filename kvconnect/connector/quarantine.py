@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ _REMEMBERED = 1024
 
 @dataclass(slots=True)
 class _Held:
+    since: float
     handle: PinnedBlocks
     num_blocks: int
     loud_ranks: set[int]
@@ -41,6 +43,10 @@ class Quarantine:
         """Whether blocks of this transfer are held."""
         return (direction, request_id) in self._held
 
+    def expecting_since(self) -> float | None:
+        """When blocks were last put here, on the monotonic clock; ``None``: it is empty."""
+        return max((held.since for held in self._held.values()), default=None)
+
     @property
     def full(self) -> bool:
         """Whether no new load may start."""
@@ -55,7 +61,9 @@ class Quarantine:
         loud_ranks: set[int],
     ) -> None:
         """Keep `handle` until `returned` was called for every one of `loud_ranks`."""
-        self._held[direction, request_id] = _Held(handle, num_blocks, loud_ranks)
+        self._held[direction, request_id] = _Held(
+            time.monotonic(), handle, num_blocks, loud_ranks
+        )
         self.num_blocks += num_blocks
 
     def returned(self, direction: Direction, request_id: int, rank: int) -> None:

@@ -1,0 +1,178 @@
+"""What a connector answers is checked, and the error names its class."""
+
+from __future__ import annotations
+
+import pytest
+import recording
+from bench_engine import T, BenchEngine, PlainKv, llm_args, reference
+from recording import Script
+
+from kvconnect.connector.data import Direction, TransferFailure
+from kvconnect.errors import ConnectorContractError, UsageError
+from kvconnect.request import RequestState
+
+PROMPT = list(range(1, 4 * T + 2))
+
+
+@pytest.fixture
+def script() -> Script:
+    return recording.fresh_script()
+
+
+def engine(**settings) -> BenchEngine:
+    return BenchEngine(llm_args(recording.config(**settings)))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 3, (3,), (3, False, 1), ("3", False), (3.0, False), (True, False), (3, 0), (-1, False),
+     (0, True)],
+)  # fmt: skip
+def test_a_match_that_is_none_names_the_class(script: Script, answer: object) -> None:
+    script.match = lambda *_: answer
+    with engine() as bench:
+        bench.submit(PROMPT)
+        with pytest.raises(ConnectorContractError, match=r"Recorder\.get_num_new_matched_tokens"):
+            bench.step()
+
+
+def test_a_match_is_cut_at_the_last_prompt_token(script: Script) -> None:
+    script.match = lambda *_: (1000, True)
+    with engine() as bench:
+        request = bench.submit(PROMPT)
+        bench.step()
+        assert bench.outcomes[0].loaded == {request.request_id: len(PROMPT) - 1}
+
+
+def test_after_a_preemption_generated_tokens_count_as_prompt(script: Script) -> None:
+    with engine() as bench:
+        request = bench.submit(PROMPT, max_tokens=5)
+        bench.step()
+        bench.step()
+        script.match = lambda *_: (1000, True)
+        bench.preempt(request)
+        bench.step()
+        assert bench.outcomes[-1].loaded == {request.request_id: len(PROMPT) + 1}
+
+
+def test_a_one_token_prompt_takes_nothing(script: Script) -> None:
+    script.match = lambda *_: (5, True)
+    with engine() as bench:
+        assert bench.answer([7]) == reference([7])
+    assert not script.outputs[0].loading_requests
+
+
+@pytest.mark.parametrize(
+    ("device", "asked_at", "offer", "taken"),
+    [
+        (0, 0, 4, 4),
+        (4, 4, 4, 8),
+        (6, 4, 4, 8),  # an unaligned device match never hides an external hit
+        (6, 4, 2, None),  # reaches no further than the partial match
+        (6, 4, 3, 7),
+    ],
+)
+def test_the_question_is_asked_at_a_block_boundary(
+    script: Script, device: int, asked_at: int, offer: int, taken: int | None
+) -> None:
+    script.match = lambda *_: (offer, True)
+    kv = PlainKv()
+    kv.device_match = lambda _: device
+    with BenchEngine(llm_args(recording.config()), kv=kv) as bench:
+        request = bench.submit(PROMPT)
+        bench.step()
+        assert script.named("get_num_new_matched_tokens") == [(request.request_id, asked_at)]
+        if taken is None:
+            assert script.outputs[0].new_requests[0].computed_position == device
+        else:
+            assert bench.outcomes[0].loaded == {request.request_id: taken}
+
+
+@pytest.mark.parametrize("answer", [None, ([], [], []), ([1],), (["x"], []), ([], [True])])
+def test_get_finished_must_answer_two_lists_of_ids(script: Script, answer: object) -> None:
+    script.finished = lambda *_: answer
+    with engine() as bench:
+        bench.submit(PROMPT)
+        with pytest.raises(ConnectorContractError, match=r"RecordingWorker\.get_finished"):
+            bench.step()
+
+
+@pytest.mark.parametrize("answer", [([999], []), ([], [999])])
+def test_an_id_that_was_never_passed_in_is_an_error(script: Script, answer: object) -> None:
+    script.finished = lambda *_: answer
+    with engine() as bench:
+        bench.submit(PROMPT)
+        with pytest.raises(ConnectorContractError, match="RecordingWorker.*request 999"):
+            bench.step()
+
+
+def test_an_id_returned_twice_is_an_error(script: Script) -> None:
+    script.match = lambda *_: (8, True)
+    script.finished = lambda _, loading: ([], loading * 2)
+    with engine() as bench:
+        bench.submit(PROMPT)
+        with pytest.raises(ConnectorContractError, match="twice"):
+            bench.step()
+
+
+def test_an_id_returned_again_after_its_success_is_an_error(script: Script) -> None:
+    script.match = lambda *_: (8, True)
+    with engine() as bench:
+        request = bench.submit(PROMPT, max_tokens=3)
+        bench.step()
+        script.finished = lambda *_: ([], [request.request_id])
+        with pytest.raises(ConnectorContractError, match="returned before"):
+            bench.step()
+
+
+def test_a_synchronous_load_is_not_to_be_returned(script: Script) -> None:
+    script.match = lambda *_: (8, False)
+    with engine() as bench:
+        request = bench.submit(PROMPT)
+        script.finished = lambda *_: ([], [request.request_id])
+        with pytest.raises(ConnectorContractError, match="never passed in"):
+            bench.step()
+
+
+def test_a_failure_of_a_request_without_a_transfer_is_an_error(script: Script) -> None:
+    script.failures = [TransferFailure(999, Direction.LOAD)]
+    with engine() as bench:
+        bench.submit(PROMPT)
+        with pytest.raises(ConnectorContractError, match=r"get_failed reported a load of.*999"):
+            bench.step()
+
+
+def test_failures_must_be_failures(script: Script) -> None:
+    script.failures = [(1, "load")]  # type: ignore[list-item]
+    with engine() as bench:
+        bench.submit(PROMPT)
+        with pytest.raises(ConnectorContractError, match="a list of TransferFailure"):
+            bench.step()
+
+
+def test_request_finished_must_answer_a_bool(script: Script) -> None:
+    script.keep = lambda _: None
+    with engine() as bench:
+        bench.submit(PROMPT)
+        with pytest.raises(ConnectorContractError, match=r"Recorder\.request_finished"):
+            bench.step()
+
+
+def test_each_id_is_passed_in_once(script: Script) -> None:
+    script.match = lambda *_: (8, True)
+    script.keep = lambda _: True
+    with engine() as bench:
+        request = bench.submit(PROMPT, max_tokens=3)
+        bench.run()
+        assert request.state is RequestState.FINISHED
+        passed = script.named("get_finished")
+    assert [one for one, _ in passed if one] == [[request.request_id]]
+    assert [one for _, one in passed if one] == [[request.request_id]]
+
+
+def test_an_unknown_request_is_the_callers_bug(script: Script) -> None:
+    with engine() as bench, pytest.raises(UsageError, match="on_new_request was not called"):
+        other = engine()
+        request = other.submit(PROMPT)
+        other.close()
+        bench.manager.match_external(request, 0)

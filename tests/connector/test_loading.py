@@ -1,0 +1,174 @@
+"""Connector classes are found by name, built together, and refused with a reason."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import recording
+from bench_engine import LAYOUT, T, BenchEngine, PlainKv, llm_args
+from recording import Recorder, RecordingWorker
+
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.manager import KvCacheConnectorManager
+from kvconnect.errors import ConfigurationError, ConnectorContractError
+
+
+@pytest.fixture
+def module() -> Iterator[ModuleType]:
+    """An importable module to put classes into."""
+    module = ModuleType("connector_under_test")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def named(scheduler: str = "Recorder", worker: str = "RecordingWorker", module: str = "recording"):
+    return KvCacheConnectorConfig(
+        connector_module=module,
+        connector_scheduler_class=scheduler,
+        connector_worker_class=worker,
+    )
+
+
+def build(config: KvCacheConnectorConfig, **settings) -> None:
+    BenchEngine(llm_args(config, **settings)).close()
+
+
+@pytest.mark.parametrize("name", ["connector_module", "connector_scheduler_class"])
+def test_the_three_names_are_required_together(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="missing: .*connector_worker_class"):
+        KvCacheConnectorConfig(**{name: "x"})
+
+
+def test_an_unknown_module_says_where_was_searched() -> None:
+    with pytest.raises(ConfigurationError, match=r"connector_module='no_such'.*searched.*tests"):
+        build(named(module="no_such"))
+
+
+def test_a_module_that_lacks_an_import_says_which(module: ModuleType, tmp_path) -> None:
+    (tmp_path / "needs_more.py").write_text("import not_installed_anywhere\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises(ConfigurationError, match="needs 'not_installed_anywhere'"):
+            build(named(module="needs_more"))
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_an_unknown_class_says_what_was_searched_and_the_nearest() -> None:
+    with pytest.raises(
+        ConfigurationError,
+        match=r"connector_scheduler_class='Recoder': searched module 'recording'.*mean 'Recorder'",
+    ):
+        build(named(scheduler="Recoder"))
+
+
+def test_a_module_without_any_connector_class_says_so(module: ModuleType) -> None:
+    with pytest.raises(ConfigurationError, match="no KvCacheConnectorWorker at all"):
+        module.Recorder = Recorder  # type: ignore[attr-defined]
+        build(named(module=module.__name__))
+
+
+def test_a_class_of_the_wrong_kind_is_refused_by_name() -> None:
+    with pytest.raises(ConnectorContractError, match="'RecordingWorker'.*not a subclass of"):
+        build(named(scheduler="RecordingWorker"))
+
+
+def test_a_class_that_lacks_methods_is_refused_naming_them(module: ModuleType) -> None:
+    class Lacking(RecordingWorker):
+        __abstractmethods__ = frozenset({"start_load_kv"})
+
+    Lacking.__abstractmethods__ = frozenset({"start_load_kv"})
+    module.Recorder, module.Lacking = Recorder, Lacking  # type: ignore[attr-defined]
+    with pytest.raises(ConnectorContractError, match="'Lacking': does not define start_load_kv"):
+        build(named(worker="Lacking", module=module.__name__))
+
+
+def test_either_constructor_may_wait_for_the_other(module: ModuleType) -> None:
+    meeting = threading.Barrier(2, timeout=5)
+
+    class Scheduler(Recorder):
+        def __init__(self, args: LlmArgs) -> None:
+            super().__init__(args)
+            meeting.wait()
+
+    class Worker(RecordingWorker):
+        def __init__(self, args: LlmArgs) -> None:
+            super().__init__(args)
+            meeting.wait()
+
+    module.Recorder, module.RecordingWorker = Scheduler, Worker  # type: ignore[attr-defined]
+    build(named(module=module.__name__))
+
+
+def test_a_constructor_that_fails_is_named_and_the_other_object_shut_down(
+    module: ModuleType,
+) -> None:
+    class Worker(RecordingWorker):
+        def __init__(self, args: LlmArgs) -> None:
+            raise KeyError("broken")
+
+    script = recording.fresh_script()
+    module.Recorder, module.RecordingWorker = Recorder, Worker  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="Worker could not be built: KeyError: 'broken'"):
+        build(named(module=module.__name__))
+    assert script.scheduler is None or "scheduler.shutdown" in script.names()
+
+
+def test_block_reuse_off_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="enable_block_reuse=False"):
+        build(recording.config(), enable_block_reuse=False)
+
+
+def test_a_cache_manager_without_connector_support_is_an_error() -> None:
+    class NoConnectors(PlainKv):
+        supports_connector = False
+
+    with pytest.raises(ConfigurationError, match="NoConnectors does not support connectors"):
+        BenchEngine(llm_args(recording.config()), kv=NoConnectors())
+
+
+def test_several_pools_are_refused() -> None:
+    cache = KvCacheConfig(tokens_per_block=T)
+    script = recording.fresh_script()
+    args = LlmArgs("m", cache, recording.config(), (LAYOUT, LAYOUT), b"d" * 32)
+    with pytest.raises(ConfigurationError, match="the model has 2"):
+        KvCacheConnectorManager(args, PlainKv(), wakeup=lambda: None)
+    assert {"worker.shutdown", "scheduler.shutdown"} <= set(script.names())
+
+
+def test_shutdown_ends_the_worker_before_the_scheduler_and_once() -> None:
+    script = recording.fresh_script()
+    engine = BenchEngine(llm_args(recording.config()))
+    engine.close()
+    engine.close()
+    ends = [name for name in script.names() if name.endswith("shutdown")]
+    assert ends == ["worker.shutdown", "scheduler.shutdown"]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nowhere://x", "unknown"),
+        ("memory:?capacity=1KiB", "one block takes"),
+        ("memory:?capaciti=1GiB", "did you mean 'capacity'"),
+    ],
+)
+def test_what_is_wrong_with_a_store_is_said_at_start_up(url: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build(KvCacheConnectorConfig(url=url))
+
+
+def test_staging_below_one_block_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="staging_bytes=100"):
+        build(KvCacheConnectorConfig(url="memory:", staging_bytes=100))
+
+
+def test_no_store_and_no_classes_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="give url, backend, or connector_module"):
+        build(KvCacheConnectorConfig())
