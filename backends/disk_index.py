@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvconnect.backend import Child, StoredEntry
+from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
 from kvconnect.backends.disk_schema import index_errors
 from kvconnect.backends.disk_segments import Place
 from kvconnect.keys import BlockKey
@@ -93,11 +93,11 @@ class IndexReader:
         return next((at for at, block in enumerate(ids) if block not in alive), len(ids))
 
     def children(self, key: BlockKey | None) -> list[Child]:
-        """The stored blocks with tokens whose parent is `key`."""
+        """The blocks with tokens whose parent is `key`, the last `MAX_CHILDREN` of them."""
         rows = self._rows(
             "SELECT key, tokens FROM blocks"
-            " WHERE parent IS ? AND tokens IS NOT NULL AND created >= ?",
-            (key, oldest_valid(self._ttl)),
+            " WHERE parent IS ? AND tokens IS NOT NULL AND created >= ? ORDER BY id DESC LIMIT ?",
+            (key, oldest_valid(self._ttl), MAX_CHILDREN),
         )
         return [
             Child(BlockKey(child), np.frombuffer(tokens, "<i4").astype(np.int32))

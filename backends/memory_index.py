@@ -6,8 +6,9 @@ import heapq
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from kvconnect.backend import StoredBlock
+from kvconnect.backend import MAX_CHILDREN, StoredBlock
 from kvconnect.keys import BlockKey
 from kvconnect.tokens import TokenArray
 
@@ -152,8 +153,9 @@ class MemoryIndex:
                 self._drop(block)
 
     def children(self, key: BlockKey | None) -> list[MemoryBlock]:
-        """The blocks whose parent is `key`."""
-        return [self._blocks[child] for child in self._children.get(key, ())]
+        """The blocks whose parent is `key`, the last `MAX_CHILDREN` of them, last first."""
+        children = self._children.get(key, {})
+        return [self._blocks[child] for child in islice(reversed(children), MAX_CHILDREN)]
 
     def _queue(self, block: MemoryBlock) -> None:
         if block.queued or block.key in self._children:

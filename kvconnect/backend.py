@@ -18,10 +18,20 @@ from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenArray
 
-__all__ = ["DEFAULT_RETENTION_PRIORITY", "Backend", "Child", "StoredBlock", "StoredEntry"]
+__all__ = [
+    "DEFAULT_RETENTION_PRIORITY",
+    "MAX_CHILDREN",
+    "Backend",
+    "Child",
+    "StoredBlock",
+    "StoredEntry",
+]
 
 DEFAULT_RETENTION_PRIORITY = 35
 """Of blocks that nobody gave a priority (TensorRT-LLM's default)."""
+
+MAX_CHILDREN = 256
+"""How many blocks `Backend.children` lists."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +41,8 @@ class StoredBlock:
     Attributes:
         key: what the store knows it by.
         data: 1-D uint8 tensor on the host, one frame; the store reads it, never writes to it.
-        parent: store key of the block before it; ``None`` for the first of a prompt.
+        parent: store key of the block before it; for the first of a prompt that of its namespace's
+            root, which no block has. ``None``: not known.
         tokens: the block's own token ids; fewer than a whole block's for a tail.
         priority: retention priority, 0 (goes first) to 100.
         namespace: digest of salt and adapter, for pruning.
@@ -125,7 +136,11 @@ class Backend(ABC):
         """Forget `keys`; absent ones are no error."""
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """The stored blocks, full ones and tails, whose parent is `key` (default: none known)."""
+        """The stored blocks, full ones and tails, whose parent is `key` (default: none known).
+
+        Of more than `MAX_CHILDREN` those that were stored last: a short prompt that thousands share
+        has as many, and a lookup must not take longer for it.
+        """
         return ()
 
     def scan(self) -> AsyncIterator[StoredEntry]:

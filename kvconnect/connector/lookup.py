@@ -76,8 +76,8 @@ async def look_up(backend: Backend, query: Query) -> Hit:
     wanted = query.tokens[found * query.tokens_per_block : len(query.tokens) - 1]
     if len(wanted) == 0 or not backend.enumerable:
         return hit
-    parent = query.keys[found - 1] if found else None
-    children = await backend.children(None if parent is None else query.store_key(parent))
+    parent = query.keys[found - 1] if found else query.root
+    children = await backend.children(query.store_key(parent))
     return _extended(hit, query, wanted[: query.tokens_per_block], children)
 
 
@@ -89,8 +89,7 @@ def _extended(hit: Hit, query: Query, wanted: TokenArray, children: Sequence[Chi
         if num_tokens == 0:
             break
         child = children[number]
-        # Below the root a store lists the first blocks of all models and tenants, and any store may
-        # lie: only a key that follows from the tokens is believed.
+        # A store may lie: only a key that follows from the tokens is believed.
         key = chain_key(parent, as_token_array(child.tokens))
         if len(child.tokens) <= query.tokens_per_block and query.store_key(key) == child.key:
             return Hit(hit.keys, key, num_tokens)

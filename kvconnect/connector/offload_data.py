@@ -63,7 +63,7 @@ class SaveOrder:
     Attributes:
         request_id: whose.
         first_block: number of the first of `blocks` in the request.
-        parent: chained key of the block before it; ``None``: there is none.
+        parent: chained key of the block before it, or of the namespace's root.
         blocks: what to store.
         namespace: digest of salt and adapter.
         group: pool group.
@@ -71,7 +71,7 @@ class SaveOrder:
 
     request_id: int
     first_block: int
-    parent: BlockKey | None
+    parent: BlockKey
     blocks: tuple[BlockSave, ...]
     namespace: bytes = b""
     group: int = 0

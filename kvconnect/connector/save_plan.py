@@ -93,7 +93,7 @@ class SavePlan:
         if not blocks or [block.key for block in blocks] == [self._stored_tail]:
             return None
         request = self._request
-        parent = request.key_chain.parent(first) if first else None
+        parent = request.key_chain.parent(first)
         namespace = request.namespace.encode()
         return SaveOrder(request.request_id, first, parent, tuple(blocks), namespace, self._group)
 

@@ -127,12 +127,12 @@ class SaveQueue:
         self._store.io.call_soon(self._pump)
 
     def _stored_block(
-        self, order: SaveOrder, block: BlockSave, parent: BlockKey | None, slot: Slot
+        self, order: SaveOrder, block: BlockSave, parent: BlockKey, slot: Slot
     ) -> StoredBlock:
         return StoredBlock(
             key=store_key(block.key, order.group, self._shard),
             data=slot.frame,
-            parent=None if parent is None else store_key(parent, order.group, self._shard),
+            parent=store_key(parent, order.group, self._shard),
             tokens=block.tokens,
             priority=block.priority,
             namespace=order.namespace,
