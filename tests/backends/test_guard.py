@@ -1,0 +1,414 @@
+"""What stands around every backend: time, frames, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+from kvconnect import frame
+from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backends import GuardedBackend, guard
+from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError, UsageError
+from kvconnect.trace import metrics
+
+
+class Recording(Backend):
+    """A plain dict of bytes; `before` runs at the start of each call and may do anything."""
+
+    def __init__(self, before=None):
+        self.values = {}
+        self.calls = Counter()
+        self.before = before
+
+    async def _begin(self, name):
+        self.calls[name] += 1
+        if self.before is not None:
+            await self.before(name)
+
+    async def lookup(self, keys):
+        await self._begin("lookup")
+        return next((n for n, key in enumerate(keys) if key not in self.values), len(keys))
+
+    async def load(self, keys, into):
+        await self._begin("load")
+        for number, (key, buffer) in enumerate(zip(keys, into, strict=True)):
+            if key not in self.values:
+                return number
+            buffer.copy_(self.values[key])
+        return len(keys)
+
+    async def save(self, blocks):
+        await self._begin("save")
+        for block in blocks:
+            self.values[block.key] = block.data.clone()
+        return len(blocks)
+
+    async def delete(self, keys):
+        await self._begin("delete")
+        for key in keys:
+            self.values.pop(key, None)
+
+
+def counter(name):
+    return metrics.snapshot().get(name, 0)
+
+
+@pytest.fixture
+async def inner():
+    return Recording()
+
+
+@pytest.fixture
+async def store(inner, kit):
+    async with kit.opened(GuardedBackend(inner)) as guarded:
+        yield guarded
+
+
+# ---------------------------------------------------------------------------------------- frames
+
+
+async def test_what_is_stored_is_a_sound_frame_of_the_key(store, inner, kit):
+    key = kit.key(1)
+    await store.save([kit.block(key, tokens=[5, 6, 7])])
+    header = frame.check(inner.values[key], key, {kit.layout.fingerprint()})
+    assert (header.valid_tokens, header.payload_nbytes) == (3, kit.layout.block_nbytes)
+
+
+async def test_bad_block_ends_the_run_is_dropped_counted_and_warned_of_once(
+    store, inner, kit, caplog
+):
+    keys = kit.keys("bad", count=5)
+    await store.save(kit.chain(keys))
+    inner.values[keys[2]][4000] ^= 1
+    before, into = counter("store.bad_frame"), kit.buffers(5)
+    metrics._warned.clear()
+    with caplog.at_level(logging.WARNING, "kvconnect"):
+        assert await store.load(keys, into) == 2
+        assert await store.lookup(keys) == 2
+        assert await store.load(keys, into) == 2
+    assert all(kit.holds(b, key) for b, key in zip(into[:2], keys, strict=False))
+    assert counter("store.bad_frame") == before + 1
+    assert len([r for r in caplog.records if "checksum" in r.message]) == 1
+    assert await store.save(kit.chain(keys)) == 5
+    assert await store.load(keys, into) == 5
+
+
+async def test_all_bad_blocks_of_a_piece_are_dropped_at_once(store, inner, kit):
+    keys = kit.keys("many bad", count=6)
+    await store.save(kit.chain(keys))
+    for key in keys[3:]:
+        inner.values[key][200] ^= 1
+    assert await store.load(keys, kit.buffers(6)) == 3
+    assert sorted(inner.values) == sorted(keys[:3])
+
+
+async def test_pieces_are_checked_while_the_next_ones_are_read(kit, monkeypatch):
+    monkeypatch.setattr(guard, "_PIECE_NBYTES", 2 * kit.frame_nbytes)
+    inner = Recording()
+    async with kit.opened(GuardedBackend(inner)) as store:
+        keys = kit.keys("pieces", count=9)
+        assert await store.save(kit.chain(keys)) == 9
+        assert inner.calls["save"] == 5
+        into = kit.buffers(9)
+        assert await store.load(keys, into) == 9
+        assert inner.calls["load"] == 5
+        assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
+        inner.values[keys[4]][1000] ^= 1
+        assert await store.load(keys, kit.buffers(9)) == 4
+        del inner.values[keys[3]]
+        assert await store.load(keys, kit.buffers(9)) == 3
+
+
+async def test_lying_store_that_fills_nothing_is_a_miss(store, inner, kit, monkeypatch):
+    async def load(keys, into):
+        return len(keys)
+
+    monkeypatch.setattr(inner, "load", load)
+    assert await store.load([kit.key(1)], kit.buffers(1)) == 0
+
+
+@pytest.mark.parametrize("answer", [-1, 2, None, "1", 1.0])
+async def test_impossible_count_is_a_failure_of_the_store(store, inner, kit, monkeypatch, answer):
+    async def call(*args):
+        return answer
+
+    for name in ("lookup", "load", "save"):
+        monkeypatch.setattr(inner, name, call)
+    with pytest.raises(BackendUnavailable, match="answered"):
+        await store.lookup([kit.key(1)])
+    with pytest.raises(BackendUnavailable, match="answered"):
+        await store.load([kit.key(1)], kit.buffers(1))
+    with pytest.raises(BackendUnavailable, match="answered"):
+        await store.save([kit.block(kit.key(1))])
+
+
+async def test_check_that_is_switched_off_is_logged(kit, inner, caplog):
+    with caplog.at_level(logging.WARNING, "kvconnect"):
+        guarded = GuardedBackend(inner, verify_frames=False)
+    assert "are not checked" in caplog.text
+    async with kit.opened(guarded) as store:
+        await store.save([kit.block(kit.key(1))])
+        inner.values[kit.key(1)][300] ^= 1
+        assert await store.load([kit.key(1)], kit.buffers(1)) == 1
+
+
+async def test_blocks_of_the_device_pass_unframed(kit, inner, monkeypatch):
+    monkeypatch.setattr(Recording, "device_buffers", True)
+    async with kit.opened(GuardedBackend(inner)) as store:
+        key = kit.key("raw")
+        assert await store.save([StoredBlock(key, kit.content(key, 100))]) == 1
+        into = kit.buffer(100)
+        assert await store.load([key], [into]) == 1
+        assert kit.holds(into, key, framed=False)
+
+
+async def test_buffer_of_the_wrong_length_and_unknown_group_are_named(store, kit):
+    with pytest.raises(ConfigurationError, match=f"{kit.frame_nbytes} are needed"):
+        await store.save([kit.block(kit.key(1), nbytes=4096)])
+    block = kit.block(kit.key(1))
+    with pytest.raises(ConfigurationError, match="group=3"):
+        await store.save([StoredBlock(block.key, block.data, group=3)])
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), ConnectionResetError(), KeyError("x")])
+async def test_whatever_a_backend_raises_is_unavailable_from_it(kit, error):
+    async def fail(name):
+        raise error
+
+    async with kit.opened(GuardedBackend(Recording(fail))) as store:
+        before = counter("store.load.errors")
+        with pytest.raises(BackendUnavailable, match="Recording: load failed") as raised:
+            await store.load([kit.key(1)], kit.buffers(1))
+        assert raised.value.__cause__ is error
+        assert counter("store.load.errors") == before + 1
+
+
+async def test_error_leaves_the_next_call_working(kit):
+    failing = ["save"]
+
+    async def fail(name):
+        if name in failing:
+            raise OSError("broken")
+
+    async with kit.opened(GuardedBackend(Recording(fail))) as store:
+        with pytest.raises(BackendUnavailable):
+            await store.save([kit.block(kit.key(1))])
+        failing.clear()
+        assert await store.save([kit.block(kit.key(1))]) == 1
+
+
+async def test_call_before_open_is_a_bug_of_the_caller(kit, inner):
+    with pytest.raises(UsageError, match=r"open\(\) was not called"):
+        await GuardedBackend(inner).lookup([kit.key(1)])
+
+
+async def test_failed_open_names_the_store_and_can_be_closed(kit):
+    class Unreachable(Recording):
+        async def open(self, layouts):
+            raise ConnectionRefusedError("nobody there")
+
+    guarded = GuardedBackend(Unreachable())
+    with pytest.raises(BackendUnavailable, match="Unreachable: open failed: nobody there"):
+        await guarded.open([kit.layout])
+    await guarded.close()
+
+
+# ---------------------------------------------------------------------------------------- time
+
+
+class Gate:
+    """Holds every call of the named operations until `released`."""
+
+    def __init__(self, *names):
+        self.names = names
+        self.released = asyncio.Event()
+
+    async def __call__(self, name):
+        if name in self.names:
+            await self.released.wait()
+
+
+async def test_late_load_keeps_its_buffers_until_pending_is_done(kit):
+    gate = Gate("load")
+    inner = Recording(gate)
+    async with kit.opened(GuardedBackend(inner, deadline_s=0.05)) as store:
+        key = kit.key("late")
+        await store.save([kit.block(key)])
+        into = kit.buffers(1)
+        with pytest.raises(BackendTimeout, match=r"load took longer than 0\.05 s") as raised:
+            await store.load([key], into)
+        pending = raised.value.pending
+        assert not pending.done()
+        assert kit.untouched(into[0])
+        gate.released.set()
+        await asyncio.wait_for(asyncio.wrap_future(pending), 10)
+        # It did write, late; from here on nobody does.
+        assert kit.holds(into[0], key)
+        into[0].fill_(0xC5)
+        assert await store.load([key], kit.buffers(1)) == 1
+        assert kit.untouched(into[0])
+
+
+async def test_abandoned_load_starts_no_further_piece(kit, monkeypatch):
+    monkeypatch.setattr(guard, "_PIECE_NBYTES", kit.frame_nbytes)
+    gate = Gate("load")
+    inner = Recording(gate)
+    async with kit.opened(GuardedBackend(inner, deadline_s=0.05)) as store:
+        keys = kit.keys("piece", count=5)
+        await store.save(kit.chain(keys))
+        into = kit.buffers(5)
+        with pytest.raises(BackendTimeout) as raised:
+            await store.load(keys, into)
+        gate.released.set()
+        await asyncio.wait_for(asyncio.wrap_future(raised.value.pending), 10)
+        assert inner.calls["load"] == 1
+        assert all(kit.untouched(buffer) for buffer in into[1:])
+
+
+async def test_load_and_save_are_never_cancelled_but_a_lookup_is(kit):
+    ended = {}
+
+    async def hang(name):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended[name] = "cancelled"
+            raise
+
+    store = GuardedBackend(Recording(hang), deadline_s=0.05)
+    await store.open([kit.layout])
+    for call in (
+        store.lookup([kit.key(1)]),
+        store.load([kit.key(1)], kit.buffers(1)),
+        store.save([kit.block(kit.key(1))]),
+    ):
+        with pytest.raises(BackendTimeout):
+            await call
+    await asyncio.sleep(0)
+    assert ended == {"lookup": "cancelled"}
+    await store.close()
+
+
+async def test_cancelling_a_load_takes_effect_only_when_the_store_is_done(kit):
+    gate = Gate("load")
+    async with kit.opened(GuardedBackend(Recording(gate))) as store:
+        await store.save([kit.block(kit.key(1))])
+        into = kit.buffers(1)
+        loading = asyncio.ensure_future(store.load([kit.key(1)], into))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        loading.cancel()
+        done, _ = await asyncio.wait({loading}, timeout=0.05)
+        assert not done
+        gate.released.set()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert kit.holds(into[0], kit.key(1))
+
+
+async def test_too_many_abandoned_calls_fail_new_ones_at_once_until_they_end(kit):
+    gate = Gate("load")
+    inner = Recording(gate)
+    store = GuardedBackend(inner, deadline_s=0.02)
+    await store.open([kit.layout])
+    key = kit.key(1)
+    await store.save([kit.block(key)])
+    outcomes = Counter()
+    pending = []
+    for _ in range(40):
+        try:
+            await store.load([key], kit.buffers(1))
+        except BackendTimeout as error:
+            outcomes["timeout"] += 1
+            pending.append(asyncio.wrap_future(error.pending))
+        except BackendUnavailable:
+            outcomes["refused"] += 1
+    assert outcomes["timeout"] < 40
+    assert inner.calls["load"] == outcomes["timeout"]
+    with pytest.raises(BackendUnavailable, match="past their deadline still run"):
+        await store.lookup([key])
+    gate.released.set()
+    await asyncio.wait_for(asyncio.gather(*pending), 10)
+    assert await store.load([key], kit.buffers(1)) == 1
+    await store.close()
+
+
+async def test_calls_beyond_the_limit_wait_for_their_turn(kit):
+    running = most = 0
+
+    async def watch(name):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+
+    async with kit.opened(GuardedBackend(Recording(watch))) as store:
+        await asyncio.gather(*(store.lookup([kit.key(n)]) for n in range(500)))
+    assert 1 < most <= 64
+
+
+async def test_close_returns_while_a_call_hangs(kit):
+    hanging = asyncio.Event()
+
+    async def hang(name):
+        await hanging.wait()
+
+    store = GuardedBackend(Recording(hang), deadline_s=0.05)
+    await store.open([kit.layout])
+    loading = asyncio.ensure_future(store.load([kit.key(1)], kit.buffers(1)))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(store.close(), 10)
+    with pytest.raises(BackendTimeout) as raised:
+        await loading
+    hanging.set()
+    await asyncio.wait_for(asyncio.wrap_future(raised.value.pending), 10)
+
+
+async def test_close_returns_while_the_close_of_the_store_hangs(kit, caplog):
+    class Hanging(Recording):
+        async def close(self):
+            await asyncio.Event().wait()
+
+    store = GuardedBackend(Hanging(), deadline_s=0.05)
+    await store.open([kit.layout])
+    await asyncio.wait_for(store.close(), 10)
+    await store.close()
+
+
+async def test_the_event_loop_stays_free_while_large_frames_are_hashed(kit, monkeypatch):
+    hashed_on = set()
+    real = frame.check
+
+    def check(*args):
+        hashed_on.add(threading.current_thread().name)
+        return real(*args)
+
+    monkeypatch.setattr(frame, "check", check)
+    async with kit.opened(GuardedBackend(Recording())) as store:
+        keys = kit.keys("hash", count=64)
+        await store.save(kit.chain(keys))
+        await store.load(keys, kit.buffers(64))
+        assert all(name.startswith("kvconnect-frames") for name in hashed_on)
+
+
+async def test_no_task_or_thread_is_left(kit):
+    before = {thread.ident for thread in threading.enumerate()}
+    async with kit.opened(GuardedBackend(Recording())) as store:
+        keys = kit.keys("left", count=64)
+        await store.save(kit.chain(keys))
+        await store.load(keys, kit.buffers(64))
+    for thread in threading.enumerate():
+        if thread.ident not in before and thread.name.startswith("kvconnect"):
+            thread.join(10)
+            assert not thread.is_alive()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert torch.is_tensor(kit.buffer(1))
