@@ -6,7 +6,7 @@ views: the heads that share a KV head become a dimension of their own, nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvconnect.engine.pages import LayerPages
 
 __all__ = ["Chunk", "DecodeGroup", "attend_chunk", "attend_group"]
+
+_MAX_MASK = 1 << 24
+"""Elements of a mask; longer chunks are computed in tiles."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,13 +48,31 @@ class Chunk:
         start: the first one's place in its sequence.
         table: block ids of the sequence, ``[blocks]`` int64.
         tokens_per_block: of the pool.
+        keep_masks: make a mask once for all layers; costs memory.
     """
 
     rows: slice
     start: int
     table: Tensor
     tokens_per_block: int
+    keep_masks: bool = True
     _spans: dict[int | None, _Span] = field(default_factory=dict)
+
+    @staticmethod
+    def tiles(
+        first_row: int, start: int, count: int, table: Tensor, tokens_per_block: int
+    ) -> Iterator[Chunk]:
+        """Chunks of `count` tokens from `start` on, small enough for masks of bounded size."""
+        rows = max(1, _MAX_MASK // (start + count))
+        for offset in range(0, count, rows):
+            last = min(offset + rows, count)
+            yield Chunk(
+                rows=slice(first_row + offset, first_row + last),
+                start=start + offset,
+                table=table,
+                tokens_per_block=tokens_per_block,
+                keep_masks=count <= rows,
+            )
 
     @property
     def end(self) -> int:
@@ -60,16 +81,19 @@ class Chunk:
         return self.start + length
 
     def span(self, window: int | None, dtype: torch.dtype) -> _Span:
-        """The keys from the first one in the window on; made once, for all layers."""
-        if window not in self._spans:
-            size = self.tokens_per_block
-            seen = 0 if window is None else max(0, self.start - window + 1)
-            first_page = seen // size
-            pages = self.table[first_page : -(-self.end // size)]
-            base = first_page * size
-            mask = _causal_mask(self.start, self.end, seen, window, dtype, self.table.device)
-            self._spans[window] = _Span(pages, seen - base, self.end - base, mask)
-        return self._spans[window]
+        """The keys from the first one in the window on."""
+        if span := self._spans.get(window):
+            return span
+        size = self.tokens_per_block
+        seen = 0 if window is None else max(0, self.start - window + 1)
+        first_page = seen // size
+        pages = self.table[first_page : -(-self.end // size)]
+        base = first_page * size
+        mask = _causal_mask(self.start, self.end, seen, window, dtype, self.table.device)
+        span = _Span(pages, seen - base, self.end - base, mask)
+        if self.keep_masks:
+            self._spans[window] = span
+        return span
 
 
 @dataclass(slots=True, eq=False)

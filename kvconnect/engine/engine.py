@@ -62,6 +62,7 @@ class Engine:
         connector: told of every step.
         scheduler: over the same `kv`.
         inbox: new requests, aborts and the order to close; rung when a transfer ended.
+        layers: memory of `kv`.
     """
 
     def __init__(
@@ -71,13 +72,14 @@ class Engine:
         connector: Attachment,
         scheduler: Scheduler,
         inbox: Inbox[LiveRequest | Abort | Close],
+        layers: Sequence[LayerPages],
     ) -> None:
         self._model = model
         self._kv = kv
         self._connector = connector
         self._scheduler = scheduler
         self._inbox = inbox
-        self._layers = [LayerPages(kv.get_buffers(i)) for i in range(len(model.layers))]
+        self._layers = layers
         self._sampler = Sampler()
         self._live: dict[int, LiveRequest] = {}
         self._closing = False

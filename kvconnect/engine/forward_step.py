@@ -82,9 +82,10 @@ class ForwardStep:
         self._blocks, self._offsets = self._slots(slices)
         self._blank = self._blank_slots(slices)
         self._chunks = [
-            Chunk(slice(end - count, end), part.start, self._tensor(part.table), size)
+            tile
             for part, count, end in zip(slices, counts.tolist(), ends.tolist(), strict=True)
             if count > 1
+            for tile in Chunk.tiles(end - count, part.start, count, self._tensor(part.table), size)
         ]
         self._groups = self._decode_groups(slices, ends)
 

@@ -16,6 +16,8 @@ class RequestProgress:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self._ended = threading.Event()  # apart: who waits for the end is not woken by each token
+        self._streams = 0
         self._tokens: list[int] = []
         self._texts: list[str] = []
         self._output: RequestOutput | None = None
@@ -26,20 +28,21 @@ class RequestProgress:
         with self._changed:
             self._tokens.append(token)
             self._texts.append(text)
-            self._changed.notify_all()
+            if self._streams:
+                self._changed.notify_all()
 
     def finish(self, output: RequestOutput) -> None:
         """The end."""
         with self._changed:
             self._output = output
-            self._changed.notify_all()
+            self._end()
 
     def fail(self, error: BaseException) -> None:
         """The end, by an error; later ones are ignored."""
         with self._changed:
             if not self.done:
                 self._error = error
-            self._changed.notify_all()
+            self._end()
 
     @property
     def done(self) -> bool:
@@ -48,9 +51,8 @@ class RequestProgress:
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end; see `RequestHandle.result`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"the request has not finished within {timeout} s")
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the request has not finished within {timeout} s")
         if self._error is not None:
             raise self._error
         assert self._output is not None  # noqa: S101  done without an error
@@ -59,13 +61,21 @@ class RequestProgress:
     def wait_beyond(self, seen: int) -> tuple[tuple[int, ...], str, FinishReason | None]:
         """Wait for more than `seen` tokens, or the end: new tokens, new text, why it ended."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._tokens) > seen or self.done)
+            self._streams += 1
+            try:
+                self._changed.wait_for(lambda: len(self._tokens) > seen or self.done)
+            finally:
+                self._streams -= 1
             tokens, texts = tuple(self._tokens[seen:]), self._texts[seen:]
         if self._error is not None:
             raise self._error
         if self._output is None:
             return tokens, "".join(texts), None
         return tokens, "".join(texts), self._output.finish_reason
+
+    def _end(self) -> None:
+        self._changed.notify_all()
+        self._ended.set()
 
 
 class RequestHandle:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 
 from kvconnect.backend import Backend
 from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
@@ -26,6 +26,7 @@ from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.intake import Intake
 from kvconnect.engine.model import Model
 from kvconnect.engine.output import EngineStats, RequestOutput, StreamChunk
+from kvconnect.engine.pages import LayerPages
 from kvconnect.engine.scheduler import Scheduler
 from kvconnect.engine.stops import StopChecker
 from kvconnect.engine.tokenizer import Tokenizer
@@ -57,6 +58,10 @@ class LLM:
         max_num_tokens: tokens that one step computes at most; longer prompts come in chunks.
         max_batch_size: requests that run at once.
 
+    Attributes:
+        layout: of a KV block.
+        tokenizer: of the model; ``None`` if its directory has none.
+
     Raises:
         ConfigurationError: a setting is wrong, the model cannot be loaded or served, the store
             cannot be opened. Nothing is left running.
@@ -80,24 +85,23 @@ class LLM:
         config = kv_cache or KvCacheConfig()
         directory = Path(model)
         self._model = Model(directory, dtype=dtype, device=device)
-        if config.dtype not in {"auto", str(self._model.dtype).removeprefix("torch.")}:
-            raise ConfigurationError(
-                f"kv_cache.dtype: '{config.dtype}' differs from the model's {self._model.dtype}; "
-                "use auto"
-            )
-        layout = self._model.layout(config.tokens_per_block)
+        _check_served(config, self._model)
+        self.layout = layout = self._model.layout(config.tokens_per_block)
         digest = model_digest(directory)
         self.tokenizer = Tokenizer.of(directory)
         kv = _cache_manager(kv_cache_manager, config, layout, self._model)
+        num_blocks = kv.get_max_resource_count()
+        layers = [
+            LayerPages(kv.get_buffers(layer), layout, num_blocks)
+            for layer in range(layout.num_layers)
+        ]
         self._inbox: Inbox[LiveRequest | Abort | Close] = Inbox()
-        self._intake = Intake(
-            self._model, self.tokenizer, layout, digest, kv.get_max_resource_count()
-        )
+        self._intake = Intake(self._model, self.tokenizer, layout, digest, num_blocks)
         attachment = _attach(connector, config, directory, layout, digest, kv, self._inbox)
         self._scheduler = Scheduler(
             kv, max_num_tokens=max_num_tokens, max_batch_size=max_batch_size
         )
-        self._engine = Engine(self._model, kv, attachment, self._scheduler, self._inbox)
+        self._engine = Engine(self._model, kv, attachment, self._scheduler, self._inbox, layers)
         self._ids = itertools.count()
         self._thread = threading.Thread(
             target=self._engine.run, name="kvconnect-engine", daemon=True
@@ -255,8 +259,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if len(prompts) > 0 and not hasattr(prompts[0], "__len__"):
-        return [prompts]  # a single prompt of token ids
-    return list(prompts)  # type: ignore[arg-type]
+        return [cast("Tokens", prompts)]  # a single prompt of token ids
+    return list(cast("Sequence[Prompt]", prompts))
 
 
 def _as_params(
@@ -269,6 +273,18 @@ def _as_params(
             f"sampling_params: {len(params)} were given for {count} prompts; give one, or one each"
         )
     return list(params)
+
+
+def _check_served(config: KvCacheConfig, model: Model) -> None:
+    if config.dtype not in {"auto", str(model.dtype).removeprefix("torch.")}:
+        raise ConfigurationError(
+            f"kv_cache.dtype: '{config.dtype}' differs from the model's {model.dtype}; use auto"
+        )
+    if config.max_attention_window is not None:
+        raise ConfigurationError(
+            f"kv_cache.max_attention_window: {config.max_attention_window} is not served yet; "
+            "leave it out, the model's own windows apply"
+        )
 
 
 def _cache_manager(

@@ -60,11 +60,11 @@ class Model:
         config = _load_config(directory)
         _refuse(config)
         self.device = _device(device)
-        self._model = _load(directory, config, dtype).eval()
-        self._model.to(self.device)  # type: ignore[arg-type]  # its decorator hides the signature
+        self._model = _load(directory, config, dtype)
+        self._model.to(self.device).eval()
         self.config = config
-        self.dtype = self._model.dtype
-        self.vocab_size = self._model.get_input_embeddings().weight.shape[0]
+        self.dtype: torch.dtype = self._model.dtype
+        self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self.position_limit = _position_limit(config)
         self.eos_token_ids = _eos_token_ids(self._model)
         self.layers = self._probe()
@@ -171,13 +171,13 @@ def _refuse(config: PreTrainedConfig) -> None:
         raise UnsupportedModel("chunked attention (attention_chunk_size) is not served")
 
 
-def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a PreTrainedModel
     wanted = dtype if dtype == "auto" else torch_dtype(dtype)
     # Grouped matrix products of experts do not exist in float64.
     resolved = getattr(config, "dtype", None) if dtype == "auto" else wanted
     experts = {"experts_implementation": "eager"} if resolved == torch.float64 else {}
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=wanted,

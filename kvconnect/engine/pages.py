@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvconnect.errors import ConfigurationError
+from kvconnect.layout import KvCacheLayout
+
 __all__ = ["LayerPages"]
 
 
@@ -14,12 +17,29 @@ class LayerPages:
     Args:
         buffers: a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``, or where the dimensions of
             keys and values differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
+        layout: what they must look like.
+        num_blocks: the same.
+
+    Raises:
+        ConfigurationError: they do not.
     """
 
     __slots__ = ("_key_rows", "_value_rows", "keys", "values")
 
-    def __init__(self, buffers: Tensor | tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, buffers: Tensor | tuple[Tensor, Tensor], layout: KvCacheLayout, num_blocks: int
+    ) -> None:
         keys, values = buffers if isinstance(buffers, tuple) else buffers.unbind(1)
+        for name, view, dim in (
+            ("keys", keys, layout.key_dim),
+            ("values", values, layout.value_dim),
+        ):
+            shape = (num_blocks, layout.tokens_per_block, layout.num_kv_heads, dim)
+            if tuple(view.shape) != shape or view.dtype != layout.dtype:
+                raise ConfigurationError(
+                    f"get_buffers: {name} are {view.dtype} {tuple(view.shape)}; "
+                    f"{layout.dtype} {shape} is needed"
+                )
         self.keys = keys
         self.values = values
         self._key_rows = _rows(keys)

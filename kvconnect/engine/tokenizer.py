@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,20 @@ _UNFINISHED = "\ufffd"
 class Tokenizer:
     """The tokenizer of a model directory. May be used from several threads.
 
+    Encoding changes settings inside the library's tokenizer, which must not happen while another
+    thread is in it; so one encodes, for one thread at a time, and another decodes.
+
     Raises:
         ConfigurationError: the directory holds none.
     """
 
     def __init__(self, directory: Path) -> None:
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            self._encoder: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"model: '{directory}' has no tokenizer: {error}") from error
+        self._encoding = threading.Lock()
+        self._decoder: Any = copy.deepcopy(self._encoder)
 
     @staticmethod
     def of(directory: Path) -> Tokenizer | None:
@@ -37,11 +44,12 @@ class Tokenizer:
     def encode(self, text: str) -> TokenArray:
         """Token ids of `text`, with the special tokens that the model expects."""
         # Lengths are checked by the engine, whose message says more.
-        return as_token_array(self._tokenizer.encode(text, verbose=False))
+        with self._encoding:
+            return as_token_array(self._encoder.encode(text, verbose=False))
 
     def decode(self, tokens: list[int]) -> str:
         """The text of `tokens`, without special tokens."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self._decoder.decode(tokens, skip_special_tokens=True)
         return text
 
 
