@@ -49,7 +49,7 @@ def restart(model: Path, scratch: Path, *, num_tokens: int, repeats: int) -> lis
     with LLM(model, kv_cache=cache, connector=config) as llm:
         cold = _first_token(llm, prompt)
         again = [_first_token(llm, prompt, computed=1) for _ in range(repeats)]
-        block = llm.layouts[0].block_nbytes
+        block = llm.layout.block_nbytes
     nbytes = -(-num_tokens // cache.tokens_per_block) * block
     data = max(store.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     restored, reads, copies = [], [], []

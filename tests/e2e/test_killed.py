@@ -18,7 +18,7 @@ def _serve(model: Path, store: str, ready: Connection) -> None:
     with open_llm(model, store) as llm:
         ready.send(None)
         for start in range(10_000):
-            llm.generate([[*PROMPT[start % 50:], start % 250]], PARAMS)
+            llm.generate([[*PROMPT[start % 50 :], start % 250]], PARAMS)
 
 
 def _answer(model: Path, store: str, result: Connection) -> None:
