@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     try:
         parsed.run(parsed)
+        sys.stdout.flush()
     except ConfigurationError as error:
         return _fail(error, 2)
     except ModuleNotFoundError as error:

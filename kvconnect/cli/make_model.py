@@ -77,4 +77,5 @@ class _ListArchitectures(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from kvconnect.engine.random_model import ARCHITECTURES
 
-        parser.exit(message="\n".join(ARCHITECTURES) + "\n")
+        print("\n".join(ARCHITECTURES))
+        parser.exit()

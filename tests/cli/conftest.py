@@ -1,0 +1,41 @@
+"""What the tests of the command line share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers.utils import logging
+
+from kvconnect.cli.main import main
+from kvconnect.engine.random_model import make_model
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_foreign_progress_bars() -> Iterator[None]:
+    """What `main` asks of transformers comes too late here: it is imported already."""
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A small random Llama."""
+    return make_model(tmp_path_factory.mktemp("cli") / "model", "llama")
+
+
+@pytest.fixture
+def kvconnect(capsys):
+    """Runs a command line; returns exit code, standard output and standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as error:
+            code = error.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

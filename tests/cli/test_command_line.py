@@ -1,0 +1,120 @@
+"""The command as a whole: help, exit codes, signals, progress."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import kvconnect as package
+from kvconnect.cli import generate
+from kvconnect.cli.main import COMMANDS, main
+from kvconnect.cli.progress import Progress
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+
+
+def test_help_names_every_command_and_shows_how_to_begin(kvconnect):
+    code, out, _ = kvconnect("--help")
+    assert code == 0
+    for module in COMMANDS:
+        assert module.rpartition(".")[2].replace("_", "-") in out
+    assert "kvconnect generate" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_the_version_is_the_packages(kvconnect):
+    assert kvconnect("--version") == (0, f"kvconnect {package.__version__}\n", "")
+
+
+def test_an_unknown_command_is_refused(kvconnect):
+    code, _, err = kvconnect("genrate")
+    assert code == 2
+    assert "genrate" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ConfigurationError("two\nlines"), 2, "kvconnect: error: two lines\n"),
+        (BackendUnavailable("the store is gone"), 1, "kvconnect: error: the store is gone\n"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (KeyboardInterrupt(), 130, ""),
+        (ModuleNotFoundError("No module named 'tqdm'", name="tqdm"), 2, "kvconnect[hf]"),
+    ],
+)
+def test_how_a_command_ends_is_its_exit_code(kvconnect, monkeypatch, error, code, message):
+    def fail(arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(generate, "run", fail)
+    found, _, err = kvconnect("generate", "model", "--prompt", "x")
+    assert found == code
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_bug_is_not_hidden(monkeypatch):
+    def fail(arguments: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(generate, "run", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", "model", "--prompt", "x"])
+
+
+def test_sigterm_unwinds_like_an_exception_and_ends_with_143(kvconnect, monkeypatch):
+    unwound = []
+
+    def terminated(arguments: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        finally:
+            unwound.append(True)
+
+    monkeypatch.setattr(generate, "run", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    assert kvconnect("generate", "model", "--prompt", "x")[0] == 143
+    assert unwound == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_reader_that_leaves_ends_it_quietly():
+    # Standard output is a pipe whose reading end is closed, as after `| head -0`.
+    source = """
+import sys
+from kvconnect.cli import generate, main
+generate.run = lambda arguments: print("an answer")
+sys.exit(main.main(["generate", "model", "--prompt", "x"]))
+"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.returncode == 1
+    assert done.stderr == ""
+
+
+def test_progress_is_plain_lines_when_nobody_watches(capsys, monkeypatch):
+    now = iter(range(0, 100, 4))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    with Progress("generate", 10, "tokens") as progress:
+        for _ in range(5):
+            progress.advance(2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[0] == "generate: 4 of 10 tokens"
+
+
+def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Progress("generate", 10, "tokens") as progress:
+        progress.advance(10)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "generate" in captured.err
+    assert "0/10" in captured.err

@@ -1,0 +1,138 @@
+"""``kvconnect generate``: answers on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FIELDS = [
+    *("request_id", "prompt_tokens", "computed_tokens", "reused_device_tokens"),
+    *("reused_store_tokens", "ttft_ms", "output_token_ids", "output_text", "finish_reason"),
+]
+TEXT = "the quick brown fox jumps over the lazy dog; " * 4
+
+
+@pytest.fixture
+def answer(kvconnect, model: Path):
+    """Runs ``generate --json`` with more arguments and returns the objects it prints."""
+
+    def run(*arguments: object) -> list[dict]:
+        common = ("--json", "--dtype", "float64", "--max-tokens", 6, "--ignore-eos")
+        code, out, err = kvconnect("generate", model, *common, *arguments)
+        assert code == 0, err
+        return [json.loads(line) for line in out.splitlines()]
+
+    return run
+
+
+def test_json_has_one_object_per_prompt_with_the_promised_fields(answer):
+    objects = answer("--prompt", TEXT, "short")
+    assert [list(each) for each in objects] == [FIELDS, FIELDS]
+    first, second = objects
+    assert (first["prompt_tokens"], second["prompt_tokens"]) == (len(TEXT), len("short"))
+    assert first["computed_tokens"] == len(TEXT)
+    assert len(first["output_token_ids"]) == 6
+    assert first["finish_reason"] == "length"
+    assert first["ttft_ms"] > 0
+    assert first["request_id"] != second["request_id"]
+
+
+def test_a_second_command_loads_what_the_first_one_stored(answer, tmp_path: Path):
+    store = ("--store", f"disk://{tmp_path}/kv?capacity=16MiB", "--tokens-per-block", 16)
+    (cold,) = answer(*store, "--prompt", TEXT)
+    (warm,) = answer(*store, "--prompt", TEXT)
+    assert cold["reused_store_tokens"] == 0
+    assert warm["reused_store_tokens"] == len(TEXT) - 1
+    assert warm["computed_tokens"] == 1
+    assert warm["output_token_ids"] == cold["output_token_ids"]
+
+
+def test_another_salt_shares_nothing(answer, tmp_path: Path):
+    store = ("--store", f"disk://{tmp_path}/kv?capacity=16MiB")
+    answer(*store, "--cache-salt", "one", "--prompt", TEXT)
+    (other,) = answer(*store, "--cache-salt", "two", "--prompt", TEXT)
+    assert other["reused_store_tokens"] == 0
+
+
+def test_prompts_come_from_files_and_from_standard_input(answer, tmp_path: Path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file, héllo", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    objects = answer("--prompt-file", file, "-")
+    assert [each["prompt_tokens"] for each in objects] == [19, 11]
+
+
+def test_equal_seeds_give_equal_samples(answer):
+    sampled = ("--temperature", 1.5, "--top-k", 50, "--top-p", 0.95, "--prompt", TEXT)
+    (one,), (two,) = (answer(*sampled, "--seed", 5) for _ in range(2))
+    (other,) = answer(*sampled, "--seed", 6)
+    assert one["output_token_ids"] == two["output_token_ids"] != other["output_token_ids"]
+
+
+def test_a_stop_string_ends_the_answer(answer):
+    (free,) = answer("--prompt", TEXT)
+    stop = free["output_text"][2]
+    (stopped,) = answer("--prompt", TEXT, "--stop", stop)
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["output_text"] == free["output_text"].partition(stop)[0]
+
+
+def test_without_json_the_text_goes_to_standard_output_and_numbers_to_standard_error(
+    kvconnect, answer, model: Path
+):
+    (expected,) = answer("--prompt", TEXT)
+    arguments = ("--dtype", "float64", "--max-tokens", 6, "--ignore-eos", "--prompt", TEXT)
+    code, out, err = kvconnect("generate", model, *arguments)
+    assert code == 0
+    assert out == expected["output_text"] + "\n"
+    assert f"{len(TEXT)} prompt tokens: 0 reused from the device, 0 from the store" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--prompt", ""], "prompt: it is empty; at least one token is needed"),
+        (["--prompt", "x", "--tokens-per-block", "24"], "tokens_per_block=24: must be a power"),
+        (["--prompt", "x", "--store", "dsk:///x"], "'dsk' is unknown; did you mean 'disk'"),
+        (["--prompt", "x", "--store", "memory:?capacity=1"], "capacity"),
+        (["--prompt", "x", "--store", "memory:?capcity=1"], "did you mean 'capacity'"),
+        (["--prompt", "x", "--dtype", "float23"], "dtype: 'float23' is unknown"),
+        (["--prompt", "x", "--max-tokens", "0"], "SamplingParams.max_tokens=0"),
+        (["--prompt", "x", "--cache-salt", ""], "cache_salt: '' must not be empty"),
+        (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: No such file"),
+        (["--prompt", "x" * 100, "--kv-cache-tokens", "64"], "64"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(kvconnect, model, arguments, complaint):
+    code, out, err = kvconnect("generate", model, *arguments)
+    assert code == 2
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("kvconnect: error: ")
+    assert complaint in line
+
+
+def test_a_missing_model_is_named(kvconnect):
+    code, _, err = kvconnect("generate", "nowhere", "--prompt", "x")
+    assert code == 2
+    assert err.startswith("kvconnect: error: ")
+    assert "'nowhere' is not a directory" in err
+
+
+def test_a_file_that_is_no_text_is_named(kvconnect, model: Path, tmp_path: Path):
+    file = tmp_path / "picture"
+    file.write_bytes(b"\xff\xfe\x00")
+    code, _, err = kvconnect("generate", model, "--prompt-file", file)
+    assert code == 2
+    assert f"--prompt-file {file}: is not UTF-8" in err
+
+
+def test_a_prompt_is_required_and_given_in_one_way(kvconnect, model: Path):
+    for arguments in ([], ["--prompt", "x", "--prompt-file", "y"]):
+        code, _, err = kvconnect("generate", model, *arguments)
+        assert code == 2
+        assert "--prompt" in err

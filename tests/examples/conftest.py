@@ -1,0 +1,41 @@
+"""What the tests of the examples share."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvconnect.engine.random_model import make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def repository_root() -> Path:
+    """The root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A small random Llama."""
+    return make_model(tmp_path_factory.mktemp("examples") / "model", "llama")
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The example that the test module names as ``EXAMPLE``, imported."""
+    name: str = request.module.EXAMPLE
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]

@@ -1,0 +1,173 @@
+"""``examples/kv_connector.py`` runs, and never leads to a wrong token."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+
+EXAMPLE = "kv_connector"
+T = 16
+PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 256, 150)]
+FULL_BLOCKS = 149 // T  # the last token is always computed
+SAMPLING = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture
+def folder(example, tmp_path: Path, monkeypatch) -> Path:
+    directory = tmp_path / "blocks"
+    monkeypatch.setenv(example.CACHE_FOLDER, str(directory))
+    return directory
+
+
+@pytest.fixture
+def engine(example, folder: Path, model: Path):
+    """Makes an engine with the example's connector, or without one."""
+
+    def make(*, attached: bool = True, **more) -> LLM:
+        connector = KvCacheConnectorConfig(
+            connector_module=EXAMPLE,
+            connector_scheduler_class="PersistentKvCacheConnectorLeader",
+            connector_worker_class="PersistentKvCacheConnectorWorker",
+        )
+        cache = KvCacheConfig(tokens_per_block=T, max_tokens=1024)
+        return LLM(
+            model,
+            kv_cache=cache,
+            connector=connector if attached else None,
+            dtype="float64",
+            **more,
+        )
+
+    return make
+
+
+@pytest.fixture
+def ask(engine):
+    """Makes an engine, asks, destroys it."""
+
+    def run(prompt: list[int] = PROMPT, **more):
+        with engine(**more) as llm:
+            return llm.generate([prompt], SAMPLING)[0]
+
+    return run
+
+
+def test_the_script_runs(
+    example, folder: Path, model: Path, repository_root: Path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["kv_connector.py", str(model)])
+    runpy.run_path(str(repository_root / "examples/kv_connector.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert out.endswith("The answers are the same.\n")
+    assert "of 394 prompt tokens 384 came from files, 10 were computed" in out
+    assert len(list(folder.iterdir())) == (394 + 31) // 32
+
+
+@pytest.mark.parametrize("max_num_tokens", [2048, 40])
+def test_a_new_engine_loads_every_full_block(ask, max_num_tokens):
+    cold = ask(max_num_tokens=max_num_tokens)
+    warm = ask(max_num_tokens=max_num_tokens)
+    assert warm.output_token_ids == cold.output_token_ids == ask(attached=False).output_token_ids
+    assert (cold.reused_store_tokens, warm.reused_store_tokens) == (0, FULL_BLOCKS * T)
+    assert warm.computed_tokens == len(PROMPT) - FULL_BLOCKS * T
+
+
+def test_blocks_of_the_answer_are_stored_too(ask):
+    cold = ask()
+    conversation = PROMPT + list(cold.output_token_ids)
+    longer = ask([*conversation, 1, 2, 3])
+    assert longer.reused_store_tokens == (len(conversation) - 1) // T * T
+    assert longer.output_token_ids == ask([*conversation, 1, 2, 3], attached=False).output_token_ids
+
+
+def test_a_beginning_in_common_is_enough(ask):
+    ask()
+    other = [*PROMPT[:70], *reversed(PROMPT)]
+    found = ask(other)
+    assert found.reused_store_tokens == 70 // T * T
+    assert found.output_token_ids == ask(other, attached=False).output_token_ids
+
+
+def test_blocks_on_the_device_are_not_loaded_again(engine, folder: Path):
+    with engine() as llm:
+        first = llm.generate([PROMPT], SAMPLING)[0]
+        second = llm.generate([PROMPT], SAMPLING)[0]
+    assert second.output_token_ids == first.output_token_ids
+    assert (second.reused_device_tokens, second.reused_store_tokens) == (len(PROMPT) - 1, 0)
+
+
+def _flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _replace(file: Path) -> None:
+    other = next(each for each in sorted(file.parent.iterdir()) if each != file)
+    file.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [_flip, _truncate, _empty, _replace])
+def test_a_damaged_file_costs_time_and_nothing_else(ask, folder: Path, damage, example, capsys):
+    cold = ask()
+    # The file of the prompt's fourth block: what is before it is still good.
+    file = _file_of_block(folder, ask, index=3)
+    damage(file)
+    found = ask()
+    assert found.output_token_ids == cold.output_token_ids
+    assert found.reused_store_tokens <= 3 * T
+    assert "cannot load" in capsys.readouterr().err
+    repaired = ask()
+    assert repaired.reused_store_tokens == FULL_BLOCKS * T
+    assert repaired.output_token_ids == cold.output_token_ids
+
+
+def _file_of_block(folder: Path, ask, index: int) -> Path:
+    """Found from outside: without it, loading stops at that block."""
+    for file in sorted(folder.iterdir()):
+        aside = folder.parent / "aside"
+        file.rename(aside)
+        with_hole = ask(PROMPT[: (index + 1) * T + 1])
+        (folder / file.name).unlink(missing_ok=True)
+        aside.rename(file)
+        if with_hole.reused_store_tokens == index * T:
+            return file
+    pytest.fail("no file is the block's")
+
+
+def test_a_folder_that_cannot_be_written_loses_the_cache_and_nothing_else(
+    ask, folder: Path, monkeypatch, example, capsys
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(example.tempfile, "mkstemp", refuse)
+    assert ask().output_token_ids == ask(attached=False).output_token_ids
+    assert not list(folder.iterdir())
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_many_requests_at_once_get_their_own_blocks(engine):
+    rng = np.random.default_rng(5)
+    prompts = [PROMPT[: 16 * n] + rng.integers(0, 256, 30).tolist() for n in range(6)]
+    with engine(attached=False) as llm:
+        expected = [output.output_token_ids for output in llm.generate(prompts, SAMPLING)]
+    for _ in range(2):
+        with engine(max_num_tokens=64) as llm:
+            outputs = llm.generate(prompts, SAMPLING)
+        assert [output.output_token_ids for output in outputs] == expected
+    assert all(output.reused_store_tokens > 0 for output in outputs)

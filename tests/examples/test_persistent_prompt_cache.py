@@ -1,0 +1,68 @@
+"""``examples/persistent_prompt_cache.py``: two processes, the same tokens, or it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = "persistent_prompt_cache"
+
+
+def test_two_processes_share_a_prompt(
+    example, model: Path, tmp_path: Path, repository_root: Path, monkeypatch, capsys
+):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("A text that is worth keeping. " * 10)
+    store = f"disk://{tmp_path}/kv?capacity=9MiB"
+    arguments = ("--model", model, "--prompt", prompt, "--store", store)
+    monkeypatch.setattr(sys, "argv", ["persistent_prompt_cache.py", *map(str, arguments)])
+    example.main()
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["prompt", "tokens", "300", "300"] in lines
+    assert ["reused", "from", "the", "store", "0", "299"] in lines
+    assert ["computed", "300", "1"] in lines
+    assert "speed-up of the first token" in out
+    assert "cache on disk" in out
+    assert "Both answered with the same 32 tokens." in out
+
+
+@pytest.fixture
+def run(example):
+    return example.Run(300, 299, 1, 5.0, [1, 2, 3], "abc")
+
+
+def test_it_fails_when_nothing_was_reused(example, model: Path, run):
+    cold = dataclasses.replace(run, reused_store_tokens=0)
+    assert example.verdict(model, "text", run, cold) == "the second process reused nothing"
+
+
+def test_it_fails_when_the_answers_differ(example, model: Path, run):
+    other = dataclasses.replace(run, output_token_ids=[1, 2, 4])
+    assert example.verdict(model, "text", run, other) == "the answers differ"
+
+
+def test_it_tells_a_near_tie_from_a_difference(example, model: Path, run, monkeypatch, capsys):
+    monkeypatch.setattr(example, "near_tie", lambda *_: 1e-6)
+    other = dataclasses.replace(run, output_token_ids=[1, 2, 4])
+    assert example.verdict(model, "text", run, other) is None
+    assert "part at a near-tie" in capsys.readouterr().out
+
+
+def test_the_gap_is_that_of_the_models_two_best(example, model: Path, run):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(model).encode("text")
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([[*tokens, 7]])).logits[0, -1]
+    best, next_best, third = logits.topk(3).indices.tolist()
+    expected = (logits[best] - logits[next_best]) / logits.abs().max()
+    assert example.near_tie(model, "text", [7, best], [7, next_best]) == pytest.approx(
+        float(expected), rel=1e-3
+    )
+    assert example.near_tie(model, "text", [7, best], [7, third]) is None
