@@ -103,8 +103,8 @@ class SlotAllocator:
 
     def release_dead(self) -> int:
         """Give back what dead owners have reserved; return how many slots."""
-        holders = self._db.execute("SELECT DISTINCT owner FROM reserved").fetchall()
-        dead = {owner for (owner,) in holders} - (owners(self._directory) if holders else set())
+        holders = {owner for (owner,) in self._db.execute("SELECT DISTINCT owner FROM reserved")}
+        dead = holders - (owners(self._directory) if holders else set())
         released = 0
         for owner in dead:
             self._db.execute(

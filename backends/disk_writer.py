@@ -11,7 +11,7 @@ from pathlib import Path
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.direct_io import aligned_size
 from kvconnect.backends.disk_index import READABLE, marks, microseconds, oldest_valid
-from kvconnect.backends.disk_owner import Owner
+from kvconnect.backends.disk_owner import Owner, owners
 from kvconnect.backends.disk_schema import Durability, connect, index_errors
 from kvconnect.backends.disk_segments import Place, SegmentFiles
 from kvconnect.backends.disk_slots import SlotAllocator
@@ -69,6 +69,7 @@ class IndexWriter:
         ttl: float | None,
         at: Callable[[str], None],
     ) -> None:
+        self._directory = directory
         self._files = files
         self._ttl = ttl
         self._at = at
@@ -86,6 +87,7 @@ class IndexWriter:
     def clean(self) -> None:
         """Remove what dead processes left behind, and what the capacity has no room for."""
         with self._transaction():
+            owners(self._directory)  # removes the files of the dead, who may hold nothing
             self._slots.release_dead()
             for segment, size, slots in self._segments():
                 if not self._files.intact(segment, size, slots):
