@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from kvconnect.engine.output import RequestOutput
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Backend
+from kvconnect.engine.output import RequestOutput
 
 T = 16
 PROMPT = [int(token) for token in np.random.default_rng(7).integers(1, 250, 203)]
