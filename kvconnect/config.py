@@ -238,7 +238,5 @@ class KvCacheConnectorConfig(Settings):
         ways = {"connector_module": given, "url": self.url, "backend": self.backend}
         chosen = [name for name, value in ways.items() if value]
         if len(chosen) > 1:
-            raise ValueError(
-                f"give one of {', '.join(ways)}; given: {', '.join(chosen)}"
-            )
+            raise ValueError(f"give one of {', '.join(ways)}; given: {', '.join(chosen)}")
         return self
