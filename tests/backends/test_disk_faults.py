@@ -1,0 +1,429 @@
+"""A disk that fails costs time, nothing else: clear results, nothing leaked, and it works again after."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import gc
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from kvconnect.backends import direct_io, open_backend
+from kvconnect.backends.disk import DiskBackend
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.trace import metrics
+
+ERRORS = [errno.EIO, errno.EMFILE, errno.ENXIO, errno.ESTALE]
+FULL = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG]
+
+
+def failing(number):
+    def call(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_warned_of():
+    metrics._warned.clear()
+
+
+@pytest.fixture
+async def store(make_disk, kit):
+    async with kit.opened(make_disk()) as backend:
+        yield backend
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ---------------------------------------------------------------------------------------- injected
+
+
+@pytest.mark.parametrize("number", ERRORS)
+async def test_failing_read_is_unavailable_and_works_again(store, kit, monkeypatch, number):
+    keys = kit.keys("read", count=4)
+    await store.save(kit.chain(keys))
+    monkeypatch.setattr(os, "preadv", failing(number))
+    with pytest.raises(BackendUnavailable, match=os.strerror(number)):
+        await store.load(keys, kit.buffers(4))
+    assert await store.lookup(keys) == 4
+    monkeypatch.undo()
+    assert await kit.stored(store, keys) == [True] * 4
+
+
+@pytest.mark.parametrize("number", ERRORS)
+async def test_failing_write_is_unavailable_stores_nothing_and_keeps_no_slot(
+    store, kit, monkeypatch, number
+):
+    keys = kit.keys("write", count=4)
+    await store.save(kit.chain(keys[:1]))
+    monkeypatch.setattr(os, "pwritev", failing(number))
+    for _ in range(20):
+        with pytest.raises(BackendUnavailable, match=os.strerror(number)):
+            await store.save(kit.chain(keys))
+    assert await store.lookup(keys) == 1
+    monkeypatch.undo()
+    files = (await store.stats())["file_bytes"]
+    assert await store.save(kit.chain(keys)) == 4
+    assert (await store.stats())["file_bytes"] == files
+    assert await kit.stored(store, keys) == [True] * 4
+
+
+@pytest.mark.parametrize("number", FULL)
+async def test_full_disk_at_a_write_stores_nothing_with_one_warning(
+    store, kit, monkeypatch, caplog, number
+):
+    keys = kit.keys("full", count=4)
+    monkeypatch.setattr(os, "pwritev", failing(number))
+    with caplog.at_level(logging.WARNING, "kvconnect"):
+        for _ in range(5):
+            assert await store.save(kit.chain(keys)) == 0
+    assert len(caplog.records) == 1
+    assert "not saved until there is space" in caplog.text
+    monkeypatch.undo()
+    assert await store.save(kit.chain(keys)) == 4
+    assert await kit.stored(store, keys) == [True] * 4
+
+
+@pytest.mark.parametrize("number", FULL)
+async def test_disk_that_cannot_grow_reuses_the_slots_it_has(
+    store, kit, monkeypatch, caplog, number
+):
+    first = kit.keys("first", count=50)
+    await store.save(kit.chain(first))
+    slots = int((await store.stats())["file_bytes"]) // kit.frame_nbytes
+    monkeypatch.setattr(os, "posix_fallocate", failing(number))
+    with caplog.at_level(logging.WARNING, "kvconnect"):
+        for batch in range(3 * slots // 50):
+            keys = kit.keys("more", batch, count=50)
+            assert await store.save(kit.chain(keys)) == 50
+            assert await kit.stored(store, keys) == [True] * 50
+    assert len(caplog.records) == 1
+    assert "drops older blocks" in caplog.text
+    assert (await store.stats())["file_bytes"] == slots * kit.frame_nbytes
+
+
+async def test_short_reads_and_writes_are_continued(store, kit, monkeypatch):
+    readv, writev = os.preadv, os.pwritev
+
+    def shortened(call):
+        def short(fd, buffers, offset):
+            first = buffers[0]
+            return call(fd, [first[: max(1, len(first) // 3)]], offset)
+
+        return short
+
+    monkeypatch.setattr(os, "preadv", shortened(readv))
+    monkeypatch.setattr(os, "pwritev", shortened(writev))
+    keys = kit.keys("short", count=6)
+    assert await store.save(kit.chain(keys)) == 6
+    assert await kit.stored(store, keys) == [True] * 6
+
+
+async def test_filesystem_that_refuses_direct_io_is_read_and_written_buffered(
+    kit, make_disk, monkeypatch
+):
+    def direct(fd):
+        return fcntl.fcntl(fd, fcntl.F_GETFL) & direct_io._O_DIRECT
+
+    def refusing(call):
+        def transfer(fd, buffers, offset):
+            if direct(fd):
+                raise OSError(errno.EINVAL, "direct I/O refused")
+            return call(fd, buffers, offset)
+
+        return transfer
+
+    monkeypatch.setattr(os, "preadv", refusing(os.preadv))
+    monkeypatch.setattr(os, "pwritev", refusing(os.pwritev))
+    async with kit.opened(make_disk()) as store:
+        keys = kit.keys("buffered", count=6)
+        assert await store.save(kit.chain(keys)) == 6
+        assert await kit.stored(store, keys) == [True] * 6
+
+
+async def test_row_that_disappears_while_its_slot_is_read_is_a_miss(store, kit, monkeypatch):
+    old, new = kit.keys("old", count=2), kit.keys("new", count=2)
+    await store.save(kit.chain(old))
+    readv = os.preadv
+    other = DiskBackend(store._settings.path, capacity=64 << 20)
+    await other.open([kit.layout])
+    directory = other._directory
+
+    def overtaken(fd, buffers, offset):
+        # Another process drops the block and fills its slot with another one.
+        directory.delete(old)
+        assert directory.save(kit.chain(new)) == 2
+        return readv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", overtaken)
+    assert await store.load(old, kit.buffers(2)) == 0
+    monkeypatch.undo()
+    assert await kit.stored(store, new) == [True, True]
+    await other.close()
+
+
+async def test_index_that_stays_locked_is_unavailable_in_bounded_time(kit, make_disk, monkeypatch):
+    monkeypatch.setattr("kvconnect.backends.disk_schema._BUSY_S", 0.05)
+    async with kit.opened(make_disk()) as store, kit.opened(make_disk()) as other:
+        keys = kit.keys("locked", count=2)
+        await store.save(kit.chain(keys))
+        with other._directory._writer._transaction():
+            with pytest.raises(BackendUnavailable, match="lock"):
+                await store.save(kit.chain(kit.keys("more", count=2)))
+            assert await kit.stored(store, keys) == [True, True]
+        assert await store.save(kit.chain(kit.keys("more", count=2))) == 2
+
+
+# ---------------------------------------------------------------------------------------- real
+
+
+@contextmanager
+def limit(kind, soft):
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+@pytest.mark.parametrize("nbytes", [400 << 10, 6 << 20])
+async def test_limit_on_file_size_bounds_the_files(kit, make_disk, tmp_path, nbytes):
+    keys = kit.keys("rlimit", count=30)
+    with limit(resource.RLIMIT_FSIZE, nbytes):
+        async with kit.opened(make_disk(capacity=1 << 30)) as store:
+            saved = []
+            for key in keys:
+                try:
+                    saved += [key] * await store.save([kit.block(key)])
+                except BackendUnavailable:
+                    assert nbytes < 4 << 20, "the index needs no more than 4 MiB for its log"
+            assert saved
+            assert await kit.stored(store, saved) == [True] * len(saved)
+        assert all(file.stat().st_size <= nbytes for file in (tmp_path / "store").iterdir())
+    async with kit.opened(make_disk(capacity=1 << 30)) as store:
+        assert await store.save(kit.chain(keys)) == 30
+        assert await kit.stored(store, keys) == [True] * 30
+
+
+async def test_no_file_descriptors_left_is_unavailable_and_works_again(kit, make_disk):
+    keys = kit.keys("emfile", count=4)
+    async with kit.opened(open_backend(make_disk())) as store:
+        await store.save(kit.chain(keys))
+    async with kit.opened(open_backend(make_disk())) as store:
+        held = []
+        with limit(resource.RLIMIT_NOFILE, descriptors() + 20):
+            try:
+                while True:
+                    held.append(os.open("/dev/null", os.O_RDONLY))
+            except OSError as error:
+                assert error.errno == errno.EMFILE
+            with pytest.raises(BackendUnavailable):
+                await store.load(keys, kit.buffers(4))
+            for fd in held:
+                os.close(fd)
+        assert await kit.stored(store, keys) == [True] * 4
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+class TestMounted:
+    """On filesystems of its own: small, and read-only."""
+
+    @pytest.fixture
+    def mounted(self, tmp_path):
+        path = tmp_path / "mounted"
+        path.mkdir()
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if made.returncode:
+            pytest.skip(f"cannot mount: {made.stderr.strip()}")
+        yield path
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+    @staticmethod
+    def remount(path, mode):
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(path)], check=True)
+
+    async def test_small_filesystem_is_filled_but_never_fails(self, kit, mounted):
+        async with kit.opened(DiskBackend(mounted / "store", capacity=1 << 30)) as store:
+            for batch in range(30):
+                keys = kit.keys("tmpfs", batch, count=20)
+                saved = await store.save(kit.chain(keys))
+                assert await kit.stored(store, keys[:saved]) == [True] * saved
+            assert (await store.stats())["blocks"] > 20
+
+    async def test_full_filesystem_works_again_when_there_is_space(self, kit, mounted, monkeypatch):
+        monkeypatch.setattr("kvconnect.backends.disk._RETRY_S", 0.0)
+        ballast = mounted / "ballast"
+        with ballast.open("wb") as file, pytest.raises(OSError, match="No space"):
+            while True:
+                os.write(file.fileno(), bytes(4096))
+        keys = kit.keys("ballast", count=4)
+        async with kit.opened(open_backend(DiskBackend(mounted / "store"))) as store:
+            assert await store.save(kit.chain(keys)) == 0
+            assert await store.lookup(keys) == 0
+            ballast.unlink()
+            assert await store.save(kit.chain(keys)) == 4
+            assert await kit.stored(store, keys) == [True] * 4
+
+    async def test_read_only_directory_is_read_and_saves_store_nothing(
+        self, kit, mounted, caplog, monkeypatch
+    ):
+        monkeypatch.setattr("kvconnect.backends.disk._RETRY_S", 0.0)
+        keys, more = kit.keys("read only", count=4), kit.keys("more", count=2)
+        async with kit.opened(DiskBackend(mounted / "store", capacity=1 << 20)) as store:
+            await store.save(kit.chain(keys))
+        self.remount(mounted, "ro")
+        with caplog.at_level(logging.WARNING, "kvconnect"):
+            async with kit.opened(DiskBackend(mounted / "store")) as store:
+                assert await kit.stored(store, keys) == [True] * 4
+                for _ in range(3):
+                    assert await store.save(kit.chain(more)) == 0
+                assert await store.save(kit.chain(keys)) == 4
+                await store.delete(keys[3:])
+                assert await store.lookup(keys) == 3
+                assert len(caplog.records) == 1
+                assert "nothing is saved" in caplog.text
+                self.remount(mounted, "rw")
+                assert await store.save(kit.chain(more)) == 2
+                assert await kit.stored(store, more) == [True, True]
+
+    async def test_directory_that_turns_read_only_under_way(self, kit, mounted):
+        keys = kit.keys("turning", count=4)
+        async with kit.opened(open_backend(DiskBackend(mounted / "store"))) as store:
+            await store.save(kit.chain(keys))
+            # A filesystem with open files cannot be made read-only; a new view of it can.
+            subprocess.run(["mount", "--bind", str(mounted), str(mounted)], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", str(mounted)], check=True)
+            try:
+                assert await kit.stored(store, keys) == [True] * 4
+                with_more = kit.chain(kit.keys("more", count=2))
+                try:
+                    await store.save(with_more)
+                except BackendUnavailable:
+                    pass
+                assert await kit.stored(store, keys) == [True] * 4
+            finally:
+                subprocess.run(["umount", str(mounted)], check=True)
+
+    async def test_empty_read_only_directory_is_all_misses(self, kit, mounted):
+        (mounted / "store").mkdir()
+        self.remount(mounted, "ro")
+        async with kit.opened(DiskBackend(mounted / "store")) as store:
+            assert await store.lookup([kit.key(1)]) == 0
+            assert await store.save([kit.block(kit.key(1))]) == 0
+            assert [entry async for entry in store.scan()] == []
+            assert (await store.stats())["read_only"]
+
+    async def test_directory_that_cannot_be_made_is_unavailable(self, kit, mounted):
+        self.remount(mounted, "ro")
+        with pytest.raises(BackendUnavailable, match="Read-only file system"):
+            await DiskBackend(mounted / "store").open([kit.layout])
+
+
+async def test_vanished_directory_is_made_again(store, kit, tmp_path):
+    keys = kit.keys("vanished", count=4)
+    await store.save(kit.chain(keys))
+    shutil.rmtree(tmp_path / "store")
+    assert await store.lookup(keys) == 0
+    assert await store.load(keys, kit.buffers(4)) == 0
+    assert await store.save(kit.chain(keys)) == 4
+    assert await kit.stored(store, keys) == [True] * 4
+    assert (tmp_path / "store" / "index.sqlite3").exists()
+
+
+async def test_vanished_data_file_is_a_miss_and_lookups_stop_saying_yes(store, kit, tmp_path):
+    keys = kit.keys("data file", count=4)
+    await store.save(kit.chain(keys))
+    store._directory._files.close()  # as if the blocks came from another process
+    for file in (tmp_path / "store").glob("segment-*"):
+        file.unlink()
+    assert await store.load(keys, kit.buffers(4)) == 0
+    assert await store.lookup(keys) == 0
+    assert await store.save(kit.chain(keys)) == 4
+    assert await kit.stored(store, keys) == [True] * 4
+
+
+async def test_directory_replaced_by_another_store_is_noticed(store, kit, make_disk, tmp_path):
+    mine, theirs = kit.keys("mine", count=2), kit.keys("theirs", count=2)
+    await store.save(kit.chain(mine))
+    async with kit.opened(DiskBackend(tmp_path / "other", capacity=1 << 20)) as other:
+        await other.save(kit.chain(theirs))
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "other").rename(tmp_path / "store")
+    assert await kit.stored(store, mine) == [False, False]
+    assert await kit.stored(store, theirs) == [True, True]
+
+
+async def test_path_that_is_a_file_is_named(kit, tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigurationError, match="is not a directory"):
+            await DiskBackend(path).open([kit.layout])
+
+
+async def test_other_files_in_the_directory_are_left_alone(kit, make_disk, tmp_path):
+    (tmp_path / "store").mkdir()
+    strangers = ["notes.txt", "segment-1.slots", "segment-000001-4096.slots.bak", "owner-me.lock"]
+    for name in strangers:
+        (tmp_path / "store" / name).write_text("mine")
+    async with kit.opened(make_disk(capacity=1 << 20)) as store:
+        for batch in range(10):
+            await store.save(kit.chain(kit.keys(batch, count=20)))
+    assert all((tmp_path / "store" / name).read_text() == "mine" for name in strangers)
+
+
+# ---------------------------------------------------------------------------------------- leaks
+
+
+async def test_no_descriptor_thread_or_task_is_left(kit, make_disk, tmp_path):
+    async def round_of_use():
+        async with kit.opened(open_backend(make_disk())) as store:
+            keys = kit.keys("leak", count=20)
+            await store.save(kit.chain(keys))
+            await store.load(keys, kit.buffers(20))
+            await store.load(kit.keys("absent", count=2), kit.buffers(2))
+            shutil.rmtree(tmp_path / "store")
+            await store.lookup(keys)
+
+    await round_of_use()
+    gc.collect()
+    files, before = descriptors(), set(threading.enumerate())
+    for _ in range(5):
+        await round_of_use()
+    gc.collect()
+    assert descriptors() == files
+    left = [t for t in set(threading.enumerate()) - before if t.name.startswith("kvconnect-disk")]
+    assert left == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_failed_open_leaves_nothing_open(kit, tmp_path, monkeypatch):
+    store = DiskBackend(tmp_path / "store")
+    monkeypatch.setattr("kvconnect.backends.disk_writer.Owner", failing(errno.EMFILE))
+    files = descriptors()
+    for _ in range(3):
+        with pytest.raises(BackendUnavailable):
+            await store.open([kit.layout])
+    gc.collect()
+    assert descriptors() == files
+    monkeypatch.undo()
+    await store.open([kit.layout])
+    await store.close()
