@@ -1,0 +1,31 @@
+"""Fixtures for all tests: small random models, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ModelOf = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
+    """The directory of a small random model of an architecture; not to be changed."""
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def directory(arch: str) -> Path:
+        from kvconnect.engine.random_model import make_model  # transformers: seconds
+
+        return make_model(root / arch, arch, num_layers=3)
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def llama(model_of: ModelOf) -> Path:
+    """A small random Llama."""
+    return model_of("llama")

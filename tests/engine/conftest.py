@@ -1,0 +1,66 @@
+"""Fixtures of the engine's tests: engines on small models, and what transformers itself answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvconnect import LLM, KvCacheConfig
+
+T = 16
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[Path, Sequence[Sequence[int]], int], list[list[int]]]:
+    """What ``transformers.generate()`` with its own cache answers, in float64, one by one."""
+
+    @cache
+    def model(directory: Path):
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float64, experts_implementation="eager"
+        )
+
+    @cache
+    def answer(directory: Path, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = model(directory).generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+        )
+        return out[0, len(prompt) :].tolist()
+
+    return lambda directory, prompts, max_tokens: [
+        answer(directory, tuple(prompt), max_tokens) for prompt in prompts
+    ]
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Prompts shorter and longer than a block, a window and a chunk; some share a prefix."""
+    rng = np.random.default_rng(11)
+    made = [rng.integers(0, 256, length).tolist() for length in (70, 33, 5, 16, 100, 1)]
+    # One ends inside a block of another, one goes its own way inside a block.
+    return [*made, made[4][:90], [*made[0][:50], 1, 2, 3]]
+
+
+@pytest.fixture
+def open_llm() -> Iterator[Callable[..., LLM]]:
+    """Opens engines in float64 with blocks of 16 tokens; closes them at the end."""
+    opened: list[LLM] = []
+
+    def open_one(model: Path, *, max_tokens: int = 1024, tokens_per_block: int = T, **more) -> LLM:
+        config = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=max_tokens)
+        opened.append(LLM(model, **{"kv_cache": config, "dtype": "float64"} | more))
+        return opened[-1]
+
+    yield open_one
+    for llm in opened:
+        llm.close()

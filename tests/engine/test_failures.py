@@ -1,0 +1,128 @@
+"""Errors in the engine's thread, interrupts, and closing: nobody waits for ever."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvconnect import SamplingParams
+from kvconnect.errors import EngineClosed
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def break_after(llm, passes):
+    forward, count = llm._engine._model.forward, iter(range(passes))
+
+    def broken(step):
+        if next(count, None) is None:
+            raise Broken("the matrix is gone")
+        return forward(step)
+
+    llm._engine._model.forward = broken
+
+
+def test_an_error_in_a_step_reaches_every_waiter(open_llm, llama, prompts):
+    llm = open_llm(llama, max_batch_size=2)
+    break_after(llm, 3)
+    handles = [llm.submit(prompt, LONG) for prompt in prompts]  # running and queued ones
+    for handle in handles:
+        with pytest.raises(Broken, match="the matrix is gone"):
+            handle.result(timeout=30)
+        with pytest.raises(Broken):
+            list(handle.stream())
+
+
+def test_a_dead_engine_says_what_it_died_of(open_llm, llama):
+    llm = open_llm(llama)
+    break_after(llm, 0)
+    with pytest.raises(Broken):
+        llm.generate([1])
+    llm.close()
+    with pytest.raises(EngineClosed, match="has failed") as caught:
+        llm.generate([1])
+    assert isinstance(caught.value.__cause__, Broken)
+
+
+def test_a_closed_engine_takes_no_requests(open_llm, llama):
+    llm = open_llm(llama)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineClosed, match="was closed"):
+        llm.submit([1])
+
+
+def test_closing_aborts_what_runs(open_llm, llama, prompts):
+    llm = open_llm(llama, max_batch_size=1)
+    handles = [llm.submit(prompt, LONG) for prompt in prompts[:3]]
+    next(handles[0].stream())
+    llm.close()
+    for handle in handles:
+        assert handle.result(timeout=30).finish_reason == "abort"
+
+
+def test_closing_from_another_thread_than_the_waiter(open_llm, llama):
+    llm = open_llm(llama)
+    handle = llm.submit([1], LONG)
+    next(handle.stream())
+    closer = threading.Thread(target=llm.close)
+    closer.start()
+    assert handle.result(timeout=30).finish_reason == "abort"
+    closer.join()
+
+
+def test_ctrl_c_in_a_waiting_caller_aborts_its_requests(open_llm, llama):
+    llm = open_llm(llama)
+    emit = llm._engine._emit
+
+    def emit_and_interrupt(live, token):
+        emit(live, token)
+        if live.request.num_generated_tokens == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    llm._engine._emit = emit_and_interrupt
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1], [2]], LONG)
+    llm._engine._emit = emit
+    llm.generate([3], SHORT)
+    assert llm.stats().running_requests == 0
+    assert llm.stats().finished_requests == 3
+
+
+def test_an_engine_that_is_dropped_ends_its_thread(llama):
+    from kvconnect import LLM, KvCacheConfig
+
+    llm = LLM(llama, kv_cache=KvCacheConfig(max_tokens=256))
+    thread = llm._thread
+    del llm
+    gc.collect()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+FORGETFUL = """
+import sys
+from kvconnect import LLM, KvCacheConfig, SamplingParams
+llm = LLM(sys.argv[1], kv_cache=KvCacheConfig(max_tokens=256), connector=sys.argv[2])
+print(llm.generate([7] * 100, SamplingParams(max_tokens=2))[0].reused_store_tokens)
+"""
+
+
+def test_a_process_that_forgets_to_close_still_saves(llama, tmp_path):
+    command = [sys.executable, "-c", FORGETFUL, str(llama), f"disk://{tmp_path}/kv?capacity=8MiB"]
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        for _ in range(2)
+    ]
+    assert [run.stdout.strip() for run in runs] == ["0", "99"]

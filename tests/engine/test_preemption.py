@@ -1,0 +1,94 @@
+"""A request that loses its blocks while it runs is computed again, and nobody notices."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnect import SamplingParams
+from kvconnect.request import RequestState
+
+GREEDY = SamplingParams(max_tokens=30)
+
+
+def preempt(llm, when):
+    """Send requests back to the queue right after steps in which `when(request)` holds."""
+    engine, sent = llm._engine, []
+    step = engine.step
+
+    def step_and_preempt():
+        worked = step()
+        for request in list(engine._scheduler.running):
+            if when(request):
+                sent.append(request.request_id)
+                engine._send_back(request)
+        return worked
+
+    engine.step = step_and_preempt
+    return sent
+
+
+@pytest.mark.parametrize("connector", [None, "memory:?capacity=32MiB"])
+def test_while_it_generates(connector, llama, open_llm, reference, prompts):
+    llm = open_llm(llama, connector=connector, max_num_tokens=40)
+    sent = preempt(llm, lambda request: request.num_generated_tokens in {3, 17})
+    outputs = llm.generate(prompts, GREEDY)
+    assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 30)
+    assert len(sent) >= 2 * len(prompts) - 2  # those that stopped early were spared
+    assert llm.stats().preemptions == len(sent)
+
+
+def test_in_the_middle_of_its_prompt(llama, open_llm, reference, prompts):
+    llm = open_llm(llama, max_num_tokens=16)
+    once: set[int] = set()
+
+    def halfway(request) -> bool:
+        first_time = request.request_id not in once and request.num_computed_tokens >= 32
+        once.update({request.request_id} if first_time else ())
+        return first_time and request.state is RequestState.CONTEXT
+
+    sent = preempt(llm, halfway)
+    outputs = llm.generate(prompts, GREEDY)
+    assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 30)
+    assert sent
+
+
+def test_samples_go_on_where_they_were(llama, open_llm, prompts):
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
+    expected = open_llm(llama).generate(prompts[0], params)[0].output_token_ids
+    llm = open_llm(llama)
+    preempt(llm, lambda request: request.num_generated_tokens == 10)
+    assert llm.generate(prompts[0], params)[0].output_token_ids == expected
+
+
+def test_text_is_streamed_once(llama, open_llm, prompts):
+    llm = open_llm(llama)
+    preempt(llm, lambda request: request.num_generated_tokens == 10)
+    chunks = list(llm.stream(prompts[0], SamplingParams(max_tokens=30, ignore_eos=True)))
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 30
+
+
+def test_the_last_admitted_goes_when_blocks_are_held_back(llama, open_llm, reference, prompts):
+    """A failed load may keep blocks that nobody may touch: then not all can run to their end."""
+    llm = open_llm(llama, max_tokens=256)
+    engine = llm._engine
+    step = engine.step
+    held = []
+
+    def step_with_blocks_gone():
+        worked = step()
+        free = engine._kv.get_num_free_blocks()
+        if len(engine._scheduler.running) >= 2 and not held:
+            engine._kv.blocks.add_sequence(10**6, [1] * (16 * (free - 1)))
+            held.append(True)
+            while (victim := engine._scheduler.one_too_many()) is not None:
+                engine._send_back(victim)
+        elif held == [True] and len(engine._scheduler.running) == 0:
+            engine._kv.blocks.abort(10**6, 0)
+            held.append(False)
+            llm._inbox.ring()
+        return worked
+
+    engine.step = step_with_blocks_gone
+    outputs = llm.generate(prompts[:3], GREEDY)
+    assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts[:3], 30)
+    assert llm.stats().preemptions >= 1

@@ -1,0 +1,52 @@
+"""The output depends on the cache: otherwise no test of equality would show anything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvconnect import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral", "gemma3", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_bytes_flipped_in_the_pool_change_the_output(arch, layer, model_of, open_llm, prompts):
+    llm = open_llm(model_of(arch))
+    prompt = prompts[1]
+    before = llm.generate(prompt, GREEDY)[0]
+    pool = llm._engine._kv.pool_tensor()
+    pool[:, layer].view(torch.uint8).bitwise_xor_(0x15)
+    after = llm.generate(prompt, GREEDY)[0]
+    assert after.reused_device_tokens == len(prompt) - 1
+    assert after.output_token_ids != before.output_token_ids
+
+
+def test_one_block_in_place_of_another_changes_the_output(llama, open_llm, prompts):
+    llm = open_llm(llama)
+    prompt = prompts[4]
+    before = llm.generate(prompt, GREEDY)[0]
+    pool = llm._engine._kv.pool_tensor()
+    first, second, *_ = [block for block in range(64) if pool[block].abs().sum() > 0]
+    pool[first] = pool[second]  # swapping them would change nothing: attention is a sum
+    assert llm.generate(prompt, GREEDY)[0].output_token_ids != before.output_token_ids
+
+
+def test_what_was_left_in_a_block_never_shows(llama, open_llm, reference, prompts):
+    """Memory of other requests, even of bytes that are no numbers, must not be seen."""
+    llm = open_llm(llama)
+    llm._engine._kv.pool_tensor().fill_(torch.nan)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
+    assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 20)
+
+
+def test_unused_slots_of_a_block_are_zero(llama, open_llm):
+    """What is saved of a partly filled block holds nothing of another tenant."""
+    llm = open_llm(llama, max_tokens=64)
+    llm._engine._kv.pool_tensor().fill_(7.0)
+    llm.generate([5] * 20, SamplingParams(max_tokens=3, ignore_eos=True))
+    keys = llm._engine._kv.get_buffers(0)[:, 0]
+    used = [block for block in range(4) if not (keys[block] == 7.0).all()]
+    filled = sorted(int((keys[block].abs().sum((1, 2)) > 0).sum()) for block in used)
+    assert filled == [6, 16]  # 22 tokens were fed: 20 of the prompt and the first two sampled

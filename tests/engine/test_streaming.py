@@ -1,0 +1,159 @@
+"""Output as it comes, and requests that are given up."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+
+from kvconnect import SamplingParams
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture
+def llm(open_llm, llama):
+    return open_llm(llama)
+
+
+def hold_forwards(llm):
+    """The engine stops before its next forward pass until the returned event is set."""
+    gate, reached = threading.Event(), threading.Event()
+    forward = llm._engine._model.forward
+
+    def held(step):
+        reached.set()
+        assert gate.wait(30)
+        return forward(step)
+
+    llm._engine._model.forward = held
+    return gate, reached
+
+
+def test_chunks_add_up_to_the_output(llm, prompts):
+    whole = llm.generate(prompts[0], SHORT)[0]
+    chunks = list(llm.stream(prompts[0], SHORT))
+    assert sum((chunk.token_ids for chunk in chunks), ()) == whole.output_token_ids
+    assert "".join(chunk.text for chunk in chunks) == whole.output_text
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_chunks_come_before_the_end(llm, prompts):
+    stream = llm.stream(prompts[0], LONG)
+    first = next(stream)
+    assert first.token_ids
+    assert first.finish_reason is None
+    stream.close()
+
+
+def test_a_stream_starts_before_it_is_iterated(llm, prompts):
+    stream = llm.stream(prompts[0], SHORT)
+    other = llm.generate(prompts[1], SHORT)[0]
+    assert other.finish_reason == "length"
+    assert sum(len(chunk.token_ids) for chunk in stream) == 20
+
+
+def test_a_handle_streams_from_the_start_as_often_as_asked(llm, prompts):
+    handle = llm.submit(prompts[0], SHORT)
+    output = handle.result()
+    for _ in range(2):
+        tokens = sum((chunk.token_ids for chunk in handle.stream()), ())
+        assert tokens == output.output_token_ids
+
+
+def test_leaving_a_stream_aborts_it(llm, prompts):
+    gate, reached = hold_forwards(llm)
+    stream = llm.stream(prompts[0], LONG)
+    assert reached.wait(30)
+    gate.set()
+    next(stream)
+    stream.close()
+    llm.generate(prompts[1], SHORT)  # behind the abort in the inbox
+    assert llm.stats().running_requests == 0
+    assert llm.stats().finished_requests == 2
+
+
+def test_abort_while_running_keeps_what_came(llm, prompts):
+    handle = llm.submit(prompts[0], LONG)
+    next(handle.stream())
+    handle.abort()
+    output = handle.result(timeout=30)
+    assert output.finish_reason == "abort"
+    assert 1 <= len(output.output_token_ids) < 400
+    assert list(handle.stream())[-1].finish_reason == "abort"
+
+
+def test_abort_while_queued(open_llm, llama, prompts):
+    llm = open_llm(llama, max_batch_size=1)
+    gate, reached = hold_forwards(llm)
+    first = llm.submit(prompts[0], SHORT)
+    assert reached.wait(30)
+    second = llm.submit(prompts[1], SHORT)
+    second.abort()
+    gate.set()
+    output = second.result(timeout=30)
+    assert (output.finish_reason, output.output_token_ids, output.ttft_ms) == ("abort", (), None)
+    assert first.result(timeout=30).finish_reason == "length"
+
+
+def test_abort_in_the_middle_of_a_prompt(open_llm, llama, prompts):
+    llm = open_llm(llama, max_num_tokens=8)
+    gate, reached = hold_forwards(llm)
+    handle = llm.submit(prompts[4], SHORT)
+    assert reached.wait(30)
+    handle.abort()
+    gate.set()
+    assert handle.result(timeout=30).output_token_ids == ()
+    # What was computed is there for the next one.
+    again = llm.generate(prompts[4], SHORT)[0]
+    assert again.reused_device_tokens >= 8
+    assert again.computed_tokens == 100 - again.reused_device_tokens
+
+
+def test_abort_twice_and_after_the_end_does_nothing(llm, prompts):
+    handle = llm.submit(prompts[0], SHORT)
+    output = handle.result()
+    handle.abort()
+    handle.abort()
+    assert handle.result() is output
+    llm.close()
+    handle.abort()
+
+
+def test_aborted_requests_give_their_blocks_back(llm, prompts):
+    handles = [llm.submit(prompt, LONG) for prompt in prompts]
+    for handle in handles:
+        handle.abort()
+    for handle in handles:
+        handle.result(timeout=30)
+    llm.generate(prompts[0], SHORT)
+    stats = llm.stats()
+    assert stats.free_blocks == stats.max_blocks
+    llm._engine._kv.blocks.check_invariants()
+
+
+def test_result_with_a_timeout(llm, prompts):
+    gate, _ = hold_forwards(llm)
+    handle = llm.submit(prompts[0], SHORT)
+    with pytest.raises(TimeoutError):
+        handle.result(timeout=0.01)
+    gate.set()
+    assert handle.result(timeout=30).finish_reason == "length"
+
+
+def test_several_threads_stream_at_once(llm, prompts):
+    expected = [llm.generate(prompt, SHORT)[0].output_token_ids for prompt in prompts]
+    got: dict[int, tuple[int, ...]] = {}
+
+    def follow(index: int) -> None:
+        got[index] = sum((c.token_ids for c in llm.stream(prompts[index], SHORT)), ())
+
+    threads = [threading.Thread(target=partial(follow, i)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[index] for index in range(len(prompts))] == expected
