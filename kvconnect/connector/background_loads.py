@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from kvconnect.connector.daemon_threads import DaemonThreads
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload_data import LoadBlocks
 from kvconnect.connector.pool_copier import PoolCopier
@@ -87,7 +86,6 @@ class BackgroundLoads:
         store: OffloadStore,
         staging: StagingPool,
         copier: PoolCopier,
-        copying: DaemonThreads,
         done: Callable[[int, TransferFailure | None], None],
         *,
         shard: Shard,
@@ -96,13 +94,11 @@ class BackgroundLoads:
         self._store = store
         self._staging = staging
         self._copier = copier
-        self._copying = copying
         self._done = done
         self._shard = shard
         self._timeout_s = timeout_s
         self._tokens_per_block = copier.layout.tokens_per_block
-        slot_nbytes = staging.region.numel() // staging.num_slots
-        self._piece = max(1, min(256, _PIECE_NBYTES // slot_nbytes))
+        self._piece = max(1, min(256, _PIECE_NBYTES // staging.slot_nbytes))
         self._running: dict[int, BackgroundLoad] = {}
         self._reads: set[asyncio.Task[None]] = set()
         staging.on_free(self._slots_freed)
@@ -205,7 +201,7 @@ class BackgroundLoads:
         load.copying += 1
         try:
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._copying, self._copy_now, load, first, slots)
+            await loop.run_in_executor(self._store.copying, self._copy_now, load, first, slots)
         finally:
             load.copying -= 1
 

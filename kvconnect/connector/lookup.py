@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvconnect.backend import Backend, Child
+from kvconnect.backend import MAX_CHILDREN, Backend, Child
 from kvconnect.keys import BlockKey, Shard, chain_key, store_key
 from kvconnect.request import LlmRequest
 from kvconnect.tokens import TokenArray, as_token_array
@@ -77,7 +77,7 @@ async def look_up(backend: Backend, query: Query) -> Hit:
     if len(wanted) == 0 or not backend.enumerable:
         return hit
     parent = query.keys[found - 1] if found else query.root
-    children = await backend.children(query.store_key(parent))
+    children = (await backend.children(query.store_key(parent)))[-MAX_CHILDREN:]
     return _extended(hit, query, wanted[: query.tokens_per_block], children)
 
 

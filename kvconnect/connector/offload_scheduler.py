@@ -137,6 +137,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     def request_reset(self, request: LlmRequest) -> None:
         """Its blocks go in a moment: stage what has room, and look it up again."""
+        self._take_drops()
         state = self._states.pop(request.request_id)
         orders = self._remaining(state, tail=False)
         if orders:
@@ -153,6 +154,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
         """Its end: True if blocks, dropped ones among them, or its tail are still to be saved."""
+        self._take_drops()
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
@@ -171,7 +173,6 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     def _remaining(self, state: _State, *, tail: bool) -> tuple[SaveOrder, ...]:
         """What the store lacks of the valid part of a request that gives its blocks back."""
-        self._take_drops()
         saves, request = state.saves, state.request
         saves.reopen()
         self._learn(state, patient=False)

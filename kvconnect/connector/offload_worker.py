@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvconnect.connector.background_loads import BackgroundLoads
-from kvconnect.connector.daemon_threads import DaemonThreads
 from kvconnect.connector.data import Direction, LlmArgs, TransferFailure
 from kvconnect.connector.offload_data import LoadBlocks, OffloadMeta, SaveOrder
 from kvconnect.connector.pool_copier import PoolCopier
@@ -70,7 +69,6 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._step_load: StepLoad | None = None
         self._saves: SaveQueue | None = None
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
-        self._copying = DaemonThreads(2, "kvconnect-copy")
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
         """Take the pool, and reserve the staging memory.
@@ -89,7 +87,6 @@ class OffloadWorker(KvCacheConnectorWorker):
             store,
             staging,
             self._copier,
-            self._copying,
             self._load_ended,
             shard=shard,
             timeout_s=_OWN_SHARE * self._config.load_timeout_s,
@@ -122,7 +119,6 @@ class OffloadWorker(KvCacheConnectorWorker):
                 self._store,
                 self._staging,
                 self._copier,
-                self._copying,
                 shard=self._llm_args.shard,
                 timeout_s=self._config.load_timeout_s,
                 layerwise=self._config.layerwise,
@@ -263,7 +259,6 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._drain(self._saves, store)
         store.save_now = lambda _: None
         store.release()
-        self._copying.end(1.0)
 
     def _drain(self, queue: SaveQueue, store: OffloadStore) -> None:
         deadline = time.monotonic() + self._config.save_timeout_s

@@ -61,9 +61,7 @@ class Quarantine:
         loud_ranks: set[int],
     ) -> None:
         """Keep `handle` until `returned` was called for every one of `loud_ranks`."""
-        self._held[direction, request_id] = _Held(
-            time.monotonic(), handle, num_blocks, loud_ranks
-        )
+        self._held[direction, request_id] = _Held(time.monotonic(), handle, num_blocks, loud_ranks)
         self.num_blocks += num_blocks
 
     def returned(self, direction: Direction, request_id: int, rank: int) -> None:

@@ -53,8 +53,7 @@ class SaveQueue:
         self._staging = staging
         self._copier = copier
         self._shard = shard
-        slot_nbytes = staging.region.numel() // staging.num_slots
-        self._batch = max(1, min(256, _BATCH_NBYTES // slot_nbytes))
+        self._batch = max(1, min(256, _BATCH_NBYTES // staging.slot_nbytes))
         self._staged: deque[_Staged] = deque()
         self._writing = 0
         self._writes: set[asyncio.Task[None]] = set()

@@ -59,12 +59,10 @@ class StagingPool:
         memory = torch.empty(nbytes + frame.ALIGNMENT, dtype=torch.uint8, pin_memory=pin)
         offset = -memory.data_ptr() % frame.ALIGNMENT
         self.region = memory[offset : offset + nbytes]
-        self._slots = []
-        for index in range(self.num_slots):
-            whole = self.region[index * slot_nbytes : (index + 1) * slot_nbytes]
-            self._slots.append(Slot(index, whole, frame.payload(whole, payload_nbytes)))
+        self.slot_nbytes = slot_nbytes
+        self._payload_nbytes = payload_nbytes
         self._limit = max(1, self.num_slots - self.num_slots // 4)
-        self._free = list(reversed(self._slots))
+        self._free = list(range(self.num_slots - 1, -1, -1))
         self._used = dict.fromkeys(Direction, 0)
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
@@ -95,7 +93,7 @@ class StagingPool:
         if not slots:
             return
         with self._changed:
-            self._free.extend(slots)
+            self._free.extend(slot.index for slot in slots)
             self._used[direction] -= len(slots)
             self._changed.notify_all()
         for listener in self._listeners:
@@ -115,4 +113,8 @@ class StagingPool:
         taken = self._free[-count:][::-1]
         del self._free[-count:]
         self._used[direction] += count
-        return taken
+        return [self._slot(index) for index in taken]
+
+    def _slot(self, index: int) -> Slot:
+        whole = self.region[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
+        return Slot(index, whole, frame.payload(whole, self._payload_nbytes))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from kvconnect.connector.background_loads import leading
-from kvconnect.connector.daemon_threads import DaemonThreads
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload_data import BlockLoad, LoadBlocks
 from kvconnect.connector.pool_copier import PoolCopier
@@ -57,7 +56,6 @@ class StepLoad:
         store: OffloadStore,
         staging: StagingPool,
         copier: PoolCopier,
-        copying: DaemonThreads,
         *,
         shard: Shard,
         timeout_s: float,
@@ -67,7 +65,6 @@ class StepLoad:
         self._store = store
         self._staging = staging
         self._copier = copier
-        self._copying = copying
         self._shard = shard
         self._timeout_s = timeout_s
         self._layerwise = layerwise
@@ -159,7 +156,7 @@ class StepLoad:
                 sound += own[: await self._read(progress, own, pending)]
             loop = asyncio.get_running_loop()
             copy = self._copy_whole if whole else self._copy_by_layer
-            await loop.run_in_executor(self._copying, copy, sound)
+            await loop.run_in_executor(self._store.copying, copy, sound)
         finally:
             self._give_back(slots, pending)
 

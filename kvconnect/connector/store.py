@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kvconnect.backend import Backend
 from kvconnect.backends.registry import open_backend
+from kvconnect.connector.daemon_threads import DaemonThreads
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io_loop import IoLoop
 from kvconnect.connector.offload_data import SaveOrder
@@ -27,13 +28,14 @@ class OffloadStore:
         llm_args: whose.
         backend: guarded; to be used on the loop only.
         inline, enumerable: as the backend says.
+        copying: threads that copy into the pool.
         finishing: what is left to save of ended requests. The scheduler puts it here, the worker
             takes it when the runtime passes the id in.
         dropped: for each live request the first block that was dropped or could not be stored. The
             worker adds, the scheduler takes.
         backlogged: ended requests wait for room in the staging memory.
         save_now: stages what there is room for, at once: the blocks are about to be handed on.
-            All but `backend` belong to the engine's thread.
+            It and the three before it belong to the engine's thread.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:
@@ -55,10 +57,11 @@ class OffloadStore:
         self.inline = self.backend.inline
         self.enumerable = self.backend.enumerable
         self._io = IoLoop()
+        self.copying = DaemonThreads(2, "kvconnect-copy")
         try:
             self._open(source, config.load_timeout_s)
         except BaseException:
-            self._io.close()
+            self._end_threads()
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -78,7 +81,11 @@ class OffloadStore:
         except TimeoutError as error:
             closing.cancel()
             warn_once("connector.close", f"{self.backend.name}: did not close in time ({error})")
+        self._end_threads()
+
+    def _end_threads(self) -> None:
         self._io.close()
+        self.copying.end(1.0)  # copies are short
 
     def _open(self, source: Backend | str, timeout_s: float) -> None:
         opening = self._io.submit(self.backend.open(self.llm_args.layouts))

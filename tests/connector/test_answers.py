@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import recording
-from bench_engine import T, BenchEngine, PlainKv, llm_args, reference
+from bench_engine import BenchEngine, PlainKv, T, llm_args, reference
 from recording import Script
 
 from kvconnect.connector.data import Direction, TransferFailure
@@ -102,7 +102,7 @@ def test_an_id_that_was_never_passed_in_is_an_error(script: Script, answer: obje
     script.finished = lambda *_: answer
     with engine() as bench:
         bench.submit(PROMPT)
-        with pytest.raises(ConnectorContractError, match="RecordingWorker.*request 999"):
+        with pytest.raises(ConnectorContractError, match=r"RecordingWorker.*request 999"):
             bench.step()
 
 
@@ -171,8 +171,7 @@ def test_each_id_is_passed_in_once(script: Script) -> None:
 
 
 def test_an_unknown_request_is_the_callers_bug(script: Script) -> None:
-    with engine() as bench, pytest.raises(UsageError, match="on_new_request was not called"):
-        other = engine()
-        request = other.submit(PROMPT)
-        other.close()
-        bench.manager.match_external(request, 0)
+    with engine() as bench:
+        request = bench.submit(PROMPT)
+    with engine() as other, pytest.raises(UsageError, match="on_new_request was not called"):
+        other.manager.match_external(request, 0)

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import recording
-from bench_engine import LAYOUT, T, BenchEngine, PlainKv, llm_args
+from bench_engine import LAYOUT, BenchEngine, PlainKv, T, llm_args
 from recording import Recorder, RecordingWorker
 
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
@@ -41,7 +41,7 @@ def build(config: KvCacheConnectorConfig, **settings) -> None:
 
 @pytest.mark.parametrize("name", ["connector_module", "connector_scheduler_class"])
 def test_the_three_names_are_required_together(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="missing: .*connector_worker_class"):
+    with pytest.raises(ConfigurationError, match=r"missing: .*connector_worker_class"):
         KvCacheConnectorConfig(**{name: "x"})
 
 
@@ -69,13 +69,13 @@ def test_an_unknown_class_says_what_was_searched_and_the_nearest() -> None:
 
 
 def test_a_module_without_any_connector_class_says_so(module: ModuleType) -> None:
+    module.Recorder = Recorder  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError, match="no KvCacheConnectorWorker at all"):
-        module.Recorder = Recorder  # type: ignore[attr-defined]
         build(named(module=module.__name__))
 
 
 def test_a_class_of_the_wrong_kind_is_refused_by_name() -> None:
-    with pytest.raises(ConnectorContractError, match="'RecordingWorker'.*not a subclass of"):
+    with pytest.raises(ConnectorContractError, match=r"'RecordingWorker'.*not a subclass of"):
         build(named(scheduler="RecordingWorker"))
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import recording
-from bench_engine import T, BenchEngine, PlainKv, llm_args
+from bench_engine import BenchEngine, PlainKv, T, llm_args
 from recording import Recorder, RecordingWorker, Script
 
 from kvconnect.connector.communicator import LoadOrder, Report, SingleProcess, agreed
@@ -69,7 +69,7 @@ class Ranks:
             args = llm_args(recording.config(**settings))
             self.benches.append(BenchEngine(args, communicator=Rank(self.meeting, rank)))
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -268,8 +268,6 @@ def test_a_rank_past_its_deadline_times_out_for_all(bench: BenchEngine) -> None:
 
 def test_the_manager_runs_alone_by_default() -> None:
     recording.fresh_script()
-    manager = KvCacheConnectorManager(
-        llm_args(recording.config()), PlainKv(), wakeup=lambda: None
-    )
+    manager = KvCacheConnectorManager(llm_args(recording.config()), PlainKv(), wakeup=lambda: None)
     assert manager.end_step() == StepOutcome()
     manager.shutdown()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import recording
-from bench_engine import T, BenchEngine, PlainKv, llm_args, reference, sound_blocks
+from bench_engine import BenchEngine, PlainKv, T, llm_args, reference, sound_blocks
 from recording import Script
 
 from kvconnect.connector.data import Direction, TransferFailure
@@ -345,5 +345,5 @@ def test_ten_thousand_requests_leave_nothing_behind(script: Script) -> None:
             bench.requests.clear()
         ledger = manager._ledger
         assert not manager._records
-        assert not (ledger.loads or ledger.saves or ledger.quarantine)
+        assert (len(ledger.loads), len(ledger.saves), len(ledger.quarantine)) == (0, 0, 0)
         assert bench.kv.get_num_free_blocks() == len(bench.kv.pool)

@@ -1,0 +1,483 @@
+"""A store that is slow, full, dead, late or lying costs time, nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from bench_engine import LAYOUT, BenchEngine, PlainKv, T, llm_args, reference
+from stores import DictStore
+
+from kvconnect import frame
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.trace import metrics
+
+PROMPT = list(range(1, 10 * T + 3))
+ANSWER = reference(PROMPT, 3)
+SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
+HASTY = {"load_timeout_s": 0.3, "save_timeout_s": 0.3, "lookup_timeout_ms": 2000.0}
+
+
+def filled(*, inline: bool) -> DictStore:
+    """A store that has the prompt."""
+    store = DictStore(inline=inline)
+    with BenchEngine(llm_args(store)) as bench:
+        bench.answer(PROMPT, 3)
+    return store
+
+
+@pytest.fixture(params=[False, True], ids=["background", "in-step"])
+def store(request: pytest.FixtureRequest) -> Iterator[DictStore]:
+    store = filled(inline=request.param)
+    yield store
+    store.open_doors()
+
+
+def counter(name: str) -> float:
+    return metrics.snapshot().get(name, 0)
+
+
+def checked(bench: BenchEngine) -> int:
+    """The answer is right, nothing is left over; how many tokens the store supplied."""
+    request = bench.submit(PROMPT, 3)
+    bench.run()
+    assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER
+    assert bench.kv.get_num_free_blocks() == len(bench.kv.pool)
+    return bench.store_tokens[request.request_id]
+
+
+# ---------------------------------------------------------------------- loads
+
+
+def test_a_block_that_is_gone_leaves_what_was_before_it(store: DictStore) -> None:
+    keys = list(store.frames)
+    with BenchEngine(llm_args(store)) as bench:
+        request = bench.submit(PROMPT, 3)
+        while not request.num_external_tokens:
+            assert bench.manager._scheduler._states[request.request_id].lookup.exception(5) is None
+            del store.frames[keys[6]]  # after the lookup said yes
+            bench.step()
+            break
+        bench.run()
+        assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER
+        assert bench.store_tokens[request.request_id] == 6 * T
+    assert list(store.frames)[-1] == keys[6] or keys[6] in store.frames  # and it was saved again
+
+
+@pytest.mark.parametrize("block", [0, 5, 10])
+def test_a_flipped_bit_is_a_miss_from_there_on(store: DictStore, block: int) -> None:
+    bad = list(store.frames)[block]
+
+    def flip(key: bytes, buffer: object) -> None:
+        if key == bad:
+            buffer[frame.HEADER_NBYTES + 11] ^= 4
+
+    store.tamper = flip
+    with BenchEngine(llm_args(store)) as bench:
+        assert checked(bench) == block * T
+
+
+def test_a_store_that_raises_on_load_is_a_miss(store: DictStore) -> None:
+    store.load_error = RuntimeError("broken pipe")
+    with BenchEngine(llm_args(store)) as bench:
+        assert checked(bench) == 0
+
+
+def test_a_store_that_raises_on_lookup_is_a_miss(store: DictStore) -> None:
+    store.lookup_error = RuntimeError("broken pipe")
+    with BenchEngine(llm_args(store)) as bench:
+        assert checked(bench) == 0
+
+
+def test_a_store_that_claims_everything_is_found_out(store: DictStore) -> None:
+    store.frames.clear()
+
+    async def everything(keys):
+        return len(keys)
+
+    store.lookup = everything
+    with BenchEngine(llm_args(store)) as bench:
+        assert checked(bench) == 0
+
+
+def test_a_load_past_its_deadline_is_computed_and_its_late_bytes_hit_no_block(
+    store: DictStore,
+) -> None:
+    store.at_load.shut()
+    kv = PlainKv()
+    with BenchEngine(llm_args(store, **HASTY), kv=kv) as bench:
+        started = time.monotonic()
+        assert checked(bench) == 0
+        assert time.monotonic() - started < 5
+        # Nothing is in quarantine: the late bytes go to slots, which are still taken.
+        assert not bench.manager._ledger.quarantine
+        staging = bench.manager._worker._staging
+        assert staging.num_free < staging.num_slots
+        kv.pool.fill_(12.5)  # canaries
+        store.at_load.open()
+        deadline = time.monotonic() + 5
+        while staging.num_free < staging.num_slots:
+            assert time.monotonic() < deadline, "slots of the late load never came back"
+        assert (kv.pool == 12.5).all()
+
+
+def test_part_of_a_load_that_came_in_time_counts() -> None:
+    store = filled(inline=False)
+    keys = list(store.frames)
+    real_load = store.load
+
+    async def load(keys_asked, into):
+        if keys[4] in keys_asked:
+            store.at_load.shut()
+        return await real_load(keys_asked, into)
+
+    store.load = load
+    # Three slots for loads: pieces of three blocks, one after the other.
+    with BenchEngine(llm_args(store, staging_bytes=4 * SLOT, **HASTY)) as bench:
+        assert checked(bench) == 3 * T
+        store.open_doors()
+
+
+def test_aborting_a_loading_request_returns_its_blocks_at_once() -> None:
+    store = filled(inline=False)
+    store.at_load.shut()
+    kv = PlainKv()
+    with BenchEngine(llm_args(store), kv=kv) as bench:
+        request = bench.submit(PROMPT)
+        bench.step()
+        store.at_load.await_caller()
+        bench.abort(request)
+        deadline = time.monotonic() + 5
+        while kv.get_num_free_blocks() < len(kv.pool):
+            assert time.monotonic() < deadline
+            bench.manager.end_step()
+        kv.pool.fill_(12.5)
+        store.at_load.open()
+        staging = bench.manager._worker._staging
+        while staging.num_free < staging.num_slots:
+            assert time.monotonic() < deadline
+        assert (kv.pool == 12.5).all()
+
+
+def test_other_requests_run_while_one_loads() -> None:
+    store = filled(inline=False)
+    store.at_load.shut()
+    with BenchEngine(llm_args(store)) as bench:
+        slow = bench.submit(PROMPT, 3)
+        bench.step()
+        store.at_load.await_caller()
+        assert bench.answer_beside([99] * 7, 3) == reference([99] * 7, 3)
+        store.at_load.open()
+        bench.run()
+        assert slow.tokens.view[len(PROMPT) :].tolist() == ANSWER
+
+
+def test_the_end_of_a_load_wakes_the_engine() -> None:
+    store = filled(inline=False)
+    store.at_load.shut()
+    with BenchEngine(llm_args(store)) as bench:
+        bench.submit(PROMPT, 3)
+        bench.step()
+        store.at_load.await_caller()
+        bench.woken.clear()
+        assert bench.manager.wait_seconds() > 10  # it does not poll
+        store.at_load.open()
+        assert bench.woken.wait(5)
+        bench.run()
+
+
+# ---------------------------------------------------------------------- lookups
+
+
+def test_all_requests_of_a_step_share_one_lookup_budget() -> None:
+    store = filled(inline=False)
+    store.at_lookup.shut()
+    with BenchEngine(llm_args(store, lookup_timeout_ms=200.0)) as bench:
+        requests = [bench.submit(PROMPT, 1) for _ in range(5)]
+        scheduler = bench.manager._scheduler
+        started = time.monotonic()
+        bench.step()
+        elapsed = time.monotonic() - started
+        assert 0.2 <= elapsed < 0.8  # not five times the budget
+        assert all(request.tokens.view[-1] == ANSWER[0] for request in requests)
+        assert scheduler._budget_s > 0  # the next step has its own
+        store.at_lookup.open()
+
+
+def test_a_late_answer_serves_the_next_admission() -> None:
+    store = filled(inline=False)
+    store.at_lookup.shut()
+    with BenchEngine(llm_args(store, lookup_timeout_ms=1.0)) as bench:
+        request = bench.submit(PROMPT, 3)
+        bench.step()
+        assert request.num_computed_tokens == len(PROMPT)  # a miss: computed
+        state = bench.manager._scheduler._states[request.request_id]
+        store.at_lookup.open()
+        assert state.lookup.exception(5) is None
+        answer = bench.manager._scheduler.get_num_new_matched_tokens(request, 0)
+        assert answer == (len(PROMPT) - 1, True)
+        bench.run()
+
+
+def test_lookups_start_when_a_request_arrives(store: DictStore) -> None:
+    with BenchEngine(llm_args(store)) as bench:
+        before = len(store.lookups)
+        request = bench.submit(PROMPT)
+        state = bench.manager._scheduler._states[request.request_id]
+        state.lookup.result(5)
+        assert len(store.lookups) == before + 1
+        bench.run()
+
+
+def test_nothing_is_waited_for_if_the_device_has_it_all(store: DictStore) -> None:
+    store.at_lookup.shut()
+    kv = PlainKv()
+    kv.device_match = lambda request: request.num_tokens - 1
+    with BenchEngine(llm_args(store, lookup_timeout_ms=60_000.0), kv=kv) as bench:
+        bench.submit(PROMPT[: 2 * T + 1])
+        started = time.monotonic()
+        bench.step()
+        assert time.monotonic() - started < 10
+        store.at_lookup.open()
+
+
+# ---------------------------------------------------------------------- saves
+
+
+def test_a_store_that_does_not_save_costs_nothing_but_the_entries() -> None:
+    store = DictStore()
+    store.save_error = OSError(28, "no space left on device")
+    lost = counter("connector.save.lost.blocks")
+    with BenchEngine(llm_args(store)) as bench:
+        assert checked(bench) == 0
+    assert counter("connector.save.lost.blocks") > lost
+
+
+def test_a_full_store_keeps_what_it_has() -> None:
+    store = DictStore()
+    store.room = 4
+    with BenchEngine(llm_args(store)) as bench:
+        assert checked(bench) == 0
+    with BenchEngine(llm_args(store)) as bench:
+        assert checked(bench) == 4 * T
+
+
+def test_a_backlog_drops_blocks_and_the_model_does_not_wait() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    dropped = counter("connector.save.dropped.blocks")
+    with BenchEngine(llm_args(store, staging_bytes=4 * SLOT)) as bench:
+        request = bench.submit(PROMPT, 30)
+        while request.num_generated_tokens < 20:
+            bench.step()
+        assert counter("connector.save.dropped.blocks") > dropped
+        # What was dropped is offered again at the end, when there is room.
+        store.at_save.open()
+        bench.run()
+    assert reference(PROMPT, 30) == request.tokens.view[len(PROMPT) :].tolist()
+    with BenchEngine(llm_args(store)) as bench:
+        assert bench.answer(PROMPT, 30) == reference(PROMPT, 30)
+        assert bench.store_tokens[max(bench.requests)] == len(PROMPT) - 1
+
+
+def test_after_a_drop_nothing_more_of_the_sequence_is_written_before_its_end() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    with BenchEngine(llm_args(store, staging_bytes=4 * SLOT)) as bench:
+        request = bench.submit(PROMPT, 30)
+        bench.step()
+        store.at_save.open()
+        bench.manager._worker._queue.flush(5)
+        while request.num_generated_tokens < 20:
+            bench.step()
+        bench.manager._worker._queue.flush(5)
+        assert len(store.frames) == 3  # what three slots held
+        bench.run()
+    assert len(store.frames) == -(-(len(PROMPT) + 29) // T)
+
+
+def test_ended_requests_wait_for_room_and_then_go() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    with BenchEngine(llm_args(store, staging_bytes=4 * SLOT)) as bench:
+        request = bench.submit(PROMPT, 1)
+        bench.step()
+        assert request.request_id in bench.saving
+        for _ in range(3):
+            bench.step()
+        assert request.request_id in bench.saving
+        # While one waits for room, the next one's blocks are not kept, too: the model would stop.
+        other = bench.submit([5] * (5 * T), 1)
+        bench.step()
+        assert other.request_id not in bench.saving
+        store.at_save.open()
+        bench.run()
+    assert len(store.frames) >= 11
+
+
+def test_a_store_that_never_saves_does_not_keep_blocks_for_ever() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    with BenchEngine(llm_args(store, staging_bytes=4 * SLOT, **HASTY)) as bench:
+        request = bench.submit(PROMPT, 1)
+        bench.run()
+        assert bench.kv.get_num_free_blocks() == len(bench.kv.pool)
+        assert not bench.manager._ledger.quarantine
+        assert request.tokens.view[-1] == ANSWER[0]
+        store.open_doors()
+
+
+def test_with_wait_nothing_is_dropped() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    dropped = counter("connector.save.dropped.blocks")
+    with BenchEngine(llm_args(store, staging_bytes=2 * SLOT, on_backlog="wait")) as bench:
+
+        def open_once_it_waits() -> None:
+            store.at_save.await_caller()
+            store.at_save.open()
+
+        opener = threading.Thread(target=open_once_it_waits)
+        opener.start()
+        assert checked(bench) == 0
+        opener.join()
+    assert counter("connector.save.dropped.blocks") == dropped
+    assert len(store.frames) == 11
+
+
+def test_with_wait_a_store_that_hangs_is_given_up() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    with BenchEngine(llm_args(store, staging_bytes=2 * SLOT, on_backlog="wait", **HASTY)) as bench:
+        started = time.monotonic()
+        assert checked(bench) == 0
+        assert time.monotonic() - started < 5
+        store.open_doors()
+
+
+def test_what_fails_to_load_is_offered_to_the_store_again() -> None:
+    store = filled(inline=False)
+    bad = list(store.frames)[3]
+    store.frames[bad][frame.HEADER_NBYTES] ^= 1
+    with BenchEngine(llm_args(store)) as bench:
+        assert checked(bench) == 3 * T
+    with BenchEngine(llm_args(store)) as bench:
+        assert checked(bench) == len(PROMPT) - 1
+
+
+def test_nothing_is_saved_from_a_step_whose_load_failed() -> None:
+    """Its KV is wrong, and would be stored under a right key."""
+    store = filled(inline=True)
+    prompt = PROMPT + list(range(100, 100 + 3 * T))
+    bad = next(iter(store.frames))
+    store.frames[bad][frame.HEADER_NBYTES] ^= 1
+    with BenchEngine(llm_args(store)) as bench:
+        assert bench.answer(prompt, 3) == reference(prompt, 3)
+    with BenchEngine(llm_args(store)) as bench:
+        assert bench.answer(prompt, 3) == reference(prompt, 3)
+        assert bench.store_tokens[max(bench.requests)] == len(prompt) - 1
+
+
+# ---------------------------------------------------------------------- start and end
+
+
+def test_shutdown_writes_what_is_staged() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    bench = BenchEngine(llm_args(store))
+    bench.submit(PROMPT, 1)
+    bench.step()
+    closing = threading.Thread(target=bench.close)
+    closing.start()
+    store.at_save.await_caller()
+    store.at_save.open()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert len(store.frames) == 11
+
+
+def test_shutdown_writes_what_ended_requests_still_have_in_the_pool() -> None:
+    store = DictStore()
+    with BenchEngine(llm_args(store, staging_bytes=2 * SLOT)) as bench:
+        bench.submit(PROMPT, 1)
+        bench.step()
+        assert bench.saving
+    assert len(store.frames) == 11
+
+
+def test_shutdown_with_a_store_that_hangs_ends_within_its_deadlines() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    bench = BenchEngine(llm_args(store, **HASTY))
+    bench.submit(PROMPT, 1)
+    bench.step()
+    started = time.monotonic()
+    bench.close()
+    assert time.monotonic() - started < 2 * 0.3 + 1
+    store.open_doors()
+
+
+def test_shutdown_during_a_load_ends() -> None:
+    store = filled(inline=False)
+    store.at_load.shut()
+    bench = BenchEngine(llm_args(store, **HASTY))
+    bench.submit(PROMPT)
+    bench.step()
+    store.at_load.await_caller()
+    bench.close()
+    store.open_doors()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            BackendUnavailable("connection refused"),
+            "DictStore cannot be opened: connection refused",
+        ),
+        (ConfigurationError("capacity=1: too small"), "capacity=1: too small"),
+        (OSError("no such directory"), "no such directory"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_an_error_at_start_up(
+    error: Exception, message: str
+) -> None:
+    store = DictStore()
+    store.open_error = error
+    with pytest.raises(ConfigurationError, match=message):
+        BenchEngine(llm_args(store))
+
+
+def test_a_store_that_never_opens_is_an_error_within_the_deadline() -> None:
+    store = DictStore()
+
+    async def forever(_layouts):
+        await store.at_load.pass_through()
+
+    store.at_load.shut()
+    store.open = forever
+    started = time.monotonic()
+    with pytest.raises(ConfigurationError, match="DictStore cannot be opened"):
+        BenchEngine(llm_args(store, **HASTY))
+    assert time.monotonic() - started < 2
+    store.open_doors()
+
+
+def test_thousands_of_requests_leave_nothing_behind() -> None:
+    store = DictStore()
+    with BenchEngine(llm_args(store)) as bench:
+        for number in range(2000):
+            bench.submit([number % 50 + 1, 2, 3, 4, 5], 1)
+            bench.run()
+            bench.requests.clear()
+            bench.outcomes.clear()
+        scheduler, worker = bench.manager._scheduler, bench.manager._worker
+        worker._queue.flush(5)
+        assert not scheduler._states
+        assert not worker._leaving
+        assert not worker._loads._running
+        assert not scheduler._store.finishing
+        assert not scheduler._store.dropped
+        assert worker._staging.num_free == worker._staging.num_slots
