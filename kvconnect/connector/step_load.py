@@ -108,9 +108,10 @@ class StepLoad:
         return max(0.0, self._deadline - time.monotonic())
 
     def _close(self, reason: str) -> None:
-        # Once this has the lock no copy runs, and none starts afterwards.
+        # Set before the lock is asked for, which the copying thread may win again and again. Once
+        # this has the lock no copy runs, and none starts afterwards.
+        self._closed = True
         with self._copy_lock:
-            self._closed = True
             for one in self._progress:
                 one.reason = one.reason or reason
         event = self._copier.mark_copies_in()

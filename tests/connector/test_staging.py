@@ -1,0 +1,77 @@
+"""Staging memory: a fixed number of aligned slots; neither direction takes them all."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvconnect import frame
+from kvconnect.connector.data import Direction
+from kvconnect.connector.staging import StagingPool
+from kvconnect.errors import ConfigurationError
+
+PAYLOAD = 5000
+SLOT = frame.frame_nbytes(PAYLOAD)
+LOAD, SAVE = Direction.LOAD, Direction.SAVE
+
+
+def test_slots_are_aligned_and_hold_a_frame() -> None:
+    pool = StagingPool(10 * SLOT + 7, PAYLOAD)
+    assert pool.num_slots == 10
+    assert pool.region.numel() <= 10 * SLOT + 7
+    for slot in pool.take(LOAD, 10):
+        assert slot.frame.data_ptr() % frame.ALIGNMENT == 0
+        assert (slot.frame.numel(), slot.payload.numel()) == (SLOT, PAYLOAD)
+        assert slot.payload.data_ptr() == slot.frame.data_ptr() + frame.HEADER_NBYTES
+
+
+@pytest.mark.parametrize(("slots", "most"), [(1, 1), (2, 2), (4, 3), (100, 75)])
+def test_a_direction_leaves_a_quarter_to_the_other(slots: int, most: int) -> None:
+    pool = StagingPool(slots * SLOT, PAYLOAD)
+    assert len(pool.take(SAVE, 1000)) == most
+    assert pool.take(SAVE, 1) == []
+    assert len(pool.take(LOAD, 1000)) == slots - most
+
+
+def test_the_slot_used_last_is_handed_out_first() -> None:
+    pool = StagingPool(8 * SLOT, PAYLOAD)
+    first = pool.take(LOAD, 3)
+    pool.give_back(LOAD, first[1:2])
+    assert [slot.index for slot in pool.take(LOAD, 1)] == [first[1].index]
+
+
+def test_no_slot_is_given_out_twice() -> None:
+    pool = StagingPool(8 * SLOT, PAYLOAD)
+    taken = pool.take(LOAD, 6) + pool.take(SAVE, 6)
+    assert len({slot.index for slot in taken}) == len(taken) == 8
+
+
+def test_waiting_for_a_slot_ends_when_one_is_given_back() -> None:
+    pool = StagingPool(SLOT, PAYLOAD)
+    [slot] = pool.take(SAVE, 1)
+    got: list[object] = []
+    waiter = threading.Thread(target=lambda: got.extend(pool.take_within(SAVE, 10)))
+    waiter.start()
+    pool.give_back(SAVE, [slot])
+    waiter.join(10)
+    assert len(got) == 1
+
+
+def test_waiting_for_a_slot_ends_without_one_in_time() -> None:
+    pool = StagingPool(SLOT, PAYLOAD)
+    pool.take(LOAD, 1)
+    assert pool.take_within(SAVE, 0.01) == []
+
+
+def test_listeners_hear_of_free_slots() -> None:
+    pool = StagingPool(SLOT, PAYLOAD)
+    heard: list[int] = []
+    pool.on_free(lambda: heard.append(pool.num_free))
+    pool.give_back(LOAD, pool.take(LOAD, 1))
+    assert heard == [1]
+
+
+def test_less_than_one_slot_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=f"one block takes {SLOT} bytes"):
+        StagingPool(SLOT - 1, PAYLOAD)
