@@ -23,7 +23,13 @@ from kvconnect.backends.disk_directory import (
     ignore,
     warn_damaged,
 )
-from kvconnect.backends.disk_schema import Durability, IndexDamaged, set_aside
+from kvconnect.backends.disk_schema import (
+    INDEX_NAME,
+    Durability,
+    IndexDamaged,
+    IndexReadOnly,
+    set_aside,
+)
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.frame import frame_nbytes
@@ -206,7 +212,9 @@ class DiskBackend(Backend):
                 with self._opened() as directory:
                     try:
                         return work(directory)
-                    except IndexDamaged as error:
+                    except (IndexDamaged, IndexReadOnly) as error:
+                        if not _damaged(self._settings.path, error):
+                            raise
                         self._start_anew(directory, error)
         except (BackendUnavailable, ConfigurationError):
             raise
@@ -234,14 +242,16 @@ class DiskBackend(Backend):
         seen = identity(self._settings.path)
         try:
             return DiskDirectory(self._settings, at=self.at)
-        except IndexDamaged as error:
+        except (IndexDamaged, IndexReadOnly) as error:
+            if not _damaged(self._settings.path, error):
+                raise
             _replace_index(self._settings.path, seen, error)
         try:
             return DiskDirectory(self._settings, at=self.at)
         except IndexDamaged as error:
             raise BackendUnavailable(f"disk store {self._settings.path}: {error}") from error
 
-    def _start_anew(self, directory: DiskDirectory, error: IndexDamaged) -> None:
+    def _start_anew(self, directory: DiskDirectory, error: Exception) -> None:
         if directory.read_only:
             warn_damaged(self._settings.path, error)
             directory.give_up_index()
@@ -288,7 +298,12 @@ def _page_after(after: int) -> Callable[[DiskDirectory], tuple[int, list[StoredE
     return lambda directory: directory.page(after)
 
 
-def _replace_index(path: Path, damaged: tuple[int, int] | None, error: IndexDamaged) -> None:
+def _damaged(path: Path, error: Exception) -> bool:
+    # SQLite also says "read-only" of a file whose header is damaged.
+    return isinstance(error, IndexDamaged) or os.access(path / INDEX_NAME, os.W_OK)
+
+
+def _replace_index(path: Path, damaged: tuple[int, int] | None, error: Exception) -> None:
     """Move the index out of the way, unless another process has done so by now."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -26,6 +26,7 @@ from kvconnect.backends.disk_schema import (
     IndexFull,
     connect,
     connect_read_only,
+    log_nbytes,
 )
 from kvconnect.backends.disk_segments import NO_SPACE, SegmentFiles, SegmentLost
 from kvconnect.backends.disk_writer import IndexWriter, Reservation
@@ -140,7 +141,9 @@ class DiskDirectory:
             at=self._at,
         )
         self._writer.clean()
-        self._reader = IndexReader(connect(self.path, settings.durability), settings.ttl)
+        self._reader = IndexReader(
+            connect(self.path, settings.durability, log_nbytes(self.capacity)), settings.ttl
+        )
         self.identity = identity(self.path)
 
     def _open_read_only(self, ttl: float | None, reason: OSError) -> None:

@@ -16,10 +16,13 @@ __all__ = [
     "Durability",
     "IndexDamaged",
     "IndexFull",
+    "IndexReadOnly",
     "connect",
     "connect_read_only",
     "index_errors",
     "index_nbytes",
+    "log_file_nbytes",
+    "log_nbytes",
     "set_aside",
 ]
 
@@ -61,9 +64,10 @@ CREATE INDEX blocks_by_segment ON blocks(segment, used);
 CREATE INDEX blocks_by_parent ON blocks(parent);
 """
 _BUSY_S = 5.0
-# The write-ahead log is moved into the database at so many pages (4 MiB), and stays that short.
-# That takes a sync, so not too often.
-_LOG_PAGES = 1000
+# The write-ahead log is moved into the database at so many pages, and stays that short.
+_LOG_PAGES = 1024
+_LOG_PAGES_MIN = 16
+_PAGE = 4096
 _CACHE_KIB = 32 << 10
 
 _UNAVAILABLE = {
@@ -87,6 +91,13 @@ class IndexFull(BackendUnavailable):
     """There is no space for the index to grow."""
 
 
+class IndexReadOnly(BackendUnavailable):
+    """SQLite will not write. A damaged header looks the same; the file's permissions tell."""
+
+
+_KINDS = {sqlite3.SQLITE_FULL: IndexFull, sqlite3.SQLITE_READONLY: IndexReadOnly}
+
+
 @contextmanager
 def index_errors() -> Iterator[None]:
     """SQLite's errors as ours.
@@ -104,26 +115,31 @@ def index_errors() -> Iterator[None]:
         reason = _UNAVAILABLE.get(code)
         if reason is None:
             raise IndexDamaged(str(error)) from error
-        kind = IndexFull if code == sqlite3.SQLITE_FULL else BackendUnavailable
+        kind = _KINDS.get(code, BackendUnavailable)
         raise kind(f"disk store: {reason} ({error})") from error
 
 
-def connect(directory: Path, durability: Durability) -> sqlite3.Connection:
-    """The index in `directory`, made if it is not there.
+def log_nbytes(capacity: int) -> int:
+    """How long the index's log may become: little in a small store, but each move takes a sync."""
+    return max(_LOG_PAGES_MIN, min(_LOG_PAGES, capacity // 64 // _PAGE)) * _PAGE
+
+
+def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connection:
+    """The index in `directory`, made if it is not there; its log is kept at about `log` bytes.
 
     Raises:
         BackendUnavailable, IndexDamaged: nothing stays open.
     """
+    path = directory / INDEX_NAME
+    path.touch(0o600)  # tokens can be read from it; its log gets the same mode
     with index_errors():
-        db = sqlite3.connect(
-            directory / INDEX_NAME, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
-        )
+        db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         with index_errors():
             db.execute("PRAGMA journal_mode=WAL")
             db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
-            db.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
-            db.execute(f"PRAGMA journal_size_limit={_LOG_PAGES * 4096}")
+            db.execute(f"PRAGMA wal_autocheckpoint={log // _PAGE}")
+            db.execute(f"PRAGMA journal_size_limit={log}")
             db.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
             if _version(db) == 0:
                 db.execute("BEGIN IMMEDIATE")
@@ -175,15 +191,22 @@ def connect_read_only(directory: Path) -> sqlite3.Connection:
     raise AssertionError  # the loop returns or raises
 
 
-def index_nbytes(directory: Path) -> int:
-    """Bytes of the index, its log and its shared memory."""
-    total = 0
-    for suffix in ("", "-wal", "-shm"):
-        try:
-            total += (directory / (INDEX_NAME + suffix)).stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
+def index_nbytes(directory: Path, log: int) -> int:
+    """Bytes of the index and its shared memory, and of its log when it is full."""
+    log = max(2 * log, log_file_nbytes(directory))
+    return _nbytes(directory / INDEX_NAME) + _nbytes(directory / f"{INDEX_NAME}-shm") + log
+
+
+def log_file_nbytes(directory: Path) -> int:
+    """Bytes of the index's log as it is."""
+    return _nbytes(directory / f"{INDEX_NAME}-wal")
+
+
+def _nbytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def set_aside(directory: Path) -> None:

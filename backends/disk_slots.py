@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backends.disk_owner import owners
-from kvconnect.backends.disk_schema import index_nbytes
+from kvconnect.backends.disk_schema import index_nbytes, log_nbytes
 from kvconnect.backends.disk_segments import NO_SPACE, Place, SegmentFiles
 from kvconnect.backends.url import format_size
 from kvconnect.keys import BlockKey
@@ -151,7 +151,8 @@ class SlotAllocator:
         return int(total)
 
     def _budget(self) -> int:
-        index = min(index_nbytes(self._directory), self._capacity // _INDEX_SHARE)
+        index = index_nbytes(self._directory, log_nbytes(self._capacity))
+        index = min(index, self._capacity // _INDEX_SHARE)
         return self._capacity - index
 
     def _unused(self, size: int, wanted: int) -> list[Place]:
@@ -178,7 +179,7 @@ class SlotAllocator:
         """Whether there is another segment of slots of `size` bytes."""
         total = self.nbytes()
         slots = (self._budget() - total) // size
-        if not total:
+        if not total and size <= self._capacity:
             slots = max(1, slots)  # a capacity of one block holds one, whatever the index takes
         nbytes = min(_SEGMENT_NBYTES, self._capacity // _SEGMENTS_MIN)
         slots = min(slots, max(1, nbytes // size, self._capacity // _SEGMENTS_MAX // size))

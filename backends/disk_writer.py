@@ -12,7 +12,13 @@ from kvconnect.backend import StoredBlock
 from kvconnect.backends.direct_io import aligned_size
 from kvconnect.backends.disk_index import READABLE, marks, microseconds, oldest_valid
 from kvconnect.backends.disk_owner import Owner, owners
-from kvconnect.backends.disk_schema import Durability, connect, index_errors
+from kvconnect.backends.disk_schema import (
+    Durability,
+    connect,
+    index_errors,
+    log_file_nbytes,
+    log_nbytes,
+)
 from kvconnect.backends.disk_segments import Place, SegmentFiles
 from kvconnect.backends.disk_slots import SlotAllocator
 from kvconnect.keys import BlockKey
@@ -75,7 +81,8 @@ class IndexWriter:
         self._at = at
         self._lock = threading.Lock()
         self._saves = 0
-        self._db = connect(directory, durability)
+        self._log = log_nbytes(capacity)
+        self._db = connect(directory, durability, self._log)
         self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
         try:
             with self._transaction():
@@ -123,6 +130,7 @@ class IndexWriter:
             if inserted.rowcount < len(new):  # another process was faster with some
                 self._slots.free(self._rowless([place.key for _, _, place in new]))
             self._at("committing")
+        self._bound_log()
         lost = (at for at, _, place in reservation.new if place.key not in ours)
         return next(lost, reservation.count)
 
@@ -156,6 +164,12 @@ class IndexWriter:
         with self._lock:
             self._owner.close()
             self._db.close()
+
+    def _bound_log(self) -> None:
+        # With several writers there is always one that keeps the log from starting over by itself.
+        with self._lock, index_errors():
+            if log_file_nbytes(self._directory) > 2 * self._log:
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _segments(self) -> list[tuple[int, int, int]]:
         return self._db.execute("SELECT id, size, slots FROM segments").fetchall()

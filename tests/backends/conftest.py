@@ -1,4 +1,4 @@
-"""What the tests of stores share: blocks with recognisable content, buffers with canaries, stores."""
+"""What the tests of stores share: blocks whose content is known, buffers with canaries, stores."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ class Kit:
     def chain(self, keys: Sequence[BlockKey], **options: int) -> list[StoredBlock]:
         """Blocks of `keys`, each the parent of the next."""
         parents = [None, *keys]
-        return [self.block(key, parent, **options) for key, parent in zip(keys, parents, strict=False)]
+        return [
+            self.block(key, parent, **options) for key, parent in zip(keys, parents, strict=False)
+        ]
 
     def holds(self, buffer: Tensor, key: BlockKey, *, framed: bool = True) -> bool:
         """Whether `buffer` holds the block of `key`, and no margin was written to."""

@@ -68,7 +68,7 @@ def main() -> None:
         if not pid:
             try:
                 asyncio.run(save(job))
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - the child must not go on as the server
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)

@@ -97,7 +97,7 @@ async def test_duplicate_keys_in_one_batch_are_one_block(store, kit):
     assert (await store.stats())["blocks"] == 2
     into = kit.buffers(3)
     assert await store.load([key, key, other], into) == 3
-    assert kit.holds(into[0], key) and kit.holds(into[1], key) and kit.holds(into[2], other)
+    assert all(kit.holds(b, k) for b, k in zip(into, (key, key, other), strict=True))
 
 
 async def test_deleted_blocks_are_gone_and_can_be_saved_again(store, kit):

@@ -42,7 +42,7 @@ class Server:
         self._number = 0
 
     def run(self, path, *, seed, capacity, kill_after_ms=None, blocks=1_000_000, **job):
-        """Run one child until it ends or is killed; the numbers of the blocks that it acknowledged."""
+        """Run a child until it ends or is killed; the numbers of the blocks it acknowledged."""
         self._number += 1
         number = self._number
         job |= {"number": number, "path": str(path), "seed": seed, "capacity": capacity}

@@ -99,7 +99,9 @@ def test_unknown_scheme_names_the_nearest():
 
 @pytest.mark.parametrize("url", ["redis://h", "s3://bucket", "nixl://", "tiered:?tiers=memory:"])
 def test_planned_scheme_says_so(url):
-    with pytest.raises(UnknownScheme, match=r"is planned, not in this version; there are disk, mem"):
+    with pytest.raises(
+        UnknownScheme, match=r"is planned, not in this version; there are disk, mem"
+    ):
         open_backend(url)
 
 

@@ -1,0 +1,284 @@
+"""One directory, several processes, models, openings, and times."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvconnect.backends import open_backend
+from kvconnect.backends.disk import DiskBackend
+from kvconnect.errors import ConfigurationError
+from kvconnect.layout import KvCacheLayout
+
+_PATH = Path(__file__).with_name("saver.py")
+_SPEC = importlib.util.spec_from_file_location("saver", _PATH)
+saver = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(saver)
+
+
+def sizes_on_disk(path):
+    """Bytes of the data files, and of everything."""
+    sizes = {}
+    for file in path.iterdir() if path.exists() else ():
+        try:
+            sizes[file.name] = file.stat().st_size
+        except FileNotFoundError:
+            continue
+    files = sum(size for name, size in sizes.items() if name.startswith("segment-"))
+    return files, sum(sizes.values())
+
+
+def run_together(jobs, while_running):
+    """Run savers at the same time; calls `while_running` after each line they tell."""
+    process = subprocess.Popen(
+        [sys.executable, str(_PATH)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(_PATH.parents[2]), "OMP_NUM_THREADS": "1"},
+    )
+    lines = [json.dumps({**job, "number": n, "wait": False}) for n, job in enumerate(jobs)]
+    process.stdin.write("\n".join(lines) + "\n")
+    process.stdin.close()
+    acked = [{} for _ in jobs]
+    ended = []
+    for line in process.stdout:
+        word, who, *values = line.split()
+        if word == "acked":
+            acked[int(who)][int(values[0])] = int(values[1])
+        elif word == "ended":
+            ended.append(int(values[0]))
+        while_running()
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert ended == [0] * len(jobs)
+    return acked
+
+
+async def expect_blocks_right(path, nbytes, seeds, count):
+    store = DiskBackend(path, capacity=1 << 30)
+    await store.open([])
+    found = 0
+    for seed in seeds:
+        for number in range(count):
+            key, into = saver.key_of(seed, number), torch.zeros(nbytes, dtype=torch.uint8)
+            if await store.load([key], [into]):
+                assert torch.equal(into, saver.content_of(key, nbytes))
+                found += 1
+    await store.close()
+    return found
+
+
+async def test_five_processes_never_exceed_the_capacity(tmp_path):
+    path, nbytes = tmp_path / "store", 128 << 10
+    capacity = 64 * nbytes
+    job = {"path": str(path), "capacity": capacity, "nbytes": nbytes, "batch": 8, "blocks": 128}
+    files, total = [], []
+
+    def measure():
+        for sizes, size in zip((files, total), sizes_on_disk(path), strict=True):
+            sizes.append(size)
+
+    # Together they save ten times what fits.
+    acked = run_together([{**job, "seed": seed} for seed in range(5)], measure)
+    assert capacity * 3 // 4 < max(files) <= capacity
+    assert max(total) <= capacity + 5 * nbytes
+    assert all(sum(counts.values()) > 0 for counts in acked)
+    assert await expect_blocks_right(path, nbytes, range(5), 128) > 48
+
+
+async def test_processes_of_different_models_share_the_capacity(tmp_path):
+    path = tmp_path / "store"
+    capacity = 8 << 20
+    jobs = [
+        {"path": str(path), "capacity": capacity, "nbytes": nbytes, "batch": 4, "blocks": 160}
+        for nbytes in (32 << 10, 80 << 10, 100_000)
+    ]
+    files, total = [], []
+
+    def measure():
+        for sizes, size in zip((files, total), sizes_on_disk(path), strict=True):
+            sizes.append(size)
+
+    run_together([{**job, "seed": seed} for seed, job in enumerate(jobs)], measure)
+    assert max(files) <= capacity
+    assert max(total) <= capacity + sum(job["nbytes"] for job in jobs)
+    found = [
+        await expect_blocks_right(path, job["nbytes"], [seed], 160) for seed, job in enumerate(jobs)
+    ]
+    assert sum(found) > 10
+
+
+async def test_two_processes_that_save_the_same_blocks_agree(tmp_path):
+    path, nbytes = tmp_path / "store", 64 << 10
+    job = {"path": str(path), "capacity": 64 << 20, "nbytes": nbytes, "batch": 8, "seed": 1}
+    acked = run_together([{**job, "blocks": 160}] * 2, lambda: None)
+    assert acked == [dict.fromkeys(range(0, 160, 8), 8)] * 2
+    assert await expect_blocks_right(path, nbytes, [1], 160) == 160
+
+
+async def test_one_sees_at_once_what_the_other_has_saved_or_deleted(make_disk, kit):
+    keys = kit.keys("shared", count=4)
+    async with kit.opened(make_disk()) as one, kit.opened(make_disk()) as other:
+        await one.save(kit.chain(keys))
+        assert await kit.stored(other, keys) == [True] * 4
+        await other.delete(keys[2:])
+        assert await one.lookup(keys) == 2
+
+
+async def test_everything_is_there_after_reopening(make_disk, kit):
+    keys = kit.keys("again", count=20)
+    async with kit.opened(make_disk()) as store:
+        await store.save(kit.chain(keys))
+    async with kit.opened(make_disk()) as store:
+        assert await store.lookup(keys) == 20
+        assert await kit.stored(store, keys) == [True] * 20
+
+
+async def test_power_durability_syncs_data_before_the_row(make_disk, kit, monkeypatch):
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd) or fsync(fd))
+    keys = kit.keys("power", count=4)
+    store = make_disk(durability="power")
+    store.at = synced.append
+    async with kit.opened(store):
+        assert await store.save(kit.chain(keys)) == 4
+        assert await kit.stored(store, keys) == [True] * 4
+    assert [type(what) for what in synced] == [str, int, str, str]
+    assert synced[2:] == ["written", "committing"]
+
+
+async def test_smaller_capacity_at_reopening_drops_blocks(make_disk, kit, tmp_path):
+    async with kit.opened(make_disk(capacity=8 << 20)) as store:
+        for batch in range(40):
+            await store.save(kit.chain(kit.keys(batch, count=16)))
+    async with kit.opened(make_disk(capacity=1 << 20)) as store:
+        assert sizes_on_disk(tmp_path / "store")[0] <= 1 << 20
+        assert any(await kit.stored(store, kit.keys(39, count=16)))
+        assert not any(await kit.stored(store, kit.keys(0, count=16)))
+
+
+async def test_another_slot_size_gets_the_room_of_blocks_unused_for_longer(make_disk, kit):
+    old, new = kit.keys("old", count=60), kit.keys("new", count=60)
+    async with kit.opened(make_disk(capacity=2 << 20)) as store:
+        for turn in range(4):
+            await store.save(kit.chain(kit.keys("older", turn, count=60), nbytes=8192))
+        await store.save(kit.chain(old, nbytes=8192))
+        assert await store.save(kit.chain(new, nbytes=20480)) == 60
+        assert await store.lookup(new) == 60
+        assert (await store.stats())["file_bytes"] <= 2 << 20
+        # And back again.
+        back = kit.keys("back", count=200)
+        assert await store.save(kit.chain(back, nbytes=8192)) == 200
+        assert await store.lookup(back) == 200
+
+
+async def test_model_with_other_blocks_shares_the_directory(make_disk, kit, tmp_path):
+    layout = KvCacheLayout(3, 2, 16, 16, 16, torch.float16)
+    keys = kit.keys("model", count=4)
+    async with kit.opened(open_backend(make_disk())) as store:
+        await store.save(kit.chain(keys))
+    other = open_backend(make_disk())
+    await other.open([layout])
+    assert await other.lookup(kit.keys("other model", count=4)) == 0
+    await other.close()
+    async with kit.opened(open_backend(make_disk())) as store:
+        assert await kit.stored(store, keys) == [True] * 4
+
+
+# ---------------------------------------------------------------------------------------- time
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = time.time_ns()
+        monkeypatch.setattr(time, "time_ns", lambda: self.now)
+
+    def forward(self, seconds):
+        self.now += int(seconds * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+async def test_block_expires_at_its_time_and_can_be_saved_again(make_disk, kit, clock):
+    keys = kit.keys("ttl", count=4)
+    async with kit.opened(make_disk(ttl=60)) as store:
+        await store.save(kit.chain(keys, tokens=[1]))
+        clock.forward(59.9)
+        assert await kit.stored(store, keys) == [True] * 4
+        clock.forward(0.2)
+        assert await kit.stored(store, keys) == [False] * 4
+        assert await store.lookup(keys) == 0
+        assert list(await store.children(keys[0])) == []
+        assert [entry async for entry in store.scan()] == []
+        assert await store.save(kit.chain(keys)) == 4
+        assert await kit.stored(store, keys) == [True] * 4
+
+
+async def test_slots_of_expired_blocks_are_used_again(make_disk, kit, clock):
+    async with kit.opened(make_disk(ttl=60)) as store:
+        for turn in range(10):
+            await store.save(kit.chain(kit.keys("round", turn, count=100)))
+            clock.forward(61)
+        assert (await store.stats())["blocks"] <= 200
+        assert (await store.stats())["file_bytes"] <= 16 << 20
+
+
+@pytest.mark.parametrize("jump", [-30 * 86400, 30 * 86400])
+async def test_jump_of_the_clock_loses_nothing_without_ttl(make_disk, kit, clock, jump):
+    keys = kit.keys("jump", count=4)
+    async with kit.opened(make_disk(capacity=40 * kit.frame_nbytes)) as store:
+        await store.save(kit.chain(keys))
+        clock.forward(jump)
+        assert await kit.stored(store, keys) == [True] * 4
+        for turn in range(20):
+            assert await store.save(kit.chain(kit.keys("after", turn, count=10))) == 10
+
+
+# ---------------------------------------------------------------------------------------- format
+
+
+async def test_directory_of_another_format_is_refused_untouched(make_disk, kit, tmp_path):
+    path = tmp_path / "store"
+    path.mkdir()
+    text = b"kvconnect disk store, format 2"
+    mark = text + b", check %08x\n" % zlib.crc32(text)
+    (path / "FORMAT").write_bytes(mark)
+    with pytest.raises(
+        ConfigurationError, match=r"has format 2, this version reads format 1; give"
+    ):
+        await make_disk().open([kit.layout])
+    assert [file.name for file in path.iterdir()] == ["FORMAT"]
+    assert (path / "FORMAT").read_bytes() == mark
+
+
+async def test_nobody_else_can_read_what_is_stored(make_disk, kit, tmp_path):
+    async with kit.opened(make_disk()) as store:
+        await store.save([kit.block(kit.key(1), tokens=[1, 2, 3])])
+        assert (tmp_path / "store").stat().st_mode & 0o077 == 0
+        readable = [f.name for f in (tmp_path / "store").iterdir() if f.stat().st_mode & 0o077]
+        assert [name for name in readable if name != "FORMAT"] == []
+
+
+async def test_default_capacity_is_bounded_by_the_space_there_is(kit, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 10 << 20})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    async with kit.opened(DiskBackend(tmp_path / "store")) as store:
+        assert (await store.stats())["capacity"] == 5 << 20
+        await store.save(kit.chain(kit.keys("some", count=50)))
+    usage.free = 1 << 50
+    async with kit.opened(DiskBackend(tmp_path / "store")) as store:
+        assert (await store.stats())["capacity"] == 50 << 30

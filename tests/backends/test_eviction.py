@@ -1,0 +1,130 @@
+"""Which blocks a full store drops, and that it never holds more than it may."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnect.errors import ConfigurationError
+
+# The disk store keeps up to an eighth of a small capacity for its index.
+SLOTS = 64
+
+
+@pytest.fixture
+async def small(make_bare, kit):
+    async with kit.opened(make_bare(capacity=SLOTS * kit.frame_nbytes)) as store:
+        yield store
+
+
+async def press(store, kit, blocks, **options):
+    """Save so many other blocks, in chains of 8."""
+    for chain in range(0, blocks, 8):
+        keys = kit.keys("press", options, chain, count=8)
+        assert await store.save(kit.chain(keys, **options)) == 8
+
+
+def is_prefix(found):
+    return found == sorted(found, reverse=True)
+
+
+async def test_what_was_used_longest_ago_goes_first(small, kit):
+    kept, left = kit.keys("kept", count=8), kit.keys("left", count=8)
+    await small.save(kit.chain(kept))
+    await small.save(kit.chain(left))
+    for turn in range(10):
+        assert await small.save(kit.chain(kit.keys("turn", turn, count=16))) == 16
+        assert await small.lookup(kept) == 8
+    assert await kit.stored(small, left) == [False] * 8
+    assert await kit.stored(small, kept) == [True] * 8
+
+
+async def test_low_priority_goes_before_high(small, kit):
+    high = kit.keys("high", count=16)
+    await small.save(kit.chain(high, priority=80))
+    await press(small, kit, 4 * SLOTS, priority=20)
+    assert await small.lookup(high) == 16
+
+
+async def test_high_priority_goes_when_there_is_nothing_else(small, kit):
+    high = kit.keys("high", count=SLOTS - 16)
+    await small.save(kit.chain(high, priority=80))
+    await press(small, kit, 4 * SLOTS, priority=80)
+    assert await kit.stored(small, high) == [False] * len(high)
+
+
+async def test_chain_goes_from_its_end(small, kit):
+    long = kit.keys("long", count=SLOTS // 2)
+    await small.save(kit.chain(long))
+    for number in range(SLOTS - 16):
+        await small.save(kit.chain(kit.keys("single", number, count=1)))
+    found = await kit.stored(small, long)
+    assert is_prefix(found)
+    assert 0 < sum(found) < len(long)
+
+
+async def test_using_a_block_counts_as_using_its_ancestors(small, kit):
+    used, unused = kit.keys("used", count=20), kit.keys("unused", count=20)
+    await small.save(kit.chain(used))
+    await small.save(kit.chain(unused))
+    assert await small.load(used[-1:], kit.buffers(1)) == 1
+    for number in range(SLOTS - 40 + 8):
+        await small.save(kit.chain(kit.keys("single", number, count=1)))
+    assert await kit.stored(small, used) == [True] * 20
+    found = await kit.stored(small, unused)
+    assert is_prefix(found)
+    assert sum(found) < 20
+
+
+async def test_block_of_high_priority_keeps_its_low_priority_ancestors(small, kit):
+    keys = kit.keys("mixed", count=6)
+    chain = [*kit.chain(keys[:5], priority=1), kit.block(keys[5], keys[4], priority=90)]
+    await small.save(chain)
+    await press(small, kit, 4 * SLOTS, priority=50)
+    assert await small.lookup(keys) == 6
+
+
+async def test_chain_longer_than_the_store_keeps_its_beginning(small, kit):
+    keys = kit.keys("too long", count=2 * SLOTS)
+    saved = await small.save(kit.chain(keys))
+    assert SLOTS * 3 // 4 < saved <= SLOTS
+    assert await small.lookup(keys) == saved
+    # The end of a chain is not dropped for more of the same chain.
+    assert await small.save([kit.block(keys[saved], keys[saved - 1])]) == 0
+    assert await small.lookup(keys) == saved
+
+
+async def test_block_larger_than_the_store_is_not_saved(small, kit):
+    key = kit.key("huge")
+    nbytes = 2 * SLOTS * kit.frame_nbytes
+    assert await small.save([kit.block(key, nbytes=nbytes)]) == 0
+    assert await small.lookup([key]) == 0
+
+
+async def test_never_more_than_the_capacity(small, kit):
+    for turn in range(20):
+        sizes = (4096, kit.frame_nbytes, 40960, 5000)
+        keys = kit.keys("sizes", turn, count=8)
+        await small.save(
+            [kit.block(k, nbytes=sizes[(turn // 5 + n) % 4]) for n, k in enumerate(keys)]
+        )
+        stats = await small.stats()
+        assert stats.get("file_bytes", stats["bytes"]) <= SLOTS * kit.frame_nbytes
+        assert stats["blocks"] > 0
+
+
+async def test_capacity_of_one_block_holds_one(make_bare, kit):
+    async with kit.opened(make_bare(capacity=kit.frame_nbytes)) as store:
+        for number in range(3):
+            assert await store.save([kit.block(kit.key(number))]) == 1
+            assert await kit.stored(store, [kit.key(number)]) == [True]
+        assert (await store.stats())["blocks"] == 1
+
+
+async def test_capacity_below_one_block_is_refused(make_bare, kit):
+    store = make_bare(capacity=kit.frame_nbytes - 1)
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"capacity={kit.frame_nbytes - 1}: .* give capacity=12KiB or more",
+    ):
+        await store.open([kit.layout])
+    await store.close()
