@@ -27,6 +27,13 @@ saver = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(saver)
 
 
+def size_of(file):
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # an owner's file, of a process that has just closed
+        return 0
+
+
 def sizes_on_disk(path):
     """Bytes of the data files, and of everything, while nobody can change them."""
     index = path / "index.sqlite3"
@@ -35,7 +42,7 @@ def sizes_on_disk(path):
     with closing(sqlite3.connect(index, timeout=30, isolation_level=None)) as db:
         db.execute("PRAGMA wal_autocheckpoint=0")
         db.execute("BEGIN IMMEDIATE")
-        sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+        sizes = {file.name: size_of(file) for file in path.iterdir()}
         db.execute("ROLLBACK")
     files = sum(size for name, size in sizes.items() if name.startswith("segment-"))
     return files, sum(sizes.values())
@@ -43,27 +50,26 @@ def sizes_on_disk(path):
 
 def run_together(jobs, while_running):
     """Run savers at the same time; calls `while_running` after each line they tell."""
-    process = subprocess.Popen(
+    lines = [json.dumps({**job, "number": n, "wait": False}) for n, job in enumerate(jobs)]
+    acked = [{} for _ in jobs]
+    ended = []
+    with subprocess.Popen(
         [sys.executable, str(_PATH)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(_PATH.parents[2]), "OMP_NUM_THREADS": "1"},
-    )
-    lines = [json.dumps({**job, "number": n, "wait": False}) for n, job in enumerate(jobs)]
-    process.stdin.write("\n".join(lines) + "\n")
-    process.stdin.close()
-    acked = [{} for _ in jobs]
-    ended = []
-    for line in process.stdout:
-        word, who, *values = line.split()
-        if word == "acked":
-            acked[int(who)][int(values[0])] = int(values[1])
-        elif word == "ended":
-            ended.append(int(values[0]))
-        while_running()
-    process.stdout.close()
-    assert process.wait(60) == 0
+    ) as process:
+        process.stdin.write("\n".join(lines) + "\n")
+        process.stdin.close()
+        for line in process.stdout:
+            word, who, *values = line.split()
+            if word == "acked":
+                acked[int(who)][int(values[0])] = int(values[1])
+            elif word == "ended":
+                ended.append(int(values[0]))
+            while_running()
+    assert process.returncode == 0
     assert ended == [0] * len(jobs)
     return acked
 
