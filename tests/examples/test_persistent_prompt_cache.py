@@ -30,6 +30,18 @@ def test_two_processes_share_a_prompt(
     assert "Both answered with the same 32 tokens." in out
 
 
+def test_a_users_mistake_is_a_sentence(example, model: Path, tmp_path: Path, monkeypatch, capfd):
+    common = ["persistent_prompt_cache.py", "--model", str(model), "--prompt"]
+    monkeypatch.setattr(sys, "argv", [*common, str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit):
+        example.main()
+    assert "nowhere' is not a file" in capfd.readouterr().err
+    (tmp_path / "prompt").write_text("x")
+    monkeypatch.setattr(sys, "argv", [*common, str(tmp_path / "prompt"), "--store=dsk:x", "--once"])
+    with pytest.raises(SystemExit, match="error: store scheme 'dsk' is unknown; did you mean"):
+        example.main()
+
+
 @pytest.fixture
 def run(example):
     return example.Run(300, 299, 1, 5.0, [1, 2, 3], "abc")
