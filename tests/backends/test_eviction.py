@@ -75,6 +75,19 @@ async def test_using_a_block_counts_as_using_its_ancestors(small, kit):
     assert sum(found) < 20
 
 
+async def test_use_of_a_dropped_block_still_counts_for_its_ancestors(small, kit):
+    base, other = kit.keys("base", count=4), kit.keys("other", count=20)
+    tail = kit.key("tail")
+    await small.save([*kit.chain(base), kit.block(tail, base[-1], priority=1)])
+    await small.save(kit.chain(other))
+    assert await small.load([tail], kit.buffers(1)) == 1
+    for number in range(SLOTS - 25 + 10):
+        await small.save(kit.chain(kit.keys("single", number, count=1)))
+    assert await kit.stored(small, [tail]) == [False]
+    assert await kit.stored(small, base) == [True] * 4
+    assert not all(await kit.stored(small, other))
+
+
 async def test_block_of_high_priority_keeps_its_low_priority_ancestors(small, kit):
     keys = kit.keys("mixed", count=6)
     chain = [*kit.chain(keys[:5], priority=1), kit.block(keys[5], keys[4], priority=90)]
