@@ -86,7 +86,7 @@ async def test_failing_write_is_unavailable_stores_nothing_and_keeps_no_slot(
     await store.save(kit.chain(keys[:1]))
     monkeypatch.setattr(os, "pwritev", failing(number))
     slots = int((await store.stats())["file_bytes"]) // kit.frame_nbytes
-    for _ in range(slots // 4 + 1):
+    for _ in range(slots // 3 + 1):
         with pytest.raises(BackendUnavailable, match=os.strerror(number)):
             await store.save(kit.chain(keys))
     assert await store.lookup(keys) == 1
