@@ -136,6 +136,17 @@ def test_a_damaged_file_costs_time_and_nothing_else(ask, folder: Path, damage, e
     assert repaired.output_token_ids == cold.output_token_ids
 
 
+def test_nothing_that_was_computed_behind_a_failed_load_is_kept(ask, folder: Path):
+    expected = ask(attached=False).output_token_ids
+    ask(PROMPT[: 4 * T + 1])
+    # Of the blocks behind it there is no file yet: the step of the failed load computes them.
+    _flip(_file_of_block(folder, ask, index=3))
+    assert ask().output_token_ids == expected
+    loaded = ask()
+    assert loaded.reused_store_tokens == FULL_BLOCKS * T
+    assert loaded.output_token_ids == expected
+
+
 def _file_of_block(folder: Path, ask, index: int) -> Path:
     """Found from outside: without it, loading stops at that block."""
     for file in sorted(folder.iterdir()):
