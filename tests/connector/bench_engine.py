@@ -263,7 +263,8 @@ class BenchEngine:
         """As an engine does with nothing runnable."""
         seconds = self.manager.wait_seconds()
         assert seconds is not None, "nothing is pending, and yet there is work"
-        self.woken.wait(min(seconds, 5.0))
+        woken = self.woken.wait(min(seconds, 5.0))
+        assert woken or seconds < 5.0, "something was to end, and nobody woke the engine"
         self.woken.clear()
 
     # ------------------------------------------------------------------ one step

@@ -94,7 +94,7 @@ class DictStore(Backend):
                 return number
             if block.key not in self.frames:
                 self.blocks.append(block)
-            self.frames[block.key] = block.data.clone()
+                self.frames[block.key] = block.data.clone()
         return len(blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:

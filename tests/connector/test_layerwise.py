@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import ClassVar
 
 import pytest
@@ -23,12 +24,15 @@ class RecordingCopier(PoolCopier):
     """Holds each layer's copies until a test lets them go."""
 
     calls: ClassVar[list[range | None]] = []
+    poison: ClassVar[bool] = False  # copies from now on would do harm
     allowed: ClassVar[list[threading.Event]] = []
 
     def copy_in(self, slot, block_id, layers=None):
         if layers is not None:
             assert self.allowed[layers.start].wait(10)
         self.calls.append(layers)
+        if self.poison:
+            slot.payload.view(LAYOUT.dtype).fill_(666.0)
         super().copy_in(slot, block_id, layers)
 
 
@@ -87,18 +91,26 @@ def test_what_does_not_fit_the_staging_memory_goes_first_and_whole(
 
 
 def test_copies_that_hang_fail_the_load_and_write_nothing_afterwards(
-    copier: type[RecordingCopier],
+    copier: type[RecordingCopier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copier.allowed[0].set()  # layer 1 never comes
     with BenchEngine(llm_args(filled(), load_timeout_s=0.2)) as bench:
         request = bench.submit(PROMPT, 1)
-        blocked = threading.Timer(1.0, copier.allowed[1].set)
+        blocked = threading.Timer(0.5, copier.allowed[1].set)
         blocked.start()
+        started = time.monotonic()
         bench.step()
+        assert time.monotonic() - started < 5  # no more than the copy that was running
         assert bench.outcomes[-1].failed == {request.request_id: 0}
         blocked.join()
+        monkeypatch.setattr(copier, "poison", True)
         copier.allowed[2].set()
         bench.run()
+        staging = bench.manager._worker._staging
+        deadline = time.monotonic() + 5
+        while staging.num_free < staging.num_slots:
+            assert time.monotonic() < deadline
+        assert not (bench.kv.pool == 666.0).any()
         assert request.tokens.view[-1] == reference(PROMPT, 1)[0]
 
 

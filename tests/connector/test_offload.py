@@ -228,12 +228,11 @@ def test_what_follows_a_block_that_is_not_saved_is_not_saved(store: DictStore) -
 
 
 def test_children_that_do_not_follow_from_their_tokens_are_not_believed(store: DictStore) -> None:
-    run(store, PROMPT[:T])
-    foreign = Child(store_key(chain_key(DIGEST, np.array(PROMPT[T:2 * T], np.int32))),
-                    np.array(PROMPT[T : 2 * T], np.int32))  # fmt: skip
-    store.foster_children = [foreign, foreign]
-    expected = reference(PROMPT[: T + 3], 1)
-    assert run(store, PROMPT[: T + 3], 1)[0] == expected
+    run(store, [*PROMPT[: T + 2], 98, 97], 1)  # shares half of the second block
+    own = np.array(PROMPT[T : 2 * T], np.int32)
+    store.foster_children = [Child(store_key(chain_key(DIGEST, own)), own)]  # would share all of it
+    wanted = PROMPT[: 2 * T + 1]
+    assert run(store, wanted, 1) == (reference(wanted, 1), T + 2)
 
 
 def test_sixteen_at_once_are_all_right(store: DictStore) -> None:

@@ -235,10 +235,13 @@ def test_loaded_is_what_all_ranks_loaded(bench: BenchEngine) -> None:
     assert settle(ledger, nothing, done, nothing).loaded == {request.request_id: 4 * T}
 
 
-def test_one_rank_that_fails_fails_all_at_the_smallest_valid_position(bench: BenchEngine) -> None:
+@pytest.mark.parametrize("valid", [(9, 6), (6, 9)])
+def test_one_rank_that_fails_fails_all_at_the_smallest_valid_position(
+    bench: BenchEngine, valid: tuple[int, int]
+) -> None:
     ledger, request = loading(bench)
     done = Report(1, loaded=(request.request_id,))
-    outcome = settle(ledger, done, failed(request, 9), failed(request, 6))
+    outcome = settle(ledger, done, *(failed(request, one) for one in valid))
     assert outcome.failed == {request.request_id: 6}
     assert not ledger.quarantine
 
