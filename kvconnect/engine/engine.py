@@ -117,7 +117,8 @@ class Engine:
         # schedule: admit what fits, allocate, share out the budget of tokens
         batch = self._scheduler.schedule()
         # connect: tell the connector, start its loads
-        if batch.requests or batch.loading_requests:
+        scheduled = bool(batch.requests or batch.loading_requests)
+        if scheduled:
             self._connector.begin_step(batch)
         elif self._connector.wait_seconds() is None:
             return self._unblock()
@@ -132,7 +133,7 @@ class Engine:
         # settle: loaded requests resume, saved ones let go
         self._settle(outcome)
         self.stats.free_blocks = self._kv.get_num_free_blocks()
-        return bool(batch.requests or outcome.loaded or outcome.failed or outcome.saved)
+        return scheduled or bool(outcome.loaded or outcome.failed or outcome.saved)
 
     # ------------------------------------------------------------------ arrive
 

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect import KvCacheConfig, SamplingParams
+from kvconnect.cache.resource_manager import BaseKVCacheManager
+from kvconnect.engine.scheduler import Scheduler
 from kvconnect.errors import ConfigurationError
+from kvconnect.request import LlmRequest
 
 SHORT = SamplingParams(max_tokens=20)
 
@@ -127,6 +130,37 @@ def test_any_mix_of_requests_gets_the_answers_it_gets_alone(any_mix, data):
     assert (stats.waiting_requests, stats.running_requests) == (0, 0)
     assert stats.free_blocks == stats.max_blocks
     llm._engine._kv.blocks.check_invariants()
+
+
+def test_long_prompts_that_resume_together_all_get_tokens():
+    """As many as were loading when their store failed."""
+    scheduler = Scheduler(NoLimits(), max_num_tokens=8, max_batch_size=4)
+    for request_id in range(4):
+        tokens = np.full(20, request_id, np.int32)
+        request = LlmRequest(request_id, tokens, chain_root=bytes(32), tokens_per_block=16)
+        scheduler.loading[request_id] = request
+        scheduler.resume(request)
+    batch = scheduler.schedule()
+    assert [request.num_scheduled_tokens for request in batch.requests] == [5, 1, 1, 1]
+
+
+class NoLimits(BaseKVCacheManager):
+    """A cache manager that has room for everything."""
+
+    def prepare_resources(self, batch):
+        pass
+
+    update_resources = free_resources = prepare_resources
+
+    def get_needed_resource_to_completion(self, request):
+        return 0
+
+    get_batch_cache_indices = get_buffers = get_needed_resource_to_completion
+
+    def get_max_resource_count(self):
+        return 100
+
+    get_num_free_blocks = get_max_resource_count
 
 
 class Alone:
