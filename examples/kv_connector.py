@@ -249,11 +249,10 @@ def _write_block(file: Path, block: Tensor) -> None:
 
 
 PROMPT = (
-    "Nvidia Corporation is an American technology company headquartered in Santa Clara, California."
-    "Founded in 1993 by Jensen Huang, Chris Malachowsky, and Curtis Priem, it develops graphics "
-    "processing units (GPUs), system on a chips (SoCs), and application programming interfaces "
-    "(APIs) for data science, high-performance computing, and mobile and automotive applications. "
-    "Tell me about the company."
+    "A language model reads a prompt before it answers, and keeps for every token of it a key and a "
+    "value in each of its layers. That memory is the KV cache. It depends on nothing but the model "
+    "and the tokens, so whoever asks with the same beginning again need not wait for it to be "
+    "computed again, if only somebody kept it. How would you keep it?"
 )
 
 
