@@ -213,11 +213,12 @@ class BlockPool:
 
     @staticmethod
     def _continues(parent: Segment, retention: Retention, references: int) -> bool:
+        # Equal counts mean equal holders: whoever holds the new blocks holds those before them. A
+        # child may be there although nobody let go: a duplicate's end was published under `parent`.
         return (
             parent.stamp < 0
             and parent.references == references
             and parent.retention == retention
-            and parent.expires == inf
             and not parent.children
         )
 

@@ -545,7 +545,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             lambda: self.manager.append_tokens(name, tokens),
         )
         seq = self.naive.seqs[name]
-        self.probes.append((list(seq.tokens), seq.space))
+        if seq.tokens:
+            self.probes.append((list(seq.tokens), seq.space))
 
     def commit(self, random):
         name = self.pick(random)

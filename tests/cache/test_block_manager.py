@@ -1,0 +1,350 @@
+"""The block manager: what scenarios.json does not say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvconnect.cache.block_manager import BlockManager
+from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
+from kvconnect.errors import ConfigurationError, OutOfBlocks
+from kvconnect.keys import BlockKey, KeyChain
+from kvconnect.layout import KvCacheLayout
+from kvconnect.tokens import TokenBuffer
+
+T = 4
+LAYOUT = KvCacheLayout(1, 1, 1, 1, T, torch.float32)
+ROOT = BlockKey(bytes(32))
+
+
+def make(num_blocks=16, **settings):
+    return BlockManager(
+        KvCacheConfig(tokens_per_block=T, **settings), LAYOUT, num_blocks=num_blocks
+    )
+
+
+def chain(tokens, root=ROOT):
+    return KeyChain(root, T, TokenBuffer(np.array(tokens, np.int32)))
+
+
+def publish(manager, request_id, tokens, **more):
+    manager.add_sequence(request_id, tokens, **more)
+    manager.abort(request_id, len(tokens))
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"host_cache_size": 1 << 20}, "host_cache_size"),
+        ({"event_buffer_max_size": 8}, "event_buffer_max_size"),
+        ({"pool_ratio": (0.5, 0.5)}, "pool_ratio"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(settings, field):
+    with pytest.raises(ConfigurationError, match=field):
+        make(**settings)
+
+
+@pytest.mark.parametrize("num_blocks", [{64: 4}, {None: 4, 64: 4}, 0, -1, {None: 0}])
+def test_window_pools_and_empty_pools_are_refused(num_blocks):
+    with pytest.raises(ConfigurationError, match="num_blocks"):
+        make(num_blocks)
+
+
+def test_host_blocks_are_refused():
+    with pytest.raises(ConfigurationError, match="num_host_blocks"):
+        BlockManager(KvCacheConfig(tokens_per_block=T), LAYOUT, num_blocks=4, num_host_blocks=4)
+
+
+def test_a_layout_of_another_block_size_is_refused():
+    with pytest.raises(ConfigurationError, match="tokens_per_block"):
+        BlockManager(KvCacheConfig(tokens_per_block=2 * T), LAYOUT, num_blocks=4)
+
+
+def test_a_window_in_the_layout_is_for_the_mask_only():
+    layout = KvCacheLayout(1, 1, 1, 1, T, torch.float32, window=T)
+    manager = BlockManager(KvCacheConfig(tokens_per_block=T), layout, num_blocks=8)
+    manager.add_sequence(0, range(20))
+    manager.commit(0, 20)
+    assert len(manager.block_ids(0)) == 5
+    assert (manager.block_ids(0) >= 0).all()
+
+
+def test_a_pool_of_full_attention_may_be_named_by_its_window():
+    assert make({None: 5}).max_blocks() == 5
+
+
+def test_there_is_no_pool_of_another_window():
+    manager = make()
+    for ask in (manager.num_free_blocks, manager.num_allocated_blocks, manager.max_blocks):
+        with pytest.raises(ConfigurationError, match="window"):
+            ask(window=64)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_matched": -1},
+        {"first_chunk": 0},
+        {"cache_salt": ""},
+        {"keys": KeyChain(ROOT, 8, None)},
+    ],
+)
+def test_bad_arguments_change_nothing(arguments):
+    manager = make()
+    with pytest.raises(ConfigurationError):
+        manager.add_sequence(0, range(5), **arguments)
+    assert manager.num_free_blocks() == 16
+    manager.add_sequence(0, range(5))
+
+
+def test_positions_outside_the_sequence_are_refused():
+    manager = make()
+    manager.add_sequence(0, range(5))
+    for call in (manager.commit, manager.reserve, manager.abort):
+        for position in (-1, 6):
+            with pytest.raises(ValueError, match="outside"):
+                call(0, position)
+    with pytest.raises(ValueError, match="num_tokens"):
+        manager.rewind(0, -1)
+    with pytest.raises(ValueError, match="first_block"):
+        manager.detach(0, 3)
+
+
+@pytest.mark.parametrize(
+    "tokens", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3], np.int64), np.array([1, 2, 3], np.int32)]
+)
+def test_tokens_come_as_any_sequence_of_integers(tokens):
+    manager = make()
+    publish(manager, 0, tokens)
+    assert manager.match([1, 2, 3, 4]) == 3
+
+
+def test_the_callers_array_may_change_afterwards():
+    manager = make()
+    tokens = np.arange(9, dtype=np.int32)
+    manager.add_sequence(0, tokens)
+    tokens[:] = 0
+    manager.release(0)
+    assert manager.match(range(9)) == 8
+
+
+def test_ids_are_the_callers_own():
+    manager = make()
+    ids = manager.add_sequence(0, range(9)).block_ids
+    assert ids.dtype == np.int32
+    ids[:] = -7
+    assert (manager.block_ids(0) >= 0).all()
+
+
+# ---------------------------------------------------------------- reuse and publishing
+
+
+def test_without_reuse_nothing_is_published_or_matched():
+    manager = make(enable_block_reuse=False)
+    manager.add_sequence(0, range(9))
+    manager.commit(0, 9)
+    assert manager.match(range(9)) == 0
+    manager.release(0)
+    assert manager.num_free_blocks() == 16
+    assert manager.add_sequence(1, range(9)).matched_tokens == 0
+    manager.check_invariants()
+
+
+def test_a_run_does_not_grow_past_the_end_of_a_duplicate_published_under_it():
+    manager = make()
+    manager.add_sequence(0, range(12))
+    manager.add_sequence(1, [*range(4), 50, 51, 52, 53])
+    manager.commit(0, 4)
+    # Its first block is a duplicate, what follows is published under the other's, which lives on.
+    manager.abort(1, 8)
+    manager.commit(0, 12)
+    manager.check_invariants()
+    assert manager.match([*range(4), 50, 51, 52, 53, 0]) == 8
+    assert manager.match([*range(12), 0]) == 12
+
+
+def test_a_detached_duplicate_no_longer_holds_back_what_follows():
+    manager = make()
+    manager.add_sequence(0, range(8))
+    manager.add_sequence(1, range(8))
+    manager.commit(0, 8)
+    manager.commit(1, 8)  # a duplicate from block 0 on
+    manager.abort(0, 8)
+    handle = manager.detach(1, 0)
+    manager.add_sequence(2, [9] * 4 * 12)  # reclaims the path
+    assert manager.match([*range(8), 0]) == 0
+    manager.commit(1, 8)
+    assert manager.match([*range(8), 0]) == 8
+    manager.unpin(handle)
+    manager.check_invariants()
+
+
+def test_a_block_detached_and_pinned_is_free_when_both_let_go():
+    manager = make(8)
+    manager.add_sequence(0, range(8))
+    pin = manager.pin(0)
+    handle = manager.detach(0, 1)
+    manager.abort(0, 0)
+    assert manager.num_free_blocks() == 6
+    manager.unpin(handle)
+    assert manager.num_free_blocks() == 6
+    manager.unpin(pin)
+    assert manager.num_free_blocks() == 8
+    manager.check_invariants()
+
+
+def test_a_pin_holds_what_its_sequence_rewinds():
+    manager = make(8)
+    manager.add_sequence(0, range(12))
+    pin = manager.pin(0)
+    manager.rewind(0, 6)
+    assert manager.num_free_blocks() == 5
+    manager.append_tokens(0, range(6))
+    assert manager.num_free_blocks() == 4
+    manager.unpin(pin)
+    assert manager.num_free_blocks() == 5
+    manager.check_invariants()
+
+
+# ---------------------------------------------------------------- can_add
+
+
+@pytest.mark.parametrize("held", range(9))
+@pytest.mark.parametrize("length", range(1, 5 * T + 2))
+@pytest.mark.parametrize("copy", [False, True])
+def test_can_add_is_exact(held, length, copy):
+    manager = make(8, copy_on_partial_reuse=copy)
+    publish(manager, 0, range(14))
+    if held:
+        manager.add_sequence(1, [99] * (held * T))
+    free = manager.num_free_blocks()
+    matched = manager.match(range(length))
+    fits = manager.can_add(range(length))
+    assert (manager.num_free_blocks(), manager.match(range(length))) == (free, matched)
+    if fits:
+        manager.add_sequence(2, range(length))
+    else:
+        with pytest.raises(OutOfBlocks):
+            manager.add_sequence(2, range(length))
+        assert (manager.num_free_blocks(), manager.match(range(length))) == (free, matched)
+    manager.check_invariants()
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_block_keys_are_the_chains():
+    manager = make()
+    keys = chain(range(9))
+    manager.add_sequence(0, range(9), keys=keys)
+    assert list(manager.block_keys(0)) == keys.keys()
+    assert len(keys.keys()) == 2
+
+
+def test_without_a_chain_keys_tell_paths_and_namespaces_apart():
+    manager = make()
+    manager.add_sequence(0, range(9))
+    manager.add_sequence(1, range(9))
+    manager.add_sequence(2, range(9), cache_salt="x")
+    assert manager.block_keys(0) == manager.block_keys(1)
+    assert not set(manager.block_keys(0)) & set(manager.block_keys(2))
+    assert len(manager.block_keys(0)) == 2
+
+
+def test_pinned_by_key_is_the_longest_leading_run_that_is_there():
+    manager = make(4)
+    publish(manager, 0, range(12), keys=chain(range(12)))
+    ids = manager.add_sequence(1, range(9), keys=chain(range(9))).block_ids
+    manager.abort(1, 0)
+    keys = chain([*range(8), 50, 51, 52, 53]).keys()
+    pin = manager.pin_keys(keys)
+    assert pin.block_ids.tolist() == ids[:2].tolist()
+    manager.add_sequence(2, [9] * 8)  # reclaims all but the pinned
+    assert manager.match(range(13)) == 8
+    with pytest.raises(OutOfBlocks):
+        manager.add_sequence(3, [8])
+    manager.unpin(pin)
+    manager.add_sequence(3, [8])
+    assert manager.match(range(13)) == 4
+
+
+def test_unknown_keys_pin_nothing():
+    manager = make()
+    publish(manager, 0, range(12), keys=chain(range(12)))
+    for keys in ([], chain(range(50, 60)).keys(), chain(range(12)).keys()[1:]):
+        pin = manager.pin_keys(keys)
+        assert len(pin) == 0
+        manager.unpin(pin)
+    assert manager.num_free_blocks() == 16
+
+
+def test_who_never_asks_by_key_never_hashes():
+    manager = make()
+    keys = chain(range(12))
+    publish(manager, 0, range(12), keys=keys)
+    assert keys._keys == []
+
+
+# ---------------------------------------------------------------- retention
+
+
+def test_a_retention_of_a_shared_run_divides_it_only_where_it_differs():
+    manager = make()
+    publish(manager, 0, range(16))
+    given = KvCacheRetentionConfig(
+        token_range_retention_configs=[
+            {"token_start": 4, "token_end": 8, "priority": 80},
+            {"token_start": 8, "token_end": 12, "priority": 20},
+        ]
+    )
+    manager.add_sequence(1, range(17), retention=given)
+    assert manager.priorities(1) == [35, 80, 20, 35, 35]
+    manager.check_invariants()
+
+
+# ---------------------------------------------------------------- no growth
+
+
+def sizes(manager):
+    """Of every container in the manager that could grow."""
+    tree, pool = manager._tree, manager._pool
+    return {
+        "sequences": len(manager._sequences),
+        "pins": len(manager._pins),
+        "roots": len(tree.roots),
+        "index": len(tree.index),
+        "blank": len(pool.blank),
+        "candidates": len(pool.queue),
+    }
+
+
+def test_ten_thousand_requests_leave_no_growth():
+    manager = make(64)
+    manager.unpin(manager.pin_keys([]))  # there is a key index from now on
+    random = np.random.default_rng(1)
+    most_entries = 0
+    for number in range(10_000):
+        tokens = random.integers(0, 2, random.integers(1, 60)).astype(np.int32)
+        salt = f"tenant {number}" if number % 3 == 0 else None
+        keys = chain(tokens, BlockKey(number.to_bytes(32, "big") if salt else ROOT))
+        manager.add_sequence(number, tokens, cache_salt=salt, keys=keys)
+        pin = manager.pin(number) if number % 5 == 0 else None
+        manager.commit(number, len(tokens) // 2)
+        manager.append_tokens(number, [1, 0])
+        manager.release(number)
+        if pin is not None:
+            manager.unpin(pin)
+        most_entries = max(most_entries, manager._pool.queue.num_entries)
+    manager.check_invariants()
+    assert most_entries < 64 + 8 * 64 + 2
+    left = sizes(manager)
+    assert left["sequences"] == left["pins"] == 0
+    assert max(left.values()) <= 64, left
+    manager.reset()
+    assert manager.num_free_blocks() == 64
+    assert manager._tree.roots == {}

@@ -1,0 +1,62 @@
+"""How many blocks fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvconnect.cache.block_manager import BlockManager
+from kvconnect.cache.kv_cache_manager import KVCacheManager
+from kvconnect.cache.sizing import DEFAULT_CPU_BYTES, num_primary_blocks
+from kvconnect.config import KvCacheConfig
+from kvconnect.errors import ConfigurationError
+from kvconnect.layout import KvCacheLayout
+
+LAYOUT = KvCacheLayout(4, 2, 8, 8, 16, torch.float32)  # 8 KiB a block
+
+
+def blocks(**settings):
+    return num_primary_blocks(KvCacheConfig(tokens_per_block=16, **settings), LAYOUT)
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(1, 1), (16, 1), (17, 2), (1600, 100)])
+def test_tokens_are_rounded_up_to_blocks(max_tokens, expected):
+    assert blocks(max_tokens=max_tokens) == expected
+
+
+@pytest.mark.parametrize(("nbytes", "expected"), [(8192, 1), (16383, 1), (16384, 2)])
+def test_bytes_are_rounded_down_to_blocks(nbytes, expected):
+    assert blocks(max_gpu_total_bytes=nbytes) == expected
+
+
+def test_the_smallest_limit_wins():
+    assert blocks(max_tokens=160, max_gpu_total_bytes=3 * 8192) == 3
+    assert blocks(max_tokens=32, max_gpu_total_bytes=3 * 8192) == 2
+
+
+def test_without_cuda_and_without_a_limit_it_is_a_gibibyte():
+    assert blocks() * LAYOUT.block_nbytes == DEFAULT_CPU_BYTES == 1 << 30
+    assert blocks(free_gpu_memory_fraction=0.1) == blocks()
+
+
+def test_no_room_for_one_block_names_the_limit():
+    with pytest.raises(ConfigurationError, match=r"max_gpu_total_bytes: 8191 .* 8192 bytes"):
+        blocks(max_gpu_total_bytes=8191)
+
+
+def test_managers_take_their_size_from_the_configuration():
+    config = KvCacheConfig(tokens_per_block=16, max_tokens=100)
+    assert BlockManager(config, LAYOUT).max_blocks() == 7
+    manager = KVCacheManager(config, [LAYOUT])
+    assert manager.get_max_resource_count() == 7
+    assert manager.pool_tensor().shape[0] == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_it_is_a_fraction_of_what_is_free():
+    device = torch.device("cuda")
+    config = KvCacheConfig(tokens_per_block=16, free_gpu_memory_fraction=0.25)
+    free, _ = torch.cuda.mem_get_info(device)
+    nbytes = num_primary_blocks(config, LAYOUT, device) * LAYOUT.block_nbytes
+    assert 0.2 * free < nbytes <= 0.25 * free
