@@ -14,11 +14,10 @@ from kvconnect.cache.admission import Admission, AdmissionPlan
 from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.copier import BlockCopier
 from kvconnect.cache.invariants import check_invariants
-from kvconnect.cache.key_index import KeyIndex
+from kvconnect.cache.pin_table import PinTable
 from kvconnect.cache.publisher import Publisher
 from kvconnect.cache.radix_tree import RadixTree
 from kvconnect.cache.retention import RetentionPlan
-from kvconnect.cache.segment import BlockIds, Segment
 from kvconnect.cache.sequence import PinHandle, as_id_array
 from kvconnect.cache.sequence import Sequence as LiveSequence
 from kvconnect.cache.settings import fixed_num_blocks, refuse_unsupported
@@ -55,8 +54,8 @@ class BlockManager:
     """The block manager of one full-attention pool: pure bookkeeping, it holds no tensors.
 
     Synchronous and not thread-safe: callers serialise. Tokens are any integer sequence or NumPy
-    array; an int32 array is taken without a conversion. Errors leave everything as it was, unless
-    said otherwise.
+    array; an int32 array is taken without a conversion. Errors leave everything as it was. The
+    methods of a sequence raise `UnknownRequest` if none has that id.
 
     Args:
         config: what to reuse; limits, where `num_blocks` is not given.
@@ -93,7 +92,7 @@ class BlockManager:
             self._tree, self._pool, layout.tokens_per_block, tails=config.enable_partial_reuse
         )
         self._sequences: dict[int, LiveSequence] = {}
-        self._pins: set[PinHandle] = set()
+        self._pins = PinTable(self._tree, self._pool, layout.tokens_per_block)
 
     # ---------------------------------------------------------------- queries
 
@@ -162,11 +161,7 @@ class BlockManager:
         return request_id in self._sequences
 
     def block_ids(self, request_id: int, *, window: int | None = None) -> npt.NDArray[np.int32]:
-        """The sequence's blocks in order of its tokens: int32, the caller's own.
-
-        Raises:
-            UnknownRequest: there is no such sequence.
-        """
+        """The sequence's blocks in order of its tokens: int32, the caller's own."""
         _full_attention(window)
         return as_id_array(self._sequence(request_id).ids)
 
@@ -175,9 +170,9 @@ class BlockManager:
         return len(self._sequence(request_id).ids)
 
     def block_keys(self, request_id: int) -> Sequence[BlockKey]:
-        """Chained keys of the sequence's full blocks, each hashed once.
+        """Chained keys of the sequence's full blocks, each hashed once by its `KeyChain`.
 
-        Without a `KeyChain` in `add_sequence` the keys are good within this manager only.
+        Without a chain in `add_sequence` they are hashed now, and no store knows them.
         """
         sequence = self._sequence(request_id)
         chain = sequence.chain
@@ -253,6 +248,8 @@ class BlockManager:
         prompt = RetentionPlan(retention, len(query) // 4, self._layout.tokens_per_block)
         sequence = LiveSequence(namespace, query, prompt, keys)
         self._admission.admit(sequence, plan, self._copy_tokens)
+        if keys is not None and namespace in self._tree.roots:
+            self._tree.root(namespace, keys.root)
         self._sequences[request_id] = sequence
         return SequenceAllocation(sequence.matched, as_id_array(sequence.ids))
 
@@ -260,7 +257,6 @@ class BlockManager:
         """Before a later chunk: a full-attention pool has blocks for the whole prompt already.
 
         Raises:
-            UnknownRequest: there is no such sequence.
             ConfigurationError: (a ``ValueError``) `num_tokens` is beyond the sequence.
         """
         self._check_position("num_tokens", num_tokens, self._sequence(request_id))
@@ -269,7 +265,6 @@ class BlockManager:
         """The sequence goes on with `tokens`; takes a block where one begins.
 
         Raises:
-            UnknownRequest: there is no such sequence.
             OutOfBlocks: there are not enough blocks; nothing was appended.
         """
         sequence = self._sequence(request_id)
@@ -286,7 +281,6 @@ class BlockManager:
         Below an earlier commit it does nothing.
 
         Raises:
-            UnknownRequest: there is no such sequence.
             ConfigurationError: (a ``ValueError``) beyond the sequence.
         """
         sequence = self._sequence(request_id)
@@ -302,7 +296,6 @@ class BlockManager:
         """Drop the last `num_tokens` tokens, and the blocks that held nothing else.
 
         Raises:
-            UnknownRequest: there is no such sequence.
             ConfigurationError: (a ``ValueError``) negative, or below what was committed or matched.
         """
         sequence = self._sequence(request_id)
@@ -320,9 +313,6 @@ class BlockManager:
         """The sequence ended, and the KV of all its tokens but the last is valid.
 
         Publishes that, full blocks and tail, and lets go of its blocks.
-
-        Raises:
-            UnknownRequest: there is no such sequence.
         """
         self._end(request_id, self._sequence(request_id).num_tokens - 1)
 
@@ -332,7 +322,6 @@ class BlockManager:
         What was committed stays published.
 
         Raises:
-            UnknownRequest: there is no such sequence.
             ConfigurationError: (a ``ValueError``) beyond the sequence.
         """
         sequence = self._sequence(request_id)
@@ -342,22 +331,8 @@ class BlockManager:
     # ---------------------------------------------------------------- pins
 
     def pin(self, request_id: int) -> PinHandle:
-        """Keep the blocks that the sequence holds now, also when it lets go of them.
-
-        Raises:
-            UnknownRequest: there is no such sequence.
-        """
-        sequence = self._sequence(request_id)
-        handle = PinHandle(as_id_array(sequence.ids))
-        self._hold_published(handle, sequence.segment)
-        if sequence.published < len(sequence.ids):
-            self._pool.hold(sequence.ids[sequence.published :])
-            self._pool.num_private_pins += 1
-            handle.sequence, handle.end = sequence, len(sequence.ids)
-            handle.shares_private = True
-            sequence.pins.append(handle)
-        self._pins.add(handle)
-        return handle
+        """Keep the blocks that the sequence holds now, also when it lets go of them."""
+        return self._pins.pin(self._sequence(request_id))
 
     def pin_keys(self, keys: Sequence[BlockKey]) -> PinHandle:
         """Keep the longest leading run of blocks with these keys; perhaps none.
@@ -365,20 +340,7 @@ class BlockManager:
         Only prompts that came with a `KeyChain` can be found. The first call hashes what is
         published.
         """
-        if self._tree.index is None:
-            self._tree.index = KeyIndex(self._tree.roots.values(), self._layout.tokens_per_block)
-        found = self._tree.index.find(keys)
-        if found is None:
-            handle = PinHandle(np.empty(0, np.int32))
-        else:
-            segment, stop = found
-            if stop < segment.end:
-                segment = self._tree.split(segment, stop)
-            ids = np.concatenate([as_id_array(step.ids) for step in segment.path()])
-            handle = PinHandle(ids)
-            self._hold_published(handle, segment)
-        self._pins.add(handle)
-        return handle
+        return self._pins.pin_keys(keys)
 
     def unpin(self, handle: PinHandle) -> None:
         """Let go of what `handle` holds; blocks that nobody else holds can be reused.
@@ -386,17 +348,7 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) it was unpinned before.
         """
-        if handle not in self._pins:
-            raise ConfigurationError("handle: not a pin of this manager, or unpinned already")
-        self._pins.remove(handle)
-        self._pool.let_go(handle.segment, self._pool.next_moment())
-        private: BlockIds = handle.loose
-        if handle.sequence is not None:
-            handle.sequence.pins.remove(handle)
-            private = private + handle.sequence.ids[handle.sequence.published : handle.end]
-        self._pool.drop(private)
-        if handle.shares_private:
-            self._pool.num_private_pins -= 1
+        self._pins.unpin(handle)
 
     def detach(self, request_id: int, first_block: int) -> PinHandle:
         """Take the blocks from `first_block` on away from the sequence, and give it fresh ones.
@@ -405,32 +357,10 @@ class BlockManager:
         most ``first_block * tokens_per_block`` tokens count as computed.
 
         Raises:
-            UnknownRequest: there is no such sequence.
             ConfigurationError: (a ``ValueError``) no such block, or it is published.
             OutOfBlocks: there are not enough blocks.
         """
-        sequence = self._sequence(request_id)
-        if not 0 <= first_block <= len(sequence.ids):
-            raise ConfigurationError(
-                f"first_block: {first_block} is outside 0..{len(sequence.ids)}"
-            )
-        if first_block < sequence.published:
-            raise ConfigurationError(
-                f"first_block: block {first_block} is published, and others may use it; the first "
-                f"that can be detached is {sequence.published}"
-            )
-        fresh = self._pool.allocate(len(sequence.ids) - first_block)
-        detached = sequence.drop_after(first_block)
-        sequence.ids.extend(fresh)
-        valid = first_block * self._layout.tokens_per_block
-        sequence.computed = min(sequence.computed, valid)
-        sequence.matched = min(sequence.matched, valid)
-        if sequence.duplicate is not None and sequence.duplicate >= first_block:
-            sequence.duplicate = None
-        handle = PinHandle(as_id_array(detached))
-        handle.loose = detached
-        self._pins.add(handle)
-        return handle
+        return self._pins.detach(self._sequence(request_id), first_block)
 
     # ---------------------------------------------------------------- the whole
 
@@ -461,7 +391,7 @@ class BlockManager:
             self._tree,
             self._pool,
             self._sequences.values(),
-            self._pins,
+            self._pins.live,
             self._layout.tokens_per_block,
         )
 
@@ -502,11 +432,6 @@ class BlockManager:
         self._pool.let_go(sequence.segment, moment)
         sequence.disband()
         self._pool.drop(private)
-
-    def _hold_published(self, handle: PinHandle, segment: Segment | None) -> None:
-        if segment is not None:
-            self._pool.claim(segment)
-            handle.segment = segment
 
     @staticmethod
     def _check_position(field: str, num_tokens: int, sequence: LiveSequence) -> None:

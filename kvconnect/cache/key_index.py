@@ -23,7 +23,7 @@ class KeyIndex:
         self._stride = 4 * tokens_per_block
         self._first: dict[BlockKey, Segment] = {}
         for root in roots:
-            self.renamed(root)
+            self.named(root)
 
     def __len__(self) -> int:
         return len(self._first)
@@ -46,14 +46,11 @@ class KeyIndex:
                 at += 1
         return None if found is None else (found, at)
 
-    def renamed(self, root: Root) -> None:
-        """`root` got another chain root: all keys below it are new."""
+    def named(self, root: Root) -> None:
+        """`root` got its chain root: what is below it has keys now."""
         waiting = list(root.children)
         while waiting:
             segment = waiting.pop()
-            self._forget(segment)
-            segment.keys = []
-            # Parents come first, so that theirs are there to chain on.
             self.added(segment)
             waiting.extend(segment.children)
 

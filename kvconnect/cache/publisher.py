@@ -116,12 +116,8 @@ class Publisher:
     def _parent(self, sequence: Sequence) -> Segment:
         if sequence.segment is not None:
             return sequence.segment
-        root = self._tree.root(sequence.namespace)
-        if sequence.chain is not None and root.chain_root != sequence.chain.root:
-            root.chain_root = sequence.chain.root
-            if self._tree.index is not None:
-                self._tree.index.renamed(root)
-        return root
+        chain = sequence.chain
+        return self._tree.root(sequence.namespace, chain.root if chain is not None else None)
 
     def _key(self, sequence: Sequence, start: int, stop: int, tail: int = 0) -> bytearray:
         # The tokens of these blocks; of the first `tail` of the only one, if that is not full.

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvconnect.cache.key_index import KeyIndex
 from kvconnect.cache.segment import BlockIds, Root, Segment
-from kvconnect.keys import Namespace
+from kvconnect.keys import BlockKey, Namespace
 
 __all__ = ["Match", "PartialSource", "RadixTree", "TokenBytes"]
 
@@ -58,11 +58,18 @@ class RadixTree:
         """The root of each namespace that has something published. Not to be changed."""
         return self._roots
 
-    def root(self, namespace: Namespace) -> Root:
-        """The namespace's root, made if need be; it goes with its last child."""
+    def root(self, namespace: Namespace, chain_root: BlockKey | None = None) -> Root:
+        """The namespace's root, made if need be; it goes with its last child.
+
+        The first `chain_root` that is given is the key before its first blocks.
+        """
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Root(namespace)
+        if root.chain_root is None and chain_root is not None:
+            root.chain_root = chain_root
+            if self.index is not None:
+                self.index.named(root)
         return root
 
     def clear(self) -> None:

@@ -108,6 +108,11 @@ class Sequence:
         del self.ids[num_blocks:]
         return dropped
 
+    def forget_computed(self, num_tokens: int) -> None:
+        """At most the first `num_tokens` count as computed."""
+        self.computed = min(self.computed, num_tokens)
+        self.matched = min(self.matched, num_tokens)
+
     def disband(self) -> None:
         """The sequence ended: its pins keep what they hold of it, the private blocks loose."""
         for pin in self.pins:

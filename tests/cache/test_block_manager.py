@@ -283,6 +283,16 @@ def test_unknown_keys_pin_nothing():
     assert manager.num_free_blocks() == 16
 
 
+def test_what_was_published_without_keys_is_found_once_a_request_brings_them():
+    manager = make()
+    publish(manager, 0, range(12))
+    keys = chain(range(12))
+    assert len(manager.pin_keys(keys.keys())) == 0
+    manager.add_sequence(1, range(12), keys=keys)
+    assert len(manager.pin_keys(keys.keys())) == 3
+    manager.check_invariants()
+
+
 def test_who_never_asks_by_key_never_hashes():
     manager = make()
     keys = chain(range(12))
