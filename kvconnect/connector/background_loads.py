@@ -20,7 +20,7 @@ __all__ = ["BackgroundLoad", "BackgroundLoads", "leading"]
 # A piece is large enough that its fixed costs do not show, and a few of them keep a store busy
 # while their slots stay in the processor's caches.
 _PIECE_NBYTES = 8 << 20
-_PIECES_IN_FLIGHT = 3
+_PIECES_IN_FLIGHT = 4
 
 
 def leading(order: LoadBlocks, num_blocks: int, tokens_per_block: int) -> int:
