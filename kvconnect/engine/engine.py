@@ -129,7 +129,7 @@ class Engine:
         self._advance(batch, outcome)
         self._kv.update_resources(batch)
         # sample: append tokens, stream them, finish
-        self._sample(batch, logits, outcome)
+        self._sample(batch, logits)
         # settle: loaded requests resume, saved ones let go
         self._settle(outcome)
         self.stats.free_blocks = self._kv.get_num_free_blocks()
@@ -186,13 +186,12 @@ class Engine:
 
     # ------------------------------------------------------------------ sample
 
-    def _sample(self, batch: ScheduledBatch, logits: Tensor | None, outcome: StepOutcome) -> None:
-        """The next token of every request whose tokens are all computed."""
+    def _sample(self, batch: ScheduledBatch, logits: Tensor | None) -> None:
+        """The next token of those whose tokens are all computed: nothing after a failed load."""
         rows = [
             row
             for row, request in enumerate(batch.requests)
             if request.num_computed_tokens == request.num_tokens
-            and request.request_id not in outcome.failed
         ]
         if logits is None or not rows:
             return

@@ -48,11 +48,12 @@ class Inbox(Generic[_Message]):
             taken, self._messages = self._messages, []
         return taken
 
-    def wait(self, timeout: float | None) -> None:
-        """Sleep until the bell rings, or rang since the last wait; at most `timeout` seconds."""
+    def wait(self, timeout: float | None) -> bool:
+        """Sleep until the bell rings, or rang since the last wait; False after `timeout` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._rung, timeout)
+            rang = self._changed.wait_for(lambda: self._rung, timeout)
             self._rung = False
+        return rang
 
     def close(self, cause: BaseException | None) -> list[_Message]:
         """Accept nothing any more; returns what nobody will read."""

@@ -113,8 +113,9 @@ def test_an_engine_that_is_dropped_ends_its_thread(llama):
 
 FORGETFUL = """
 import sys
-from kvconnect import LLM, KvCacheConfig, SamplingParams
-llm = LLM(sys.argv[1], kv_cache=KvCacheConfig(max_tokens=256), connector=sys.argv[2])
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+store = KvCacheConnectorConfig(url=sys.argv[2], lookup_timeout_ms=5000)
+llm = LLM(sys.argv[1], kv_cache=KvCacheConfig(max_tokens=256), connector=store)
 print(llm.generate([7] * 100, SamplingParams(max_tokens=2))[0].reused_store_tokens)
 """
 
