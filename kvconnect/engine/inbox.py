@@ -49,7 +49,7 @@ class Inbox(Generic[_Message]):
         return taken
 
     def wait(self, timeout: float | None) -> bool:
-        """Sleep until the bell rings, or rang since the last wait; False after `timeout` seconds."""
+        """Sleep until the bell rings, or rang since the last wait; False if `timeout` s passed."""
         with self._changed:
             rang = self._changed.wait_for(lambda: self._rung, timeout)
             self._rung = False

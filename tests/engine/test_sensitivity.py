@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvconnect import SamplingParams
+from kvconnect.request import RequestState
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 
@@ -41,6 +42,28 @@ def test_what_was_left_in_a_block_never_shows(llama, open_llm, reference, prompt
     for _ in range(2):
         outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
         assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 20)
+
+
+def test_what_a_partial_copy_brings_along_never_shows(llama, open_llm, reference, prompts):
+    """Nothing is promised about the tokens of a reused block behind those that matched."""
+    llm = open_llm(llama)
+    kv = llm._engine._kv
+    prepare = kv.prepare_resources
+
+    def prepare_and_spoil(batch):
+        fresh = [r for r in batch.context_requests if r.state is RequestState.QUEUED]
+        prepare(batch)
+        for request in fresh:
+            block = kv.get_batch_cache_indices([request])[request.request_id]
+            number, valid = divmod(request.num_computed_tokens, 16)
+            for layer in range(3):
+                kv.get_buffers(layer)[block[number], :, valid:] = torch.nan
+
+    kv.prepare_resources = prepare_and_spoil
+    for _ in range(2):
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
+        assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 20)
+    assert any(one.reused_device_tokens % 16 for one in outputs)
 
 
 def test_unused_slots_of_a_block_are_zero(llama, open_llm):
