@@ -99,8 +99,10 @@ class Engine:
             _log.error("the engine stopped: %s", caught, exc_info=caught)
         try:
             self._connector.shutdown()
-        finally:
-            self._turn_away(error)
+        except Exception as caught:  # noqa: BLE001  nobody else is there to take it
+            error = error or caught
+            _log.error("the connector did not shut down: %s", caught, exc_info=caught)
+        self._turn_away(error)
 
     def _step_until_closed(self) -> None:
         while True:

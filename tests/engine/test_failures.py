@@ -63,6 +63,21 @@ def test_a_closed_engine_takes_no_requests(open_llm, llama):
         llm.submit([1])
 
 
+def test_a_connector_that_breaks_at_the_end_leaves_nobody_waiting(open_llm, llama):
+    llm = open_llm(llama)
+    handle = llm.submit([1], LONG)
+    next(handle.stream())
+
+    def broken() -> None:
+        raise Broken("no way out")
+
+    llm._engine._connector.shutdown = broken
+    llm.close()
+    assert handle.result(timeout=30).finish_reason == "abort"
+    with pytest.raises(EngineClosed, match="has failed"):
+        llm.submit([1])
+
+
 def test_closing_aborts_what_runs(open_llm, llama, prompts):
     llm = open_llm(llama, max_batch_size=1)
     handles = [llm.submit(prompt, LONG) for prompt in prompts[:3]]
