@@ -20,7 +20,7 @@ import aiofiles
 import aiofiles.os
 from torch import Tensor
 
-from kvconnect import LLM, KvCacheConfig, SamplingParams
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.engine.random_model import make_model
 from kvconnect.keys import BlockKey
@@ -46,10 +46,10 @@ class FolderBackend(Backend):
         """Read straight into the buffers; another length is a miss."""
         for index, (key, buffer) in enumerate(zip(keys, into, strict=True)):
             try:
+                if await aiofiles.os.path.getsize(self._path(key)) != len(buffer):
+                    return index
                 async with aiofiles.open(self._path(key), "rb") as file:
-                    if await file.readinto(buffer.numpy().data) != len(buffer) or await file.read(
-                        1
-                    ):
+                    if await file.readinto(buffer.numpy().data) != len(buffer):
                         return index
             except FileNotFoundError:
                 return index
@@ -85,7 +85,8 @@ def main() -> None:
         outputs = []
         for title in ("first engine ", "second engine"):
             cache = KvCacheConfig(max_tokens=4096)
-            with LLM(model, kv_cache=cache, connector=FolderBackend(folder)) as llm:
+            store = KvCacheConnectorConfig(backend=FolderBackend(folder), lookup_timeout_ms=1000)
+            with LLM(model, kv_cache=cache, connector=store) as llm:
                 output = llm.generate(PROMPT * 4, SamplingParams(max_tokens=16))[0]
             print(
                 f"{title}: {output.prompt_tokens} prompt tokens, "

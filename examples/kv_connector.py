@@ -249,10 +249,10 @@ def _write_block(file: Path, block: Tensor) -> None:
 
 
 PROMPT = (
-    "A language model reads a prompt before it answers, and keeps for every token of it a key and a "
-    "value in each of its layers. That memory is the KV cache. It depends on nothing but the model "
-    "and the tokens, so whoever asks with the same beginning again need not wait for it to be "
-    "computed again, if only somebody kept it. How would you keep it?"
+    "A language model reads a prompt before it answers, and keeps for every token of it a key and "
+    "a value in each of its layers. That memory is the KV cache. It depends on nothing but the "
+    "model and the tokens, so whoever asks with the same beginning again need not wait for it to "
+    "be computed again, if only somebody kept it. How would you keep it?"
 )
 
 

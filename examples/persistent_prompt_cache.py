@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kvconnect import LLM, ConfigurationError, SamplingParams
+from kvconnect import LLM, ConfigurationError, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backends.url import StoreUrl, format_size
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -41,7 +41,9 @@ class Run:
 def answer(model: Path, prompt: str, store: str, max_tokens: int) -> Run:
     """Start an engine, answer `prompt`, stop. When it returns, the KV cache is in `store`."""
     sampling = SamplingParams(max_tokens=max_tokens)
-    with LLM(model, connector=store) as llm:
+    # Nobody else waits here, so a lookup may take longer than an engine under load should allow.
+    connector = KvCacheConnectorConfig(url=store, lookup_timeout_ms=1000)
+    with LLM(model, connector=connector) as llm:
         output = llm.generate(prompt, sampling)[0]
     return Run(
         output.prompt_tokens,

@@ -69,6 +69,13 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("KV cache")
     group.add_argument("--store", metavar="URL", help="for example disk:///var/cache/kv")
+    group.add_argument(
+        "--lookup-timeout-ms",
+        type=float,
+        default=1000.0,
+        metavar="MS",
+        help="what the store may delay a step by; later answers are misses (default: 1000)",
+    )
     group.add_argument("--dtype", default="auto", metavar="D", help="of model and cache")
     group.add_argument(
         "--tokens-per-block", type=int, default=32, metavar="T", help="a power of two (default: 32)"
@@ -149,7 +156,11 @@ def _open_llm(arguments: argparse.Namespace) -> LLM:
     cache = KvCacheConfig(
         tokens_per_block=arguments.tokens_per_block, max_tokens=arguments.kv_cache_tokens
     )
-    connector = None if arguments.store is None else KvCacheConnectorConfig(url=arguments.store)
+    connector = None
+    if arguments.store is not None:
+        connector = KvCacheConnectorConfig(
+            url=arguments.store, lookup_timeout_ms=arguments.lookup_timeout_ms
+        )
     return LLM(
         arguments.model,
         kv_cache=cache,

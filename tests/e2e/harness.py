@@ -23,10 +23,13 @@ def open_llm(
     dtype: str = "float64",
     max_tokens: int = 2048,
 ) -> LLM:
-    """An engine with room for a few prompts, and short deadlines for its store."""
+    """An engine with room for a few prompts; patient with its store on a busy machine."""
     cache = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=max_tokens)
+    patience = {"lookup_timeout_ms": 5000, "load_timeout_s": 10, "save_timeout_s": 10}
     if isinstance(store, str):
-        store = KvCacheConnectorConfig(url=store, load_timeout_s=10, save_timeout_s=10)
+        store = KvCacheConnectorConfig(url=store, **patience)
+    elif isinstance(store, Backend):
+        store = KvCacheConnectorConfig(backend=store, **patience)
     return LLM(model, kv_cache=cache, connector=store, dtype=dtype)
 
 
