@@ -6,24 +6,11 @@ import multiprocessing
 import os
 import random
 import signal
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from harness import PARAMS, PROMPT, disk_url, open_llm
-
-
-def _serve(model: Path, store: str, ready: Connection) -> None:
-    """A child process: answers prompts, each saved as it goes, until it is killed."""
-    with open_llm(model, store) as llm:
-        ready.send(None)
-        for start in range(10_000):
-            llm.generate([[*PROMPT[start % 50 :], start % 250]], PARAMS)
-
-
-def _answer(model: Path, store: str, result: Connection) -> None:
-    with open_llm(model, store) as llm:
-        result.send([llm.generate([PROMPT], PARAMS)[0].output_token_ids for _ in range(2)])
+from children import answer_twice, serve
+from harness import disk_url
 
 
 def _kill_and_check(
@@ -35,7 +22,7 @@ def _kill_and_check(
     store = disk_url(directory, "8MiB")
     for _ in range(kills):
         here, there = context.Pipe()
-        child = context.Process(target=_serve, args=(model, store, there))
+        child = context.Process(target=serve, args=(model, store, there))
         child.start()
         assert here.poll(60)
         here.recv()
@@ -44,7 +31,7 @@ def _kill_and_check(
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        checker = context.Process(target=_answer, args=(model, store, there))
+        checker = context.Process(target=answer_twice, args=(model, store, there))
         checker.start()
         assert here.poll(60)
         for tokens in here.recv():
@@ -69,7 +56,9 @@ def test_two_processes_on_one_directory(model: Path, expected: list[int], tmp_pa
     context.set_forkserver_preload(["torch", "transformers", "kvconnect.engine.llm"])
     store = disk_url(tmp_path / "store", "2MiB")  # too small for both: they evict each other's
     pipes = [context.Pipe() for _ in range(2)]
-    children = [context.Process(target=_answer, args=(model, store, there)) for _, there in pipes]
+    children = [
+        context.Process(target=answer_twice, args=(model, store, there)) for _, there in pipes
+    ]
     for child in children:
         child.start()
     for (here, _), child in zip(pipes, children, strict=True):
