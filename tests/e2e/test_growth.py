@@ -55,5 +55,6 @@ def test_a_thousand_requests(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_ten_thousand_requests(model: Path, tmp_path: Path) -> None:
     _run(model, tmp_path, 10_000, 1_000)

@@ -45,6 +45,7 @@ def test_killed_while_saving(model: Path, expected: list[int], tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_killed_a_hundred_times_while_saving(
     model: Path, expected: list[int], tmp_path: Path
 ) -> None:
