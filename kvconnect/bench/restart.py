@@ -45,7 +45,7 @@ def restart(model: Path, scratch: Path, *, num_tokens: int, repeats: int) -> lis
     prompt = random_prompt(num_tokens, seed=1)
     store = scratch / "store"
     cache = KvCacheConfig(max_tokens=2 * num_tokens)
-    config = KvCacheConnectorConfig(url=f"disk://{store}?capacity=16GiB")
+    config = KvCacheConnectorConfig(url=f"disk://{store}?capacity=16GiB", lookup_timeout_ms=1000)
     with LLM(model, kv_cache=cache, connector=config) as llm:
         cold = _first_token(llm, prompt)
         again = [_first_token(llm, prompt, computed=1) for _ in range(repeats)]
