@@ -113,6 +113,9 @@ class Calls:
                 raise self._abandon(operation, task, holds_buffers=holds_buffers)
         finally:
             self._turns.release()
+        if task.cancelled():
+            # Not by anybody here: it must not pass for a caller who gave up.
+            raise BackendUnavailable(f"{self.name}: {operation} failed: the store cancelled it")
         with mapped(self.name, operation):
             return task.result()
 

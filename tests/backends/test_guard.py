@@ -191,6 +191,20 @@ async def test_whatever_a_backend_raises_is_unavailable_from_it(kit, error):
         assert counter("store.load.errors") == before + 1
 
 
+async def test_a_backend_that_cancels_itself_is_unavailable(kit):
+    async def cancel(name):
+        if name != "open":
+            raise asyncio.CancelledError
+
+    async with kit.opened(GuardedBackend(Recording(cancel))) as store:
+        with pytest.raises(BackendUnavailable, match="cancelled"):
+            await store.lookup([kit.key(1)])
+        with pytest.raises(BackendUnavailable, match="cancelled"):
+            await store.load([kit.key(1)], kit.buffers(1))
+        with pytest.raises(BackendUnavailable, match="cancelled"):
+            await store.save([kit.block(kit.key(1))])
+
+
 async def test_error_leaves_the_next_call_working(kit):
     failing = ["save"]
 
