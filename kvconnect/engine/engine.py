@@ -216,8 +216,8 @@ class Engine:
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
         """`live` is over: its blocks go, or stay until they are saved; its waiter is told."""
         request = live.request
-        if reason == "abort":
-            live.texts.append(live.stops.abort())
+        rest = live.stops.abort() if reason == "abort" else ""
+        live.texts.append(rest)
         holds_blocks = request.state is not RequestState.QUEUED
         self._scheduler.remove(request)
         self._sampler.forget(request)
@@ -234,7 +234,7 @@ class Engine:
                 self._kv.free_resources(request)
         del self._live[request.request_id]
         self._count(request)
-        live.progress.finish(_output(live, reason))
+        live.progress.finish(_output(live, reason), rest)
 
     # ------------------------------------------------------------------ settle
 

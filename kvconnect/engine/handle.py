@@ -31,9 +31,10 @@ class RequestProgress:
             if self._streams:
                 self._changed.notify_all()
 
-    def finish(self, output: RequestOutput) -> None:
-        """The end."""
+    def finish(self, output: RequestOutput, rest: str = "") -> None:
+        """The end; `rest` is text that came with no token of its own."""
         with self._changed:
+            self._texts.append(rest)
             self._output = output
             self._end()
 
@@ -66,12 +67,12 @@ class RequestProgress:
                 self._changed.wait_for(lambda: len(self._tokens) > seen or self.done)
             finally:
                 self._streams -= 1
+            # All of it under the lock: an end that comes after these tokens may bring others.
             tokens, texts = tuple(self._tokens[seen:]), self._texts[seen:]
-        if self._error is not None:
-            raise self._error
-        if self._output is None:
-            return tokens, "".join(texts), None
-        return tokens, "".join(texts), self._output.finish_reason
+            output, error = self._output, self._error
+        if error is not None:
+            raise error
+        return tokens, "".join(texts), None if output is None else output.finish_reason
 
     def _end(self) -> None:
         self._changed.notify_all()

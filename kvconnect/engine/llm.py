@@ -143,8 +143,10 @@ class LLM:
             self._make(prompt, one, namespace, retention, None)
             for prompt, one in zip(several, params, strict=True)
         ]
-        handles = [self._post(live) for live in made]
+        handles: list[RequestHandle] = []
         try:
+            for live in made:
+                handles.append(self._post(live))  # noqa: PERF401  what was posted is to be aborted
             return [handle.result() for handle in handles]
         except BaseException:
             for handle in handles:

@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 
 from kvconnect import SamplingParams
+from kvconnect.engine.handle import RequestHandle, RequestProgress
+from kvconnect.engine.output import RequestOutput
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -123,6 +125,23 @@ def test_abort_twice_and_after_the_end_does_nothing(llm, prompts):
     handle.abort()
 
 
+def test_an_interrupt_between_two_prompts_aborts_the_first(llm, prompts, monkeypatch):
+    gate, _ = hold_forwards(llm)
+    posted = []
+
+    def post(live):
+        if posted:
+            raise KeyboardInterrupt
+        posted.append(type(llm)._post(llm, live))
+        return posted[0]
+
+    monkeypatch.setattr(llm, "_post", post)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts[:2], LONG)
+    gate.set()
+    assert posted[0].result(timeout=30).finish_reason == "abort"
+
+
 def test_aborted_requests_give_their_blocks_back(llm, prompts):
     handles = [llm.submit(prompt, LONG) for prompt in prompts]
     for handle in handles:
@@ -133,6 +152,54 @@ def test_aborted_requests_give_their_blocks_back(llm, prompts):
     stats = llm.stats()
     assert stats.free_blocks == stats.max_blocks
     llm._engine._kv.blocks.check_invariants()
+
+
+def test_tokens_that_come_with_the_end_are_not_lost():
+    class Interrupted(threading.Condition):
+        """Lets the engine go on as soon as a reader has let go of the lock."""
+
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            if meanwhile:
+                meanwhile.pop()()
+
+    def end():
+        progress.add(2, "b")
+        progress.finish(output, "c")
+
+    output = RequestOutput(7, (5,), (1, 2), "abc", "length", 1, 1, 0, 0, 1.0)
+    progress = RequestProgress()
+    progress.add(1, "a")
+    meanwhile = [end]
+    progress._changed = Interrupted()
+    chunks = list(RequestHandle(7, progress, lambda _: None).stream())
+    assert [chunk.token_ids for chunk in chunks] == [(1,), (2,)]
+    assert "".join(chunk.text for chunk in chunks) == "abc"
+    assert [chunk.finish_reason for chunk in chunks] == [None, "length"]
+
+
+def test_text_held_back_at_an_abort_reaches_the_stream(llm, prompts):
+    whole = llm.generate(prompts[0], SHORT)[0].output_text
+    # May begin right away and never does: all text is held back.
+    params = SamplingParams(max_tokens=400, ignore_eos=True, stop=(whole[:8] + "never" * 200,))
+    gate, reached = hold_forwards(llm)
+    handle = llm.submit(prompts[0], params)
+    assert reached.wait(30)
+    forward = llm._engine._model.forward
+    steps = []
+
+    def counted(step):
+        steps.append(step)
+        if len(steps) == 6:
+            handle.abort()
+        return forward(step)
+
+    llm._engine._model.forward = counted
+    gate.set()
+    output = handle.result(timeout=30)
+    assert output.finish_reason == "abort"
+    assert output.output_text
+    assert "".join(chunk.text for chunk in handle.stream()) == output.output_text
 
 
 def test_result_with_a_timeout(llm, prompts):
