@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,10 @@ def _run(model: Path, tmp_path: Path, requests: int, warm_up: int) -> None:
         before = state()
         serve(llm, requests)
         after = state()
+        # Blocks on their way to the disk are no growth: they are gone in a moment.
+        deadline = time.monotonic() + 30
+        while after[0] - before[0] >= 0.2 * requests and time.monotonic() < deadline:
+            after = state()
     objects, fds, threads, rss = (b - a for a, b in zip(before, after, strict=True))
     assert objects < 0.2 * requests, "objects per request"
     assert fds <= 2
