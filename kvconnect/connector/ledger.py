@@ -150,11 +150,10 @@ class TransferLedger:
     def next_deadline(self) -> float | None:
         """When something happens at the latest, on the monotonic clock; ``None``: perhaps never.
 
-        Blocks in quarantine are hoped for as long as a load may take; whoever still waits for them
-        then waits in vain.
+        Blocks in quarantine are hoped for as long as their transfer may take; whoever still waits
+        for them then waits in vain.
         """
-        held_since = self.quarantine.expecting_since()
-        hope = None if held_since is None else held_since + self._config.load_timeout_s
+        hope = self.quarantine.hoped_until()
         if hope is not None and hope < time.monotonic():
             hope = None
         deadlines = (self.loads.next_deadline(), self.saves.next_deadline(), hope)
@@ -316,7 +315,11 @@ class TransferLedger:
 
     def _hold(self, transfer: Transfer, handle: PinnedBlocks, num_blocks: int) -> None:
         loud = set(self._ranks - transfer.quiet_ranks)
-        self.quarantine.hold(transfer.direction, transfer.request_id, handle, num_blocks, loud)
+        is_load = transfer.direction is Direction.LOAD
+        patience_s = self._config.load_timeout_s if is_load else self._config.save_timeout_s
+        self.quarantine.hold(
+            transfer.direction, transfer.request_id, handle, num_blocks, loud, patience_s
+        )
 
     def _num_blocks(self, load: Transfer, first_token: int) -> int:
         return -(-load.end // self._tokens_per_block) - first_token // self._tokens_per_block

@@ -271,6 +271,10 @@ class KvCacheConnectorManager:
         """Whether a transfer is in flight."""
         return bool(self._saving or self._ledger.loads or self._ledger.saves)
 
+    def expects_news(self) -> bool:
+        """Whether an idle `end_step` may bring anything, if only blocks of a transfer given up."""
+        return self.has_pending() or bool(self._cancelled or self._ledger.quarantine)
+
     def shutdown(self) -> None:
         """Drain what is staged up to ``save_timeout_s`` and end the connector; idempotent."""
         if not self._closed:

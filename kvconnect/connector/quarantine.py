@@ -16,7 +16,7 @@ _REMEMBERED = 1024
 
 @dataclass(slots=True)
 class _Held:
-    since: float
+    hoped_until: float
     handle: PinnedBlocks
     num_blocks: int
     loud_ranks: set[int]
@@ -43,9 +43,9 @@ class Quarantine:
         """Whether blocks of this transfer are held."""
         return (direction, request_id) in self._held
 
-    def expecting_since(self) -> float | None:
-        """When blocks were last put here, on the monotonic clock; ``None``: it is empty."""
-        return max((held.since for held in self._held.values()), default=None)
+    def hoped_until(self) -> float | None:
+        """How long blocks may be hoped for, on the monotonic clock; ``None``: it is empty."""
+        return max((held.hoped_until for held in self._held.values()), default=None)
 
     @property
     def full(self) -> bool:
@@ -59,9 +59,14 @@ class Quarantine:
         handle: PinnedBlocks,
         num_blocks: int,
         loud_ranks: set[int],
+        patience_s: float,
     ) -> None:
-        """Keep `handle` until `returned` was called for every one of `loud_ranks`."""
-        self._held[direction, request_id] = _Held(time.monotonic(), handle, num_blocks, loud_ranks)
+        """Keep `handle` until `returned` was called for every one of `loud_ranks`.
+
+        It may be hoped for `patience_s` seconds that this happens.
+        """
+        hoped_until = time.monotonic() + patience_s
+        self._held[direction, request_id] = _Held(hoped_until, handle, num_blocks, loud_ranks)
         self.num_blocks += num_blocks
 
     def returned(self, direction: Direction, request_id: int, rank: int) -> None:

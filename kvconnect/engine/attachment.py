@@ -40,8 +40,11 @@ class Attachment(Protocol):
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
         """What travels to the client with the result."""
 
+    def expects_news(self) -> bool:
+        """Whether an idle `end_step` may bring anything."""
+
     def wait_seconds(self) -> float | None:
-        """How long to sleep with nothing runnable; ``None``: nothing is in flight."""
+        """How long to sleep with nothing runnable; ``None``: there is nothing to wait for."""
 
     def shutdown(self) -> None:
         """Drain and end."""
@@ -79,6 +82,10 @@ class NoConnector:
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
         """Nothing travels."""
         return None
+
+    def expects_news(self) -> bool:
+        """Nothing is in flight."""
+        return False
 
     def wait_seconds(self) -> float | None:
         """Nothing is in flight."""

@@ -122,7 +122,7 @@ class Engine:
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
             self._connector.begin_step(batch)
-        elif self._connector.wait_seconds() is None:
+        elif not self._connector.expects_news():
             return self._unblock()
         # forward: each layer waits for its loads, writes K/V, attends, offers itself for saving
         logits = self._forward(batch.requests)
@@ -134,8 +134,10 @@ class Engine:
         self._sample(batch, logits)
         # settle: loaded requests resume, saved ones let go
         self._settle(outcome)
-        self.stats.free_blocks = self._kv.get_num_free_blocks()
-        return scheduled or bool(outcome.loaded or outcome.failed or outcome.saved)
+        ended = bool(outcome.loaded or outcome.failed or outcome.saved)
+        if self._recount_blocks() or scheduled or ended:
+            return True
+        return self._connector.wait_seconds() is None and self._unblock()
 
     # ------------------------------------------------------------------ arrive
 
@@ -275,13 +277,20 @@ class Engine:
         self._scheduler.put_back(request)
         self.stats.preemptions += 1
 
+    def _recount_blocks(self) -> bool:
+        """Whether more are free: those held for a transfer come back without any request."""
+        before = self.stats.free_blocks
+        self.stats.free_blocks = self._kv.get_num_free_blocks()
+        return self.stats.free_blocks > before
+
     def _unblock(self) -> bool:
-        """Nothing runs and nothing is in flight: then what waits will never fit."""
+        """Nothing runs and nothing is to be hoped for: then what waits will never fit."""
         if not self._scheduler.waiting:
             return False
         request = self._scheduler.waiting[0]
         needed = self._kv.get_needed_resource_to_completion(request)
         self._scheduler.remove(request)
+        self._sampler.forget(request)
         self._connector.request_finished(request, aborted=True)
         request.state = RequestState.FINISHED
         live = self._live.pop(request.request_id)

@@ -232,6 +232,18 @@ def test_an_unfinished_save_times_out_and_its_blocks_stay_until_it_is_over(scrip
         assert kv.get_num_free_blocks() == 20
 
 
+def test_blocks_of_a_late_save_are_hoped_for_as_long_as_a_save_may_take(script: Script) -> None:
+    script.keep = lambda _: True
+    script.finished = never
+    with engine(load_timeout_s=0.01, save_timeout_s=0.2) as bench:
+        script.worker.wakes = True
+        bench.submit(PROMPT, 1)
+        bench.run()
+        assert bench.kv.get_num_free_blocks() < len(bench.kv.pool)
+        assert bench.manager.wait_seconds() == pytest.approx(0.2, abs=0.1)
+        assert bench.manager.expects_news()
+
+
 def test_a_failed_save_loses_nothing_but_the_entry(script: Script) -> None:
     script.keep = lambda _: True
     script.finished = never

@@ -211,6 +211,24 @@ def test_a_load_that_writes_after_its_deadline_touches_nobody(
         assert list(llm.generate([PROMPT], PARAMS)[0].output_token_ids) == expected
 
 
+def test_who_waits_for_the_blocks_of_an_aborted_load_gets_them(
+    model: Path, expected: list[int]
+) -> None:
+    backend = LoadsLate()
+    answer(model, backend)
+    # Room for one of them: the second waits for what the first one's load still holds.
+    with open_llm(model, backend, max_tokens=len(PROMPT) + PARAMS.max_tokens) as llm:
+        try:
+            loading = llm.submit(PROMPT, PARAMS)
+            assert backend.asked.wait(30)
+            waiting = llm.submit(PROMPT, PARAMS.model_copy(update={"max_tokens": 23}))
+            loading.abort()
+            assert loading.result(30).finish_reason == "abort"
+        finally:
+            backend.go.set()
+        assert list(waiting.result(30).output_token_ids) == expected[:23]
+
+
 def test_a_store_that_dies_and_comes_back(model: Path, expected: list[int]) -> None:
     backend = DictBackend()
     answer(model, backend)

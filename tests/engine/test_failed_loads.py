@@ -236,3 +236,21 @@ def test_aborting_while_it_loads(plan, llm, prompts, expected):
     assert answers(llm, prompts) == expected
     stats = llm.stats()
     assert stats.free_blocks == stats.max_blocks
+
+
+def test_blocks_that_come_back_when_nobody_hopes_for_them_are_used(plan, llm, prompts, monkeypatch):
+    blocks = llm._engine._kv.blocks
+    blocks.add_sequence(10**6, [1] * T * (blocks.max_blocks() - 32))
+    plan.is_async, plan.fails = True, False
+    loading = llm.submit(prompts[0], GREEDY)
+    llm.generate(prompts[1], GREEDY)
+    loading.abort()
+    assert loading.result(timeout=30).finish_reason == "abort"
+    llm.generate(prompts[1], GREEDY)
+    ledger = llm._engine._connector._ledger
+    assert ledger.quarantine.num_blocks == 3
+    monkeypatch.setattr(ledger, "next_deadline", lambda: None)
+    plan.hold.set()
+    # It needs all 32 blocks that are left, and no step of another request comes before it.
+    long = SamplingParams(max_tokens=T, ignore_eos=True)
+    assert llm.generate([2] * (31 * T), long)[0].finish_reason == "length"
