@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["DaemonThreads"]
 
@@ -27,14 +26,17 @@ class DaemonThreads(ThreadPoolExecutor):
         super().__init__(max_workers)
         self._max = max_workers
         self._name = name
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._work: dict[Future[Any], Callable[[], None]] = {}  # in order of arrival
         self._daemons: list[threading.Thread] = []
-        self._idle = threading.Semaphore(0)
-        self._guard = threading.Lock()
+        self._idle = 0
+        self._changed = threading.Condition()
         self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run ``fn(*args, **kwargs)`` on a thread; does not block.
+
+        What is cancelled before its turn is forgotten at once: while all threads are stuck, work
+        that nobody waits for must not pile up.
 
         Raises:
             RuntimeError: the pool has ended.
@@ -51,16 +53,18 @@ class DaemonThreads(ThreadPoolExecutor):
             else:
                 future.set_result(result)
 
-        with self._guard:
+        with self._changed:
             if self._ended:
                 raise RuntimeError(f"{self._name}: the pool has ended")
-            self._work.put(work)
-            if not self._idle.acquire(blocking=False) and len(self._daemons) < self._max:
+            self._work[future] = work
+            if len(self._work) > self._idle and len(self._daemons) < self._max:
                 thread = threading.Thread(
                     target=self._run, name=f"{self._name}-{len(self._daemons)}", daemon=True
                 )
                 self._daemons.append(thread)
                 thread.start()
+            self._changed.notify()
+        future.add_done_callback(self._forget)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -69,18 +73,27 @@ class DaemonThreads(ThreadPoolExecutor):
 
     def end(self, timeout_s: float) -> None:
         """Take no more work, and wait up to `timeout_s` for the threads to end; idempotent."""
-        with self._guard:
-            if not self._ended:
-                self._ended = True
-                for _ in self._daemons:
-                    self._work.put(None)
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
         deadline = time.monotonic() + timeout_s
         for thread in self._daemons:
             left = deadline - time.monotonic()
             thread.join(None if left == float("inf") else max(0.0, left))
 
+    def _forget(self, future: Future[Any]) -> None:
+        with self._changed:
+            self._work.pop(future, None)
+
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (work := self._next()) is not None:
             work()
             del work  # or an idle thread keeps the arguments of its last work alive
-            self._idle.release()
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for work; ``None``: there is none and the pool has ended."""
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._work or self._ended)
+            self._idle -= 1
+            return self._work.pop(next(iter(self._work))) if self._work else None

@@ -83,6 +83,22 @@ def test_an_idle_thread_is_used_again() -> None:
     pool.end(5)
 
 
+def test_what_is_cancelled_while_all_threads_are_stuck_is_forgotten() -> None:
+    pool = DaemonThreads(1, "test-pool")
+    go, entered = threading.Event(), threading.Event()
+    stuck = pool.submit(lambda: entered.set() or go.wait(20))
+    assert entered.wait(5)
+    first, kept = pool.submit(lambda: 1), pool.submit(lambda: 2)
+    for _ in range(100):
+        assert pool.submit(lambda: 3).cancel()
+    assert first.cancel()
+    assert len(pool._work) == 1
+    go.set()
+    assert stuck.result(5)
+    assert kept.result(5) == 2
+    pool.end(5)
+
+
 def test_errors_reach_whoever_waits_and_the_thread_goes_on() -> None:
     pool = DaemonThreads(1, "test-pool")
     with pytest.raises(ZeroDivisionError):
