@@ -133,6 +133,23 @@ class BlockManager:
         namespace = Namespace(cache_salt, lora_id, extra_key)
         return self._plan(namespace, query, max_matched, first_chunk) is not None
 
+    def foretell(
+        self,
+        tokens: Tokens,
+        *,
+        cache_salt: str | None = None,
+        lora_id: int | str | None = None,
+        extra_key: str | int | None = None,
+    ) -> int | None:
+        """``matched_tokens`` of `add_sequence` now; ``None``: no blocks. Changes nothing.
+
+        Less than `match` where a partial match has to be given up for want of blocks.
+        """
+        query = _token_bytes(tokens)
+        namespace = Namespace(cache_salt, lora_id, extra_key)
+        plan = self._plan(namespace, query, None, None)
+        return None if plan is None else self._admission.num_matched(plan.match)
+
     def num_free_blocks(self, *, window: int | None = None) -> int:
         """Blocks that could be allocated now."""
         _full_attention(window)

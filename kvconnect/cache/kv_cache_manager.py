@@ -192,11 +192,11 @@ class KVCacheManager(BaseKVCacheManager):
             "extra_key": request.extra_key,
         }
         tokens = request.tokens.view
-        if not self.blocks.can_add(tokens, **space):
+        matched = self.blocks.foretell(tokens, **space)
+        if matched is None:
             return False
         external = ExternalMatch()
         if self._matcher is not None:
-            matched = self.blocks.match(tokens, **space)
             external = self._matcher.match_external(request, matched)
         try:
             allocation = self.blocks.add_sequence(
@@ -210,8 +210,8 @@ class KVCacheManager(BaseKVCacheManager):
         except OutOfBlocks:
             # Matching less, because the store reaches further, shares fewer blocks with others.
             return False
-        matched = allocation.matched_tokens
-        request.num_computed_tokens = request.reused_device_tokens = matched
+        request.reused_device_tokens = allocation.matched_tokens
+        request.num_computed_tokens = allocation.matched_tokens
         request.num_external_tokens = external.end if external.num_tokens else 0
         loading = external.num_tokens > 0 and external.is_async
         request.state = RequestState.LOADING if loading else RequestState.CONTEXT

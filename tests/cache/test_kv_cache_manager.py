@@ -240,6 +240,20 @@ def test_what_a_store_fills_in_this_step_counts_from_the_start():
     assert request.state is RequestState.CONTEXT
 
 
+def test_a_matcher_is_told_only_of_what_the_device_can_really_give():
+    manager = make_manager(num_blocks=3)
+    first = make_request(range(11))
+    run(manager, first, [])
+    manager.free_resources(first)
+    matcher = Matcher(ExternalMatch(8))
+    manager.set_external_matcher(matcher)
+    # The last block shares tokens with a published tail, for whose copy there is no room.
+    request = make_request([*range(10), 70])
+    manager.prepare_resources(ScheduledBatch(context_requests=[request]))
+    assert matcher.asked == [(request, 8)]
+    assert request.num_computed_tokens == 8
+
+
 def test_a_request_that_loads_in_the_background_is_parked_with_its_blocks():
     manager = make_manager()
     manager.set_external_matcher(Matcher(ExternalMatch(0, 8, is_async=True)))

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from harness import PARAMS, PROMPT, answer, open_llm
+from harness import PARAMS, PROMPT, T, answer, open_llm
 from torch import Tensor
 
-from kvconnect import KvCacheConnectorConfig
+from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Backend, Child, StoredBlock
 from kvconnect.keys import BlockKey
 
@@ -66,6 +66,18 @@ class RaisesOnLoad(DictBackend):
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         raise RuntimeError("load")
+
+
+def test_a_tail_that_does_not_load_into_a_full_pool(model: Path) -> None:
+    prompt = PROMPT[: 3 * T + 10]
+    other = [*prompt[:-2], 3, 4]
+    few = SamplingParams(max_tokens=4, ignore_eos=True)
+    # Device and store have the other's tail; the pool has no block left to copy the device's.
+    with open_llm(model, RaisesOnLoad(), max_tokens=4 * T) as llm:
+        llm.generate([prompt], few)
+        got = llm.generate([other], few)[0].output_token_ids
+    with open_llm(model) as llm:
+        assert got == llm.generate([other], few)[0].output_token_ids
 
 
 class Liar(DictBackend):
