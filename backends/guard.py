@@ -13,7 +13,7 @@ from torch import Tensor
 from kvconnect import frame
 from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.calls import Call, Calls, counted, mapped, together, unopened
-from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
+from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError, RetryLater
 from kvconnect.frame import FrameHeader
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
@@ -94,7 +94,7 @@ class GuardedBackend(Backend):
         try:
             with trace("store.close"):
                 await self._calls.run("close", lambda _: self.inner.close(), closing=True)
-        except (BackendUnavailable, TimeoutError) as error:
+        except (ConfigurationError, RetryLater) as error:
             logger.warning("%s", error)
         self._hashing.shutdown(wait=False)
 

@@ -81,7 +81,8 @@ class OffloadStore:
         except TimeoutError as error:
             closing.cancel()
             warn_once("connector.close", f"{self.backend.name}: did not close in time ({error})")
-        self._end_threads()
+        finally:
+            self._end_threads()
 
     def _end_threads(self) -> None:
         self._io.close()

@@ -13,7 +13,13 @@ import torch
 from kvconnect import frame
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.backends import GuardedBackend, guard
-from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError, UsageError
+from kvconnect.errors import (
+    BackendTimeout,
+    BackendUnavailable,
+    ConfigurationError,
+    RetryLater,
+    UsageError,
+)
 from kvconnect.trace import metrics
 
 
@@ -385,6 +391,20 @@ async def test_close_returns_while_a_call_hangs(kit):
         await loading
     hanging.set()
     await asyncio.wait_for(asyncio.wrap_future(raised.value.pending), 10)
+
+
+@pytest.mark.parametrize("error", [ConfigurationError("x"), RetryLater("x"), OSError("x")])
+async def test_close_never_raises(kit, error, caplog):
+    inner = Recording()
+
+    async def close():
+        raise error
+
+    inner.close = close
+    guarded = GuardedBackend(inner)
+    await guarded.open([kit.layout])
+    await guarded.close()
+    assert "x" in caplog.text
 
 
 async def test_close_returns_while_the_close_of_the_store_hangs(kit, caplog):
