@@ -152,8 +152,9 @@ class OffloadWorker(KvCacheConnectorWorker):
         meta = self._metadata
         if isinstance(meta, OffloadMeta) and meta.saves:
             patience = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
+            deadline = time.monotonic() + patience  # of all of them together
             for order in meta.saves:
-                self._stage(order, stream, patience)
+                self._stage(order, stream, max(0.0, deadline - time.monotonic()))
 
     def _stage(self, order: SaveOrder, stream: torch.cuda.Stream | None, patience_s: float) -> None:
         staged = self._queue.stage(order, stream=stream, patience_s=patience_s)

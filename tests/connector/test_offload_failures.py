@@ -361,6 +361,20 @@ def test_with_wait_a_store_that_hangs_is_given_up() -> None:
         store.open_doors()
 
 
+def test_all_requests_of_a_step_wait_for_room_together() -> None:
+    store = DictStore()
+    store.at_save.shut()
+    settings = HASTY | {"on_backlog": "wait", "staging_bytes": 2 * SLOT}
+    with BenchEngine(llm_args(store, **settings)) as bench:
+        for first in range(8):
+            bench.submit([first, *PROMPT], 3)
+        started = time.monotonic()
+        bench.step()
+        assert 0.25 < time.monotonic() - started < 3 * 0.3
+        store.open_doors()
+        bench.run()
+
+
 def test_what_fails_to_load_is_offered_to_the_store_again() -> None:
     store = filled(inline=False)
     bad = list(store.frames)[3]
