@@ -105,7 +105,7 @@ class Calls:
         await self._take_turn(operation, deadline)
         try:
             call = Call()
-            task = loop.create_task(start(call), name=f"kvconnect-{operation}")
+            task = loop.create_task(_contained(start(call)), name=f"kvconnect-{operation}")
             self._running.add(task)
             task.add_done_callback(self._ended)
             if not await _wait(task, deadline, holds_buffers=holds_buffers):
@@ -174,6 +174,14 @@ class Calls:
         self._abandoned.discard(task)
         if not task.cancelled():
             task.exception()  # looked at: asyncio would complain about an abandoned call's error
+
+
+async def _contained(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; should it want to end the process, it ends nothing but itself."""
+    try:
+        return await work
+    except SystemExit as error:  # out of a task it would stop the event loop
+        raise RuntimeError(f"the store called exit({error.code!r})") from error
 
 
 async def _wait(task: asyncio.Task[Any], deadline: float, *, holds_buffers: bool) -> bool:

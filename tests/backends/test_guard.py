@@ -211,6 +211,17 @@ async def test_a_backend_that_cancels_itself_is_unavailable(kit):
             await store.save([kit.block(kit.key(1))])
 
 
+async def test_a_backend_that_exits_ends_only_its_call(kit):
+    async def leave(name):
+        if name == "lookup":
+            raise SystemExit(3)
+
+    async with kit.opened(GuardedBackend(Recording(leave))) as store:
+        with pytest.raises(BackendUnavailable, match=r"exit\(3\)"):
+            await store.lookup([kit.key(1)])
+        assert await store.load([kit.key(1)], kit.buffers(1)) == 0
+
+
 async def test_error_leaves_the_next_call_working(kit):
     failing = ["save"]
 
