@@ -205,7 +205,9 @@ class LLM:
             extra_key=extra_key,
             retention=retention,
         )
-        return _abort_when_left(handle)
+        chunks = _abort_when_left(handle)
+        next(chunks)
+        return chunks
 
     def stats(self) -> EngineStats:
         """Counts so far, and what the engine holds now."""
@@ -334,6 +336,8 @@ def _ask_to_close(inbox: Inbox[Any]) -> None:
 
 def _abort_when_left(handle: RequestHandle) -> Iterator[StreamChunk]:
     try:
+        # A generator that was never started runs no `finally`: the caller takes this one.
+        yield StreamChunk(handle.request_id, (), "", None)
         yield from handle.stream()
     finally:
         handle.abort()

@@ -78,6 +78,17 @@ def test_leaving_a_stream_aborts_it(llm, prompts):
     assert llm.stats().finished_requests == 2
 
 
+def test_a_stream_that_nobody_iterates_is_aborted(llm, prompts):
+    gate, reached = hold_forwards(llm)
+    stream = llm.stream(prompts[0], LONG)
+    assert reached.wait(30)
+    stream.close()
+    gate.set()
+    llm.generate(prompts[1], SHORT)  # behind the abort in the inbox
+    assert llm.stats().running_requests == 0
+    assert llm.stats().finished_requests == 2
+
+
 def test_abort_while_running_keeps_what_came(llm, prompts):
     handle = llm.submit(prompts[0], LONG)
     next(handle.stream())
