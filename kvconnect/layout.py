@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import torch
 
@@ -28,6 +29,7 @@ class KvCacheLayout:
         tokens_per_block: a power of two greater than 1.
         dtype: of the elements.
         window: attention window in tokens; ``None`` is full attention.
+        layers: the model's numbers of these layers, ascending; ``()``: 0 to ``num_layers - 1``.
     """
 
     num_layers: int
@@ -37,6 +39,7 @@ class KvCacheLayout:
     tokens_per_block: int
     dtype: torch.dtype
     window: int | None = None
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "key_dim"):
@@ -46,9 +49,19 @@ class KvCacheLayout:
             raise ConfigurationError(f"value_dim: {self.value_dim} must be at least 0")
         if self.window is not None and self.window < 1:
             raise ConfigurationError(f"window: {self.window} must be at least 1, or None")
+        in_order = all(before < after for before, after in pairwise((-1, *self.layers)))
+        if self.layers and (len(self.layers) != self.num_layers or not in_order):
+            raise ConfigurationError(
+                f"layers: {self.layers} must be {self.num_layers} layer numbers in ascending order"
+            )
         t = self.tokens_per_block
         if t < 2 or t & (t - 1):
             raise ConfigurationError(f"tokens_per_block: {t} must be a power of two greater than 1")
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """The model's number of each layer."""
+        return self.layers or tuple(range(self.num_layers))
 
     @property
     def kv_factor(self) -> int:
@@ -82,5 +95,8 @@ class KvCacheLayout:
 
     def fingerprint(self) -> bytes:
         """16 bytes that differ whenever any field does; the same in every process."""
-        text = ";".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.layer_numbers == tuple(range(self.num_layers)):
+            del named["layers"]  # one pool for all layers: as before there could be several
+        text = ";".join(f"{name}={value}" for name, value in named.items())
         return hashlib.blake2b(text.encode(), digest_size=16).digest()

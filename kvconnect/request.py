@@ -167,12 +167,17 @@ class ScheduledBatch:
     `KVCacheManager.prepare_resources` moves requests of `context_requests` that load in the
     background to `loading_requests`, and those that do not fit after all to `refused_requests`
     (nothing changed for them). Of the others every one has its blocks when it returns.
+
+    Attributes:
+        max_chunk_tokens: no request computes more prompt tokens than this in one step; pools of
+            sliding windows hold blocks for so many at a time. ``None``: the whole prompt.
     """
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
     loading_requests: list[LlmRequest] = field(default_factory=list)
     refused_requests: list[LlmRequest] = field(default_factory=list)
+    max_chunk_tokens: int | None = None
 
     @property
     def requests(self) -> list[LlmRequest]:
@@ -204,5 +209,11 @@ class ExternalMatcher(Protocol):
         only ``position`` tokens of the device match.
         """
 
-    def blocks_allocated(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """`request` now holds `block_ids`, in order of its tokens."""
+    def blocks_allocated(
+        self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]]
+    ) -> None:
+        """`request` now holds `block_ids`, in order of its tokens; `by_group` in each pool group.
+
+        -1 in `by_group` is a place outside the group's window; places at the end that are not
+        reserved yet are left off.
+        """

@@ -157,7 +157,7 @@ class KVCacheManager(BaseKVCacheManager):
         """Ask `matcher` during admission from now on."""
         self._matcher = matcher
 
-    def pool_tensor(self) -> Tensor:
+    def pool_tensor(self, group: int = 0) -> Tensor:
         """The pool, ``[num_blocks, num_layers, kv_factor, elements]``, contiguous."""
         return self._pool
 
@@ -216,7 +216,8 @@ class KVCacheManager(BaseKVCacheManager):
         loading = external.num_tokens > 0 and external.is_async
         request.state = RequestState.LOADING if loading else RequestState.CONTEXT
         if self._matcher is not None:
-            self._matcher.blocks_allocated(request, allocation.block_ids.tolist())
+            ids = allocation.block_ids.tolist()
+            self._matcher.blocks_allocated(request, ids, [ids])
         return True
 
     def _extend(self, request: LlmRequest) -> None:

@@ -45,8 +45,13 @@ class BaseResourceManager(ABC):
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
         """Blocks that `request` still needs to run to its ``max_tokens``, exactly.
 
-        Counted without reuse: what it will hold at its end minus what it holds now.
+        Counted without reuse: what it will hold at its end minus what it holds now. With several
+        pools: blocks of group 0.
         """
+
+    def needed_blocks(self, request: LlmRequest) -> tuple[int, ...]:
+        """Blocks of each pool group that `request` needs beyond those it holds, at its peak."""
+        return (self.get_needed_resource_to_completion(request),)
 
 
 class PinnedBlocks:
@@ -58,15 +63,26 @@ class PinnedBlocks:
 class BaseKVCacheManager(BaseResourceManager):
     """A resource manager for KV blocks: what the engine needs besides allocation.
 
-    The last three methods serve connectors; a manager without them says so with
-    ``supports_connector = False`` and the engine then refuses to attach one.
+    The methods from `set_external_matcher` on serve connectors; a manager without them says so with
+    ``supports_connector = False`` and the engine then refuses to attach one. One without pools for
+    sliding windows (``supports_window_pools = False``) gets one layout for all layers, and windows
+    are masks only.
     """
 
     supports_connector: ClassVar[bool] = False
+    supports_window_pools: ClassVar[bool] = False
 
     @abstractmethod
     def get_batch_cache_indices(self, requests: Sequence[LlmRequest]) -> Mapping[int, list[int]]:
-        """Block ids of each request, by request id, in order of its tokens."""
+        """Block ids of each request, by request id, in order of its tokens; of group 0."""
+
+    def get_group_cache_indices(
+        self, requests: Sequence[LlmRequest], group: int
+    ) -> Mapping[int, list[int]]:
+        """As `get_batch_cache_indices` for one pool group; -1 where the request holds no block."""
+        if group != 0:
+            raise ConfigurationError(f"group: {group} does not exist; there is only group 0")
+        return self.get_batch_cache_indices(requests)
 
     @abstractmethod
     def get_buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
@@ -77,14 +93,21 @@ class BaseKVCacheManager(BaseResourceManager):
 
     @abstractmethod
     def get_num_free_blocks(self) -> int:
-        """Blocks that could be allocated now."""
+        """Blocks that could be allocated now; with several pools, of group 0."""
+
+    def ensure_free(self, needs: Sequence[int]) -> bool:
+        """Whether each pool group can supply so many blocks now; False changes nothing.
+
+        It may move memory from one pool to another to make it so.
+        """
+        return needs[0] <= self.get_num_free_blocks()
 
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:
         """Ask `matcher` during admission from now on."""
         raise self._no_connector()
 
-    def pool_tensor(self) -> Tensor:
-        """The whole pool, as the flat view that connectors register."""
+    def pool_tensor(self, group: int = 0) -> Tensor:
+        """The whole pool of a group, as the flat view that connectors register."""
         raise self._no_connector()
 
     def detach(self, request: LlmRequest, first_block: int) -> PinnedBlocks:

@@ -136,7 +136,9 @@ class KvCacheConnectorManager:
         record.offer = match
         return match
 
-    def blocks_allocated(self, request: LlmRequest, block_ids: list[int]) -> None:
+    def blocks_allocated(
+        self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]] = ()
+    ) -> None:
         """`request` was admitted and holds `block_ids`."""
         self._record(request).admitted()
         if self._scheduler is not None:
