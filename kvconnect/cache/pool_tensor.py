@@ -1,14 +1,20 @@
-"""The memory of a pool."""
+"""The memory of pools: on the device, in the host tier, and arenas that pools share.
+
+A pool is a flat view ``[num_blocks, num_layers, kv_factor, elements]``, wherever it lies.
+"""
 
 from __future__ import annotations
+
+import weakref
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["allocate_pool", "layer_buffers"]
+__all__ = ["allocate_arena", "allocate_host_pool", "allocate_pool", "layer_buffers", "pool_view"]
 
 _PAGE = 4096
 
@@ -18,15 +24,58 @@ def allocate_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) 
 
     On the CPU it begins at a multiple of 4 KiB and takes memory page by page as it is written to.
     """
-    shape = layout.flat_shape(num_blocks)
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=layout.dtype, device=device)
+    return pool_view(allocate_arena(num_blocks * layout.block_nbytes, device), layout)
+
+
+def allocate_host_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) -> Tensor:
+    """Host memory for `num_blocks` of a pool on `device`, in the shape of `allocate_pool`.
+
+    It begins at a multiple of 4 KiB. With a CUDA `device` it is page-locked; otherwise it takes
+    memory page by page as it is written to. Page-locking takes seconds per 10 GiB.
+
+    Raises:
+        ConfigurationError: so much memory cannot be reserved or page-locked.
+    """
     nbytes = num_blocks * layout.block_nbytes
+    try:
+        memory = _host_bytes(nbytes)
+        if device.type == "cuda" and nbytes:
+            _page_lock(memory)
+    except (MemoryError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"host_cache_size: {nbytes} bytes of host memory cannot be had ({error}); give less, "
+            "or raise the limit of locked memory (ulimit -l)"
+        ) from error
+    return pool_view(torch.from_numpy(memory), layout)
+
+
+def allocate_arena(nbytes: int, device: torch.device) -> Tensor:
+    """Zeroed memory that several pools share: 1-D uint8; see `pool_view`.
+
+    On the CPU it begins at a multiple of 4 KiB and takes memory page by page as it is written to.
+    """
     # Zeros, as masked attention multiplies what lies beyond the last token by zero: no NaN may be
     # there.
-    memory = np.zeros(nbytes + _PAGE, np.uint8)
-    start = -memory.ctypes.data % _PAGE
-    return torch.from_numpy(memory[start : start + nbytes]).view(layout.dtype).view(shape)
+    if device.type != "cpu":
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return torch.from_numpy(_host_bytes(nbytes))
+
+
+def pool_view(arena: Tensor, layout: KvCacheLayout) -> Tensor:
+    """All of `arena` as blocks of `layout`: ``[num_blocks, num_layers, kv_factor, elements]``.
+
+    Views of one arena in several layouts are the same bytes: block ``i`` is the bytes from
+    ``i * block_nbytes`` on. Who may use which of them is for the caller to say.
+
+    Raises:
+        ConfigurationError: `arena` is no whole number of blocks.
+    """
+    num_blocks, rest = divmod(arena.numel(), layout.block_nbytes)
+    if rest:
+        raise ConfigurationError(
+            f"arena: {arena.numel()} bytes are no multiple of a block's {layout.block_nbytes}"
+        )
+    return arena.view(layout.dtype).view(layout.flat_shape(num_blocks))
 
 
 def layer_buffers(
@@ -35,6 +84,7 @@ def layer_buffers(
     """Views of one layer: ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
 
     Where key and value dimensions differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
+    `layer_idx` counts the layers of this pool from 0.
     """
     layer = pool[:, layer_idx]
     num_blocks, tokens, heads = pool.shape[0], layout.tokens_per_block, layout.num_kv_heads
@@ -47,3 +97,23 @@ def layer_buffers(
         keys.view(num_blocks, tokens, heads, layout.key_dim),
         values.view(num_blocks, tokens, heads, layout.value_dim),
     )
+
+
+def _host_bytes(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    # NumPy asks for huge pages, which makes the first touch of a large pool several times cheaper.
+    memory = np.zeros(nbytes + _PAGE, np.uint8)
+    start = -memory.ctypes.data % _PAGE
+    return memory[start : start + nbytes]
+
+
+def _page_lock(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    # Registered, as torch's own page-locked memory comes in powers of two: 33 GiB would take 64.
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = memory.ctypes.data
+    code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    if code:
+        raise RuntimeError(f"cudaHostRegister: error {code}")
+    owner = memory.base
+    # The owner dies after the last tensor and is told so before its memory goes back.
+    unlock = weakref.finalize(owner, runtime.cudaHostUnregister, address)
+    unlock.atexit = False  # the driver may be gone by then, and the process ends anyway
