@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.copy import copy_in, copy_out, copy_tokens
+from kvconnect.kernels.copy import block_rows, copy_blocks, copy_in, copy_out, copy_tokens
 from kvconnect.layout import KvCacheLayout
 
 DEVICES = [
@@ -21,6 +21,7 @@ DEVICES = [
         ],
     ),
 ]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8]
 NUM_BLOCKS = 5
 
 
@@ -33,7 +34,7 @@ def layouts(draw):
         key_dim=key_dim,
         value_dim=draw(st.sampled_from([key_dim, 0, 3])),
         tokens_per_block=draw(st.sampled_from([2, 4, 16])),
-        dtype=draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8])),
+        dtype=draw(st.sampled_from(DTYPES)),
     )
 
 
@@ -108,6 +109,72 @@ def test_the_first_tokens_are_copied_and_no_others(device):
         assert same_bytes(pool, expected)
 
     check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_of_another_pool_are_copied(device):
+    @settings(max_examples=60, deadline=None)
+    @given(st.data(), layouts())
+    def check(data, layout):
+        count = data.draw(st.integers(0, layout.tokens_per_block))
+        source, target = data.draw(st.tuples(*[st.integers(0, NUM_BLOCKS - 1)] * 2))
+        pool, host = random_pool(layout, device), random_pool(layout)
+        if device == "cuda":
+            host = host.pin_memory()
+        expected = pool.cpu().clone()
+        for new, old in zip(split(expected, layout), split(host, layout), strict=True):
+            new[target, :, :, :count] = old[source, :, :, :count]
+        copy_tokens(pool, layout, source, target, count, source_pool=host)
+        assert same_bytes(pool, expected)
+
+    check()
+
+
+ids = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_are_copied_one_by_one_or_in_runs(device):
+    @settings(max_examples=100, deadline=None)
+    @given(layouts(), ids, ids)
+    def check(layout, sources, targets):
+        count = min(len(sources), len(targets))
+        sources, targets = sources[:count], targets[:count]
+        pool, host = block_rows(random_pool(layout, device)), block_rows(random_pool(layout))
+        if device == "cuda":
+            host = host.pin_memory()
+        for source, target in ((pool, host), (host, pool)):
+            expected = target.clone()
+            for from_id, to_id in zip(sources, targets, strict=True):
+                expected[to_id] = source[from_id]
+            copy_blocks(source, sources, target, targets)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            assert torch.equal(target, expected)
+
+    check()
+
+
+def test_blocks_that_follow_each_other_are_one_run(monkeypatch):
+    runs = []
+    rows = torch.zeros(12, 8, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, rows, **_: runs.append(len(rows)))
+    copy_blocks(rows, [0, 1, 2, 5, 6, 7, 9], rows[:], [4, 5, 6, 7, 8, 2, 3])
+    assert runs == [3, 2, 1, 1]
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    pool = block_rows(random_pool(LAYOUT))
+    before = pool.clone()
+    for sources, targets in (([0], [1, 2]), ([0, 1], [2, 2]), ([0, 1], [1, 2])):
+        with pytest.raises(ConfigurationError, match="target_ids"):
+            copy_blocks(pool, sources, pool, targets)
+    with pytest.raises(ConfigurationError, match="bytes"):
+        copy_blocks(pool, [0], torch.zeros(3, 7, dtype=torch.uint8), [0])
+    for sources, targets in (([-1], [1]), ([1], [NUM_BLOCKS])):
+        with pytest.raises(IndexError):
+            copy_blocks(pool, sources, pool, targets)
+    assert torch.equal(pool, before)
 
 
 def split(pool, layout):
