@@ -160,7 +160,9 @@ def _check_pools(
         if host is None:
             continue
         _check_pool(f"host_pools[{group}]", host, layout)
-        if host.device.type != "cpu" or (device.type == "cuda" and not host.is_pinned()):
+        if host.device.type != "cpu" or (
+            device.type == "cuda" and host.numel() and not host.is_pinned()
+        ):
             raise ConfigurationError(
                 f"host_pools[{group}]: must be host memory as allocate_host_pool makes it, "
                 "page-locked for CUDA"

@@ -17,6 +17,7 @@ from kvconnect.layout import KvCacheLayout
 __all__ = ["allocate_arena", "allocate_host_pool", "allocate_pool", "layer_buffers", "pool_view"]
 
 _PAGE = 4096
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 
 def allocate_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) -> Tensor:
@@ -110,7 +111,7 @@ def _page_lock(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
     # Registered, as torch's own page-locked memory comes in powers of two: 33 GiB would take 64.
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = memory.ctypes.data
-    code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    code = int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE))
     if code:
         raise RuntimeError(f"cudaHostRegister: error {code}")
     owner = memory.base
