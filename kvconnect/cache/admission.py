@@ -1,114 +1,309 @@
-"""Decides whether a new sequence fits, and gives it its blocks."""
+"""Decides whether a new sequence fits, and gives it its blocks (specification: using a match)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 from kvconnect.cache.block_pool import BlockPool
-from kvconnect.cache.radix_tree import Match, RadixTree, TokenBytes
-from kvconnect.cache.segment import Segment
-from kvconnect.cache.sequence import Sequence
+from kvconnect.cache.copier import BlockCopier
+from kvconnect.cache.matching import Match, Matcher, PartialSource, first_in_window
+from kvconnect.cache.radix_tree import RadixTree, TokenBytes
+from kvconnect.cache.retention import RetentionRun
+from kvconnect.cache.segment import BlockIds, Segment
+from kvconnect.cache.sequence import Grip, Sequence, no_ids
+from kvconnect.cache.slabs import SlabMove, Slabs
 from kvconnect.config import KvCacheConfig
 from kvconnect.keys import Namespace
 
-__all__ = ["Admission", "AdmissionPlan", "CopyTokens"]
+__all__ = ["Admission", "AdmissionPlan", "Demand", "Request"]
 
 
-class CopyTokens(Protocol):
-    """The one order that admission gives to a copier."""
+class Demand(NamedTuple):
+    """What a new sequence takes from one pool.
 
-    def __call__(self, source: int, target: int, num_tokens: int, /) -> None:
-        """Copy the first `num_tokens` tokens of block `source` to block `target`, in all layers."""
+    Attributes:
+        first: place of the first block that it holds.
+        stop: places from it on are for later chunks.
+        onboard: matched blocks that come back from the host, each into a fresh one.
+        fresh: blocks to allocate, those included.
+        claimed: blocks that are free so far, and that it keeps from being reclaimed.
+    """
+
+    first: int
+    stop: int
+    onboard: int
+    fresh: int
+    claimed: int
 
 
 class AdmissionPlan(NamedTuple):
-    """What a sequence reuses, and how many blocks it needs in all."""
+    """What a sequence reuses and takes.
+
+    Attributes:
+        match: what it reuses.
+        num_matched: the same in tokens.
+        reserved: leading tokens that it gets blocks for.
+        demands: by pool group.
+        moves: memory that changes pools before.
+    """
 
     match: Match
-    num_blocks: int
+    num_matched: int
+    reserved: int
+    demands: tuple[Demand, ...]
+    moves: Items[SlabMove] = ()
+
+
+class Request(NamedTuple):
+    """What `BlockManager.add_sequence` was asked for.
+
+    Attributes:
+        namespace: whose blocks may be reused.
+        tokens: as bytes.
+        max_matched: reuse at most so many tokens.
+        first_chunk: window pools hold blocks for so many tokens to be computed.
+        external_end: leading tokens that somebody fills before any is computed.
+    """
+
+    namespace: Namespace
+    tokens: TokenBytes
+    max_matched: int | None = None
+    first_chunk: int | None = None
+    external_end: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens) // 4
 
 
 class Admission:
-    """Matching, claiming and allocating for new sequences (specification: using a match)."""
+    """Plans, claims and allocates for new sequences."""
 
-    def __init__(self, tree: RadixTree, pool: BlockPool, config: KvCacheConfig) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        pools: Items[BlockPool],
+        matcher: Matcher,
+        slabs: Slabs,
+        config: KvCacheConfig,
+        copier: BlockCopier | None,
+    ) -> None:
         self._tree = tree
-        self._pool = pool
-        self._reuse = config.enable_block_reuse
-        self._partial = config.enable_partial_reuse
+        self._pools = pools
+        self._matcher = matcher
+        self._slabs = slabs
+        self._copier = copier
         self._copy = config.copy_on_partial_reuse
         self._tokens_per_block = config.tokens_per_block
+        self._any_window = any(pool.window is not None for pool in pools)
 
-    def match(self, namespace: Namespace, tokens: TokenBytes, limit: int) -> Match:
-        """What is published of the first `limit` of `tokens`. Changes nothing."""
-        if not self._reuse:
-            return Match(None, 0, None)
-        return self._tree.match(namespace, tokens, limit, partial=self._partial, copy=self._copy)
+    # ---------------------------------------------------------------- plans: these change nothing
+
+    def match(self, request: Request) -> Match:
+        """What could be reused, whether the rest fits or not."""
+        return self._matcher.match(request.namespace, request.tokens, self._limit(request))
 
     def num_matched(self, match: Match) -> int:
         """Tokens of `match`."""
         partial = match.source.num_tokens if match.source is not None else 0
         return match.num_blocks * self._tokens_per_block + partial
 
-    def plan(self, namespace: Namespace, tokens: TokenBytes, limit: int) -> AdmissionPlan | None:
-        """How `tokens` would be admitted, matching at most `limit`; ``None``: not now.
+    def plan(self, request: Request) -> AdmissionPlan | None:
+        """How the request would be admitted now; ``None``: not now.
 
-        Changes nothing. A partial match whose source would have to make room for the rest is given
-        up.
+        A partial match that does not fit is given up for the longest whole one.
         """
-        num_tokens = len(tokens) // 4
-        match = self.match(namespace, tokens, limit)
-        num_blocks = -(-num_tokens // self._tokens_per_block)
-        spare = self._pool.num_free - _unreferenced(match) - (num_blocks - match.num_blocks)
-        source = match.source
-        if source is not None and self._copy and source.segment.references == 0 and spare < 1:
-            # The source would have to stay beside its copy until that is made.
-            match = match._replace(source=None)
-        return AdmissionPlan(match, num_blocks) if spare >= 0 else None
+        match = self.match(request)
+        plan = self._plan(request, match)
+        if plan is None and match.source is not None:
+            limit = self._limit(request)
+            whole = self._matcher.match(request.namespace, request.tokens, limit, partial=False)
+            plan = self._plan(request, whole)
+        return plan
 
-    def admit(self, sequence: Sequence, plan: AdmissionPlan, copy_tokens: CopyTokens) -> None:
-        """Give `sequence` its blocks; `plan` was made just now."""
-        segment, num_matched, source = plan.match
+    def _limit(self, request: Request) -> int:
+        limit = request.num_tokens - 1
+        return limit if request.max_matched is None else min(limit, request.max_matched)
+
+    def _plan(self, request: Request, match: Match) -> AdmissionPlan | None:
+        num_matched = self.num_matched(match)
+        begin = max(num_matched, request.external_end or 0)
+        reserved = request.num_tokens
+        if self._any_window and request.first_chunk is not None:
+            reserved = min(reserved, begin + request.first_chunk)
+        demands = tuple(
+            self._demand(
+                pool, match, begin, request.num_tokens if pool.window is None else reserved
+            )
+            for pool in self._pools
+        )
+        moves = self._slabs.plan([demand.fresh + demand.claimed for demand in demands])
+        return (
+            None if moves is None else AdmissionPlan(match, num_matched, reserved, demands, moves)
+        )
+
+    def _demand(self, pool: BlockPool, match: Match, begin: int, reserved: int) -> Demand:
+        first = first_in_window(pool.window, begin) // self._tokens_per_block
+        stop = -(-reserved // self._tokens_per_block)
+        fresh = stop - max(first, match.num_blocks)
+        onboard = claimed = 0
+        step = match.segment
+        end = match.num_blocks
+        while step is not None and end > first:
+            state = step.pools[pool.group]
+            count = end - max(step.start, first)
+            if state.ids is None:
+                onboard += count
+            elif state.references == 0:
+                claimed += count
+            elif pool.window is None:
+                break  # whoever holds these holds all before them
+            end = step.start
+            step = step.parent
+        if match.source is not None and first <= match.num_blocks:
+            state = match.source.segment.pools[pool.group]
+            if state.ids is not None and state.references == 0:
+                claimed += 1
+                fresh -= 0 if self._copy else 1
+        return Demand(first, stop, onboard, fresh + onboard, claimed)
+
+    # ---------------------------------------------------------------- carrying a plan out
+
+    def admit(self, sequence: Sequence, plan: AdmissionPlan) -> None:
+        """Give `sequence` its blocks; `plan` was made just now.
+
+        Claims come first, in all pools, so that no allocation evicts what is about to be used.
+        """
+        at = plan.match.num_blocks
+        segment = plan.match.segment
         if segment is not None:
-            if num_matched < segment.end:
-                segment = self._tree.split(segment, num_matched)
-            self._claim(sequence, segment)
-        sequence.matched = sequence.computed = self.num_matched(plan.match)
-        num_fresh = plan.num_blocks - num_matched
+            if at < segment.end:
+                segment = self._tree.split(segment, at)
+            for grip, demand, pool in zip(sequence.grips, plan.demands, self._pools, strict=True):
+                self._claim(grip, pool, segment, demand.first)
+        source = self._hold_source(plan.match.source)
+        self._slabs.carry_out(plan.moves)
+        num_blocks = -(-sequence.num_tokens // self._tokens_per_block)
+        for grip, demand, pool in zip(sequence.grips, plan.demands, self._pools, strict=True):
+            self._fill(grip, demand, pool, num_blocks)
+        if source is not None:
+            self._use_source(sequence, plan, source)
+        if segment is not None:
+            for run in sequence.plan.requested(0, at):
+                self._retain(sequence, segment, run)
+        sequence.matched = sequence.computed = plan.num_matched
+        sequence.offered = at
+        sequence.reserved = plan.reserved
+
+    def _claim(self, grip: Grip, pool: BlockPool, segment: Segment, first: int) -> None:
+        if first >= segment.end:
+            return
+        if first:
+            step = segment
+            while step.start > first and step.parent is not None:
+                step = step.parent
+            if step.start < first:
+                self._tree.split(step, first)
+        grip.add(segment, first, segment.end)
+        pool.claim(segment, grip.spans)
+
+    def _fill(self, grip: Grip, demand: Demand, pool: BlockPool, num_blocks: int) -> None:
+        # Its ids: places before the window, what was claimed, what is fresh, what comes later. In
+        # the place of a source that is taken over, for now none.
+        fresh = pool.allocate(demand.fresh)
+        grip.first, grip.stop = demand.first, demand.stop
+        grip.ids = no_ids(demand.first)
+        if grip.segment is not None:
+            path = [step for step in grip.segment.path() if step.start >= demand.first]
+            if demand.onboard:
+                self._onboard(path, pool, fresh[: demand.onboard])
+                fresh = fresh[demand.onboard :]
+            for segment in path:
+                grip.ids.extend(segment.pools[pool.group].ids or ())
+        grip.ids.extend(no_ids(demand.stop - len(grip.ids) - len(fresh)))
+        grip.ids.extend(fresh)
+        grip.ids.extend(no_ids(num_blocks - len(grip.ids)))
+
+    def _onboard(self, path: list[Segment], pool: BlockPool, ids: BlockIds) -> None:
+        at = 0
+        for segment in path:
+            state = segment.pools[pool.group]
+            if state.ids is None and state.host_ids is not None:
+                part = ids[at : at + len(segment)]
+                at += len(segment)
+                if self._copier is not None:
+                    self._copier.onboard(pool.group, state.host_ids, part)
+                pool.adopt(segment, part, None, 0, 0)
+
+    def _retain(self, sequence: Sequence, segment: Segment, run: RetentionRun) -> None:
+        # From the end of the path upwards: a part that is split off keeps what is below it valid.
+        step: Segment | None = segment
+        while step is not None and step.end > run.start:
+            pools = [
+                pool
+                for pool, grip in zip(self._pools, sequence.grips, strict=True)
+                if step.start >= grip.first and pool.differs(step, run.retention)
+            ]
+            if pools and step.start < run.stop:
+                if run.stop < step.end:
+                    step = self._tree.split(step, run.stop)
+                if step.start < run.start:
+                    self._tree.split(step, run.start)
+                for pool in pools:
+                    pool.retain(step, run.retention)
+            step = step.parent
+
+    # ---------------------------------------------------------------- the partial source
+
+    def _hold_source(self, source: PartialSource | None) -> Segment | None:
+        # Divide it off, and keep it from being reclaimed; now its segment is just that block.
         if source is None:
-            sequence.ids.extend(self._pool.allocate(num_fresh))
-            return
-        single = source.segment
-        if single.end > source.block + 1:
-            single = self._tree.split(single, source.block + 1)
-        sequence.plan.inherit(source.block, self._pool.effective_retention(single))
-        if not self._copy:
-            sequence.ids.extend(self._pool.take(single))
-            sequence.ids.extend(self._pool.allocate(num_fresh - 1))
-            return
-        self._pool.protect(single)
-        sequence.ids.extend(self._pool.allocate(num_fresh))
-        copy_tokens(single.ids[0], sequence.ids[source.block], source.num_tokens)
-        self._pool.used(single)
+            return None
+        segment = source.segment
+        if segment.start < source.block:
+            self._tree.split(segment, source.block)
+        if segment.end > source.block + 1:
+            segment = self._tree.split(segment, source.block + 1)
+        for pool in self._pools:
+            if segment.pools[pool.group].is_resident:
+                pool.reference(segment)
+        return segment
 
-    def _claim(self, sequence: Sequence, segment: Segment) -> None:
-        self._pool.claim(segment)
-        path = segment.path()
-        for step in path:
-            sequence.ids.extend(step.ids)
-        for run in sequence.plan.requested(0, segment.end):
-            # A segment that is divided here leaves its parts in the tree, not in `path`: the runs
-            # are in order and apart, so what is left of it is always the part that comes next.
-            for step in path:
-                if step.start < run.stop and run.start < step.end:
-                    self._pool.retain(step, run)
-        sequence.segment, sequence.published = segment, segment.end
+    def _use_source(self, sequence: Sequence, plan: AdmissionPlan, source: Segment) -> None:
+        block = source.start
+        num_tokens = plan.num_matched - block * self._tokens_per_block
+        sequence.plan.inherit(block)
+        for grip, pool in zip(sequence.grips, self._pools, strict=True):
+            state = source.pools[pool.group]
+            if not state.is_resident:
+                continue
+            grip.inherited = pool.effective_retention(source)
+            if self._copy:
+                if grip.first <= block:
+                    self._copy_part(pool, source, grip.ids[block], num_tokens)
+                pool.dereference(source, pool.next_moment())
+            else:
+                self._take_over(pool, grip, source)
 
+    def _copy_part(self, pool: BlockPool, source: Segment, target: int, num_tokens: int) -> None:
+        state = source.pools[pool.group]
+        ids = state.host_ids if state.ids is None else state.ids
+        if self._copier is not None and ids is not None:
+            self._copier.copy_tokens(
+                pool.group, ids[0], target, num_tokens, from_host=state.ids is None
+            )
 
-def _unreferenced(match: Match) -> int:
-    """Blocks of the match that nobody references yet: claiming takes them from the free ones."""
-    step, stop, count = match.segment, match.num_blocks, 0
-    while step is not None and step.references == 0 and step.parent is not None:
-        count += stop - step.start
-        step, stop = step.parent, step.start
-    return count
+    def _take_over(self, pool: BlockPool, grip: Grip, source: Segment) -> None:
+        # The block becomes the sequence's own; where it does not need it, it becomes blank.
+        state = source.pools[pool.group]
+        place = source.start
+        if grip.first > place:
+            pool.drop(pool.take(source))
+        elif state.ids is not None:
+            grip.ids[place] = pool.take(source)[0]
+        else:
+            if self._copier is not None and state.host_ids is not None:
+                self._copier.onboard(pool.group, state.host_ids, grip.ids[place : place + 1])
+            pool.take(source)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Never
 
 import numpy as np
 import numpy.typing as npt
 
-from kvconnect.cache.admission import Admission, AdmissionPlan
+from kvconnect.cache.admission import Admission, AdmissionPlan, Request
 from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.copier import BlockCopier
+from kvconnect.cache.events import EventLog, KvCacheEvent
+from kvconnect.cache.host_tier import make_pools
 from kvconnect.cache.invariants import check_invariants
+from kvconnect.cache.matching import Matcher, first_in_window
 from kvconnect.cache.pin_table import PinTable
 from kvconnect.cache.publisher import Publisher
 from kvconnect.cache.radix_tree import RadixTree
 from kvconnect.cache.retention import RetentionPlan
 from kvconnect.cache.sequence import PinHandle, as_id_array
 from kvconnect.cache.sequence import Sequence as LiveSequence
-from kvconnect.cache.settings import fixed_num_blocks, refuse_unsupported
-from kvconnect.cache.sizing import num_primary_blocks
+from kvconnect.cache.sizing import PoolSizes, pool_sizes
+from kvconnect.cache.slabs import Slabs
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import (
     ConfigurationError,
@@ -51,48 +53,52 @@ class SequenceAllocation:
 
 
 class BlockManager:
-    """The block manager of one full-attention pool: pure bookkeeping, it holds no tensors.
+    """The block manager of all pools of one cache: pure bookkeeping, it holds no tensors.
 
     Synchronous and not thread-safe: callers serialise. Tokens are any integer sequence or NumPy
     array; an int32 array is taken without a conversion. Errors leave everything as it was. The
-    methods of a sequence raise `UnknownRequest` if none has that id.
+    methods of a sequence raise `UnknownRequest` if none has that id. Where a `window` is asked for,
+    ``None`` is group 0: full attention, else the largest window.
 
     Args:
         config: what to reuse; limits, where `num_blocks` is not given.
-        layout: of the pool. Its window is for the attention to mask: blocks are kept for all
-            tokens.
-        num_blocks: blocks of the pool, instead of sizing by `config`; by window, ``{None: n}``.
-        num_host_blocks: not supported yet: must be 0.
-        copier: carries out copies, when they are ordered; ``None``: nobody does.
+        layout: of the pool; of every pool group, if there are several.
+        num_blocks: blocks of each pool, instead of sizing by `config`; by window (``None``: full
+            attention) where they differ. With one layout there is one pool for each window named.
+        num_host_blocks: the same in host memory, instead of sizing by `config`.
+        copier: carries out copies, in the order in which they must happen; ``None``: nobody does.
         clock: seconds; for retention durations only.
+        sizes: what `pool_sizes` made of the other arguments, if that was called before.
 
     Raises:
-        ConfigurationError: no block fits, or a setting is not supported.
+        ConfigurationError: no block fits, or a setting does not fit the pools.
     """
 
     def __init__(
         self,
         config: KvCacheConfig,
-        layout: KvCacheLayout,
+        layout: KvCacheLayout | Sequence[KvCacheLayout],
         *,
         num_blocks: int | Mapping[int | None, int] | None = None,
         num_host_blocks: int | Mapping[int | None, int] | None = None,
         copier: BlockCopier | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sizes: PoolSizes | None = None,
     ) -> None:
-        refuse_unsupported(config, layout, num_host_blocks)
-        fixed = fixed_num_blocks(num_blocks)
-        self._layout = layout
-        self._copier = copier
+        sizes = sizes or pool_sizes(config, layout, num_blocks, num_host_blocks)
+        self._layouts = sizes.layouts
+        self._tokens_per_block = config.tokens_per_block
         self._reuse = config.enable_block_reuse
-        self._tree = RadixTree(layout.tokens_per_block)
-        self._pool = BlockPool(fixed or num_primary_blocks(config, layout), self._tree, clock)
-        self._admission = Admission(self._tree, self._pool, config)
-        self._publisher = Publisher(
-            self._tree, self._pool, layout.tokens_per_block, tails=config.enable_partial_reuse
-        )
+        self._tree = RadixTree(config.tokens_per_block, len(sizes.layouts))
+        self._events = EventLog(config.event_buffer_max_size, sizes, self._tree)
+        self._pools = tuple(make_pools(config, sizes, self._tree, clock, copier, self._events))
+        self._slabs = Slabs(self._pools, self._tree, sizes.slabs, copier)
+        matcher = Matcher(self._tree, self._pools, config)
+        self._admission = Admission(self._tree, self._pools, matcher, self._slabs, config, copier)
+        self._publisher = Publisher(self._tree, self._pools, config)
         self._sequences: dict[int, LiveSequence] = {}
-        self._pins = PinTable(self._tree, self._pool, layout.tokens_per_block)
+        self._pins = PinTable(self._tree, self._pools, matcher)
+        self._slabs.holders(self._sequences, self._pins)
 
     # ---------------------------------------------------------------- queries
 
@@ -109,10 +115,8 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) no tokens, or a token outside int32.
         """
-        query = _token_bytes(tokens)
-        namespace = Namespace(cache_salt, lora_id, extra_key)
-        match = self._admission.match(namespace, query, len(query) // 4 - 1)
-        return self._admission.num_matched(match)
+        request = Request(Namespace(cache_salt, lora_id, extra_key), _token_bytes(tokens))
+        return self._admission.num_matched(self._admission.match(request))
 
     def can_add(
         self,
@@ -123,15 +127,16 @@ class BlockManager:
         extra_key: str | int | None = None,
         max_matched: int | None = None,
         first_chunk: int | None = None,
+        external_end: int | None = None,
     ) -> bool:
         """Whether `add_sequence` of the same arguments would find blocks now. Changes nothing.
 
         Raises:
             ConfigurationError: (a ``ValueError``) as `add_sequence`.
         """
-        query = _token_bytes(tokens)
         namespace = Namespace(cache_salt, lora_id, extra_key)
-        return self._plan(namespace, query, max_matched, first_chunk) is not None
+        request = Request(namespace, _token_bytes(tokens), max_matched, first_chunk, external_end)
+        return self._plan(request) is not None
 
     def foretell(
         self,
@@ -140,30 +145,44 @@ class BlockManager:
         cache_salt: str | None = None,
         lora_id: int | str | None = None,
         extra_key: str | int | None = None,
+        first_chunk: int | None = None,
     ) -> int | None:
         """``matched_tokens`` of `add_sequence` now; ``None``: no blocks. Changes nothing.
 
         Less than `match` where a partial match has to be given up for want of blocks.
         """
-        query = _token_bytes(tokens)
         namespace = Namespace(cache_salt, lora_id, extra_key)
-        plan = self._plan(namespace, query, None, None)
-        return None if plan is None else self._admission.num_matched(plan.match)
+        plan = self._plan(Request(namespace, _token_bytes(tokens), first_chunk=first_chunk))
+        return None if plan is None else plan.num_matched
 
     def num_free_blocks(self, *, window: int | None = None) -> int:
-        """Blocks that could be allocated now."""
-        _full_attention(window)
-        return self._pool.num_free
+        """Blocks that could be allocated now, without memory of other pools."""
+        return self._pools[self._group(window)].num_free
 
     def num_allocated_blocks(self, *, window: int | None = None) -> int:
         """Blocks held by sequences and pins."""
-        _full_attention(window)
-        return self._pool.num_blocks - self._pool.num_free
+        pool = self._pools[self._group(window)]
+        return pool.num_blocks - pool.num_free
 
     def max_blocks(self, *, window: int | None = None) -> int:
-        """Blocks in all."""
-        _full_attention(window)
-        return self._pool.num_blocks
+        """Blocks in all. It changes when pools give each other memory."""
+        return self._pools[self._group(window)].num_blocks
+
+    def max_host_blocks(self, *, window: int | None = None) -> int:
+        """Blocks in host memory."""
+        host = self._pools[self._group(window)].host
+        return 0 if host is None else host.num_blocks
+
+    def ensure_free(self, needs: Sequence[int]) -> bool:
+        """Whether each pool group can supply so many blocks; memory moves between them if need be.
+
+        False changes nothing.
+        """
+        moves = self._slabs.plan(needs)
+        if moves is None:
+            return False
+        self._slabs.carry_out(moves)
+        return True
 
     def num_tokens(self, request_id: int) -> int:
         """Tokens of the sequence, prompt and appended."""
@@ -178,13 +197,24 @@ class BlockManager:
         return request_id in self._sequences
 
     def block_ids(self, request_id: int, *, window: int | None = None) -> npt.NDArray[np.int32]:
-        """The sequence's blocks in order of its tokens: int32, the caller's own."""
-        _full_attention(window)
-        return as_id_array(self._sequence(request_id).ids)
+        """The sequence's blocks in order of its tokens: int32, the caller's own.
 
-    def num_blocks(self, request_id: int) -> int:
-        """How many blocks the sequence holds."""
-        return len(self._sequence(request_id).ids)
+        -1 stands for one that the window left behind, and for one that is not reserved yet.
+        """
+        return self.group_block_ids(request_id, self._group(window))
+
+    def group_block_ids(self, request_id: int, group: int) -> npt.NDArray[np.int32]:
+        """As `block_ids`, by the number of the pool group."""
+        return as_id_array(self._sequence(request_id).grips[group].ids)
+
+    def num_blocks(self, request_id: int, group: int = 0) -> int:
+        """How many blocks the sequence holds in a pool group."""
+        grip = self._sequence(request_id).grips[group]
+        return grip.stop - grip.first
+
+    def num_reserved_tokens(self, request_id: int) -> int:
+        """Leading tokens of the sequence that every pool group has blocks for."""
+        return self._sequence(request_id).reserved
 
     def block_keys(self, request_id: int) -> Sequence[BlockKey]:
         """Chained keys of the sequence's full blocks, each hashed once by its `KeyChain`.
@@ -194,20 +224,26 @@ class BlockManager:
         sequence = self._sequence(request_id)
         chain = sequence.chain
         if chain is None:
-            root = root_key(b"", (self._layout,), sequence.namespace)
+            root = root_key(b"", self._layouts, sequence.namespace)
             tokens = np.frombuffer(bytes(sequence.tokens), np.int32)
-            chain = KeyChain(root, self._layout.tokens_per_block, TokenBuffer(tokens))
-        return chain.keys(0, sequence.num_tokens // self._layout.tokens_per_block)
+            chain = KeyChain(root, self._tokens_per_block, TokenBuffer(tokens))
+        return chain.keys(0, sequence.num_tokens // self._tokens_per_block)
 
     def priorities(self, request_id: int, start: int = 0) -> list[int]:
-        """Retention priority of each of the sequence's blocks from number `start` on."""
+        """Retention priority of each of the sequence's blocks from number `start` on, in group 0.
+
+        Of a block that it does not hold: the priority that the request asked for.
+        """
         sequence = self._sequence(request_id)
+        pool, grip = self._pools[0], sequence.grips[0]
         found: list[int] = []
-        if sequence.segment is not None:
-            for step in sequence.segment.path():
-                found.extend([self._pool.effective_priority(step)] * len(step.ids))
-        for run in sequence.plan.runs(sequence.published, len(sequence.ids)):
-            found.extend([run.retention.priority] * (run.stop - run.start))
+        for run in sequence.plan.runs(0, len(grip.ids)):
+            retention = grip.inherited if run.inherited else run.retention
+            found.extend([retention.priority] * (run.stop - run.start))
+        if grip.segment is not None:
+            for step in grip.segment.path():
+                if step.start >= grip.first and grip.covers(step.start):
+                    found[step.start : step.end] = [pool.effective_priority(step)] * len(step)
         return found[start:]
 
     # ---------------------------------------------------------------- the life of a sequence
@@ -224,10 +260,11 @@ class BlockManager:
         keys: KeyChain | None = None,
         max_matched: int | None = None,
         first_chunk: int | None = None,
+        external_end: int | None = None,
     ) -> SequenceAllocation:
         """Give `tokens` their blocks, reusing what is published of them.
 
-        May order one copy and may reclaim published blocks.
+        May order copies and may reclaim published blocks.
 
         Args:
             request_id: of no live sequence.
@@ -239,7 +276,10 @@ class BlockManager:
             keys: the keys of its blocks, followed as `tokens` grow; for `block_keys` and
                 `pin_keys`.
             max_matched: reuse only so many leading tokens.
-            first_chunk: for window pools; a full-attention pool allocates for all tokens at once.
+            first_chunk: window pools give blocks for so many tokens to be computed only; `reserve`
+                is for the rest. A full-attention pool allocates for all tokens at once.
+            external_end: an external store will fill the tokens before it. Window pools give no
+                blocks, then or later, for what its window has left behind by then.
 
         Raises:
             DuplicateRequest: there is such a sequence.
@@ -248,66 +288,87 @@ class BlockManager:
         """
         if request_id in self._sequences:
             raise DuplicateRequest(f"request {request_id} has blocks already")
-        query = _token_bytes(tokens)
-        namespace = Namespace(cache_salt, lora_id, extra_key)
-        if keys is not None and keys.tokens_per_block != self._layout.tokens_per_block:
+        if keys is not None and keys.tokens_per_block != self._tokens_per_block:
             raise ConfigurationError(
                 f"keys: made for blocks of {keys.tokens_per_block} tokens, these have "
-                f"{self._layout.tokens_per_block}"
+                f"{self._tokens_per_block}"
             )
-        plan = self._plan(namespace, query, max_matched, first_chunk)
+        namespace = Namespace(cache_salt, lora_id, extra_key)
+        query = _token_bytes(tokens)
+        request = Request(namespace, query, max_matched, first_chunk, external_end)
+        plan = self._plan(request)
         if plan is None:
-            needed = -(-len(query) // (4 * self._layout.tokens_per_block))
-            raise OutOfBlocks(
-                f"{needed} blocks are needed, less what is shared; {self._pool.num_free} of "
-                f"{self._pool.num_blocks} are free"
-            )
-        prompt = RetentionPlan(retention, len(query) // 4, self._layout.tokens_per_block)
-        sequence = LiveSequence(namespace, query, prompt, keys)
-        self._admission.admit(sequence, plan, self._copy_tokens)
+            needed = -(-request.num_tokens // self._tokens_per_block)
+            raise OutOfBlocks(f"{needed} blocks are needed, less what is shared; {self._state()}")
+        prompt = RetentionPlan(retention, request.num_tokens, self._tokens_per_block)
+        sequence = LiveSequence(namespace, query, prompt, keys, len(self._pools))
+        self._admission.admit(sequence, plan)
         if keys is not None and namespace in self._tree.roots:
             self._tree.root(namespace, keys.root)
         self._sequences[request_id] = sequence
-        return SequenceAllocation(sequence.matched, as_id_array(sequence.ids))
+        return SequenceAllocation(sequence.matched, as_id_array(sequence.grips[0].ids))
 
     def reserve(self, request_id: int, num_tokens: int) -> None:
-        """Before a later chunk: a full-attention pool has blocks for the whole prompt already.
+        """Before a later chunk: window pools get blocks up to position `num_tokens`.
 
         Raises:
             ConfigurationError: (a ``ValueError``) `num_tokens` is beyond the sequence.
+            OutOfBlocks: there are not enough blocks; nothing changed.
         """
-        self._check_position("num_tokens", num_tokens, self._sequence(request_id))
+        sequence = self._sequence(request_id)
+        self._check_position("num_tokens", num_tokens, sequence.num_tokens)
+        if num_tokens <= sequence.reserved:
+            return
+        stop = -(-num_tokens // self._tokens_per_block)
+        needs = [max(stop - grip.stop, 0) for grip in sequence.grips]
+        self._supply(needs)
+        for pool, grip, need in zip(self._pools, sequence.grips, needs, strict=True):
+            grip.ids[grip.stop : grip.stop + need] = pool.allocate(need)
+            grip.stop += need
+        sequence.reserved = num_tokens
 
     def append_tokens(self, request_id: int, tokens: Tokens) -> None:
         """The sequence goes on with `tokens`; takes a block where one begins.
 
         Raises:
+            ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
             OutOfBlocks: there are not enough blocks; nothing was appended.
         """
         sequence = self._sequence(request_id)
         added = as_token_array(tokens)
+        if len(added) == 0:
+            return
+        self._check_reserved(sequence, sequence.num_tokens)
         num_tokens = sequence.num_tokens + len(added)
-        needed = -(-num_tokens // self._layout.tokens_per_block) - len(sequence.ids)
+        needed = -(-num_tokens // self._tokens_per_block) - sequence.num_blocks
         if needed > 0:
-            sequence.ids.extend(self._pool.allocate(needed))
+            self._supply([needed] * len(self._pools))
+            for pool, grip in zip(self._pools, sequence.grips, strict=True):
+                grip.ids.extend(pool.allocate(needed))
+                grip.stop += needed
         sequence.tokens += added.tobytes()
+        sequence.reserved = num_tokens
 
     def commit(self, request_id: int, num_computed_tokens: int) -> None:
         """The KV of the first `num_computed_tokens` is valid: publish the full blocks among them.
 
+        Window pools then give up the blocks that lie wholly before what the next token reads.
         Below an earlier commit it does nothing.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) beyond the sequence.
+            ConfigurationError: (a ``ValueError``) beyond the sequence, or what is reserved of it.
         """
         sequence = self._sequence(request_id)
-        self._check_position("num_computed_tokens", num_computed_tokens, sequence)
+        self._check_position("num_computed_tokens", num_computed_tokens, sequence.num_tokens)
         if num_computed_tokens <= sequence.computed:
             return
+        self._check_reserved(sequence, num_computed_tokens)
         sequence.computed = num_computed_tokens
-        if self._reuse:
-            stop = num_computed_tokens // self._layout.tokens_per_block
-            self._publisher.commit(sequence, stop)
+        self._publisher.commit(sequence, num_computed_tokens // self._tokens_per_block)
+        for pool in self._pools:
+            if pool.window is not None:
+                first = first_in_window(pool.window, num_computed_tokens)
+                self._give_up(sequence, pool, first // self._tokens_per_block)
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
         """Drop the last `num_tokens` tokens, and the blocks that held nothing else.
@@ -322,16 +383,29 @@ class BlockManager:
                 f"num_tokens: {num_tokens} of {sequence.num_tokens} cannot be dropped; the first "
                 f"{max(sequence.computed, sequence.matched)} are matched or committed"
             )
-        blocks = -(-keep // self._layout.tokens_per_block)
-        self._pool.drop(sequence.drop_after(blocks))
+        blocks = -(-keep // self._tokens_per_block)
+        for pool, grip in zip(self._pools, sequence.grips, strict=True):
+            pool.drop(sequence.forget(pool.group, blocks, sequence.num_blocks))
+            grip.stop = min(grip.stop, blocks)
+        for pin in sequence.pins:
+            for held in pin.grips:
+                held.end = min(held.end, blocks)
+        for grip in sequence.grips:
+            del grip.ids[blocks:]
         del sequence.tokens[4 * keep :]
+        sequence.reserved = min(sequence.reserved, keep)
 
     def release(self, request_id: int) -> None:
         """The sequence ended, and the KV of all its tokens but the last is valid.
 
         Publishes that, full blocks and tail, and lets go of its blocks.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
         """
-        self._end(request_id, self._sequence(request_id).num_tokens - 1)
+        sequence = self._sequence(request_id)
+        self._check_reserved(sequence, sequence.num_tokens)
+        self._end(request_id, sequence.num_tokens - 1)
 
     def abort(self, request_id: int, num_valid_tokens: int) -> None:
         """The sequence ended: as `release`, but only the first `num_valid_tokens` are valid.
@@ -342,7 +416,7 @@ class BlockManager:
             ConfigurationError: (a ``ValueError``) beyond the sequence.
         """
         sequence = self._sequence(request_id)
-        self._check_position("num_valid_tokens", num_valid_tokens, sequence)
+        self._check_position("num_valid_tokens", num_valid_tokens, sequence.num_tokens)
         self._end(request_id, num_valid_tokens)
 
     # ---------------------------------------------------------------- pins
@@ -391,12 +465,14 @@ class BlockManager:
             raise SequencesLive(
                 f"{len(self._sequences)} sequences and {len(self._pins)} pins hold blocks"
             )
+        self._events.removed_all(self._pools)
+        for pool in self._pools:
+            pool.reset()
         self._tree.clear()
-        self._pool.reset()
 
-    def take_events(self) -> list[Never]:
-        """Events since the last call: none, as `event_buffer_max_size` must still be 0."""
-        return []
+    def take_events(self) -> list[KvCacheEvent]:
+        """Events since the last call, oldest first; see `KvCacheConfig.event_buffer_max_size`."""
+        return self._events.take()
 
     def check_invariants(self) -> None:
         """Recount everything.
@@ -404,13 +480,7 @@ class BlockManager:
         Raises:
             AssertionError: names the broken invariant.
         """
-        check_invariants(
-            self._tree,
-            self._pool,
-            self._sequences.values(),
-            self._pins.live,
-            self._layout.tokens_per_block,
-        )
+        check_invariants(self._tree, self._pools, self._sequences.values(), self._pins.live)
 
     # ---------------------------------------------------------------- inside
 
@@ -420,40 +490,69 @@ class BlockManager:
         except KeyError:
             raise UnknownRequest(f"no live request has the id {request_id}") from None
 
-    def _plan(
-        self,
-        namespace: Namespace,
-        query: bytearray,
-        max_matched: int | None,
-        first_chunk: int | None,
-    ) -> AdmissionPlan | None:
-        if max_matched is not None and max_matched < 0:
-            raise ConfigurationError(f"max_matched: {max_matched} must be at least 0, or None")
-        if first_chunk is not None and first_chunk < 1:
-            raise ConfigurationError(f"first_chunk: {first_chunk} must be at least 1, or None")
-        limit = len(query) // 4 - 1
-        if max_matched is not None:
-            limit = min(limit, max_matched)
-        return self._admission.plan(namespace, query, limit)
+    def _group(self, window: int | None) -> int:
+        if window is None:
+            return 0
+        for pool in self._pools:
+            if pool.window == window:
+                return pool.group
+        windows = [pool.window for pool in self._pools]
+        raise ConfigurationError(f"window: there is no pool of window {window}, only {windows}")
 
-    def _copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
-        if self._copier is not None:
-            self._copier.copy_tokens(source, target, num_tokens)
+    def _plan(self, request: Request) -> AdmissionPlan | None:
+        for field, least in (("max_matched", 0), ("first_chunk", 1), ("external_end", 0)):
+            value = getattr(request, field)
+            if value is not None and value < least:
+                raise ConfigurationError(f"{field}: {value} must be at least {least}, or None")
+        if request.external_end is not None:
+            self._check_position("external_end", request.external_end, request.num_tokens)
+        return self._admission.plan(request)
+
+    def _supply(self, needs: Sequence[int]) -> None:
+        # All pools or none: after this, allocating so many cannot fail.
+        if not self.ensure_free(needs):
+            raise OutOfBlocks(f"{'/'.join(map(str, needs))} blocks are needed; {self._state()}")
+
+    def _state(self) -> str:
+        return ", ".join(
+            f"{pool.num_free} of {pool.num_blocks} are free"
+            + ("" if pool.window is None else f" in the pool of window {pool.window}")
+            for pool in self._pools
+        )
+
+    def _give_up(self, sequence: LiveSequence, pool: BlockPool, stop: int) -> None:
+        grip = sequence.grips[pool.group]
+        if stop <= grip.first:
+            return
+        private = sequence.forget(pool.group, grip.first, stop)
+        outside = grip.split_off(stop, self._tree.split)
+        grip.first = stop
+        pool.let_go(outside.segment, outside.spans, pool.next_moment())
+        pool.drop(private)
 
     def _end(self, request_id: int, num_valid: int) -> None:
         sequence = self._sequences.pop(request_id)
-        moment = self._pool.next_moment()
-        private = sequence.ids
-        if self._reuse:
-            private = self._publisher.finish(sequence, num_valid, moment)
-        self._pool.let_go(sequence.segment, moment)
+        moments = [pool.next_moment() for pool in self._pools]
+        private = self._publisher.finish(sequence, num_valid, moments)
+        for pool, grip, moment, ids in zip(
+            self._pools, sequence.grips, moments, private, strict=True
+        ):
+            pool.let_go(grip.segment, grip.spans, moment)
+            pool.drop(ids)
         sequence.disband()
-        self._pool.drop(private)
 
     @staticmethod
-    def _check_position(field: str, num_tokens: int, sequence: LiveSequence) -> None:
-        if not 0 <= num_tokens <= sequence.num_tokens:
-            raise ConfigurationError(f"{field}: {num_tokens} is outside 0..{sequence.num_tokens}")
+    def _check_reserved(sequence: LiveSequence, num_tokens: int) -> None:
+        if num_tokens > sequence.reserved:
+            raise ConfigurationError(
+                f"request: blocks are reserved for {sequence.reserved} of its tokens, and this "
+                f"needs {num_tokens}; call reserve first"
+            )
+
+    @staticmethod
+    def _check_position(field: str, position: int, num_tokens: int) -> None:
+        if not 0 <= position <= num_tokens:
+            raise ConfigurationError(f"{field}: {position} is outside 0..{num_tokens}")
 
 
 def _token_bytes(tokens: Tokens) -> bytearray:
@@ -461,8 +560,3 @@ def _token_bytes(tokens: Tokens) -> bytearray:
     if len(array) == 0:
         raise ConfigurationError("tokens: at least one is needed")
     return bytearray(array)
-
-
-def _full_attention(window: int | None) -> None:
-    if window is not None:
-        raise ConfigurationError(f"window: there is no pool of window {window}, only None")

@@ -1,48 +1,78 @@
-"""The blocks of one pool: which are blank, which are held, which may be reclaimed."""
+"""The primary blocks of one pool: which are blank, which are held, which may be reclaimed."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvconnect.cache.radix_tree import RadixTree
 from kvconnect.cache.reclaim_queue import ReclaimQueue, effective_priority
-from kvconnect.cache.retention import DEFAULT_RETENTION, Retention, RetentionRun
-from kvconnect.cache.segment import BlockIds, Segment, new_ids
+from kvconnect.cache.retention import DEFAULT_RETENTION, Retention
+from kvconnect.cache.segment import BlockIds, Residence, Segment, new_ids
 from kvconnect.errors import OutOfBlocks
 
-__all__ = ["BlockPool"]
+if TYPE_CHECKING:
+    from kvconnect.cache.events import EventLog
+    from kvconnect.cache.host_tier import HostTier
+
+__all__ = ["BlockPool", "Span"]
+
+Span = tuple[int, int]
+"""Block numbers of a path, from the first up to and without the second."""
 
 _NEVER_LET_GO = -(1 << 62)
 """Stamps from here on count publishing; all are older than any moment of letting go."""
 
 
 class BlockPool:
-    """Allocates, references and reclaims the blocks of a full-attention pool.
+    """Allocates, references and reclaims the blocks of one pool group.
 
     Every block is in one of four states: blank; private (of a sequence or a pin, not in the tree);
-    published and referenced; published and unreferenced. References cover whole paths from the
-    root, so an unreferenced block never has a referenced descendant, and every unreferenced block
-    can be reclaimed by taking the tree apart from its leaves.
+    published and referenced; published and unreferenced. With full attention, references cover
+    whole paths from the root, so an unreferenced block never has a referenced descendant, and every
+    unreferenced block can be reclaimed by taking the tree apart from its leaves. In a window pool
+    every unreferenced block is a candidate by itself.
+
+    Attributes:
+        group: its number, and the place of its state in every segment.
+        window: attention window in tokens; ``None``: full attention.
+        ids: the numbers of its blocks.
+        blank: ids whose content nobody can find.
+        num_unreferenced: published ones in primary that nobody holds.
+        host: the secondary tier; ``None``: reclaimed blocks are dropped.
     """
 
-    def __init__(self, num_blocks: int, tree: RadixTree, clock: Callable[[], float]) -> None:
-        self.num_blocks = num_blocks
-        self.queue = ReclaimQueue(clock)
+    def __init__(
+        self,
+        group: int,
+        window: int | None,
+        ids: Iterable[int],
+        tree: RadixTree,
+        clock: Callable[[], float],
+        events: EventLog | None = None,
+    ) -> None:
+        self.group = group
+        self.window = window
+        self.queue = ReclaimQueue(group, clock)
         self.num_unreferenced = 0
+        self.host: HostTier | None = None
+        self.events = events
         self._tree = tree
         self._clock = clock
         self._now = 0
         self._published = _NEVER_LET_GO
+        self.blank: BlockIds = array("i", ids)
+        self.blank.reverse()
+        self.num_blocks = len(self.blank)
         # Holders of private blocks, counted only while pins hold some: 0 and 1 both mean one
         # holder.
-        self._holders = np.zeros(num_blocks, np.int32)
+        self._holders = np.zeros(max(self.blank, default=-1) + 1, np.int32)
         self.num_private_pins = 0
-        self.blank: BlockIds = new_ids()
-        self.reset()
+        tree.on_split.append(self._divided)
 
     @property
     def num_free(self) -> int:
@@ -50,10 +80,23 @@ class BlockPool:
         return len(self.blank) + self.num_unreferenced
 
     def reset(self) -> None:
-        """All blocks are blank; the tree must be empty and nothing held."""
-        self.blank = array("i", range(self.num_blocks - 1, -1, -1))
+        """All blocks become blank; the caller empties the tree, and nothing is held."""
+        for segment in self._tree.segments():
+            ids = segment.pools[self.group].ids
+            if ids is not None:
+                self.blank.extend(ids)
         self.queue.clear()
         self.num_unreferenced = 0
+        if self.host is not None:
+            self.host.reset(self._tree.segments())
+
+    def grow(self, ids: BlockIds) -> None:
+        """Memory came from another pool: these blocks are ours now, and blank."""
+        self.num_blocks += len(ids)
+        self.blank.extend(ids)
+        missing = max(ids) + 1 - len(self._holders)
+        if missing > 0:
+            self._holders = np.pad(self._holders, (0, missing))
 
     # ---------------------------------------------------------------- private blocks
 
@@ -89,6 +132,8 @@ class BlockPool:
 
     def hold(self, ids: BlockIds) -> None:
         """One more holder of these private blocks."""
+        if not ids:
+            return
         which = np.frombuffer(ids, np.int32)
         self._holders[which] = np.maximum(self._holders[which], 1) + 1
 
@@ -96,153 +141,342 @@ class BlockPool:
         """Holders of a private block."""
         return max(int(self._holders[block]), 1) if self.num_private_pins else 1
 
-    def unhold(self, ids: BlockIds) -> None:
-        """These were private and are published now: their segment counts who holds them."""
-        if self.num_private_pins:
-            self._holders[np.frombuffer(ids, np.int32)] = 0
-
-    # ---------------------------------------------------------------- published blocks
+    # ---------------------------------------------------------------- publishing
 
     def publish(
-        self,
-        parent: Segment,
-        tokens: bytearray,
-        ids: BlockIds,
-        retention: Retention,
-        references: int,
-        moment: int = 0,
-        *,
-        tail: bool = False,
-    ) -> Segment:
-        """Private blocks become published, after `parent`; returns the segment that holds them.
+        self, segment: Segment, ids: BlockIds, retention: Retention, references: int, moment: int
+    ) -> None:
+        """Private blocks become the blocks of `segment`, which is not resident here so far.
 
         Args:
-            parent: has no child that begins with the same block.
-            tokens: of these blocks.
-            ids: of these blocks.
+            segment: in the tree; with full attention, below primary blocks only.
+            ids: one per block of it.
             retention: of these blocks.
             references: who holds them.
             moment: of letting go, if that is nobody.
-            tail: it is one block that is not full.
         """
-        if parent.ticket:
-            self.queue.discard(parent)
-        if references and not tail and self._continues(parent, retention, references):
-            parent.tokens += tokens
-            parent.ids.extend(ids)
-            return parent
-        segment = self._tree.insert(parent, tokens, ids)
-        segment.retention = retention
-        segment.references = references
-        if references:
-            self._published += 1
-            segment.stamp = self._published
-        else:
-            self._become_unreferenced(segment, moment)
-        return segment
+        state = segment.pools[self.group]
+        parent = self._state_above(segment)
+        if parent is not None:
+            parent.resident_below += 1
+        state.retention, state.expires = retention, inf
+        self._published += 1
+        state.stamp = self._published
+        self._enter_primary(segment, state, ids, references, moment)
+        if self.events is not None:
+            self.events.stored(self, segment)
+
+    def extend(self, segment: Segment, ids: BlockIds) -> None:
+        """`segment`, whose holders hold these private blocks too, grew by them at its end."""
+        state = segment.pools[self.group]
+        if state.ids is not None:
+            state.ids.extend(ids)
+        self._unhold(ids)
+        if self.events is not None:
+            self.events.stored(self, segment, len(segment) - len(ids))
+
+    def can_extend(self, segment: Segment, retention: Retention) -> bool:
+        """Whether blocks of this retention that one sequence holds may join `segment`."""
+        state = segment.pools[self.group]
+        return (
+            state.stamp < 0  # else new blocks would seem to have been let go before
+            and state.references == 1
+            and state.retention == retention
+            and state.ids is not None
+            and state.host_ids is None
+        )
+
+    def adopt(
+        self,
+        segment: Segment,
+        ids: BlockIds,
+        retention: Retention | None,
+        references: int,
+        moment: int,
+    ) -> None:
+        """Private blocks become the primary copy of `segment`, which is in secondary only.
+
+        As `publish`, but a `retention` of ``None`` leaves that alone. The host copy stays valid.
+        """
+        state = segment.pools[self.group]
+        if self.host is not None:
+            self.host.sole.discard(segment)
+        if retention is not None:
+            self._set_retention(segment, retention)
+        self._enter_primary(segment, state, ids, references, moment)
+        if self.host is not None:
+            self.host.redundant.add(segment)
+        if self.events is not None:
+            self.events.moved(self, segment, to_primary=True)
+
+    # ---------------------------------------------------------------- references
 
     def next_moment(self) -> int:
         """A moment of letting go or use, later than all before."""
         self._now += 1
         return self._now
 
-    def claim(self, segment: Segment) -> None:
-        """One more holder of the whole path down to `segment`."""
-        step: Segment | None = segment
-        while step is not None and step.parent is not None:
-            if step.references == 0:
-                self.num_unreferenced -= len(step.ids)
-                self.queue.discard(step)
-            step.references += 1
-            step = step.parent
-
-    def let_go(self, segment: Segment | None, moment: int) -> None:
-        """One holder less of the whole path down to `segment`, last block first."""
+    def claim(self, segment: Segment | None, spans: Sequence[Span]) -> None:
+        """One more holder of those parts of the path to `segment`; segments begin and end there."""
         step = segment
-        while step is not None and step.parent is not None:
-            step.references -= 1
-            if step.references == 0:
-                self._become_unreferenced(step, moment)
-            else:
-                step.stamp = moment
-            step = step.parent
+        for first, stop in reversed(spans):
+            while step is not None and step.end > first:
+                if step.start < stop:
+                    self.reference(step)
+                step = step.parent
 
-    def protect(self, segment: Segment) -> None:
-        """Keep this one segment from being reclaimed until `used`."""
-        if segment.references == 0:
-            self.num_unreferenced -= len(segment.ids)
-            self.queue.discard(segment)
-        segment.references += 1
+    def let_go(self, segment: Segment | None, spans: Sequence[Span], moment: int) -> None:
+        """One holder less of those parts of the path to `segment`, last block first."""
+        step = segment
+        for first, stop in reversed(spans):
+            while step is not None and step.end > first:
+                if step.start < stop:
+                    self.dereference(step, moment)
+                step = step.parent
 
-    def used(self, segment: Segment) -> None:
-        """Ends `protect`: the segment was used just now."""
-        segment.references -= 1
-        if segment.references == 0:
-            self._become_unreferenced(segment, self.next_moment())
-        else:
-            segment.stamp = self.next_moment()
+    def reference(self, segment: Segment) -> None:
+        """One more holder of this one segment."""
+        state = segment.pools[self.group]
+        if state.references == 0:
+            if state.ids is not None:
+                self.num_unreferenced -= len(state.ids)
+                self.queue.discard(segment)
+            elif self.host is not None:
+                self.host.sole.discard(segment)
+        state.references += 1
+
+    def dereference(self, segment: Segment, moment: int) -> None:
+        """One holder less of this one segment, which was used until `moment`."""
+        state = segment.pools[self.group]
+        state.references -= 1
+        state.stamp = moment
+        if state.references == 0:
+            self._become_unreferenced(segment, state)
+        elif state.host_ids is not None:
+            self._requeue_copy(segment, state)
 
     def take(self, segment: Segment) -> BlockIds:
-        """Unpublish an unreferenced segment without children: its blocks are private now."""
-        self.queue.discard(segment)
-        self.num_unreferenced -= len(segment.ids)
-        return self._cut(segment, len(segment.ids))
+        """Unpublish a segment that nothing follows and only the caller holds.
 
-    def retain(self, segment: Segment, run: RetentionRun) -> None:
-        """Overwrite the retention of those blocks of a referenced `segment` that are in `run`."""
-        low, high = max(run.start, segment.start), min(run.stop, segment.end)
-        unchanged = segment.retention == run.retention and segment.expires == inf
-        if low >= high or unchanged:
-            return
-        target = segment if high == segment.end else self._tree.split(segment, high)
-        if low > target.start:
-            self._tree.split(target, low)
-        target.retention = run.retention
-        target.expires = inf
+        Its primary blocks, if it has some, are private now; a host copy becomes blank.
+        """
+        state = segment.pools[self.group]
+        state.references = 0
+        ids = new_ids()
+        if state.ids is not None:
+            self.num_unreferenced += len(segment)
+            ids = self._leave_primary(segment)
+        if self.host is not None:
+            self.host.release(segment)
+        self._leave_pool(segment)
+        return ids
+
+    # ---------------------------------------------------------------- retention
+
+    def differs(self, segment: Segment, retention: Retention) -> bool:
+        """Whether setting `retention` would change anything."""
+        state = segment.pools[self.group]
+        return state.retention != retention or state.expires != inf
+
+    def retain(self, segment: Segment, retention: Retention) -> None:
+        """Overwrite the retention of a referenced `segment`."""
+        self._set_retention(segment, retention)
+        state = segment.pools[self.group]
+        if state.ids is not None and state.host_ids is not None:
+            self._requeue_copy(segment, state)
 
     def effective_retention(self, segment: Segment) -> Retention:
         """The retention of `segment`, or the default if its duration is over."""
-        expired = segment.expires != inf and segment.expires <= self._clock()
-        return DEFAULT_RETENTION if expired else segment.retention
+        state = segment.pools[self.group]
+        expired = state.expires != inf and state.expires <= self._clock()
+        return DEFAULT_RETENTION if expired else state.retention
 
     def effective_priority(self, segment: Segment) -> int:
         """The priority of `segment` now."""
-        return effective_priority(segment, self._clock() if segment.expires != inf else 0.0)
+        state = segment.pools[self.group]
+        return effective_priority(state, self._clock() if state.expires != inf else 0.0)
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- inside: states
 
-    @staticmethod
-    def _continues(parent: Segment, retention: Retention, references: int) -> bool:
-        # Equal counts mean equal holders: whoever holds the new blocks holds those before them. A
-        # child may be there although nobody let go: a duplicate's end was published under `parent`.
-        return (
-            parent.stamp < 0
-            and parent.references == references
-            and parent.retention == retention
-            and not parent.children
-        )
+    def _state_above(self, segment: Segment) -> Residence | None:
+        parent = segment.parent
+        return None if parent is None or parent.parent is None else parent.pools[self.group]
 
-    def _become_unreferenced(self, segment: Segment, moment: int) -> None:
-        segment.stamp = moment
-        self.num_unreferenced += len(segment.ids)
-        if segment.retention.duration is not None and segment.expires == inf:
-            segment.expires = self._clock() + segment.retention.duration
-        if segment.is_free_leaf:
+    def _enter_primary(
+        self, segment: Segment, state: Residence, ids: BlockIds, references: int, moment: int
+    ) -> None:
+        state.ids = ids
+        self._unhold(ids)
+        parent = self._state_above(segment)
+        if parent is not None:
+            parent.primary_below += 1
+            if self.window is None and segment.parent is not None:
+                self.queue.discard(segment.parent)
+                if self.host is not None:
+                    self.host.sole.discard(segment.parent)
+        state.references += references
+        if state.references == 0:
+            state.stamp = moment
+            self._become_unreferenced(segment, state)
+
+    def _unhold(self, ids: BlockIds) -> None:
+        # These were private and are published now: their segment counts who holds them.
+        if self.num_private_pins and ids:
+            self._holders[np.frombuffer(ids, np.int32)] = 0
+
+    def _become_unreferenced(self, segment: Segment, state: Residence) -> None:
+        if state.retention.duration is not None and state.expires == inf:
+            state.expires = self._clock() + state.retention.duration
+        if state.ids is not None:
+            self.num_unreferenced += len(state.ids)
+            self._offer(segment)
+        if state.host_ids is not None:
+            self._requeue_copy(segment, state)
+
+    def _offer(self, segment: Segment) -> None:
+        # Put an unreferenced segment in primary into the queue if it is a candidate.
+        if self.window is not None or not segment.pools[self.group].primary_below:
             self.queue.add(segment)
+
+    def _requeue_copy(self, segment: Segment, state: Residence) -> None:
+        if self.host is None:
+            return
+        if state.ids is not None:
+            self.host.redundant.add(segment)
+        elif state.references == 0 and (self.window is not None or not state.resident_below):
+            self.host.sole.add(segment)
+
+    def _set_retention(self, segment: Segment, retention: Retention) -> None:
+        state = segment.pools[self.group]
+        if self.events is not None and state.retention.priority != retention.priority:
+            self.events.reprioritised(self, segment, retention.priority)
+        state.retention, state.expires = retention, inf
+
+    def _divided(self, upper: Segment, lower: Segment) -> None:
+        # The tree split a segment; `lower` is the object that was in the queues.
+        state = lower.pools[self.group]
+        upper.pools[self.group] = state.divide(len(upper))
+        if self.window is not None and lower in self.queue:
+            self.queue.add(upper)
+            self.queue.add(lower)
+        if self.host is None or state.host_ids is None:
+            return
+        if lower in self.host.redundant:
+            self.host.redundant.add(upper)
+            self.host.redundant.add(lower)
+        elif self.window is not None and lower in self.host.sole:
+            self.host.sole.add(upper)
+            self.host.sole.add(lower)
+
+    # ---------------------------------------------------------------- inside: reclaim
 
     def _reclaim(self, count: int) -> None:
         # All blocks of a segment are next in order, last to first: nothing lies between them.
         segment = self.queue.first()
-        count = min(count, len(segment.ids))
-        if count == len(segment.ids):
-            self.queue.discard(segment)
-        self.num_unreferenced -= count
-        self.blank.extend(self._cut(segment, count))
+        count = min(count, len(segment))
+        host = self.host
+        if host is not None and segment.pools[self.group].host_ids is not None:
+            self._evict(host, self._tail_part(segment, count))
+        elif host is None or not self._offload(host, segment, count):
+            self._drop(segment, count)
 
-    def _cut(self, segment: Segment, count: int) -> BlockIds:
-        whole = count == len(segment.ids)
-        ids = self._tree.cut(segment, count)
-        parent = segment.parent
-        if whole and parent is not None and parent.is_free_leaf:
-            self.queue.add(parent)
+    def _offload(self, host: HostTier, segment: Segment, count: int) -> bool:
+        # Move some of the last `count` blocks to the host; False: not even the last one may go.
+        if self.effective_priority(segment) < host.min_priority:
+            return False
+        host_ids = host.make_room(self.queue.order_of(segment), count)
+        if not host_ids:
+            return False
+        part = self._tail_part(segment, len(host_ids))
+        host.copy_in(part, host_ids)
+        self._evict(host, part)
+        return True
+
+    def _evict(self, host: HostTier, segment: Segment) -> None:
+        # The host copy is all that is left.
+        self.blank.extend(self._leave_primary(segment))
+        host.redundant.discard(segment)
+        if self.window is not None or not segment.pools[self.group].resident_below:
+            host.sole.add(segment)
+        if self.events is not None:
+            self.events.moved(self, segment, to_primary=False)
+
+    def _drop(self, segment: Segment, count: int) -> None:
+        if self.window is None and segment.pools[self.group].resident_below:
+            # What is in secondary below the last block could not be reached without it. That makes
+            # room there, perhaps for the block before it.
+            self._drop_descendants(segment)
+            count = 1
+        elif len(segment.pools) == 1 and not segment.children:
+            self._cut(segment, count)
+            return
+        part = self._tail_part(segment, count)
+        self.blank.extend(self._leave_primary(part))
+        self._leave_pool(part)
+
+    def _cut(self, segment: Segment, count: int) -> None:
+        # As `_drop`, without dividing the segment first: nothing else is in it or below it.
+        if self.events is not None:
+            self.events.removed(self, segment, len(segment) - count)
+        if count == len(segment):
+            self.blank.extend(self._leave_primary(segment))
+            self._leave_pool(segment, silent=True)
+            return
+        state = segment.pools[self.group]
+        self.num_unreferenced -= count
+        if state.ids is not None:
+            self.blank.extend(state.ids[-count:])
+            del state.ids[-count:]
+        self._tree.shorten(segment, count)
+
+    def _drop_descendants(self, segment: Segment) -> None:
+        waiting = list(segment.children)
+        gone = []
+        while waiting:
+            below = waiting.pop()
+            if below.pools[self.group].host_ids is not None:
+                gone.append(below)
+                waiting.extend(below.children)
+        for below in reversed(gone):
+            if self.host is not None:
+                self.host.release(below)
+            self._leave_pool(below)
+
+    def _tail_part(self, segment: Segment, count: int) -> Segment:
+        # The segment of just the last `count` blocks.
+        if count < len(segment):
+            self._tree.split(segment, segment.end - count)
+        return segment
+
+    def _leave_primary(self, segment: Segment) -> BlockIds:
+        # An unreferenced segment gives up its primary blocks.
+        state = segment.pools[self.group]
+        ids, state.ids = state.ids or new_ids(), None
+        self.queue.discard(segment)
+        self.num_unreferenced -= len(ids)
+        above, parent = segment.parent, self._state_above(segment)
+        if parent is not None and above is not None:
+            parent.primary_below -= 1
+            free_leaf = parent.references == 0 and parent.ids is not None
+            if self.window is None and free_leaf and not parent.primary_below:
+                self.queue.add(above)
         return ids
+
+    def lost_copy(self, segment: Segment) -> None:
+        """The host took the only copy of `segment` away."""
+        self._leave_pool(segment)
+
+    def _leave_pool(self, segment: Segment, *, silent: bool = False) -> None:
+        # Nothing of the segment is resident here any more.
+        if self.events is not None and not silent:
+            self.events.removed(self, segment)
+        above, parent = segment.parent, self._state_above(segment)
+        if parent is not None and above is not None:
+            parent.resident_below -= 1
+            if self.window is None and parent.ids is None and not parent.resident_below:
+                self._requeue_orphan(above, parent)
+        self._tree.prune(segment)
+
+    def _requeue_orphan(self, segment: Segment, state: Residence) -> None:
+        if self.host is not None and state.references == 0 and state.host_ids is not None:
+            self.host.sole.add(segment)

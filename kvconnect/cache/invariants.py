@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Items
 
 from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.radix_tree import RadixTree
 from kvconnect.cache.segment import Root, Segment
-from kvconnect.cache.sequence import PinHandle, Sequence
+from kvconnect.cache.sequence import NOT_HELD, Grip, PathGrip, PinHandle, Sequence
 
 __all__ = ["check_invariants"]
 
 
 def check_invariants(
     tree: RadixTree,
-    pool: BlockPool,
+    pools: Items[BlockPool],
     sequences: Collection[Sequence],
     pins: Collection[PinHandle],
-    tokens_per_block: int,
 ) -> None:
     """Recount everything, at a cost proportional to everything.
 
     Raises:
         AssertionError: names the broken invariant.
     """
-    segments = _segments(tree)
+    segments = list(tree.segments())
+    for namespace, root in tree.roots.items():
+        _require(root.namespace == namespace, "a root is filed under its namespace")
+        _require(len(root.children) > 0, "a namespace without published blocks has no root")
     for segment in segments:
-        _check_segment(segment, 4 * tokens_per_block)
-    _check_references(segments, sequences, pins)
+        _check_path(segment, tree.stride)
+    for pool in pools:
+        for segment in segments:
+            _check_residence(segment, pool)
+        _check_references(segments, pool, sequences, pins)
+        for sequence in sequences:
+            _check_grip(sequence, pool, tree)
+        _check_blocks(segments, pool, sequences, pins)
+        _check_queue(segments, pool)
+        _check_host(segments, pool)
     for sequence in sequences:
-        _check_sequence(sequence, tokens_per_block)
-    _check_blocks(segments, pool, sequences, pins)
-    _check_queue(segments, pool)
+        _check_positions(sequence, tree)
     if tree.index is not None:
         tree.index.check(segments)
 
@@ -42,20 +51,7 @@ def _require(holds: bool, broken: str) -> None:  # noqa: FBT001 - it reads like 
         raise AssertionError(broken)
 
 
-def _segments(tree: RadixTree) -> list[Segment]:
-    segments: list[Segment] = []
-    for namespace, root in tree.roots.items():
-        _require(root.namespace == namespace, "a root is filed under its namespace")
-        _require(len(root.children) > 0, "a namespace without published blocks has no root")
-        waiting: list[Segment] = list(root.children)
-        while waiting:
-            segment = waiting.pop()
-            segments.append(segment)
-            waiting.extend(segment.children)
-    return segments
-
-
-def _check_segment(segment: Segment, stride: int) -> None:
+def _check_path(segment: Segment, stride: int) -> None:
     parent = segment.parent
     if parent is None:
         raise AssertionError("only a root has no parent")
@@ -63,46 +59,91 @@ def _check_segment(segment: Segment, stride: int) -> None:
     is_tail = len(segment.tokens) < stride
     _require(parent.children.get(key) is segment, "a parent finds its child by its first block")
     _require(parent.end == segment.start, "a segment starts where its parent ends")
-    _require(len(segment.ids) > 0, "no segment is empty")
-    whole = len(segment.tokens) == len(segment.ids) * stride
-    _require(whole or (is_tail and len(segment.ids) == 1), "a segment has the tokens of its blocks")
+    _require(len(segment) > 0, "no segment is empty")
+    whole = len(segment.tokens) == len(segment) * stride
+    _require(whole or (is_tail and len(segment) == 1), "a segment has the tokens of its blocks")
     _require(not is_tail or not segment.children, "a tail has no children")
     keys = segment.children.keys
     _require(keys == sorted(set(keys)), "children are in order and apart")
-    above = isinstance(parent, Root) or parent.references >= segment.references
-    _require(above, "whoever holds a block holds those before it")
-    let_go = segment.references > 0 or segment.stamp > 0
-    _require(let_go, "an unreferenced block was let go at some moment")
+    resident = any(state.is_resident for state in segment.pools)
+    _require(resident or len(segment.children) > 0, "a leaf is resident in some pool")
+
+
+def _check_residence(segment: Segment, pool: BlockPool) -> None:
+    state = segment.pools[pool.group]
+    for ids in (state.ids, state.host_ids):
+        _require(ids is None or len(ids) == len(segment), "a segment has an id for every block")
+    below = [child.pools[pool.group] for child in segment.children]
+    primary = sum(child.ids is not None for child in below)
+    resident = sum(child.is_resident for child in below)
+    _require(state.primary_below == primary, "children in primary are counted")
+    _require(state.resident_below == resident, "resident children are counted")
+    if not state.is_resident:
+        _require(state.references == 0, "nobody holds what is not there")
+    else:
+        let_go = state.references > 0 or state.stamp > 0
+        _require(let_go, "an unreferenced block was let go at some moment")
+    parent = segment.parent
+    if pool.window is None and parent is not None and not isinstance(parent, Root):
+        above = parent.pools[pool.group]
+        _require(above.is_resident or not state.is_resident, "what is before a block is resident")
+        _require(above.ids is not None or state.ids is None, "primary is before secondary")
+        _require(above.references >= state.references, "whoever holds a block holds those before")
 
 
 def _check_references(
-    segments: list[Segment], sequences: Collection[Sequence], pins: Collection[PinHandle]
+    segments: list[Segment],
+    pool: BlockPool,
+    sequences: Collection[Sequence],
+    pins: Collection[PinHandle],
 ) -> None:
-    held: Counter[int] = Counter()
-    for deepest in (*(s.segment for s in sequences), *(p.segment for p in pins)):
-        step = deepest
-        while step is not None and step.parent is not None:
-            held[id(step)] += 1
-            step = step.parent
+    held: Counter[Segment] = Counter()
+    for sequence in sequences:
+        held.update(_referenced(sequence.grips[pool.group]))
+    for pin in pins:
+        held.update(_referenced(pin.grips[pool.group]))
     for segment in segments:
-        count = held.pop(id(segment), 0)
-        _require(segment.references == count, "references count the sequences and pins")
+        references = segment.pools[pool.group].references
+        _require(references == held.pop(segment, 0), "references count the sequences and pins")
     _require(not held, "nobody holds a segment that is not in the tree")
 
 
-def _check_sequence(sequence: Sequence, tokens_per_block: int) -> None:
-    num_blocks = -(-sequence.num_tokens // tokens_per_block)
-    _require(len(sequence.ids) == num_blocks, "a sequence has the blocks that its tokens need")
-    path = [] if sequence.segment is None else sequence.segment.path()
-    ids = [block for step in path for block in step.ids]
-    tokens = b"".join(step.tokens for step in path)
-    _require(len(ids) == sequence.published, "a sequence's path has its published blocks")
-    _require(ids == list(sequence.ids[: len(ids)]), "a sequence's path has its ids")
-    _require(sequence.tokens.startswith(tokens), "a sequence's path has its tokens")
+def _referenced(grip: PathGrip) -> Iterator[Segment]:
+    if grip.segment is None:
+        _require(not grip.spans, "what is referenced is on a path")
+        return
+    found = [step for step in grip.segment.path() if grip.covers(step.start)]
+    _require(grip.segment in found, "the deepest segment is referenced")
+    count = sum(stop - start for start, stop in grip.spans)
+    _require(sum(map(len, found)) == count, "spans begin and end where segments do")
+    _require(grip.spans == sorted(grip.spans), "spans are in order")
+    yield from found
+
+
+def _check_grip(sequence: Sequence, pool: BlockPool, tree: RadixTree) -> None:
+    grip = sequence.grips[pool.group]
+    num_blocks = -(-sequence.num_tokens // tree.tokens_per_block)
+    _require(len(grip.ids) == num_blocks, "a sequence has the places that its tokens need")
+    held = [place for place, block in enumerate(grip.ids) if block != NOT_HELD]
+    _require(held == list(range(grip.first, grip.stop)), "a sequence holds first..stop, no less")
+    _require(pool.window is not None or grip.first == 0, "full attention gives nothing up")
+    for segment in _referenced(grip):
+        ids = segment.pools[pool.group].ids
+        own = grip.ids[segment.start : segment.end]
+        _require(ids == own, "a sequence's path has its ids")
+        low = segment.start * tree.stride
+        same = sequence.tokens.startswith(segment.tokens, low)
+        _require(same, "a sequence's path has its tokens")
+
+
+def _check_positions(sequence: Sequence, tree: RadixTree) -> None:
     _require(
-        sequence.matched <= sequence.computed <= sequence.num_tokens,
-        "a sequence computed no more tokens than it has, and no less than it matched",
+        sequence.matched <= sequence.computed <= sequence.reserved <= sequence.num_tokens,
+        "a sequence computed no more tokens than it has blocks for, and no less than it matched",
     )
+    needed = -(-sequence.reserved // tree.tokens_per_block)
+    for grip in sequence.grips:
+        _require(grip.stop >= needed, "there are blocks for what is reserved")
 
 
 def _check_blocks(
@@ -111,35 +152,70 @@ def _check_blocks(
     sequences: Collection[Sequence],
     pins: Collection[PinHandle],
 ) -> None:
-    blank = list(pool.blank)
-    published = [block for segment in segments for block in segment.ids]
-    private = [block for sequence in sequences for block in sequence.ids[sequence.published :]]
-    loose = {block for pin in pins for block in pin.loose}
-    _require(len(set(private)) == len(private), "a private block belongs to one sequence")
-    _require(not loose & set(private), "what a pin holds alone belongs to no sequence")
-    everything = Counter(blank) + Counter(published) + Counter(private) + Counter(loose)
-    expected = Counter(range(pool.num_blocks))
-    _require(everything == expected, "every block is blank, published or private, and only one")
-    unreferenced = sum(len(segment.ids) for segment in segments if segment.references == 0)
+    states = [segment.pools[pool.group] for segment in segments]
+    blank = Counter(pool.blank)
+    published = Counter(block for state in states for block in state.ids or ())
+    private = Counter(b for s in sequences for b in _private(s.grips[pool.group]))
+    loose = {block for pin in pins for block in pin.grips[pool.group].loose}
+    _require(max(private.values(), default=1) == 1, "a private block belongs to one sequence")
+    _require(not loose & private.keys(), "what a pin holds alone belongs to no sequence")
+    everything = blank + published + private + Counter(loose)
+    once = max(everything.values(), default=1) == 1
+    _require(once, "every block is blank, published or private, and only one")
+    _require(everything.total() == pool.num_blocks, "no block is lost")
+    unreferenced = sum(len(state.ids or ()) for state in states if state.references == 0)
     _require(pool.num_unreferenced == unreferenced, "unreferenced blocks are counted")
-    _check_holders(pool, sequences, pins)
-
-
-def _check_holders(
-    pool: BlockPool, sequences: Collection[Sequence], pins: Collection[PinHandle]
-) -> None:
-    holders = Counter(block for pin in pins for block in pin.loose)
+    holders = Counter(block for pin in pins for block in pin.grips[pool.group].loose)
     for sequence in sequences:
-        holders.update(sequence.ids[sequence.published :])
+        grip = sequence.grips[pool.group]
+        holders.update(_private(grip))
         for pin in sequence.pins:
             _require(pin in pins, "a sequence knows only live pins")
-            holders.update(sequence.ids[sequence.published : pin.end])
+            held = pin.grips[pool.group]
+            holders.update(grip.private_ids(held.first, held.end))
     for block, count in holders.items():
         _require(pool.num_holders(block) == count, "holders of private blocks are counted")
 
 
+def _private(grip: Grip) -> Items[int]:
+    return grip.private_ids(0, len(grip.ids))
+
+
 def _check_queue(segments: list[Segment], pool: BlockPool) -> None:
-    candidates = [s for s in segments if s.references == 0 and not s.children]
-    _require(all(s.ticket for s in candidates), "every unreferenced leaf can be reclaimed")
-    tickets = sum(1 for s in segments if s.ticket)
-    _require(tickets == len(candidates) == len(pool.queue), "nothing else can be reclaimed")
+    expected = set()
+    for segment in segments:
+        state = segment.pools[pool.group]
+        leaf = pool.window is not None or not state.primary_below
+        if state.references == 0 and state.ids is not None and leaf:
+            expected.add(segment)
+    found = {segment for segment in segments if segment in pool.queue}
+    _require(found == expected, "every candidate can be reclaimed, and nothing else")
+    _require(len(pool.queue) == len(expected), "no candidate is out of the tree")
+
+
+def _check_host(segments: list[Segment], pool: BlockPool) -> None:
+    host = pool.host
+    if host is None:
+        copies = any(segment.pools[pool.group].host_ids for segment in segments)
+        _require(not copies, "without a host tier nothing is there")
+        return
+    states = [segment.pools[pool.group] for segment in segments]
+    ids = Counter(host.blank) + Counter(b for state in states for b in state.host_ids or ())
+    _require(ids == Counter(range(host.num_blocks)), "every host block is blank or holds a copy")
+    redundant, sole = set(), set()
+    for segment, state in zip(segments, states, strict=True):
+        leaf = pool.window is not None or not state.resident_below
+        if state.host_ids is not None and state.ids is not None:
+            redundant.add(segment)
+        elif state.host_ids is not None and state.references == 0 and leaf:
+            sole.add(segment)
+    _require(
+        {segment for segment in segments if segment in host.redundant} == redundant
+        and len(host.redundant) == len(redundant),
+        "copies of what is in primary can go",
+    )
+    _require(
+        {segment for segment in segments if segment in host.sole} == sole
+        and len(host.sole) == len(sole),
+        "what is only in secondary can go, leaf by leaf",
+    )

@@ -38,13 +38,18 @@ class KeyIndex:
                 break
             if found is not None and segment.parent is not found:
                 break
-            self._hash(segment, len(segment.ids))
+            self._hash(segment, len(segment))
             found = segment
             for own in segment.keys:
                 if at == len(keys) or keys[at] != own:
                     return segment, at
                 at += 1
         return None if found is None else (found, at)
+
+    def keys_of(self, segment: Segment) -> Sequence[BlockKey]:
+        """The keys of its blocks, one each; none if its namespace has no chain root."""
+        self._hash(segment, len(segment))
+        return segment.keys
 
     def named(self, root: Root) -> None:
         """`root` got its chain root: what is below it has keys now."""
@@ -99,5 +104,5 @@ class KeyIndex:
         parent = segment.parent
         if parent is None or isinstance(parent, Root):
             return None if parent is None else parent.chain_root
-        self._hash(parent, len(parent.ids))
+        self._hash(parent, len(parent))
         return parent.keys[-1] if parent.keys else None

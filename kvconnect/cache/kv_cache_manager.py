@@ -11,10 +11,18 @@ from torch import Tensor
 
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.copier import TensorCopier
-from kvconnect.cache.pool_tensor import allocate_pool, layer_buffers
+from kvconnect.cache.demand import peak_of_decode, peak_of_prefill
+from kvconnect.cache.matching import first_in_window
+from kvconnect.cache.pool_tensor import (
+    allocate_arena,
+    allocate_host_pool,
+    allocate_pool,
+    layer_buffers,
+    pool_view,
+)
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.cache.sequence import PinHandle
-from kvconnect.cache.sizing import num_primary_blocks
+from kvconnect.cache.sizing import PoolSizes, pool_sizes
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.layout import KvCacheLayout
@@ -38,7 +46,7 @@ class _Space(TypedDict):
 
 
 class KVCacheManager(BaseKVCacheManager):
-    """The KV cache of one rank: the pool's memory and a `BlockManager` over it.
+    """The KV cache of one rank: the memory of all pools and a `BlockManager` over it.
 
     A sequence of the block manager has the tokens of its request whose KV was or is being computed:
     it may lag one token behind ``request.tokens``, as the last sampled token of a request is never
@@ -46,19 +54,20 @@ class KVCacheManager(BaseKVCacheManager):
 
     Args:
         config: of the cache.
-        layouts: of the pools; one, so far.
-        device: where the pool lies.
-        num_blocks: blocks of the pool, instead of sizing by `config`.
+        layouts: of the pools, one per pool group.
+        device: where the pools lie.
+        num_blocks: blocks of each pool, instead of sizing by `config`; the split is fixed then.
 
     Attributes:
         blocks: the block manager.
-        layout: of the pool.
+        layouts: of the pools, in group order: full attention, then large windows to small.
 
     Raises:
-        ConfigurationError: no block fits, or a setting is not supported.
+        ConfigurationError: no block fits, or a setting does not fit the pools.
     """
 
     supports_connector: ClassVar[bool] = True
+    supports_window_pools: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -66,18 +75,24 @@ class KVCacheManager(BaseKVCacheManager):
         layouts: Sequence[KvCacheLayout],
         device: torch.device = _CPU,
         *,
-        num_blocks: int | None = None,
+        num_blocks: int | Mapping[int | None, int] | None = None,
     ) -> None:
-        if len(layouts) != 1:
-            raise ConfigurationError(
-                f"layouts: {len(layouts)} pools are not supported yet; all layers share one"
-            )
-        self.layout = layouts[0]
-        if num_blocks is None:
-            num_blocks = num_primary_blocks(config, self.layout, device)
-        self._pool = allocate_pool(self.layout, num_blocks, device)
-        copier = TensorCopier(self._pool, self.layout)
-        self.blocks = BlockManager(config, self.layout, num_blocks=num_blocks, copier=copier)
+        sizes = pool_sizes(config, layouts, num_blocks, device=device)
+        self.layouts = sizes.layouts
+        self._pools = _allocate(sizes, device)
+        host_pools = [
+            allocate_host_pool(layout, count, device) if count else None
+            for layout, count in zip(sizes.layouts, sizes.num_host_blocks, strict=True)
+        ]
+        self._copier = TensorCopier(self._pools, host_pools, sizes.layouts)
+        self.blocks = BlockManager(config, layouts, copier=self._copier, sizes=sizes)
+        self._tokens_per_block = config.tokens_per_block
+        self._places = {
+            number: (group, index)
+            for group, layout in enumerate(self.layouts)
+            for index, number in enumerate(layout.layer_numbers)
+        }
+        self._max_chunk: int | None = None
         self._matcher: ExternalMatcher | None = None
 
     # ---------------------------------------------------------------- the steps of the engine
@@ -86,12 +101,19 @@ class KVCacheManager(BaseKVCacheManager):
         """Allocate what this step needs. See `BaseResourceManager.prepare_resources`.
 
         Raises:
-            OutOfBlocks: a generating request has no next slot. It is unchanged, what stands before
-                it in the batch has its slots; the engine makes room and calls again.
+            OutOfBlocks: a running request has no next slot, or no blocks of a window pool for its
+                next chunk. It is unchanged, what stands before it in the batch has its slots; the
+                engine makes room and calls again.
         """
+        self._max_chunk = batch.max_chunk_tokens
+        with self._copier.together():
+            self._prepare(batch)
+
+    def _prepare(self, batch: ScheduledBatch) -> None:
         admitted = []
         for request in batch.context_requests:
             if self.blocks.holds(request.request_id):
+                self._reserve_chunk(request)
                 admitted.append(request)
             elif not self._admit(request):
                 batch.refused_requests.append(request)
@@ -126,30 +148,54 @@ class KVCacheManager(BaseKVCacheManager):
     # ---------------------------------------------------------------- questions
 
     def get_max_resource_count(self) -> int:
-        """Blocks in all."""
+        """Blocks in all, of group 0."""
         return self.blocks.max_blocks()
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
         """See `BaseResourceManager`. The last token that `request` generates takes no slot."""
-        num_tokens = request.prompt_len + request.sampling_params.max_tokens - 1
-        if len(request.draft_tokens):
-            num_tokens = max(num_tokens, request.num_tokens + len(request.draft_tokens))
-        blocks = -(-num_tokens // self.layout.tokens_per_block)
-        if not self.blocks.holds(request.request_id):
-            return blocks
-        return max(blocks - self.blocks.num_blocks(request.request_id), 0)
+        return self.needed_blocks(request)[0]
+
+    def needed_blocks(self, request: LlmRequest) -> tuple[int, ...]:
+        """See `BaseKVCacheManager`: by pool group, its peak from now on minus what it holds.
+
+        Where a prompt is computed in chunks, the peak is that of the worst way of cutting it.
+        """
+        return tuple(self._needed(request, group) for group in range(len(self.layouts)))
+
+    def ensure_free(self, needs: Sequence[int]) -> bool:
+        """See `BaseKVCacheManager`."""
+        with self._copier.together():
+            return self.blocks.ensure_free(needs)
 
     def get_num_free_blocks(self) -> int:
         """Blocks that could be allocated now."""
         return self.blocks.num_free_blocks()
 
     def get_batch_cache_indices(self, requests: Sequence[LlmRequest]) -> Mapping[int, list[int]]:
-        """Block ids of each request, by request id, in order of its tokens."""
-        return {r.request_id: self.blocks.block_ids(r.request_id).tolist() for r in requests}
+        """Block ids of each request, by request id, in order of its tokens; of group 0."""
+        return self.get_group_cache_indices(requests, 0)
+
+    def get_group_cache_indices(
+        self, requests: Sequence[LlmRequest], group: int
+    ) -> Mapping[int, list[int]]:
+        """As `get_batch_cache_indices`, for one pool group.
+
+        -1 stands for a block that the window left behind, and for one that is not reserved yet.
+        """
+        return {
+            request.request_id: self.blocks.group_block_ids(request.request_id, group).tolist()
+            for request in requests
+        }
 
     def get_buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's KV memory; see `BaseKVCacheManager`. Shares the pool's memory."""
-        return layer_buffers(self._pool, self.layout, layer_idx)
+        try:
+            group, index = self._places[layer_idx]
+        except KeyError:
+            raise ConfigurationError(
+                f"layer_idx: there is no layer {layer_idx}, only {sorted(self._places)}"
+            ) from None
+        return layer_buffers(self._pools[group], self.layouts[group], index)
 
     # ---------------------------------------------------------------- for connectors
 
@@ -158,8 +204,11 @@ class KVCacheManager(BaseKVCacheManager):
         self._matcher = matcher
 
     def pool_tensor(self, group: int = 0) -> Tensor:
-        """The pool, ``[num_blocks, num_layers, kv_factor, elements]``, contiguous."""
-        return self._pool
+        """The pool, ``[num_blocks, num_layers, kv_factor, elements]``, contiguous.
+
+        Where pools give each other memory, all of them are views of the whole of it.
+        """
+        return self._pools[group]
 
     def detach(self, request: LlmRequest, first_block: int) -> PinnedBlocks:
         """See `BlockManager.detach`."""
@@ -192,7 +241,7 @@ class KVCacheManager(BaseKVCacheManager):
             "extra_key": request.extra_key,
         }
         tokens = request.tokens.view
-        matched = self.blocks.foretell(tokens, **space)
+        matched = self.blocks.foretell(tokens, **space, first_chunk=self._max_chunk)
         if matched is None:
             return False
         external = ExternalMatch()
@@ -206,6 +255,8 @@ class KVCacheManager(BaseKVCacheManager):
                 retention=request.retention,
                 keys=request.key_chain,
                 max_matched=external.position if external.num_tokens else None,
+                first_chunk=self._max_chunk,
+                external_end=external.end if external.num_tokens else None,
             )
         except OutOfBlocks:
             # Matching less, because the store reaches further, shares fewer blocks with others.
@@ -216,9 +267,43 @@ class KVCacheManager(BaseKVCacheManager):
         loading = external.num_tokens > 0 and external.is_async
         request.state = RequestState.LOADING if loading else RequestState.CONTEXT
         if self._matcher is not None:
-            ids = allocation.block_ids.tolist()
-            self._matcher.blocks_allocated(request, ids, [ids])
+            by_group = [
+                self._reserved_ids(request.request_id, group) for group in range(len(self.layouts))
+            ]
+            self._matcher.blocks_allocated(request, allocation.block_ids.tolist(), by_group)
         return True
+
+    def _reserved_ids(self, request_id: int, group: int) -> list[int]:
+        ids: list[int] = self.blocks.group_block_ids(request_id, group).tolist()
+        if self.layouts[group].window is None:
+            return ids
+        return ids[: -(-self.blocks.num_reserved_tokens(request_id) // self._tokens_per_block)]
+
+    def _reserve_chunk(self, request: LlmRequest) -> None:
+        num_tokens = self.blocks.num_tokens(request.request_id)
+        if self._max_chunk is not None:
+            start = max(request.num_computed_tokens, request.num_external_tokens)
+            num_tokens = min(num_tokens, start + self._max_chunk)
+        self.blocks.reserve(request.request_id, num_tokens)
+
+    def _needed(self, request: LlmRequest, group: int) -> int:
+        window, size = self.layouts[group].window, self._tokens_per_block
+        total = request.prompt_len + request.sampling_params.max_tokens - 1
+        held = 0
+        if self.blocks.holds(request.request_id):
+            held = self.blocks.num_blocks(request.request_id, group)
+        begin = request.num_tokens
+        peak = 0
+        if request.state is not RequestState.GENERATION:
+            peak = peak_of_prefill(window, size, begin, self._max_chunk)
+        else:
+            begin = request.num_computed_tokens
+        peak = max(peak, peak_of_decode(window, size, begin, total))
+        if len(request.draft_tokens):
+            first = first_in_window(window, request.num_computed_tokens)
+            verified = request.num_tokens + len(request.draft_tokens)
+            peak = max(peak, -(-verified // size) - first // size)
+        return max(peak - held, 0)
 
     def _extend(self, request: LlmRequest) -> None:
         self._forget_rejected(request)
@@ -240,3 +325,11 @@ class KVCacheManager(BaseKVCacheManager):
 
     def _num_valid(self, request: LlmRequest) -> int:
         return min(request.num_computed_tokens, self.blocks.num_tokens(request.request_id))
+
+
+def _allocate(sizes: PoolSizes, device: torch.device) -> list[Tensor]:
+    if sizes.slabs is None:
+        counts = zip(sizes.layouts, sizes.num_blocks, strict=True)
+        return [allocate_pool(layout, count, device) for layout, count in counts]
+    arena = allocate_arena(sizes.slabs.nbytes * len(sizes.slabs.owners), device)
+    return [pool_view(arena, layout) for layout in sizes.layouts]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from collections.abc import Sequence as Keys
+from collections.abc import Sequence as Items
 
 import numpy as np
 
 from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.key_index import KeyIndex
+from kvconnect.cache.matching import Matcher, first_in_window
 from kvconnect.cache.radix_tree import RadixTree
 from kvconnect.cache.segment import Segment
-from kvconnect.cache.sequence import PinHandle, Sequence, as_id_array
-from kvconnect.errors import ConfigurationError
+from kvconnect.cache.sequence import NOT_HELD, PinHandle, Sequence, as_id_array
+from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.keys import BlockKey
 
 __all__ = ["PinTable"]
@@ -21,14 +22,14 @@ __all__ = ["PinTable"]
 class PinTable:
     """Pins hold published blocks by reference to their path, and private ones by count.
 
-    What a pin holds of a running sequence changes hands as that goes on: see `Publisher` for blocks
-    that become published, and `Sequence.drop_after` and `Sequence.disband` for those it gives up.
+    What a pin holds of a running sequence changes hands as that goes on: see `Offer` for blocks
+    that become published, and `Sequence.forget` and `Publisher.finish` for those it gives up.
     """
 
-    def __init__(self, tree: RadixTree, pool: BlockPool, tokens_per_block: int) -> None:
+    def __init__(self, tree: RadixTree, pools: Items[BlockPool], matcher: Matcher) -> None:
         self._tree = tree
-        self._pool = pool
-        self._tokens_per_block = tokens_per_block
+        self._pools = pools
+        self._matcher = matcher
         self._live: set[PinHandle] = set()
 
     def __len__(self) -> int:
@@ -41,71 +42,109 @@ class PinTable:
 
     def pin(self, sequence: Sequence) -> PinHandle:
         """See `BlockManager.pin`."""
-        handle = PinHandle(as_id_array(sequence.ids))
-        self._hold_path(handle, sequence.segment)
-        if sequence.published < len(sequence.ids):
-            self._pool.hold(sequence.ids[sequence.published :])
-            self._pool.num_private_pins += 1
-            handle.shares_private = True
-            handle.sequence, handle.end = sequence, len(sequence.ids)
-            sequence.pins.append(handle)
+        handle = PinHandle(as_id_array(sequence.grips[0].ids), len(self._pools))
+        for pool, grip, held in zip(self._pools, sequence.grips, handle.grips, strict=True):
+            held.segment, held.spans = grip.segment, list(grip.spans)
+            pool.claim(held.segment, held.spans)
+            held.first, held.end = grip.first, grip.stop
+            pool.num_private_pins += 1
+            pool.hold(grip.private_ids(grip.first, grip.stop))
+        handle.shares_private = True
+        handle.sequence = sequence
+        sequence.pins.append(handle)
         self._live.add(handle)
         return handle
 
-    def pin_keys(self, keys: Keys[BlockKey]) -> PinHandle:
+    def pin_keys(self, keys: Items[BlockKey]) -> PinHandle:
         """See `BlockManager.pin_keys`."""
         if self._tree.index is None:
-            self._tree.index = KeyIndex(self._tree.roots.values(), self._tokens_per_block)
+            self._tree.index = KeyIndex(self._tree.roots.values(), self._tree.tokens_per_block)
         found = self._tree.index.find(keys)
-        if found is None:
-            handle = PinHandle(np.empty(0, np.int32))
+        num_blocks = 0 if found is None else self._matcher.usable_blocks(*found)
+        if found is None or num_blocks == 0:
+            handle = PinHandle(np.empty(0, np.int32), len(self._pools))
         else:
-            segment, stop = found
-            if stop < segment.end:
-                segment = self._tree.split(segment, stop)
-            ids = np.concatenate([as_id_array(step.ids) for step in segment.path()])
-            handle = PinHandle(ids)
-            self._hold_path(handle, segment)
+            handle = self._pin_path(self._place(found[0], num_blocks), num_blocks)
         self._live.add(handle)
         return handle
+
+    def _pin_path(self, segment: Segment, num_blocks: int) -> PinHandle:
+        ids = np.full(num_blocks, NOT_HELD, np.int32)
+        handle = PinHandle(ids, len(self._pools))
+        size = self._tree.tokens_per_block
+        for pool, held in zip(self._pools, handle.grips, strict=True):
+            first = first_in_window(pool.window, num_blocks * size) // size
+            if first < num_blocks:
+                self._place(segment, first)
+                held.add(segment, first, num_blocks)
+                pool.claim(segment, held.spans)
+        for start, stop in handle.grips[0].spans:
+            for step in segment.path():
+                own = step.pools[0].ids
+                if own is not None and start <= step.start < stop:
+                    ids[step.start : step.end] = own
+        return handle
+
+    def _place(self, segment: Segment, block: int) -> Segment:
+        # The segment of this path that ends before `block`, which becomes a boundary.
+        while segment.start >= block and segment.parent is not None:
+            segment = segment.parent
+        return self._tree.split(segment, block) if block < segment.end else segment
 
     def unpin(self, handle: PinHandle) -> None:
         """See `BlockManager.unpin`."""
         if handle not in self._live:
             raise ConfigurationError("handle: not a pin of this manager, or unpinned already")
         self._live.remove(handle)
-        self._pool.let_go(handle.segment, self._pool.next_moment())
-        private = handle.loose
-        if handle.sequence is not None:
-            handle.sequence.pins.remove(handle)
-            private = private + handle.sequence.ids[handle.sequence.published : handle.end]
-        self._pool.drop(private)
-        if handle.shares_private:
-            self._pool.num_private_pins -= 1
+        sequence = handle.sequence
+        for pool, held in zip(self._pools, handle.grips, strict=True):
+            pool.let_go(held.segment, held.spans, pool.next_moment())
+            private = held.loose
+            if sequence is not None:
+                grip = sequence.grips[pool.group]
+                private = private + grip.private_ids(held.first, held.end)
+            pool.drop(private)
+            pool.num_private_pins -= handle.shares_private
+        if sequence is not None:
+            sequence.pins.remove(handle)
 
     def detach(self, sequence: Sequence, first_block: int) -> PinHandle:
         """See `BlockManager.detach`."""
-        if not 0 <= first_block <= len(sequence.ids):
-            raise ConfigurationError(
-                f"first_block: {first_block} is outside 0..{len(sequence.ids)}"
+        num_blocks = sequence.num_blocks
+        if not 0 <= first_block <= num_blocks:
+            raise ConfigurationError(f"first_block: {first_block} is outside 0..{num_blocks}")
+        needs = []
+        for grip in sequence.grips:
+            published = grip.spans[-1][1] if grip.spans else 0
+            if first_block < published:
+                raise ConfigurationError(
+                    f"first_block: block {first_block} is published, and others may use it; the "
+                    f"first that can be detached is {published}"
+                )
+            needs.append(max(grip.stop - max(first_block, grip.first), 0))
+        for pool, need in zip(self._pools, needs, strict=True):
+            if need > pool.num_free:
+                raise OutOfBlocks(
+                    f"{need} blocks are needed, {pool.num_free} of {pool.num_blocks} are free"
+                )
+        handle = PinHandle(as_id_array(sequence.grips[0].ids[first_block:]), len(self._pools))
+        for pool, grip, held, need in zip(
+            self._pools, sequence.grips, handle.grips, needs, strict=True
+        ):
+            held.loose = sequence.forget(pool.group, first_block, grip.stop)
+            grip.ids[grip.stop - need : grip.stop] = pool.allocate(need)
+            grip.duplicate = grip.duplicate and first_block > (
+                grip.spans[-1][1] if grip.spans else 0
             )
-        if first_block < sequence.published:
-            raise ConfigurationError(
-                f"first_block: block {first_block} is published, and others may use it; the first "
-                f"that can be detached is {sequence.published}"
-            )
-        fresh = self._pool.allocate(len(sequence.ids) - first_block)
-        detached = sequence.drop_after(first_block)
-        sequence.ids.extend(fresh)
-        sequence.forget_computed(first_block * self._tokens_per_block)
-        if sequence.duplicate is not None and sequence.duplicate >= first_block:
-            sequence.duplicate = None
-        handle = PinHandle(as_id_array(detached))
-        handle.loose = detached
+        self._forget_computed(sequence, first_block)
         self._live.add(handle)
         return handle
 
-    def _hold_path(self, handle: PinHandle, segment: Segment | None) -> None:
-        if segment is not None:
-            self._pool.claim(segment)
-            handle.segment = segment
+    def _forget_computed(self, sequence: Sequence, first_block: int) -> None:
+        num_tokens = first_block * self._tree.tokens_per_block
+        sequence.computed = min(sequence.computed, num_tokens)
+        sequence.matched = min(sequence.matched, num_tokens)
+        sequence.offered = min(sequence.offered, first_block)
+        for pin in sequence.pins:
+            for held in pin.grips:
+                held.end = min(held.end, first_block)

@@ -1,125 +1,62 @@
-"""Puts the blocks of sequences into the tree."""
+"""When the blocks of sequences are published (specification: publishing)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 from kvconnect.cache.block_pool import BlockPool
+from kvconnect.cache.offer import Offer
 from kvconnect.cache.radix_tree import RadixTree
-from kvconnect.cache.segment import BlockIds, Segment
+from kvconnect.cache.segment import BlockIds
 from kvconnect.cache.sequence import Sequence
+from kvconnect.config import KvCacheConfig
 
 __all__ = ["Publisher"]
 
 
 class Publisher:
-    """Publishes what sequences filled (specification: block manager, publishing).
+    """Publishes what sequences filled, while they run and at their end.
 
-    A running sequence stops at the first block that another one published before: what followed
-    would be a referenced block under one that this sequence does not reference. At its end nothing
-    of it is referenced any more, and every valid block is offered once more.
+    With full attention a running sequence stops at the first block that another one published
+    before: what followed would be a referenced block under one that this sequence does not
+    reference. At its end nothing of it is referenced any more, and every valid block is offered
+    once more. Window pools know no such order.
     """
 
-    def __init__(
-        self, tree: RadixTree, pool: BlockPool, tokens_per_block: int, *, tails: bool
-    ) -> None:
+    def __init__(self, tree: RadixTree, pools: Items[BlockPool], config: KvCacheConfig) -> None:
         self._tree = tree
-        self._pool = pool
-        self._tokens_per_block = tokens_per_block
-        self._stride = 4 * tokens_per_block
-        self._tails = tails
+        self._pools = pools
+        self._reuse = config.enable_block_reuse
+        self._tails = config.enable_partial_reuse
 
     def commit(self, sequence: Sequence, stop: int) -> None:
-        """Publish its full blocks up to number `stop`, or up to the first duplicate."""
-        if sequence.duplicate is not None or stop <= sequence.published:
-            return
-        parent = self._parent(sequence)
-        first = sequence.published
-        if parent.children.get(bytes(self._key(sequence, first, first + 1))) is not None:
-            sequence.duplicate = first
-            return
-        self._publish_held(sequence, parent, stop)
+        """Publish its full blocks up to number `stop`; it goes on to hold them."""
+        first = sequence.offered
+        if stop > first and self._reuse:
+            sequence.offered = stop
+            Offer(self._tree, self._pools, sequence).blocks(first, stop)
 
-    def finish(self, sequence: Sequence, num_valid: int, moment: int) -> BlockIds:
-        """Publish what is valid at the end of `sequence`, and return its blocks that stay private.
+    def finish(
+        self, sequence: Sequence, num_valid: int, moments: Items[int]
+    ) -> tuple[BlockIds, ...]:
+        """Publish what is valid at the end of `sequence`; what stays private, by pool.
 
-        The caller then lets go of ``sequence.segment`` at the same `moment`.
+        Its pins keep what they hold of that, loose. The caller then lets go of what the sequence
+        references, at the same `moments`.
         """
+        size = self._tree.tokens_per_block
         # A block that was committed whole is offered whole, whatever is said to be valid now.
-        full = max(num_valid, sequence.computed // self._tokens_per_block * self._tokens_per_block)
-        blocks = full // self._tokens_per_block
-        tail = full % self._tokens_per_block if self._tails else 0
+        valid = max(num_valid, sequence.computed // size * size) if self._reuse else 0
+        blocks, tail = divmod(valid, size)
         self.commit(sequence, blocks)
-        if sequence.published >= blocks:
-            return self._finish_held(sequence, tail)
-        if any(pin.end > sequence.published for pin in sequence.pins):
-            return sequence.ids[sequence.published :]
-        return self._offer(sequence, blocks, tail, moment)
-
-    def _finish_held(self, sequence: Sequence, tail: int) -> BlockIds:
-        at = sequence.published
-        if tail:
-            parent = self._parent(sequence)
-            if not self._tree.published_tail(parent, at, self._key(sequence, at, at + 1, tail)):
-                self._publish_held(sequence, parent, at + 1, tail)
-        return sequence.ids[sequence.published :]
-
-    def _offer(self, sequence: Sequence, blocks: int, tail: int, moment: int) -> BlockIds:
-        first = sequence.published
-        segment, at = self._tree.walk(self._parent(sequence), sequence.tokens, blocks)
-        private = sequence.ids[first:at]
-        if at < blocks:
-            if at < segment.end:
-                segment = self._tree.split(segment, at)
-            segment = self._publish_free(sequence, segment, at, blocks, moment)
-        rest = blocks
-        if tail and not self._tree.published_tail(
-            segment, blocks, self._key(sequence, blocks, blocks + 1, tail)
-        ):
-            if blocks < segment.end:
-                segment = self._tree.split(segment, blocks)
-            self._publish_free(sequence, segment, blocks, blocks + 1, moment, tail)
-            rest += 1
-        private.extend(sequence.ids[rest:])
-        return private
-
-    def _publish_held(self, sequence: Sequence, parent: Segment, stop: int, tail: int = 0) -> None:
-        # Runs end where retention changes, and where a pin ends: below it there are fewer
-        # references.
-        first = sequence.published
-        for run in sequence.plan.runs(first, stop):
-            at = run.start
-            while at < run.stop:
-                pins = [pin for pin in sequence.pins if pin.end > at]
-                end = min([run.stop, *(pin.end for pin in pins)])
-                parent = self._pool.publish(
-                    parent,
-                    self._key(sequence, at, end, tail),
-                    sequence.ids[at:end],
-                    run.retention,
-                    1 + len(pins),
-                    tail=tail > 0,
-                )
-                for pin in pins:
-                    pin.segment = parent
-                at = end
-        self._pool.unhold(sequence.ids[first:stop])
-        sequence.segment, sequence.published = parent, stop
-
-    def _publish_free(
-        self, sequence: Sequence, parent: Segment, first: int, stop: int, moment: int, tail: int = 0
-    ) -> Segment:
-        for run in sequence.plan.runs(first, stop):
-            key = self._key(sequence, run.start, run.stop, tail)
-            ids = sequence.ids[run.start : run.stop]
-            parent = self._pool.publish(parent, key, ids, run.retention, 0, moment, tail=tail > 0)
-        return parent
-
-    def _parent(self, sequence: Sequence) -> Segment:
-        if sequence.segment is not None:
-            return sequence.segment
-        chain = sequence.chain
-        return self._tree.root(sequence.namespace, chain.root if chain is not None else None)
-
-    def _key(self, sequence: Sequence, start: int, stop: int, tail: int = 0) -> bytearray:
-        # The tokens of these blocks; of the first `tail` of the only one, if that is not full.
-        low = start * self._stride
-        return sequence.tokens[low : low + 4 * tail if tail else stop * self._stride]
+        offer = Offer(self._tree, self._pools, sequence, moments)
+        offer.close_pinned(-(-valid // size))
+        start = offer.first_private(blocks)
+        if start < blocks:
+            offer.blocks(start, blocks)
+        if tail and self._tails:
+            offer.tail(blocks, tail)
+        for pin in sequence.pins:
+            for group, held in enumerate(pin.grips):
+                held.loose.extend(offer.left(group, held.first, held.end))
+        return tuple(offer.left(group, 0, sequence.num_blocks) for group in range(len(self._pools)))

@@ -1,57 +1,39 @@
-"""The compressed radix tree: which token paths are published, and in which blocks."""
+"""The compressed radix tree: which token paths are published, whatever pools they are in."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from kvconnect.cache.key_index import KeyIndex
-from kvconnect.cache.segment import BlockIds, Root, Segment
+from kvconnect.cache.segment import Root, Segment
 from kvconnect.keys import BlockKey, Namespace
 
-__all__ = ["Match", "PartialSource", "RadixTree", "TokenBytes"]
+__all__ = ["RadixTree", "TokenBytes", "shared_tokens"]
 
 TokenBytes = bytes | bytearray
 """Tokens as native int32 bytes: slices, hashes and compares at memcmp speed."""
 
 
-class PartialSource(NamedTuple):
-    """The first `num_tokens` tokens of block number `block`, which lies in `segment`."""
-
-    segment: Segment
-    block: int
-    num_tokens: int
-
-
-class Match(NamedTuple):
-    """What is published of some tokens.
-
-    Attributes:
-        segment: the deepest one reached; ``None``: not even one block.
-        num_blocks: whole blocks from the root on; may end within `segment`.
-        source: the block that matches partly after them.
-    """
-
-    segment: Segment | None
-    num_blocks: int
-    source: PartialSource | None
-
-
 class RadixTree:
     """Token paths by namespace, in runs of blocks.
 
-    It moves segments; what their state means is the pool's affair.
+    It moves segments; what their state means is the pools' affair.
 
     Attributes:
         index: finds segments by block key, once somebody asked for that.
+        on_split: called with the upper and the lower part of every segment that is divided, before
+            anybody else sees them.
     """
 
-    def __init__(self, tokens_per_block: int) -> None:
-        self._tokens_per_block = tokens_per_block
-        self._stride = 4 * tokens_per_block
-        self._roots: dict[Namespace, Root] = {}
+    def __init__(self, tokens_per_block: int, num_pools: int) -> None:
+        self.tokens_per_block = tokens_per_block
+        self.stride = 4 * tokens_per_block
         self.index: KeyIndex | None = None
+        self.on_split: list[Callable[[Segment, Segment], None]] = []
+        self._num_pools = num_pools
+        self._roots: dict[Namespace, Root] = {}
 
     @property
     def roots(self) -> dict[Namespace, Root]:
@@ -65,121 +47,97 @@ class RadixTree:
         """
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Root(namespace)
+            root = self._roots[namespace] = Root(namespace, self._num_pools)
         if root.chain_root is None and chain_root is not None:
             root.chain_root = chain_root
             if self.index is not None:
                 self.index.named(root)
         return root
 
+    def segments(self) -> Iterator[Segment]:
+        """All segments, parents before children; nothing may be changed meanwhile."""
+        waiting: list[Segment] = [child for root in self._roots.values() for child in root.children]
+        while waiting:
+            segment = waiting.pop()
+            yield segment
+            waiting.extend(segment.children)
+
     def clear(self) -> None:
         """Forget everything."""
         self._roots.clear()
-        self.index = None
+        if self.index is not None:
+            self.index = KeyIndex((), self.tokens_per_block)
 
     # ---------------------------------------------------------------- queries: these change nothing
-
-    def match(
-        self, namespace: Namespace, tokens: TokenBytes, limit: int, *, partial: bool, copy: bool
-    ) -> Match:
-        """What is published of the first `limit` of `tokens`.
-
-        Args:
-            namespace: whose tree.
-            tokens: as bytes.
-            limit: tokens that may match.
-            partial: also look for a block that matches partly.
-            copy: any block may be its source; else only one that nobody uses or depends on.
-        """
-        root = self._roots.get(namespace)
-        if root is None:
-            return Match(None, 0, None)
-        segment, num_blocks = self.walk(root, tokens, limit // self._tokens_per_block)
-        source = None
-        if partial:
-            rest = tokens[num_blocks * self._stride : 4 * limit][: self._stride]
-            source = self._partial(segment, num_blocks, bytes(rest), copy=copy)
-        return Match(None if segment is root else segment, num_blocks, source)
 
     def walk(self, segment: Segment, tokens: TokenBytes, stop: int) -> tuple[Segment, int]:
         """Follow whole blocks of `tokens` from the end of `segment`, up to `stop` blocks.
 
         Returns the deepest segment reached and the blocks that matched, from the root on.
         """
-        stride = self._stride
+        stride = self.stride
         at = segment.end
         while at < stop:
             child = segment.children.get(bytes(tokens[at * stride : (at + 1) * stride]))
             if child is None:
                 break
             segment = child
-            count = len(child.ids)
-            if count == 1 or (at + count <= stop and tokens.startswith(child.tokens, at * stride)):
-                at += count
+            end = child.end
+            if end == at + 1 or (end <= stop and tokens.startswith(child.tokens, at * stride)):
+                at = end
                 continue
-            count = min(count, stop - at)
-            at += self._common(tokens, at, child.tokens, count)
+            at += self._common(tokens, at, child.tokens, min(end, stop) - at)
             break
         return segment, at
 
-    def published_tail(self, segment: Segment, at: int, tail: TokenBytes) -> bool:
-        """Whether some block after the first `at` of this path begins with `tail`."""
+    def step(self, segment: Segment, tokens: TokenBytes, stop: int) -> tuple[Segment, int] | None:
+        """As `walk`, but into one child only; ``None``: there is none."""
+        at, stride = segment.end, self.stride
+        child = segment.children.get(bytes(tokens[at * stride : (at + 1) * stride]))
+        if child is None:
+            return None
+        count = min(child.end, stop) - at
+        return child, at + (self._common(tokens, at, child.tokens, count) if count > 1 else 1)
+
+    def followers(self, segment: Segment, at: int, prefix: TokenBytes) -> Iterator[Segment]:
+        """Segments with a block after the first `at` of this path that begins with `prefix`."""
         if at < segment.end:
-            low = (at - segment.start) * self._stride
-            return segment.tokens.startswith(tail, low)
-        return segment.children.begun_by(bytes(tail)) is not None
+            if segment.tokens.startswith(prefix, (at - segment.start) * self.stride):
+                yield segment
+        else:
+            yield from segment.children.begun_by(bytes(prefix))
 
     def _common(self, tokens: TokenBytes, at: int, other: bytearray, count: int) -> int:
         # Whole blocks that `tokens` from block `at` on and the first `count` of `other` share.
-        size = count * self._tokens_per_block
-        left = np.frombuffer(tokens, np.int32, size, at * self._stride)
+        size = count * self.tokens_per_block
+        left = np.frombuffer(tokens, np.int32, size, at * self.stride)
         differs = left != np.frombuffer(other, np.int32, size)
         first = int(differs.argmax())
-        return first // self._tokens_per_block if differs[first] else count
-
-    def _partial(
-        self, segment: Segment, at: int, rest: bytes, *, copy: bool
-    ) -> PartialSource | None:
-        if not rest:
-            return None
-        if at < segment.end:
-            low = (at - segment.start) * self._stride
-            shared = _shared_tokens(rest, bytes(segment.tokens[low : low + self._stride]))
-            if shared and (copy or takeable(segment, at)):
-                return PartialSource(segment, at, shared)
-            return None
-        return self._partial_child(segment, rest, copy=copy)
-
-    def _partial_child(self, segment: Segment, rest: bytes, *, copy: bool) -> PartialSource | None:
-        # Those that share the first k tokens lie together around the place of `rest`; each round
-        # looks at one more such range, with a smaller k, until it has one that may be used.
-        keys = segment.children.keys
-        low = high = segment.children.place(rest)
-        while True:
-            before = _shared_tokens(rest, keys[low - 1]) if low else 0
-            after = _shared_tokens(rest, keys[high]) if high < len(keys) else 0
-            shared = max(before, after)
-            if shared == 0:
-                return None
-            old_low, old_high = low, high
-            low, high = segment.children.range(rest[: 4 * shared], self._stride)
-            found = segment.children.segments
-            candidates = found[low:old_low] + found[old_high:high]
-            if not copy:
-                candidates = [child for child in candidates if takeable(child, child.start)]
-            if candidates:
-                best = max(candidates, key=_recency)
-                return PartialSource(best, best.start, shared)
+        return first // self.tokens_per_block if differs[first] else count
 
     # ---------------------------------------------------------------- changes
 
-    def insert(self, parent: Segment, tokens: bytearray, ids: BlockIds) -> Segment:
-        """Add a segment after `parent`, which has no child that begins with the same block."""
-        segment = Segment(parent, parent.end, tokens, ids)
-        parent.children.add(bytes(tokens[: self._stride]), segment)
+    def insert(self, parent: Segment, tokens: bytearray, num_blocks: int) -> Segment:
+        """Add a segment after `parent`, which has no child that begins with the same block.
+
+        It is in no pool yet.
+        """
+        segment = Segment(parent, parent.end, parent.end + num_blocks, tokens, self._num_pools)
+        parent.children.add(bytes(tokens[: self.stride]), segment)
         if self.index is not None:
             self.index.added(segment)
         return segment
+
+    def lengthen(self, segment: Segment, tokens: bytearray, num_blocks: int) -> None:
+        """Add blocks at the end of `segment`, which has no children."""
+        segment.tokens += tokens
+        segment.end += num_blocks
+
+    def shorten(self, segment: Segment, num_blocks: int) -> None:
+        """Take the last blocks off a segment without children that has more; no pool has them."""
+        segment.end -= num_blocks
+        keep = segment.end - segment.start
+        del segment.tokens[keep * self.stride :], segment.keys[keep:]
 
     def split(self, segment: Segment, at: int) -> Segment:
         """Divide `segment` before block number `at`; returns the upper part, a new segment.
@@ -187,57 +145,52 @@ class RadixTree:
         Both parts have the state of the whole. `segment` becomes the lower part.
         """
         count = at - segment.start
-        cut = count * self._stride
-        upper = Segment(segment.parent, segment.start, segment.tokens[:cut], segment.ids[:count])
-        upper.references = segment.references
-        upper.retention = segment.retention
-        upper.expires = segment.expires
-        upper.stamp = segment.stamp
+        cut = count * self.stride
+        upper = Segment(segment.parent, segment.start, at, segment.tokens[:cut], 0)
+        upper.pools = list(segment.pools)  # replaced by the pools' own parts, below
         upper.keys = segment.keys[:count]
         if segment.parent is not None:
-            segment.parent.children.replace(bytes(segment.tokens[: self._stride]), upper)
+            segment.parent.children.replace(bytes(segment.tokens[: self.stride]), upper)
         segment.parent, segment.start = upper, at
-        segment.tokens, segment.ids = segment.tokens[cut:], segment.ids[count:]
+        segment.tokens = segment.tokens[cut:]
         segment.keys = segment.keys[count:]
-        upper.children.add(bytes(segment.tokens[: self._stride]), segment)
+        upper.children.add(bytes(segment.tokens[: self.stride]), segment)
+        for divided in self.on_split:
+            divided(upper, segment)
         if self.index is not None:
             self.index.divided(upper, segment)
         return upper
 
-    def cut(self, segment: Segment, count: int) -> BlockIds:
-        """Take the last `count` blocks off a segment without children; their ids.
+    def descend(self, segment: Segment, tokens: TokenBytes, stop: int) -> Segment:
+        """The segment that ends after `stop` blocks of `tokens`, made if need be."""
+        if segment.end == stop:
+            return segment
+        segment, at = self.walk(segment, tokens, stop)
+        if at < segment.end:
+            segment = self.split(segment, at)
+        if at < stop:
+            between = bytearray(tokens[at * self.stride : stop * self.stride])
+            segment = self.insert(segment, between, stop - at)
+        return segment
 
-        One that loses all its blocks leaves the tree.
-        """
-        keep = len(segment.ids) - count
-        if keep == 0:
-            self._remove(segment)
-            return segment.ids
-        taken = segment.ids[keep:]
-        del segment.ids[keep:], segment.tokens[keep * self._stride :], segment.keys[keep:]
-        return taken
-
-    def _remove(self, segment: Segment) -> None:
-        parent = segment.parent
-        if parent is None:
-            return
-        if self.index is not None:
-            self.index.removed(segment)
-        parent.children.remove(bytes(segment.tokens[: self._stride]))
-        if isinstance(parent, Root) and not parent.children:
-            del self._roots[parent.namespace]
-
-
-def takeable(segment: Segment, block: int) -> bool:
-    """Whether nobody uses that block and nothing follows it."""
-    return segment.is_free_leaf and block == segment.end - 1
-
-
-def _recency(segment: Segment) -> int:
-    return segment.stamp
+    def prune(self, segment: Segment) -> None:
+        """Remove `segment`, and those above it, as far as no pool has them and nothing follows."""
+        while not segment.children:
+            parent = segment.parent
+            if parent is None:
+                if isinstance(segment, Root):
+                    self._roots.pop(segment.namespace, None)
+                return
+            if any(state.is_resident for state in segment.pools):
+                return
+            if self.index is not None:
+                self.index.removed(segment)
+            parent.children.remove(bytes(segment.tokens[: self.stride]))
+            segment = parent
 
 
-def _shared_tokens(left: bytes, right: bytes) -> int:
+def shared_tokens(left: bytes, right: bytes) -> int:
+    """How many leading tokens are equal."""
     size = min(len(left), len(right)) // 4
     differs = np.frombuffer(left, np.int32, size) != np.frombuffer(right, np.int32, size)
     first = int(differs.argmax()) if size else 0

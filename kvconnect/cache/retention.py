@@ -21,11 +21,18 @@ DEFAULT_RETENTION = Retention(DEFAULT_RETENTION_PRIORITY)
 
 
 class RetentionRun(NamedTuple):
-    """Blocks ``start..stop`` of a sequence have this retention."""
+    """Blocks ``start..stop`` of a sequence have this retention.
+
+    Attributes:
+        requested: the request set it; else it is the default.
+        inherited: it is that of the block which the first one was copied from, pool by pool.
+    """
 
     start: int
     stop: int
     retention: Retention
+    requested: bool = False
+    inherited: bool = False
 
 
 class RetentionPlan:
@@ -42,8 +49,8 @@ class RetentionPlan:
     ) -> None:
         self._first_decoded = -(-prompt_len // tokens_per_block)
         self._ranges: list[RetentionRun] = []
-        self._decode = DEFAULT_RETENTION
-        self._inherited: RetentionRun | None = None
+        self._decode: Retention | None = None
+        self._inherited: int | None = None
         if config is None:
             return
         self._decode = Retention(
@@ -55,42 +62,43 @@ class RetentionPlan:
             start, stop = -(-given.token_start // tokens_per_block), -(-end // tokens_per_block)
             if start < stop:
                 retention = Retention(given.priority, _seconds(given.duration_ms))
-                self._ranges.append(RetentionRun(start, stop, retention))
+                self._ranges.append(RetentionRun(start, stop, retention, requested=True))
 
     def requested(self, start: int, stop: int) -> Iterator[RetentionRun]:
         """The prompt blocks within ``start..stop`` whose retention the request sets, in order."""
         for run in self._ranges:
             low, high = max(run.start, start), min(run.stop, stop)
             if low < high:
-                yield RetentionRun(low, high, run.retention)
+                yield RetentionRun(low, high, run.retention, requested=True)
 
-    def inherit(self, block: int, retention: Retention) -> None:
-        """`block` is a copy from a block of this retention; a range of the request wins."""
+    def inherit(self, block: int) -> None:
+        """`block` is a copy, and has the retention of its source; a range of the request wins."""
         if not any(self.requested(block, block + 1)):
-            self._inherited = RetentionRun(block, block + 1, retention)
+            self._inherited = block
 
     def runs(self, start: int, stop: int) -> Iterator[RetentionRun]:
         """All blocks ``start..stop``, in order, as runs of equal retention."""
         at = start
-        for run in self._set(start, stop):
-            if at < run.start:
-                yield RetentionRun(at, run.start, DEFAULT_RETENTION)
-            yield run
-            at = run.stop
+        if self._ranges or self._decode is not None or self._inherited is not None:
+            for run in self._set(start, stop):
+                if at < run.start:
+                    yield RetentionRun(at, run.start, DEFAULT_RETENTION)
+                yield run
+                at = run.stop
         if at < stop:
             yield RetentionRun(at, stop, DEFAULT_RETENTION)
 
     def _set(self, start: int, stop: int) -> Iterator[RetentionRun]:
         prompt_stop = min(stop, self._first_decoded)
         runs = list(self.requested(start, prompt_stop))
-        inherited = self._inherited
-        if inherited is not None and start <= inherited.start < prompt_stop:
-            runs.append(inherited)
+        block = self._inherited
+        if block is not None and start <= block < prompt_stop:
+            runs.append(RetentionRun(block, block + 1, DEFAULT_RETENTION, inherited=True))
             runs.sort()
         yield from runs
         low = max(start, self._first_decoded)
-        if low < stop and self._decode != DEFAULT_RETENTION:
-            yield RetentionRun(low, stop, self._decode)
+        if low < stop and self._decode is not None:
+            yield RetentionRun(low, stop, self._decode, requested=True)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvconnect.cache.retention import DEFAULT_RETENTION, Retention
 from kvconnect.keys import BlockKey, Namespace
 
-__all__ = ["BlockIds", "Children", "Root", "Segment", "new_ids"]
+__all__ = ["BlockIds", "Children", "Residence", "Root", "Segment", "new_ids"]
 
 BlockIds: TypeAlias = "array[int]"
 """C ints: four bytes an id, sliced, extended and cut at memcpy speed."""
@@ -47,12 +47,12 @@ class Children:
             return self.segments[place]
         return None
 
-    def begun_by(self, key: bytes) -> Segment | None:
-        """A child whose first block begins with `key`, or holds just that."""
+    def begun_by(self, key: bytes) -> Iterator[Segment]:
+        """The children whose first block begins with `key`, or holds just that."""
         place = bisect_left(self.keys, key)
-        if place < len(self.keys) and self.keys[place].startswith(key):
-            return self.segments[place]
-        return None
+        while place < len(self.keys) and self.keys[place].startswith(key):
+            yield self.segments[place]
+            place += 1
 
     def place(self, key: bytes) -> int:
         """How many children sort before `key`."""
@@ -79,68 +79,98 @@ class Children:
         del self.keys[place], self.segments[place]
 
 
-class Segment:
-    """Consecutive blocks of one path that agree in everything but tokens and id.
-
-    A root has no blocks and no parent; a tail has one block of less than `tokens_per_block` tokens
-    and never children. All other segments hold whole blocks. Splitting keeps this object as the
-    lower
-    part: whoever holds a segment as the deepest of a path still holds that path.
+class Residence:
+    """Where the blocks of a segment are in one pool, and what is known of them there.
 
     Attributes:
-        parent: what the first block follows; ``None`` for a root.
-        children: what follows the last block.
-        start: blocks before the first one.
-        tokens: of all blocks, as native int32 bytes.
-        ids: one block id per block.
+        ids: one primary block per block of the segment; ``None``: not in primary.
+        host_ids: the same in secondary. With both, the host copy is valid, too.
         references: sequences and pins that hold these blocks.
         retention: priority and duration.
         expires: when `retention` reverts to the default; ``inf``: never, or not let go since it was
             set.
         stamp: moment of the last dereference or partial copy; block order breaks ties, later blocks
             are older. Below zero: never let go, in order of publishing.
-        ticket: of its valid entry in the reclaim queue; 0: none.
-        keys: chained keys of the leading blocks, as far as the key index hashed them.
+        primary_below: child segments with blocks in primary.
+        resident_below: child segments with blocks in primary or secondary.
     """
 
     __slots__ = (
-        "children",
         "expires",
+        "host_ids",
         "ids",
-        "keys",
-        "parent",
+        "primary_below",
         "references",
+        "resident_below",
         "retention",
         "stamp",
-        "start",
-        "ticket",
-        "tokens",
     )
 
-    def __init__(
-        self, parent: Segment | None, start: int, tokens: bytearray, ids: BlockIds
-    ) -> None:
-        self.parent = parent
-        self.children = Children()
-        self.start = start
-        self.tokens = tokens
-        self.ids = ids
+    def __init__(self) -> None:
+        self.ids: BlockIds | None = None
+        self.host_ids: BlockIds | None = None
         self.references = 0
         self.retention: Retention = DEFAULT_RETENTION
         self.expires = float("inf")
         self.stamp = 0
-        self.ticket = 0
+        self.primary_below = 0
+        self.resident_below = 0
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the blocks are in primary or secondary."""
+        return self.ids is not None or self.host_ids is not None
+
+    def divide(self, count: int) -> Residence:
+        """Split off the state of the first `count` blocks; this object keeps that of the others."""
+        upper = Residence()
+        if self.ids is not None:
+            upper.ids, self.ids = self.ids[:count], self.ids[count:]
+            upper.primary_below = upper.resident_below = 1
+        if self.host_ids is not None:
+            upper.host_ids, self.host_ids = self.host_ids[:count], self.host_ids[count:]
+            upper.resident_below = 1
+        upper.references = self.references
+        upper.retention = self.retention
+        upper.expires = self.expires
+        upper.stamp = self.stamp
+        return upper
+
+
+class Segment:
+    """Consecutive blocks of one path that are in the same state, in every pool.
+
+    A root has no blocks and no parent; a tail has one block of less than `tokens_per_block` tokens
+    and never children. All other segments hold whole blocks. One that no pool has blocks of is
+    there because something below it is. Splitting keeps this object as the lower part: whoever
+    holds a segment as the deepest of a path still holds that path.
+
+    Attributes:
+        parent: what the first block follows; ``None`` for a root.
+        children: what follows the last block.
+        start: blocks before the first one.
+        end: blocks up to and including the last one.
+        tokens: of all blocks, as native int32 bytes.
+        pools: the state in each pool group.
+        keys: chained keys of the leading blocks, as far as the key index hashed them.
+    """
+
+    __slots__ = ("children", "end", "keys", "parent", "pools", "start", "tokens")
+
+    def __init__(
+        self, parent: Segment | None, start: int, end: int, tokens: bytearray, num_pools: int
+    ) -> None:
+        self.parent = parent
+        self.children = Children()
+        self.start = start
+        self.end = end
+        self.tokens = tokens
+        self.pools = [Residence() for _ in range(num_pools)]
         self.keys: list[BlockKey] = []
 
-    @property
-    def end(self) -> int:
-        """Blocks up to and including the last one."""
-        return self.start + len(self.ids)
-
-    @property
-    def is_free_leaf(self) -> bool:
-        """Whether its last block may be taken: nobody holds it and nothing follows it."""
-        return self.references == 0 and not self.children and self.parent is not None
+    def __len__(self) -> int:
+        """Blocks."""
+        return self.end - self.start
 
     def path(self) -> list[Segment]:
         """The segments from the first below the root down to this one."""
@@ -163,7 +193,7 @@ class Root(Segment):
 
     __slots__ = ("chain_root", "namespace")
 
-    def __init__(self, namespace: Namespace) -> None:
-        super().__init__(None, 0, bytearray(), new_ids())
+    def __init__(self, namespace: Namespace, num_pools: int) -> None:
+        super().__init__(None, 0, 0, bytearray(), num_pools)
         self.namespace = namespace
         self.chain_root: BlockKey | None = None

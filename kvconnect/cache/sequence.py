@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import insort
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+
 import numpy as np
 import numpy.typing as npt
 
+from kvconnect.cache.block_pool import Span
 from kvconnect.cache.resource_manager import PinnedBlocks
-from kvconnect.cache.retention import RetentionPlan
+from kvconnect.cache.retention import DEFAULT_RETENTION, Retention, RetentionPlan
 from kvconnect.cache.segment import BlockIds, Segment, new_ids
 from kvconnect.keys import KeyChain, Namespace
 
-__all__ = ["PinHandle", "Sequence", "as_id_array"]
+__all__ = ["NOT_HELD", "Grip", "PinGrip", "PinHandle", "Sequence", "as_id_array", "no_ids"]
+
+NOT_HELD = -1
+"""In the place of a block id: given up, or not reserved yet."""
 
 
 def as_id_array(ids: BlockIds) -> npt.NDArray[np.int32]:
@@ -18,26 +27,147 @@ def as_id_array(ids: BlockIds) -> npt.NDArray[np.int32]:
     return np.array(ids, np.int32)
 
 
+def no_ids(count: int) -> BlockIds:
+    """`count` places without a block."""
+    return array("i", [NOT_HELD]) * count
+
+
+class PathGrip:
+    """References to parts of one path in one pool.
+
+    Attributes:
+        segment: the deepest one referenced; ``None``: none.
+        spans: which blocks of the path down to it are referenced; in order and apart. They begin
+            and end where segments do.
+    """
+
+    __slots__ = ("segment", "spans")
+
+    def __init__(self) -> None:
+        self.segment: Segment | None = None
+        self.spans: list[Span] = []
+
+    def add(self, segment: Segment, start: int, stop: int) -> None:
+        """The blocks ``start..stop``, of which `segment` has the last, are referenced, too."""
+        if self.segment is None or self.segment.end < segment.end:
+            self.segment = segment
+        spans = self.spans
+        if not spans or spans[-1][1] < start:
+            spans.append((start, stop))
+        elif spans[-1][1] == start:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            insort(spans, (start, stop))
+
+    def covers(self, block: int) -> bool:
+        """Whether that block is referenced."""
+        return any(start <= block < stop for start, stop in self.spans)
+
+    def split_off(self, block: int, split: Callable[[Segment, int], Segment]) -> PathGrip:
+        """What it references before `block`, as a grip of its own; this one keeps the rest.
+
+        `split` divides a segment there, if need be, and returns the upper part.
+        """
+        before = PathGrip()
+        before.spans = [(start, min(stop, block)) for start, stop in self.spans if start < block]
+        self.spans = [(max(start, block), stop) for start, stop in self.spans if stop > block]
+        segment = self.segment
+        while segment is not None and segment.start >= block:
+            segment = segment.parent
+        if segment is not None and segment.end > block:
+            segment = split(segment, block)
+        before.segment = segment
+        if not self.spans:
+            self.segment = None
+        return before
+
+    def gaps(self, start: int, stop: int) -> Iterator[Span]:
+        """The parts of ``start..stop`` that are not referenced."""
+        for low, high in self.spans:
+            if start < min(low, stop):
+                yield start, min(low, stop)
+            start = max(start, high)
+        if start < stop:
+            yield start, stop
+
+
+class Grip(PathGrip):
+    """What a sequence holds in one pool: places ``first..stop`` of its blocks.
+
+    The blocks in `spans` are published, and referenced in the tree; the others are private.
+
+    Attributes:
+        ids: one per block of the sequence; `NOT_HELD` outside ``first..stop``.
+        first: places before it were given up, or never held.
+        stop: places from it on are not reserved yet.
+        duplicate: with full attention: a block turned out to be published by another sequence, so
+            nothing after it may be published while this one runs.
+        inherited: retention of the block that was copied in admission.
+    """
+
+    __slots__ = ("duplicate", "first", "ids", "inherited", "stop")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: BlockIds = new_ids()
+        self.first = 0
+        self.stop = 0
+        self.duplicate = False
+        self.inherited: Retention = DEFAULT_RETENTION
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether it has all these blocks."""
+        return self.first <= start and stop <= self.stop
+
+    def private(self, start: int, stop: int) -> Iterator[Span]:
+        """The parts of ``start..stop`` that it holds, and that are not published."""
+        return self.gaps(max(start, self.first), min(stop, self.stop))
+
+    def private_ids(self, start: int, stop: int) -> BlockIds:
+        """The ids of these blocks."""
+        ids = new_ids()
+        for low, high in self.private(start, stop):
+            ids.extend(self.ids[low:high])
+        return ids
+
+
+class PinGrip(PathGrip):
+    """What a pin holds in one pool.
+
+    Attributes:
+        first, end: the places of its sequence whose private blocks it holds, too.
+        loose: private blocks that no sequence has any more.
+    """
+
+    __slots__ = ("end", "first", "loose")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = 0
+        self.end = 0
+        self.loose: BlockIds = new_ids()
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether all these blocks of its sequence were pinned."""
+        return self.first <= start and stop <= self.end
+
+
 class PinHandle(PinnedBlocks):
     """Blocks that stay until they are unpinned.
 
     Attributes:
-        block_ids: int32, the blocks in order of their tokens, as of when they were pinned.
-        segment: the deepest segment of the path it holds; ``None``: it holds nothing published.
-        sequence: whose private blocks up to number `end` it holds, too; ``None``: none, or it
-            ended.
-        end: see `sequence`.
-        loose: private blocks that no sequence has any more.
+        block_ids: int32, the blocks of group 0 in order of their tokens, as of when they were
+            pinned; -1 where there is none, or only in secondary.
+        sequence: whose private blocks it holds, too; ``None``: none, or it ended.
+        grips: by pool group.
     """
 
-    __slots__ = ("block_ids", "end", "loose", "segment", "sequence", "shares_private")
+    __slots__ = ("block_ids", "grips", "sequence", "shares_private")
 
-    def __init__(self, block_ids: npt.NDArray[np.int32]) -> None:
+    def __init__(self, block_ids: npt.NDArray[np.int32], num_pools: int) -> None:
         self.block_ids = block_ids
-        self.segment: Segment | None = None
         self.sequence: Sequence | None = None
-        self.end = 0
-        self.loose: BlockIds = new_ids()
+        self.grips = [PinGrip() for _ in range(num_pools)]
         self.shares_private = False
 
     def __len__(self) -> int:
@@ -47,18 +177,13 @@ class PinHandle(PinnedBlocks):
 class Sequence:
     """The tokens and blocks of one request.
 
-    Its first `published` blocks are in the tree, on the path down to `segment`; the others are
-    private.
-
     Attributes:
         tokens: as native int32 bytes.
-        ids: one per block.
-        segment: the deepest published segment; ends exactly after `published` blocks. ``None``:
-            none.
-        published: leading blocks that are in the tree and referenced.
+        grips: what it holds, by pool group.
+        offered: leading blocks that were offered to the tree.
         computed: leading tokens that were matched or committed.
         matched: leading tokens that were matched.
-        duplicate: number of the block that turned out to be published by another sequence.
+        reserved: leading tokens that there are blocks for in every pool.
         plan: retention by block.
         chain: keys of its full blocks.
         pins: handles that hold private blocks of it.
@@ -67,30 +192,33 @@ class Sequence:
     __slots__ = (
         "chain",
         "computed",
-        "duplicate",
-        "ids",
+        "grips",
         "matched",
         "namespace",
+        "offered",
         "pins",
         "plan",
-        "published",
-        "segment",
+        "reserved",
         "tokens",
     )
 
     def __init__(
-        self, namespace: Namespace, tokens: bytearray, plan: RetentionPlan, chain: KeyChain | None
+        self,
+        namespace: Namespace,
+        tokens: bytearray,
+        plan: RetentionPlan,
+        chain: KeyChain | None,
+        num_pools: int,
     ) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.plan = plan
         self.chain = chain
-        self.ids: BlockIds = new_ids()
-        self.segment: Segment | None = None
-        self.published = 0
+        self.grips: Items[Grip] = [Grip() for _ in range(num_pools)]
+        self.offered = 0
         self.computed = 0
         self.matched = 0
-        self.duplicate: int | None = None
+        self.reserved = 0
         self.pins: list[PinHandle] = []
 
     @property
@@ -98,25 +226,28 @@ class Sequence:
         """Prompt and appended tokens."""
         return len(self.tokens) // 4
 
-    def drop_after(self, num_blocks: int) -> BlockIds:
-        """Keep the first `num_blocks`; returns the others. Pins that hold them keep them, loose."""
-        for pin in self.pins:
-            if pin.end > num_blocks:
-                pin.loose.extend(self.ids[num_blocks : pin.end])
-                pin.end = num_blocks
-        dropped = self.ids[num_blocks:]
-        del self.ids[num_blocks:]
-        return dropped
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that its tokens need."""
+        return len(self.grips[0].ids)
 
-    def forget_computed(self, num_tokens: int) -> None:
-        """At most the first `num_tokens` count as computed."""
-        self.computed = min(self.computed, num_tokens)
-        self.matched = min(self.matched, num_tokens)
+    def forget(self, group: int, start: int, stop: int) -> BlockIds:
+        """It gives up these places in one pool; returns the private blocks there.
+
+        Pins that hold those keep them, loose.
+        """
+        grip = self.grips[group]
+        for pin in self.pins:
+            held = pin.grips[group]
+            held.loose.extend(grip.private_ids(max(start, held.first), min(stop, held.end)))
+        private = grip.private_ids(start, stop)
+        start, stop = max(start, grip.first), min(stop, grip.stop)
+        if start < stop:
+            grip.ids[start:stop] = no_ids(stop - start)
+        return private
 
     def disband(self) -> None:
-        """The sequence ended: its pins keep what they hold of it, the private blocks loose."""
+        """The sequence ended, and its pins hold only what they have themselves."""
         for pin in self.pins:
-            if pin.end > self.published:
-                pin.loose.extend(self.ids[self.published : pin.end])
             pin.sequence = None
         self.pins.clear()

@@ -1,6 +1,10 @@
-"""How many blocks fit."""
+"""How many blocks each pool gets."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -8,40 +12,223 @@ from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["DEFAULT_CPU_BYTES", "num_primary_blocks"]
+__all__ = ["DEFAULT_CPU_BYTES", "PoolSizes", "SlabGeometry", "num_primary_blocks", "pool_sizes"]
 
 _CPU = torch.device("cpu")
 
 DEFAULT_CPU_BYTES = 1 << 30
 """Without CUDA, and without a limit by the user, the cache takes so much."""
 
+Blocks = int | Mapping[int | None, int]
+"""A number for every pool, or one by window (``None``: full attention)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlabGeometry:
+    """An arena that several pools share, in slabs that each hold whole blocks of any pool.
+
+    Attributes:
+        nbytes: of one slab.
+        owners: pool group of each slab at first.
+        blocks_per_slab: by pool group.
+    """
+
+    nbytes: int
+    owners: tuple[int, ...]
+    blocks_per_slab: tuple[int, ...]
+
+    def block_ids(self, slab: int, group: int) -> range:
+        """The block ids of a slab, in the hands of that pool."""
+        count = self.blocks_per_slab[group]
+        return range(slab * count, (slab + 1) * count)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """The pools of a cache, in group order: full attention first, then large windows to small.
+
+    Attributes:
+        layouts: of the pools.
+        num_blocks: in primary; with slabs, at first.
+        num_host_blocks: in secondary.
+        slabs: the memory that pools give each other; ``None``: the split is fixed.
+    """
+
+    layouts: tuple[KvCacheLayout, ...]
+    num_blocks: tuple[int, ...]
+    num_host_blocks: tuple[int, ...]
+    slabs: SlabGeometry | None = None
+
+
+def pool_sizes(
+    config: KvCacheConfig,
+    layout: KvCacheLayout | Sequence[KvCacheLayout],
+    num_blocks: Blocks | None = None,
+    num_host_blocks: Blocks | None = None,
+    device: torch.device = _CPU,
+) -> PoolSizes:
+    """Share out the memory that `config` allows; explicit numbers of blocks win over it.
+
+    One layout and numbers by window make one pool of that layout for each window. On CUDA it asks
+    the driver for the free memory, so the model's weights must be loaded.
+
+    Raises:
+        ConfigurationError: a pool would have no block, or a setting does not fit the pools; names
+            the setting.
+    """
+    layouts = _in_order(config, layout, num_blocks)
+    _check_ratio(config, layouts)
+    host = _host_blocks(config, layouts, num_host_blocks)
+    if num_blocks is not None:
+        return PoolSizes(layouts, _explicit("num_blocks", num_blocks, layouts, 1), host)
+    if len(layouts) == 1:
+        return PoolSizes(layouts, (num_primary_blocks(config, layouts[0], device),), host)
+    field, nbytes = _primary_bytes(config, layouts, device)
+    slabs = _slabs(config, layouts, nbytes, round_up=field == "max_tokens")
+    if slabs is not None:
+        owned = tuple(
+            slabs.owners.count(group) * slabs.blocks_per_slab[group]
+            for group in range(len(layouts))
+        )
+        return PoolSizes(layouts, owned, host, slabs)
+    shared = _shared_out(config, layouts, nbytes)
+    if min(shared) < 1:
+        smallest = layouts[shared.index(min(shared))]
+        raise ConfigurationError(
+            f"{field}: {getattr(config, field, nbytes)} leaves no room for one block of "
+            f"{smallest.block_nbytes} bytes in the pool of window {smallest.window}; raise it, or "
+            "lower tokens_per_block"
+        )
+    return PoolSizes(layouts, shared, host)
+
 
 def num_primary_blocks(
     config: KvCacheConfig, layout: KvCacheLayout, device: torch.device = _CPU
 ) -> int:
-    """Blocks of the primary pool: the smallest that `config`'s limits allow.
-
-    On CUDA it asks the driver for the free memory, so the model's weights must be loaded.
+    """Blocks of a primary pool that has all the memory: the smallest that `config` allows.
 
     Raises:
         ConfigurationError: not even one block fits; names the limit.
     """
-    limits: dict[str, int] = {}
-    if config.max_tokens is not None:
-        limits["max_tokens"] = -(-config.max_tokens // layout.tokens_per_block)
-    if config.max_gpu_total_bytes:
-        limits["max_gpu_total_bytes"] = config.max_gpu_total_bytes // layout.block_nbytes
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        share = int(free * config.free_gpu_memory_fraction)
-        limits["free_gpu_memory_fraction"] = share // layout.block_nbytes
-    elif not limits:
-        return max(DEFAULT_CPU_BYTES // layout.block_nbytes, 1)
-    field = min(limits, key=lambda name: limits[name])
-    if limits[field] < 1:
+    field, nbytes = _primary_bytes(config, (layout,), device)
+    if nbytes < layout.block_nbytes:
         raise ConfigurationError(
-            f"{field}: {getattr(config, field)} leaves no room for one block of "
+            f"{field}: {getattr(config, field, nbytes)} leaves no room for one block of "
             f"{layout.block_nbytes} bytes ({layout.tokens_per_block} tokens); raise it, or lower "
             "tokens_per_block"
         )
-    return limits[field]
+    return nbytes // layout.block_nbytes
+
+
+def _primary_bytes(
+    config: KvCacheConfig, layouts: Sequence[KvCacheLayout], device: torch.device
+) -> tuple[str, int]:
+    # The smallest limit, and what it is called.
+    limits: dict[str, int] = {}
+    if config.max_tokens is not None:
+        limits["max_tokens"] = sum(
+            -(-config.max_tokens // layout.tokens_per_block) * layout.block_nbytes
+            for layout in layouts
+        )
+    if config.max_gpu_total_bytes:
+        limits["max_gpu_total_bytes"] = config.max_gpu_total_bytes
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        limits["free_gpu_memory_fraction"] = int(free * config.free_gpu_memory_fraction)
+    elif not limits:
+        smallest = sum(layout.block_nbytes for layout in layouts)
+        return "default", max(DEFAULT_CPU_BYTES, smallest)
+    field = min(limits, key=lambda name: limits[name])
+    return field, limits[field]
+
+
+def _in_order(
+    config: KvCacheConfig,
+    layout: KvCacheLayout | Sequence[KvCacheLayout],
+    num_blocks: Blocks | None,
+) -> tuple[KvCacheLayout, ...]:
+    layouts = (layout,) if isinstance(layout, KvCacheLayout) else tuple(layout)
+    if not layouts:
+        raise ConfigurationError("layout: at least one is needed")
+    if len(layouts) == 1 and isinstance(num_blocks, Mapping):
+        layouts = tuple(replace(layouts[0], window=window) for window in num_blocks)
+    for each in layouts:
+        if config.tokens_per_block != each.tokens_per_block:
+            raise ConfigurationError(
+                f"tokens_per_block: the configuration says {config.tokens_per_block}, the layout "
+                f"{each.tokens_per_block}"
+            )
+    return tuple(
+        sorted(layouts, key=lambda each: -math.inf if each.window is None else -each.window)
+    )
+
+
+def _explicit(
+    field: str, given: Blocks, layouts: Sequence[KvCacheLayout], least: int
+) -> tuple[int, ...]:
+    if isinstance(given, Mapping):
+        windows = {layout.window for layout in layouts}
+        if given.keys() - windows or (least and windows - given.keys()):
+            raise ConfigurationError(
+                f"{field}: {dict(given)} must name the windows of the pools, {list(windows)}"
+            )
+        counts = tuple(given.get(layout.window, 0) for layout in layouts)
+    else:
+        counts = (given,) * len(layouts)
+    if min(counts) < least:
+        raise ConfigurationError(f"{field}: {min(counts)} must be at least {least}")
+    return counts
+
+
+def _check_ratio(config: KvCacheConfig, layouts: Sequence[KvCacheLayout]) -> None:
+    ratio = config.pool_ratio
+    if ratio is not None and len(ratio) != len(layouts):
+        raise ConfigurationError(
+            f"pool_ratio: {ratio} shares memory out to {len(ratio)} pools, and there "
+            f"{'is one' if len(layouts) == 1 else f'are {len(layouts)}'}"
+        )
+
+
+def _weights(config: KvCacheConfig, layouts: Sequence[KvCacheLayout]) -> list[float]:
+    given = config.pool_ratio or [float(layout.token_nbytes) for layout in layouts]
+    return [weight / sum(given) for weight in given]
+
+
+def _shared_out(
+    config: KvCacheConfig, layouts: Sequence[KvCacheLayout], nbytes: int
+) -> tuple[int, ...]:
+    weights = _weights(config, layouts)
+    return tuple(
+        int(nbytes * weight + 0.5) // layout.block_nbytes
+        for weight, layout in zip(weights, layouts, strict=True)
+    )
+
+
+def _host_blocks(
+    config: KvCacheConfig, layouts: Sequence[KvCacheLayout], given: Blocks | None
+) -> tuple[int, ...]:
+    if given is not None:
+        return _explicit("num_host_blocks", given, layouts, 0)
+    if not config.host_cache_size:
+        return (0,) * len(layouts)
+    counts = _shared_out(config, layouts, config.host_cache_size)
+    if max(counts) < 1:
+        raise ConfigurationError(
+            f"host_cache_size: {config.host_cache_size} leaves no room for one block of "
+            f"{min(layout.block_nbytes for layout in layouts)} bytes; raise it, or give 0"
+        )
+    return counts
+
+
+def _slabs(
+    config: KvCacheConfig, layouts: Sequence[KvCacheLayout], nbytes: int, *, round_up: bool
+) -> SlabGeometry | None:
+    slab = math.lcm(*(layout.block_nbytes for layout in layouts))
+    count = -(-nbytes // slab) if round_up else nbytes // slab
+    if count < 2 * len(layouts):
+        return None  # too coarse to move anything
+    weights = _weights(config, layouts)
+    shares = [max(1, int(weight * count)) for weight in weights]
+    shares[weights.index(max(weights))] += count - sum(shares)  # what rounding left
+    owners = tuple(group for group, share in enumerate(shares) for _ in range(share))
+    return SlabGeometry(slab, owners, tuple(slab // layout.block_nbytes for layout in layouts))

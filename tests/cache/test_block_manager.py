@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -37,27 +39,29 @@ def publish(manager, request_id, tokens, **more):
 
 
 @pytest.mark.parametrize(
-    ("settings", "field"),
+    ("num_blocks", "layouts"),
     [
-        ({"host_cache_size": 1 << 20}, "host_cache_size"),
-        ({"event_buffer_max_size": 8}, "event_buffer_max_size"),
-        ({"pool_ratio": (0.5, 0.5)}, "pool_ratio"),
+        (0, [LAYOUT]),
+        (-1, [LAYOUT]),
+        ({None: 0}, [LAYOUT]),
+        ({None: 4, 64: 0}, [LAYOUT]),
+        ({64: 4}, [LAYOUT, replace(LAYOUT, window=64)]),
+        ({None: 4, 64: 4, 32: 4}, [LAYOUT, replace(LAYOUT, window=64)]),
     ],
 )
-def test_what_is_not_there_yet_is_refused_by_name(settings, field):
-    with pytest.raises(ConfigurationError, match=field):
-        make(**settings)
-
-
-@pytest.mark.parametrize("num_blocks", [{64: 4}, {None: 4, 64: 4}, 0, -1, {None: 0}])
-def test_window_pools_and_empty_pools_are_refused(num_blocks):
+def test_every_pool_needs_a_block_and_a_name(num_blocks, layouts):
     with pytest.raises(ConfigurationError, match="num_blocks"):
-        make(num_blocks)
+        BlockManager(KvCacheConfig(tokens_per_block=T), layouts, num_blocks=num_blocks)
 
 
-def test_host_blocks_are_refused():
+def test_host_blocks_are_not_negative():
     with pytest.raises(ConfigurationError, match="num_host_blocks"):
-        BlockManager(KvCacheConfig(tokens_per_block=T), LAYOUT, num_blocks=4, num_host_blocks=4)
+        BlockManager(KvCacheConfig(tokens_per_block=T), LAYOUT, num_blocks=4, num_host_blocks=-1)
+
+
+def test_shares_of_memory_need_a_pool_each():
+    with pytest.raises(ConfigurationError, match="pool_ratio"):
+        make(pool_ratio=(0.5, 0.5))
 
 
 def test_a_layout_of_another_block_size_is_refused():
@@ -65,13 +69,19 @@ def test_a_layout_of_another_block_size_is_refused():
         BlockManager(KvCacheConfig(tokens_per_block=2 * T), LAYOUT, num_blocks=4)
 
 
-def test_a_window_in_the_layout_is_for_the_mask_only():
-    layout = KvCacheLayout(1, 1, 1, 1, T, torch.float32, window=T)
+def test_one_layout_and_several_windows_make_a_pool_each():
+    manager = make({8: 4, None: 5, 64: 6})
+    assert [manager.max_blocks(window=window) for window in (None, 64, 8)] == [5, 6, 4]
+
+
+def test_the_window_of_a_layout_is_that_of_its_pool():
+    layout = replace(LAYOUT, window=T)
     manager = BlockManager(KvCacheConfig(tokens_per_block=T), layout, num_blocks=8)
     manager.add_sequence(0, range(20))
     manager.commit(0, 20)
-    assert len(manager.block_ids(0)) == 5
-    assert (manager.block_ids(0) >= 0).all()
+    assert manager.block_ids(0).tolist()[:4] == [-1] * 4
+    assert manager.block_ids(0, window=T).tolist() == manager.block_ids(0).tolist()
+    assert manager.num_free_blocks() == 7
 
 
 def test_a_pool_of_full_attention_may_be_named_by_its_window():
@@ -322,7 +332,7 @@ def test_a_retention_of_a_shared_run_divides_it_only_where_it_differs():
 
 def sizes(manager):
     """Of every container in the manager that could grow."""
-    tree, pool = manager._tree, manager._pool
+    tree, pool = manager._tree, manager._pools[0]
     return {
         "sequences": len(manager._sequences),
         "pins": len(manager._pins),
@@ -349,7 +359,7 @@ def test_ten_thousand_requests_leave_no_growth():
         manager.release(number)
         if pin is not None:
             manager.unpin(pin)
-        most_entries = max(most_entries, manager._pool.queue.num_entries)
+        most_entries = max(most_entries, manager._pools[0].queue.num_entries)
     manager.check_invariants()
     assert most_entries < 64 + 8 * 64 + 2
     left = sizes(manager)

@@ -50,14 +50,14 @@ class FakeModel:
         return [computed(path, layer, n, view.shape).to(view.dtype) for n, view in enumerate(views)]
 
     def run(self, request, start, stop):
-        layers = range(self.manager.layout.num_layers)
+        layers = range(self.manager.layouts[0].num_layers)
         for position, layer in itertools.product(range(start, stop), layers):
             slot = self.slot(request, position, layer)
             for view, value in zip(slot, self.expected(request, position, layer), strict=True):
                 view.copy_(value)
 
     def check(self, request, stop):
-        layers = range(self.manager.layout.num_layers)
+        layers = range(self.manager.layouts[0].num_layers)
         for position, layer in itertools.product(range(stop), layers):
             slot = self.slot(request, position, layer)
             for view, value in zip(slot, self.expected(request, position, layer), strict=True):

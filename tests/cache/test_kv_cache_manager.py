@@ -350,11 +350,6 @@ def test_keys_and_values_of_different_size_are_two_views(layout):
     assert manager.pool_tensor()[:, 0].eq(0).all()
 
 
-def test_several_pools_are_refused():
-    with pytest.raises(ConfigurationError, match="layouts"):
-        KVCacheManager(KvCacheConfig(tokens_per_block=T), [LAYOUT, LAYOUT])
-
-
 def test_a_foreign_handle_is_refused():
     with pytest.raises(ConfigurationError, match="handle"):
         make_manager().unpin(object())

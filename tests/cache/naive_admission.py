@@ -1,0 +1,90 @@
+"""A naive model of admission: what a prompt takes (specification: block manager, 3 and 4)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import naive_match
+from naive_blocks import Block
+
+
+class NaiveAdmission:
+    """Part of `NaiveManager`."""
+
+    def find(self, space, tokens, max_matched, *, partial=True):
+        limit = len(tokens) - 1 if max_matched is None else min(len(tokens) - 1, max_matched)
+        if not self.config.enable_block_reuse:
+            limit = 0
+        where = (self.pools, self.root(space), tokens, limit, self.size)
+        if partial and self.config.enable_partial_reuse:
+            return naive_match.longest(*where, copy=self.config.copy_on_partial_reuse)
+        return naive_match.longest_whole(*where)
+
+    def plan(self, space, tokens, max_matched, first_chunk, external_end):
+        match = self.find(space, tokens, max_matched)
+        for tried in [match, self.find(space, tokens, max_matched, partial=False)]:
+            begin = max(tried.length, external_end or 0)
+            end = len(tokens) if first_chunk is None else min(len(tokens), begin + first_chunk)
+            places = {
+                pool: self.places(pool, tried, len(tokens), begin, end) for pool in self.pools
+            }
+            if all(place.need <= pool.free(place.claimed) for pool, place in places.items()):
+                return SimpleNamespace(match=tried, end=end, places=places)
+        return None
+
+    def places(self, pool, match, num_tokens, begin, end):
+        """What `pool` would give: matched blocks, "fresh" or None, and what that takes."""
+        total = -(-num_tokens // self.size)
+        first = naive_match.first_block(pool, begin, self.size)
+        last = total if pool.window is None else -(-end // self.size)
+        found = [None] * total
+        for number in range(first, last):
+            whole = number < len(match.path)
+            found[number] = match.path[number].blocks[pool] if whole else "fresh"
+        claimed = [block for block in found if block not in (None, "fresh")]
+        need = found.count("fresh") + sum(block.primary is None for block in claimed)
+        if match.source:
+            source = match.source.blocks[pool]
+            claimed.append(source)
+            need -= not self.config.copy_on_partial_reuse and source.primary is not None
+        return SimpleNamespace(blocks=found, claimed=claimed, need=need)
+
+    def fill(self, seq, pool, match, places):
+        slots = pool.take(places.need, places.claimed)
+        seq.duplicates[pool], seq.inherited[pool] = set(), {}
+        blocks = list(places.blocks)
+        for number, block in enumerate(blocks):
+            if number < len(match.path) and block:
+                if block.primary is None:
+                    block.primary = slots.pop()
+                    self.copier.onboard(pool.group, [block.host], [block.primary])
+                asked = seq.asked(pool, number, self.size)
+                if asked:
+                    block.retain(asked)
+            elif block and number == len(match.path) and match.source:
+                source = match.source.blocks[pool]
+                blocks[number] = self.begin_from(source, pool, match, slots)
+                kept = (35, None) if pool.ran_out(source) else (source.priority, source.duration)
+                seq.inherited[pool][number] = kept
+            elif block == "fresh":
+                blocks[number] = Block(slots.pop())
+        seq.blocks[pool] = blocks
+        for block in blocks:
+            if block:
+                block.holders.append(seq)
+
+    def begin_from(self, source, pool, match, slots):
+        """The sequence's own block that starts with what it shares with `source`."""
+        in_primary = source.primary is not None
+        if not self.config.copy_on_partial_reuse:
+            if in_primary:
+                slot, source.primary = source.primary, None
+            else:
+                slot = slots.pop()
+                self.copier.onboard(pool.group, [source.host], [slot])
+            return Block(slot)
+        slot, place = slots.pop(), source.primary if in_primary else source.host
+        shared = match.length % self.size
+        self.copier.copy_tokens(pool.group, place, slot, shared, from_host=not in_primary)
+        source.used = pool.tick()
+        return Block(slot)
