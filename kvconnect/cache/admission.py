@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ class AdmissionPlan(NamedTuple):
     num_matched: int
     reserved: int
     demands: tuple[Demand, ...]
-    moves: Items[SlabMove] = ()
+    moves: Collection[SlabMove] = ()
 
 
 class Request(NamedTuple):

@@ -98,7 +98,7 @@ class BlockManager:
         self._publisher = Publisher(self._tree, self._pools, config)
         self._sequences: dict[int, LiveSequence] = {}
         self._pins = PinTable(self._tree, self._pools, matcher)
-        self._slabs.holders(self._sequences, self._pins)
+        self._slabs.watch(self._sequences, self._pins)
 
     # ---------------------------------------------------------------- queries
 

@@ -90,10 +90,10 @@ class BlockPool:
         if self.host is not None:
             self.host.reset(self._tree.segments())
 
-    def grow(self, ids: BlockIds) -> None:
+    def grow(self, ids: range) -> None:
         """Memory came from another pool: these blocks are ours now, and blank."""
         self.num_blocks += len(ids)
-        self.blank.extend(ids)
+        self.blank.extend(reversed(ids))
         missing = max(ids) + 1 - len(self._holders)
         if missing > 0:
             self._holders = np.pad(self._holders, (0, missing))
@@ -110,13 +110,17 @@ class BlockPool:
             raise OutOfBlocks(
                 f"{count} blocks are needed, {self.num_free} of {self.num_blocks} are free"
             )
-        while len(self.blank) < count:
-            self._reclaim(count - len(self.blank))
+        self.make_blank(count)
         keep = len(self.blank) - count
         taken = self.blank[keep:]
         del self.blank[keep:]
         taken.reverse()
         return taken
+
+    def make_blank(self, count: int) -> None:
+        """Reclaim published blocks until `count` are blank; so many must be free."""
+        while len(self.blank) < count:
+            self._reclaim(count - len(self.blank))
 
     def drop(self, ids: BlockIds) -> None:
         """One holder lets go of these private blocks; those without another one are blank."""

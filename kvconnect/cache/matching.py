@@ -144,27 +144,21 @@ class Matcher:
         return PartialSource(segment, at, shared) if shared and self._may_use(segment, at) else None
 
     def _part_of_child(self, segment: Segment, rest: bytes) -> PartialSource | None:
-        # Those that share the first k tokens lie together around the place of `rest`; each round
-        # looks at one more such range, with a smaller k, until it has one that may be used.
-        keys = segment.children.keys
-        low = high = segment.children.place(rest)
+        # Those that share the first k tokens lie together; each round looks at those that share a
+        # little less than the ones before, until it has one that may be used.
+        children, longest = segment.children, self._tree.stride
+        candidates = children.begun_by(rest)
+        shared = len(rest) // 4
         while True:
-            before = shared_tokens(rest, keys[low - 1]) if low else 0
-            after = shared_tokens(rest, keys[high]) if high < len(keys) else 0
-            shared = max(before, after)
+            usable = [child for child in candidates if self._may_use(child, child.start)]
+            if usable:
+                best = max(usable, key=_preference)
+                return PartialSource(best, best.start, shared)
+            before, after = children.beside(rest[: 4 * shared], longest)
+            shared = max(shared_tokens(rest, before), shared_tokens(rest, after))
             if shared == 0:
                 return None
-            old_low, old_high = low, high
-            low, high = segment.children.range(rest[: 4 * shared], self._tree.stride)
-            found = segment.children.segments
-            candidates = [
-                child
-                for child in found[low:old_low] + found[old_high:high]
-                if self._may_use(child, child.start)
-            ]
-            if candidates:
-                best = max(candidates, key=_preference)
-                return PartialSource(best, best.start, shared)
+            candidates = children.begun_by(rest[: 4 * shared])
 
     def _may_use(self, segment: Segment, block: int) -> bool:
         if not self._copy and (segment.children or block != segment.end - 1):

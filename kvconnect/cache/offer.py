@@ -75,7 +75,7 @@ class Offer:
             for other in self._tree.followers(segment, block, key):
                 if all(other.pools[group].is_resident for group in groups):
                     return
-        segment = self._tree.descend(segment, self._sequence.tokens, block)
+        segment = self._tree.arrive(segment, at, self._sequence.tokens, block)
         run = next(self._sequence.plan.runs(block, block + 1))
         child = segment.children.get(bytes(key))
         if child is None:

@@ -165,7 +165,10 @@ class RadixTree:
         """The segment that ends after `stop` blocks of `tokens`, made if need be."""
         if segment.end == stop:
             return segment
-        segment, at = self.walk(segment, tokens, stop)
+        return self.arrive(*self.walk(segment, tokens, stop), tokens, stop)
+
+    def arrive(self, segment: Segment, at: int, tokens: TokenBytes, stop: int) -> Segment:
+        """As `descend`, from where `walk` to `stop` came to."""
         if at < segment.end:
             segment = self.split(segment, at)
         if at < stop:
@@ -191,7 +194,7 @@ class RadixTree:
 
 def shared_tokens(left: bytes, right: bytes) -> int:
     """How many leading tokens are equal."""
-    size = min(len(left), len(right)) // 4
-    differs = np.frombuffer(left, np.int32, size) != np.frombuffer(right, np.int32, size)
-    first = int(differs.argmax()) if size else 0
-    return first if size and differs[first] else size
+    size = min(len(left), len(right))
+    differing = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
+    lowest = differing & -differing
+    return (lowest.bit_length() - 1) // 32 if differing else size // 4

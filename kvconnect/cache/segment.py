@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from collections.abc import Iterator
 from typing import TypeAlias
 
+from kvconnect.cache.children import Children
 from kvconnect.cache.retention import DEFAULT_RETENTION, Retention
 from kvconnect.keys import BlockKey, Namespace
 
-__all__ = ["BlockIds", "Children", "Residence", "Root", "Segment", "new_ids"]
+__all__ = ["BlockIds", "Residence", "Root", "Segment", "new_ids"]
 
 BlockIds: TypeAlias = "array[int]"
 """C ints: four bytes an id, sliced, extended and cut at memcpy speed."""
@@ -19,64 +18,6 @@ BlockIds: TypeAlias = "array[int]"
 def new_ids() -> BlockIds:
     """No ids."""
     return array("i")
-
-
-class Children:
-    """The segments that begin where another one ends, sorted by the tokens of their first block.
-
-    Sorted, because the child that shares the longest prefix with some tokens is then beside the
-    place where those would be inserted, and all that share so much lie together.
-    """
-
-    __slots__ = ("keys", "segments")
-
-    def __init__(self) -> None:
-        self.keys: list[bytes] = []
-        self.segments: list[Segment] = []
-
-    def __len__(self) -> int:
-        return len(self.segments)
-
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self.segments)
-
-    def get(self, key: bytes) -> Segment | None:
-        """The child whose first block holds exactly `key`."""
-        place = bisect_left(self.keys, key)
-        if place < len(self.keys) and self.keys[place] == key:
-            return self.segments[place]
-        return None
-
-    def begun_by(self, key: bytes) -> Iterator[Segment]:
-        """The children whose first block begins with `key`, or holds just that."""
-        place = bisect_left(self.keys, key)
-        while place < len(self.keys) and self.keys[place].startswith(key):
-            yield self.segments[place]
-            place += 1
-
-    def place(self, key: bytes) -> int:
-        """How many children sort before `key`."""
-        return bisect_left(self.keys, key)
-
-    def range(self, prefix: bytes, longest: int) -> tuple[int, int]:
-        """From which to which child the first block begins with `prefix`; no key is `longest`er."""
-        low = bisect_left(self.keys, prefix)
-        return low, bisect_left(self.keys, prefix + b"\xff" * longest, low)
-
-    def add(self, key: bytes, segment: Segment) -> None:
-        """`key` must be new."""
-        place = bisect_left(self.keys, key)
-        self.keys.insert(place, key)
-        self.segments.insert(place, segment)
-
-    def replace(self, key: bytes, segment: Segment) -> None:
-        """`segment` takes the place of the child that `key` names."""
-        self.segments[bisect_left(self.keys, key)] = segment
-
-    def remove(self, key: bytes) -> None:
-        """`key` must be there."""
-        place = bisect_left(self.keys, key)
-        del self.keys[place], self.segments[place]
 
 
 class Residence:

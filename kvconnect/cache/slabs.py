@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.copier import BlockCopier
 from kvconnect.cache.pin_table import PinTable
 from kvconnect.cache.radix_tree import RadixTree
+from kvconnect.cache.segment import BlockIds, Segment, new_ids
 from kvconnect.cache.sequence import Sequence as LiveSequence
 from kvconnect.cache.sizing import SlabGeometry
 
 __all__ = ["SlabMove", "Slabs"]
+
+Ids = npt.NDArray[np.int32]
 
 
 class SlabMove(NamedTuple):
@@ -25,6 +31,10 @@ class SlabMove(NamedTuple):
 
 class Slabs:
     """Which pool has which part of the memory.
+
+    A pool that is short takes whole slabs from those that have free blocks to spare. Content that
+    lies in such a slab and that nobody holds is moved within its pool, so that the least recently
+    used goes, not what happens to lie there.
 
     Args:
         pools: of one cache.
@@ -41,16 +51,124 @@ class Slabs:
         copier: BlockCopier | None,
     ) -> None:
         self._pools = pools
+        self._tree = tree
+        self._geometry = geometry
+        self._copier = copier
+        self._owners = list(geometry.owners) if geometry is not None else []
+        self._sequences: Mapping[int, LiveSequence] = {}
+        self._pins: PinTable | None = None
 
-    def holders(self, sequences: Mapping[int, LiveSequence], pins: PinTable) -> None:
-        """Who holds blocks, besides the tree."""
+    def watch(self, sequences: Mapping[int, LiveSequence], pins: PinTable) -> None:
+        """These hold blocks: what they hold stays where it is."""
+        self._sequences = sequences
+        self._pins = pins
 
-    def plan(self, needs: Sequence[int]) -> Sequence[SlabMove] | None:
-        """What must move so that each pool has so many free blocks; ``None``: nothing helps."""
-        for need, pool in zip(needs, self._pools, strict=True):
-            if need > pool.num_free:
-                return None
-        return ()
+    def plan(self, needs: Sequence[int]) -> Collection[SlabMove] | None:
+        """What must move so that each pool has so many free blocks; ``None``: nothing helps.
 
-    def carry_out(self, moves: Sequence[SlabMove]) -> None:
-        """Move them; `plan` returned them, and only references were taken since."""
+        Changes nothing.
+        """
+        spare = [pool.num_free - need for pool, need in zip(self._pools, needs, strict=True)]
+        if min(spare) >= 0:
+            return ()
+        geometry = self._geometry
+        if geometry is None:
+            return None
+        sizes = geometry.blocks_per_slab
+        whole = [left // size for left, size in zip(spare, sizes, strict=True)]
+        missing = [max(-slabs, 0) for slabs in whole]
+        if sum(whole) < 0:
+            return None
+        offers = {
+            group: self._movable(group)[:slabs] for group, slabs in enumerate(whole) if slabs > 0
+        }
+        moves = []
+        for taker, count in enumerate(missing):
+            for _ in range(count):
+                giver = max(offers, key=lambda group: len(offers[group]), default=taker)
+                if not offers.get(giver):
+                    return None
+                moves.append(SlabMove(offers[giver].pop(0), giver, taker))
+        return moves
+
+    def carry_out(self, moves: Collection[SlabMove]) -> None:
+        """Move them. `plan` returned them, and nothing but references was taken since."""
+        for giver in {move.giver for move in moves}:
+            slabs = [move.slab for move in moves if move.giver == giver]
+            self._clear(self._pools[giver], slabs)
+        for move in moves:
+            self._owners[move.slab] = move.taker
+            if self._geometry is not None:
+                self._pools[move.taker].grow(self._geometry.block_ids(move.slab, move.taker))
+
+    # ---------------------------------------------------------------- inside
+
+    def _movable(self, group: int) -> list[int]:
+        # The pool's slabs in which nobody holds a block, those with most blank ones first.
+        if self._geometry is None:
+            return []
+        size = self._geometry.blocks_per_slab[group]
+        held = set()
+        for ids in self._held(group):
+            held.update((ids // size).tolist())
+        blank = np.bincount(_array(self._pools[group].blank) // size, minlength=len(self._owners))
+        mine = [slab for slab, owner in enumerate(self._owners) if owner == group]
+        free = [slab for slab in mine if slab not in held]
+        return sorted(free, key=lambda slab: -int(blank[slab]))
+
+    def _held(self, group: int) -> Iterator[Ids]:
+        for sequence in self._sequences.values():
+            ids = _array(sequence.grips[group].ids)
+            yield ids[ids >= 0]
+        for pin in () if self._pins is None else self._pins.live:
+            grip = pin.grips[group]
+            yield _array(grip.loose)
+            for segment in () if grip.segment is None else grip.segment.path():
+                if grip.covers(segment.start):
+                    yield _array(segment.pools[group].ids or new_ids())
+
+    def _clear(self, pool: BlockPool, slabs: list[int]) -> None:
+        # Empty these slabs and take them away from the pool.
+        if self._geometry is None:
+            return
+        size = self._geometry.blocks_per_slab[pool.group]
+        while True:
+            pool.blank = _outside(pool.blank, slabs, size)
+            lying = list(self._lying(pool.group, slabs, size))
+            count = sum(len(places) for _, places in lying)
+            if len(pool.blank) >= count:
+                break
+            pool.make_blank(count)  # perhaps some of these: look again
+        sources, targets = new_ids(), pool.allocate(count)
+        for segment, places in lying:
+            ids = segment.pools[pool.group].ids or new_ids()
+            for place in places:
+                target = targets[len(sources)]
+                sources.append(ids[place])
+                ids[place] = target
+        pool.num_blocks -= size * len(slabs)
+        if sources and self._copier is not None:
+            self._copier.move(pool.group, sources, targets)
+
+    def _lying(
+        self, group: int, slabs: list[int], size: int
+    ) -> Iterator[tuple[Segment, list[int]]]:
+        # What is published in these slabs: segments, and which of their blocks.
+        for segment in self._tree.segments():
+            ids = segment.pools[group].ids
+            if ids:
+                places = np.flatnonzero(np.isin(_array(ids) // size, slabs))
+                if len(places):
+                    yield segment, places.tolist()
+
+
+def _array(ids: BlockIds) -> Ids:
+    return np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32)
+
+
+def _outside(ids: BlockIds, slabs: list[int], size: int) -> BlockIds:
+    """The ids that do not lie in these slabs, in the same order."""
+    array = _array(ids)
+    outside = new_ids()
+    outside.frombytes(array[~np.isin(array // size, slabs)].tobytes())
+    return outside

@@ -1,0 +1,117 @@
+"""Pools that share an arena give each other memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvconnect.cache.block_manager import BlockManager
+from kvconnect.cache.sizing import pool_sizes
+from kvconnect.config import KvCacheConfig
+from kvconnect.errors import ConfigurationError, OutOfBlocks
+from kvconnect.layout import KvCacheLayout
+
+T = 4
+FULL = KvCacheLayout(1, 1, 1, 1, T, torch.float32)
+WINDOW = KvCacheLayout(3, 1, 1, 1, T, torch.float32, 8)
+SIZES = (None, 8)
+
+
+def manager_of(max_tokens, **settings):
+    config = KvCacheConfig(tokens_per_block=T, max_tokens=max_tokens, **settings)
+    return BlockManager(config, [FULL, WINDOW])
+
+
+def sizes(manager):
+    return [manager.max_blocks(window=window) for window in SIZES]
+
+
+def held_bytes(manager):
+    nbytes = {None: FULL.block_nbytes, 8: WINDOW.block_nbytes}
+    return sum(manager.max_blocks(window=window) * nbytes[window] for window in SIZES)
+
+
+def test_memory_is_shared_by_bytes_per_token_at_first():
+    config = KvCacheConfig(tokens_per_block=T, max_tokens=160)
+    shared = pool_sizes(config, [WINDOW, FULL])
+    assert [layout.window for layout in shared.layouts] == [None, 8]
+    assert shared.slabs.blocks_per_slab == (3, 1)
+    assert shared.num_blocks == (39, 41)
+
+
+def test_a_ratio_overrides_that():
+    config = KvCacheConfig(tokens_per_block=T, max_tokens=160, pool_ratio=(0.75, 0.25))
+    full, window = pool_sizes(config, [FULL, WINDOW]).num_blocks
+    assert full * FULL.block_nbytes == pytest.approx(3 * window * WINDOW.block_nbytes, rel=0.2)
+
+
+def test_a_prompt_longer_than_its_pool_takes_memory_of_the_other():
+    manager = manager_of(160)
+    before, nbytes = sizes(manager), held_bytes(manager)
+    tokens = range(60 * T)
+    assert manager.can_add(tokens, first_chunk=16)
+    assert sizes(manager) == before  # asking changes nothing
+    manager.add_sequence(0, tokens, first_chunk=16)
+    assert sizes(manager)[0] >= 60
+    assert held_bytes(manager) == nbytes
+    manager.check_invariants()
+
+
+def test_memory_comes_back_to_the_pool_that_needs_it():
+    manager = manager_of(160)
+    manager.add_sequence(0, range(60 * T), first_chunk=16)
+    manager.abort(0, 0)
+    for request in range(1, 41):
+        manager.add_sequence(request, [request])
+    assert sizes(manager)[1] >= 40
+    manager.check_invariants()
+
+
+def test_memory_that_is_held_stays():
+    manager = manager_of(160)
+    for request in range(39):  # every block of full attention
+        manager.add_sequence(request, [request])
+    assert not manager.can_add(range(40 * T), first_chunk=4)
+    with pytest.raises(OutOfBlocks):
+        manager.add_sequence(99, range(40 * T), first_chunk=4)
+    manager.check_invariants()
+
+
+def test_explicit_numbers_of_blocks_are_not_changed():
+    config = KvCacheConfig(tokens_per_block=T)
+    manager = BlockManager(config, [FULL, WINDOW], num_blocks={None: 4, 8: 40})
+    assert not manager.can_add(range(5 * T), first_chunk=4)
+    assert not manager.ensure_free([5, 0])
+
+
+def test_no_room_for_a_block_of_every_pool_names_the_limit():
+    config = KvCacheConfig(tokens_per_block=T, max_gpu_total_bytes=FULL.block_nbytes)
+    with pytest.raises(ConfigurationError, match="max_gpu_total_bytes"):
+        pool_sizes(config, [FULL, WINDOW])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_can_add_is_exact_while_memory_moves(seed):
+    chance = random.Random(seed)
+    manager = manager_of(chance.choice([48, 96, 160]), host_cache_size=chance.choice([0, 2000]))
+    live, nbytes, seen = [], held_bytes(manager), set()
+    for request in range(250):
+        tokens = [chance.randint(0, 1) for _ in range(chance.choice([3, 9, 30, 150, 300]))]
+        chunk = chance.choice([None, 4, 16])
+        fits = manager.can_add(tokens, first_chunk=chunk)
+        try:
+            manager.add_sequence(request, tokens, first_chunk=chunk)
+        except OutOfBlocks:
+            assert not fits
+        else:
+            assert fits
+            live.append((request, len(tokens)))
+        while len(live) > chance.randint(0, 6):
+            ended, length = live.pop(chance.randrange(len(live)))
+            manager.abort(ended, min(length, 16))
+        manager.check_invariants()
+        seen.add(tuple(sizes(manager)))
+        assert held_bytes(manager) == nbytes
+    assert len(seen) > 1
