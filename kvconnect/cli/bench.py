@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -35,6 +36,36 @@ def add_parser(subparsers: Subparsers) -> None:
     engine.add_argument("--max-tokens", type=int, default=64, metavar="N")
     engine.add_argument("--repeats", type=int, default=3, metavar="N")
     engine.set_defaults(run=run_engine)
+    _add_blocks(benchmarks)
+
+
+def _add_blocks(benchmarks: Subparsers) -> None:
+    blocks = benchmarks.add_parser(
+        "blocks",
+        help="the block manager against vLLM's and SGLang's, and how its cost grows",
+        description="""\
+Measure the block manager alone, without a model: prompts that are cached as a whole, prompts that
+are new, mixed traffic, block keys, growth and memory. vLLM and SGLang serve the same traffic in the
+interpreters given, in turns with kvconnect.""",
+    )
+    blocks.add_argument(
+        "--peer-python",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PYTHON",
+        help="bin/python of an environment with vLLM or SGLang; may be given several times",
+    )
+    blocks.add_argument("--tokens", type=int, default=131_072, metavar="N", help="of long prompts")
+    blocks.add_argument(
+        "--requests", type=int, default=10_000, metavar="N", help="of the mixed traffic"
+    )
+    blocks.add_argument(
+        "--cached-blocks", type=int, default=1_000_000, metavar="N", help="of the largest pool"
+    )
+    blocks.add_argument("--rounds", type=int, default=5, metavar="N", help="medians of so many")
+    blocks.add_argument("--json", action="store_true", help="print one JSON object")
+    blocks.set_defaults(run=run_blocks)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -79,3 +110,30 @@ def run_engine(arguments: argparse.Namespace) -> None:
             repeats=arguments.repeats,
         )
     print(render("engine", figures, as_json=arguments.json))
+
+
+def run_blocks(arguments: argparse.Namespace) -> None:
+    """Measure the block manager beside its peers."""
+    from kvconnect.bench.blocks.comparison import compare
+    from kvconnect.bench.blocks.cost import growth, memory
+    from kvconnect.bench.blocks.peers import OWN, open_field
+    from kvconnect.bench.blocks.plan import BlocksPlan
+    from kvconnect.bench.report import render
+
+    plan = BlocksPlan(
+        tokens=arguments.tokens,
+        requests=arguments.requests,
+        cached_blocks=arguments.cached_blocks,
+        rounds=arguments.rounds,
+    )
+    with open_field(arguments.peer_python) as field:
+        for sentence in field.left_out:
+            _tell(sentence)
+        figures = compare(field, plan, _tell)
+        figures += growth(field.parties[OWN], plan, _tell)
+    figures += memory(plan, _tell)
+    print(render("blocks", figures, as_json=arguments.json))
+
+
+def _tell(what: str) -> None:
+    print(f"kvconnect: {what}", file=sys.stderr, flush=True)

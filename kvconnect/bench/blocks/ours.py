@@ -1,0 +1,28 @@
+"""kvconnect as one of the parties."""
+
+from __future__ import annotations
+
+from kvconnect import __version__
+from kvconnect.bench.blocks.growth import by_cached_blocks, by_tokens
+from kvconnect.bench.blocks.hashing import hash_seconds_per_block
+from kvconnect.bench.blocks.memory import bookkeeping
+from kvconnect.bench.blocks.own_cache import OwnCache
+from kvconnect.bench.blocks.worker import serve, take_stdout, workloads
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Serve as ``kvconnect``."""
+    answers = take_stdout()
+    offered = workloads(OwnCache) | {
+        "keys": hash_seconds_per_block,
+        "by_cached_blocks": by_cached_blocks,
+        "by_tokens": by_tokens,
+        "bookkeeping": bookkeeping,
+    }
+    serve(answers, {"version": __version__}, offered)
+
+
+if __name__ == "__main__":
+    main()

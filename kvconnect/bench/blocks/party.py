@@ -1,0 +1,115 @@
+"""The process that a party runs in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvconnect.errors import KvConnectError
+
+__all__ = ["Party", "PartyFailed"]
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+# In a peer's interpreter `kvconnect` is a name for the folder: importing the package itself would
+# need what kvconnect needs.
+_START_PEER = """\
+import runpy, sys, types
+package = types.ModuleType("kvconnect")
+package.__path__ = [sys.argv.pop(1)]
+sys.modules["kvconnect"] = package
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+_START_OWN = """\
+import os, runpy, sys
+sys.path.insert(0, os.path.dirname(sys.argv.pop(1)))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+class PartyFailed(KvConnectError):
+    """A party's process ended early; the message is the last line that it wrote."""
+
+
+class Party:
+    """One party, in a process of its own until `close`; a context manager. Not thread-safe.
+
+    Args:
+        python: its interpreter; ``None``: kvconnect's own party in this interpreter.
+        module: of `kvconnect.bench.blocks`, to run there.
+        arguments: of the module.
+
+    Attributes:
+        versions: what it said of itself.
+
+    Raises:
+        PartyFailed: it is not installed there, or cannot start.
+    """
+
+    def __init__(self, python: Path | None, module: str, *arguments: str) -> None:
+        start = _START_OWN if python is None else _START_PEER
+        name = f"kvconnect.bench.blocks.{module}"
+        # To a file: a pipe that nobody reads would stop a party that complains a lot.
+        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `close`
+        self._process = subprocess.Popen(  # noqa: S603  the user names the interpreter
+            [python or sys.executable, "-P", "-c", start, str(_PACKAGE), name, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+        )
+        try:
+            self.versions: dict[str, str] = self._answer()
+        except PartyFailed:
+            self.close()
+            raise
+
+    def ask(self, workload: str, **arguments: Any) -> Any:
+        """Let it run one of its workloads; blocks until it is done.
+
+        Raises:
+            PartyFailed: its process ended instead.
+        """
+        if self._process.stdin is None:
+            raise PartyFailed("the party was closed")
+        asked = json.dumps({"workload": workload, "arguments": arguments})
+        try:
+            self._process.stdin.write(asked + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise PartyFailed(self._last_complaint()) from None
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.communicate()
+        self._complaints.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _answer(self) -> Any:
+        line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        if not line:
+            self._process.wait()
+            raise PartyFailed(self._last_complaint())
+        return json.loads(line)
+
+    def _last_complaint(self) -> str:
+        self._complaints.seek(0)
+        lines = [line for line in self._complaints.read().splitlines() if line.strip()]
+        return lines[-1].strip() if lines else f"it ended with code {self._process.poll()}"

@@ -1,0 +1,80 @@
+"""Finds the peers that the user has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kvconnect.bench.blocks.party import Party, PartyFailed
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["OWN", "Field", "open_field"]
+
+OWN = "kvconnect"
+
+
+class _Peer(NamedTuple):
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    remark: str = ""
+
+
+_PEERS = (
+    _Peer("vLLM", "peer_vllm"),
+    _Peer("vLLM", "peer_vllm", ("hashing",), " with hashing"),
+    _Peer("SGLang", "peer_sglang", (), " ({tree})"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Who takes part.
+
+    Attributes:
+        parties: by name, kvconnect first; the others' names have their versions.
+        left_out: a sentence for each peer that was not found.
+    """
+
+    parties: dict[str, Party]
+    left_out: list[str]
+
+    def names(self, start: str) -> list[str]:
+        """The parties whose names begin with `start`."""
+        return [name for name in self.parties if name.startswith(start)]
+
+
+@contextmanager
+def open_field(pythons: Sequence[Path]) -> Iterator[Field]:
+    """Start kvconnect and every peer found in one of these interpreters; blocks for seconds.
+
+    Raises:
+        ConfigurationError: there is no such interpreter.
+    """
+    for python in pythons:
+        if not python.is_file():
+            raise ConfigurationError(
+                f"--peer-python: '{python}' is no file; give an environment's bin/python"
+            )
+    with ExitStack() as stack:
+        field = Field({OWN: stack.enter_context(Party(None, "ours"))}, [])
+        missing: dict[str, str] = {}
+        for peer in _PEERS:
+            reasons = []
+            for python in pythons:
+                try:
+                    party = stack.enter_context(Party(python, peer.module, *peer.arguments))
+                except PartyFailed as error:
+                    reasons.append(f"{python}: {error}")
+                    continue
+                version = party.versions["version"]
+                remark = peer.remark.format(**party.versions)
+                field.parties[f"{peer.name} {version}{remark}"] = party
+                break
+            else:
+                missing[peer.name] = "; ".join(reasons) or "no --peer-python was given"
+        field.left_out.extend(f"{name} is left out ({why})." for name, why in missing.items())
+        yield field

@@ -1,0 +1,136 @@
+"""``kvconnect bench blocks``: what it prints, and what it says of peers that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+TINY = ("--tokens", 256, "--requests", 20, "--cached-blocks", 1000, "--rounds", 1)
+
+# What the adapters of the peers call, and nothing more: each block is found again for ever.
+VLLM = {
+    "vllm/version.py": "__version__ = '9.9'",
+    "vllm/sampling_params.py": "class SamplingParams:\n    def __init__(self, max_tokens): pass",
+    "vllm/utils/hashing.py": "def sha256(value): return b''",
+    "vllm/v1/kv_cache_interface.py": """\
+class FullAttentionSpec:
+    def __init__(self, **fields): pass
+class KVCacheGroupSpec:
+    def __init__(self, names, spec): pass
+class KVCacheConfig:
+    def __init__(self, **fields): pass
+""",
+    "vllm/v1/request.py": """\
+class Request:
+    def __init__(self, *, request_id, prompt_token_ids, block_hasher, **fields):
+        self.request_id, self.num_tokens = request_id, len(prompt_token_ids)
+        self.block_hashes = [] if block_hasher is None else block_hasher(self)
+""",
+    "vllm/v1/core/kv_cache_utils.py": """\
+def init_none_hash(function): pass
+def get_request_block_hasher(size, function):
+    return lambda request: [b''] * (request.num_tokens // size)
+""",
+    "vllm/v1/core/kv_cache_manager.py": """\
+class KVCacheManager:
+    def __init__(self, config, **fields): print('vLLM likes to talk')
+    def get_computed_blocks(self, request):
+        assert len(request.block_hashes) == request.num_tokens // 16
+        return 'blocks', 16, 0
+    def allocate_slots(self, request, fresh, matched, blocks): return 'slots'
+    def get_block_ids(self, request_id): return ([],)
+    def free(self, request): pass
+""",
+    "torch.py": "float16 = 'float16'",
+}
+
+
+def installed(folder: Path, files: dict[str, str]) -> Path:
+    """An interpreter that has these modules, and nothing of kvconnect's but NumPy."""
+    for name, source in files.items():
+        path = folder / "site" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    numpy = Path(pytest.importorskip("numpy").__file__).parents[1]
+    (folder / "numpy").mkdir(parents=True)
+    for path in numpy.glob("numpy*"):
+        (folder / "numpy" / path.name).symlink_to(path)
+    python = folder / "python"
+    where = f"{folder}/site:{folder}/numpy"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={where} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def figures(out: str) -> dict[str, dict[str, object]]:
+    return {figure["name"]: figure for figure in json.loads(out)["figures"]}
+
+
+def test_it_measures_alone_and_says_which_peers_are_left_out(kvconnect):
+    code, out, err = kvconnect("bench", "blocks", *TINY, "--json")
+    assert code == 0, err
+    with pytest.raises(ChildProcessError):  # no party is left running
+        os.waitpid(-1, os.WNOHANG)
+    assert "vLLM is left out (no --peer-python was given)" in err
+    assert "SGLang is left out (no --peer-python was given)" in err
+    found = figures(out)
+    assert {
+        "cached prompt: kvconnect",
+        "fresh prompt: kvconnect",
+        "mixed: kvconnect",
+        "block key",
+        "cached prompt, tokens doubled: at most",
+        "shared request, 1,000 blocks cached",
+        "fresh request, 1,000 blocks cached",
+        "memory beyond tokens, resident",
+        "memory beyond tokens and keys, asked for",
+    } <= found.keys()
+    assert all(isinstance(figure["value"], float) for figure in found.values())
+    assert not any("/ kvconnect" in name for name in found)
+
+
+def test_a_peer_is_measured_beside_kvconnect_with_its_version(kvconnect, tmp_path: Path):
+    python = installed(tmp_path, VLLM)
+    code, out, err = kvconnect("bench", "blocks", *TINY, "--json", "--peer-python", python)
+    assert code == 0, err
+    found = figures(out)
+    for title in ("cached prompt", "fresh prompt", "mixed"):
+        peer = found[f"{title}: vLLM 9.9"]
+        ratio = found[f"{title}: vLLM 9.9 / kvconnect"]
+        assert peer["value"] > 0
+        assert ratio["target"].startswith(">= ")
+        assert f"{title}: vLLM 9.9 with hashing" in found
+        assert found[f"{title}: vLLM 9.9 with hashing / kvconnect"]["target"] == ""
+    assert "block key: vLLM 9.9 with hashing" in found
+    assert "SGLang is left out" in err
+    assert "No module named 'sglang'" in err
+    assert "vLLM is left out" not in err
+
+
+def test_a_peer_that_fails_ends_the_benchmark_with_its_own_words(kvconnect, tmp_path: Path):
+    broken = VLLM | {
+        "vllm/v1/core/kv_cache_manager.py": VLLM["vllm/v1/core/kv_cache_manager.py"].replace(
+            "return 'slots'", "raise RuntimeError('out of luck')"
+        )
+    }
+    python = installed(tmp_path, broken)
+    code, out, err = kvconnect("bench", "blocks", *TINY, "--peer-python", python)
+    assert (code, out) == (1, "")
+    assert "out of luck" in err
+
+
+def test_an_interpreter_that_is_not_there_is_refused_at_once(kvconnect, tmp_path: Path):
+    code, out, err = kvconnect("bench", "blocks", "--peer-python", tmp_path / "bin/python")
+    assert (code, out) == (2, "")
+    assert f"'{tmp_path}/bin/python' is no file" in err
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--requests", "--cached-blocks", "--rounds"])
+def test_sizes_that_mean_nothing_are_refused(kvconnect, option: str):
+    code, out, err = kvconnect("bench", "blocks", option, 0)
+    assert (code, out) == (2, "")
+    assert f"{option[2:].replace('-', '_')}: 0 must be at least" in err
