@@ -133,7 +133,8 @@ class KvCacheConfig(Settings):
     Attributes:
         enable_block_reuse: keep finished requests' blocks for later requests.
         tokens_per_block: a power of two greater than 1.
-        dtype: of keys and values; ``auto``: the model's.
+        dtype: of keys and values; ``auto``: the model's; ``fp8``: half of bfloat16's memory, and
+            rounded (e4m3, without scales).
         max_tokens: at most so many tokens fit the cache.
         free_gpu_memory_fraction: share of the free GPU memory to use (ignored without CUDA).
         max_gpu_total_bytes: at most so many bytes; 0: no such limit.
@@ -141,7 +142,7 @@ class KvCacheConfig(Settings):
         secondary_offload_min_priority: blocks below it are dropped instead of offloaded.
         enable_partial_reuse: match part of a block, too.
         copy_on_partial_reuse: copy a partly matched block instead of taking it over.
-        max_attention_window: tokens that each layer attends to, repeated over the layers.
+        max_attention_window: tokens that each layer attends to at most, repeated over the layers.
         pool_ratio: share of memory of each pool; ``None``: by bytes per token.
         event_buffer_max_size: newest events kept for `take_events`; 0: none.
         use_uvm, sink_token_length, transfer_mode: accepted for compatibility, without effect.
@@ -149,7 +150,7 @@ class KvCacheConfig(Settings):
 
     enable_block_reuse: bool = True
     tokens_per_block: Annotated[int, Field(strict=True)] = 32
-    dtype: Literal["auto", "float64", "float32", "float16", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float64", "float32", "float16", "bfloat16", "fp8"] = "auto"
     max_tokens: Annotated[int, Field(gt=0)] | None = None
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.9
     max_gpu_total_bytes: Annotated[int, Field(ge=0)] = 0

@@ -37,6 +37,9 @@ class Attachment(Protocol):
     def request_reset(self, request: LlmRequest) -> None:
         """`request` is about to lose its blocks and goes back to the queue."""
 
+    def on_rewind(self, request: LlmRequest) -> None:
+        """The last drafts of `request` were rejected; its blocks are rewound already."""
+
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
         """What travels to the client with the result."""
 
@@ -77,6 +80,9 @@ class NoConnector:
         return False
 
     def request_reset(self, request: LlmRequest) -> None:
+        """Nothing."""
+
+    def on_rewind(self, request: LlmRequest) -> None:
         """Nothing."""
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:

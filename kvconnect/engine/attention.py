@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +17,30 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvconnect.engine.pages import LayerPages
+from kvconnect.errors import UsageError
 
-__all__ = ["Chunk", "DecodeGroup", "attend_chunk", "attend_group"]
+__all__ = ["BlockTable", "Chunk", "DecodeGroup", "attend_chunk", "attend_group", "held_blocks"]
+
+BlockTable: TypeAlias = npt.NDArray[np.int64]
+"""Block ids of one request in one pool group, in order of its tokens; -1: not held."""
 
 _MAX_MASK = 1 << 24
 """Elements of a mask; longer chunks are computed in tiles."""
+
+
+def held_blocks(table: BlockTable, first: int, stop: int) -> BlockTable:
+    """The blocks ``first..stop`` of `table`, all of which must be held.
+
+    Raises:
+        UsageError: one is not: the cache manager gave up, or never gave, what this step needs.
+    """
+    blocks = table[first:stop]
+    if len(blocks) < stop - first or (len(blocks) and blocks.min() < 0):
+        raise UsageError(
+            f"blocks {first} to {stop - 1} of a request are read or written in this step, and its "
+            f"table of {len(table)} says {blocks.tolist()}: the cache manager does not hold them"
+        )
+    return blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,21 +66,28 @@ class Chunk:
     Attributes:
         rows: where they are in the packed row.
         start: the first one's place in its sequence.
-        table: block ids of the sequence, ``[blocks]`` int64.
+        table: block ids of the sequence.
         tokens_per_block: of the pool.
+        device: of the pool.
         keep_masks: make a mask once for all layers; costs memory.
     """
 
     rows: slice
     start: int
-    table: Tensor
+    table: BlockTable
     tokens_per_block: int
+    device: torch.device
     keep_masks: bool = True
     _spans: dict[int | None, _Span] = field(default_factory=dict)
 
     @staticmethod
     def tiles(
-        first_row: int, start: int, count: int, table: Tensor, tokens_per_block: int
+        first_row: int,
+        start: int,
+        count: int,
+        table: BlockTable,
+        tokens_per_block: int,
+        device: torch.device,
     ) -> Iterator[Chunk]:
         """Chunks of `count` tokens from `start` on, small enough for masks of bounded size."""
         rows = max(1, _MAX_MASK // (start + count))
@@ -71,6 +98,7 @@ class Chunk:
                 start=start + offset,
                 table=table,
                 tokens_per_block=tokens_per_block,
+                device=device,
                 keep_masks=count <= rows,
             )
 
@@ -87,10 +115,10 @@ class Chunk:
         size = self.tokens_per_block
         seen = 0 if window is None else max(0, self.start - window + 1)
         first_page = seen // size
-        pages = self.table[first_page : -(-self.end // size)]
+        pages = held_blocks(self.table, first_page, -(-self.end // size))
         base = first_page * size
-        mask = _causal_mask(self.start, self.end, seen, window, dtype, self.table.device)
-        span = _Span(pages, seen - base, self.end - base, mask)
+        mask = _causal_mask(self.start, self.end, seen, window, dtype, self.device)
+        span = _Span(torch.from_numpy(pages).to(self.device), seen - base, self.end - base, mask)
         if self.keep_masks:
             self._spans[window] = span
         return span
@@ -109,7 +137,7 @@ class DecodeGroup:
 
     rows: Tensor
     lengths: Sequence[int]
-    tables: Sequence[npt.NDArray[np.int64]]
+    tables: Sequence[BlockTable]
     tokens_per_block: int
     _spans: dict[int | None, _Span] = field(default_factory=dict)
 
@@ -129,7 +157,7 @@ class DecodeGroup:
         for row, table, first, count in zip(
             pages, self.tables, first_pages.tolist(), counts.tolist(), strict=True
         ):
-            row[:count] = table[first : first + count]
+            row[:count] = held_blocks(table, first, first + count)
             row[count:] = table[first]  # padding: any page of its own, whose content is finite
         first_seen, last_seen = seen - first_pages * size, ends - first_pages * size
         device = self.rows.device

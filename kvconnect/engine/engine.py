@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.ledger import StepOutcome
 from kvconnect.engine.attachment import Attachment
-from kvconnect.engine.forward_step import ForwardStep, first_scheduled_token
-from kvconnect.engine.handle import RequestProgress
+from kvconnect.engine.forward_step import (
+    CachedLayer,
+    ForwardStep,
+    first_scheduled_token,
+    sampled_rows,
+)
 from kvconnect.engine.inbox import Inbox
+from kvconnect.engine.live_request import LiveRequest, TokenRun
 from kvconnect.engine.model import Model
-from kvconnect.engine.output import EngineStats, RequestOutput
-from kvconnect.engine.pages import LayerPages
+from kvconnect.engine.output import EngineStats
 from kvconnect.engine.sampler import Sampler
 from kvconnect.engine.scheduler import Scheduler
-from kvconnect.engine.stops import FinishReason, StopChecker
+from kvconnect.engine.stops import FinishReason
 from kvconnect.errors import EngineClosed, OutOfBlocks
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 
-__all__ = ["Abort", "Close", "Engine", "LiveRequest"]
+__all__ = ["Abort", "Close", "Engine"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """A request in the engine, and who waits for it."""
-
-    request: LlmRequest
-    progress: RequestProgress
-    stops: StopChecker
-    texts: list[str] = field(default_factory=list)
-    first_token_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +43,11 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Close:
     """End everything now."""
+
+
+class _Run(NamedTuple):
+    live: LiveRequest
+    run: TokenRun
 
 
 class Engine:
@@ -72,7 +69,7 @@ class Engine:
         connector: Attachment,
         scheduler: Scheduler,
         inbox: Inbox[LiveRequest | Abort | Close],
-        layers: Sequence[LayerPages],
+        layers: Sequence[CachedLayer],
     ) -> None:
         self._model = model
         self._kv = kv
@@ -80,6 +77,7 @@ class Engine:
         self._scheduler = scheduler
         self._inbox = inbox
         self._layers = layers
+        self._num_groups = 1 + max(layer.group for layer in layers)
         self._sampler = Sampler()
         self._live: dict[int, LiveRequest] = {}
         self._closing = False
@@ -117,7 +115,7 @@ class Engine:
     def step(self) -> bool:
         """One step of the engine; False if nothing came of it, so that there is time to sleep."""
         # schedule: admit what fits, allocate, share out the budget of tokens
-        batch = self._scheduler.schedule()
+        batch = self._schedule()
         # connect: tell the connector, start its loads
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
@@ -129,9 +127,11 @@ class Engine:
         # agree: whatever failed to load gets nothing from this step
         outcome = self._connector.end_step()
         self._advance(batch, outcome)
+        # sample: append tokens, publish what they filled, stream them, finish
+        runs = self._sample(batch, logits)
         self._kv.update_resources(batch)
-        # sample: append tokens, stream them, finish
-        self._sample(batch, logits)
+        for live, run in runs:
+            self._emit(live, run)
         # settle: loaded requests resume, saved ones let go
         self._settle(outcome)
         ended = bool(outcome.loaded or outcome.failed or outcome.saved)
@@ -154,13 +154,28 @@ class Engine:
                 case Close():
                     self._closing = True
 
+    # ------------------------------------------------------------------ schedule
+
+    def _schedule(self) -> ScheduledBatch:
+        """The next batch. Whoever was admitted last makes room for those that run longer."""
+        while True:
+            try:
+                return self._scheduler.schedule()
+            except OutOfBlocks:
+                victim = self._scheduler.last_admitted()
+                if victim is None:
+                    return ScheduledBatch()  # until others' transfers give blocks back
+                self._send_back(victim)
+
     # ------------------------------------------------------------------ forward
 
     def _forward(self, requests: Sequence[LlmRequest]) -> Tensor | None:
-        """Logits after each request's last scheduled token, ``[requests, vocab]``."""
+        """Logits after each request's last token and its drafts, ``[rows, vocab]``."""
         if not requests:
             return None
-        tables = self._kv.get_batch_cache_indices(requests)
+        tables = [self._kv.get_batch_cache_indices(requests)]
+        for group in range(1, self._num_groups):
+            tables.append(self._kv.get_group_cache_indices(requests, group))  # noqa: PERF401
         step = ForwardStep(
             requests, tables, self._layers, self._connector, device=self._model.device
         )
@@ -182,7 +197,9 @@ class Engine:
                 )
             if request.state is RequestState.CONTEXT:
                 request.computed_tokens += request.num_scheduled_tokens
-            end = first_scheduled_token(request) + request.num_scheduled_tokens
+            # Drafts count once they are verified.
+            known = request.num_scheduled_tokens - len(request.draft_tokens)
+            end = first_scheduled_token(request) + known
             request.num_computed_tokens, request.num_external_tokens = end, 0
         for request_id, valid in outcome.failed.items():
             if live := self._live.get(request_id):
@@ -190,40 +207,61 @@ class Engine:
 
     # ------------------------------------------------------------------ sample
 
-    def _sample(self, batch: ScheduledBatch, logits: Tensor | None) -> None:
-        """The next token of those whose tokens are all computed: nothing after a failed load."""
-        rows = [
-            row
-            for row, request in enumerate(batch.requests)
+    def _sample(self, batch: ScheduledBatch, logits: Tensor | None) -> list[_Run]:
+        """The next tokens of those whose tokens are all computed: none after a failed load."""
+        if logits is None:
+            return []
+        owners = [
+            (row, request)
+            for row, request in enumerate(sampled_rows(batch.requests))
             if request.num_computed_tokens == request.num_tokens
         ]
-        if logits is None or not rows:
-            return
-        requests = [batch.requests[row] for row in rows]
-        chosen = logits if len(rows) == len(logits) else logits[rows]
-        for request, token in zip(requests, self._sampler.sample(chosen, requests), strict=True):
-            request.append_tokens(np.array([token], np.int32))
-            request.state = RequestState.GENERATION
-            self._emit(self._live[request.request_id], token)
+        if not owners:
+            return []
+        rows, requests = [row for row, _ in owners], [request for _, request in owners]
+        # Requests with drafts are greedy: each of their rows is chosen from on its own.
+        tokens = self._sampler.sample(
+            logits if len(rows) == len(logits) else logits[rows], requests
+        )
+        runs = []
+        start = 0
+        while start < len(requests):
+            live = self._live[requests[start].request_id]
+            stop = start + 1 + len(live.request.draft_tokens)
+            runs.append(_Run(live, self._take(live, tokens[start:stop])))
+            start = stop
+        return runs
 
-    def _emit(self, live: LiveRequest, token: int) -> None:
-        if live.first_token_at is None:
-            live.first_token_at = time.perf_counter()
-        status = live.stops.add(token)
-        live.texts.append(status.text)
-        live.progress.add(token, status.text)
-        if status.finish_reason is not None:
-            self._finish(live, status.finish_reason)
+    def _take(self, live: LiveRequest, chosen: list[int]) -> TokenRun:
+        """Append what was chosen, and take back the drafts that were not."""
+        run = live.take(chosen)
+        if run.num_rejected:
+            self._kv.rewind(live.request, run.num_rejected)
+            self._connector.on_rewind(live.request)
+        self.stats.drafted_tokens += run.num_rejected + len(run.tokens) - 1
+        self.stats.accepted_tokens += len(run.tokens) - 1
+        return run
+
+    def _emit(self, live: LiveRequest, run: TokenRun) -> None:
+        live.emit(run)
+        if run.finish_reason is not None:
+            self._finish(live, run.finish_reason)
 
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
-        """`live` is over: its blocks go, or stay until they are saved; its waiter is told."""
-        request = live.request
+        """`live` is over: its waiter is told."""
         rest = live.stops.abort() if reason == "abort" else ""
         live.texts.append(rest)
+        self._let_go(live, aborted=reason == "abort")
+        self._count(live.request)
+        live.progress.finish(live.output(reason), rest)
+
+    def _let_go(self, live: LiveRequest, *, aborted: bool) -> None:
+        """`live` leaves the engine: its blocks go, or stay until they are saved."""
+        request = live.request
         holds_blocks = request.state is not RequestState.QUEUED
         self._scheduler.remove(request)
         self._sampler.forget(request)
-        keep = self._connector.request_finished(request, aborted=reason == "abort")
+        keep = self._connector.request_finished(request, aborted=aborted)
         request.kv_transfer_params = (
             self._connector.get_kv_transfer_params(request) or request.kv_transfer_params
         )
@@ -235,8 +273,6 @@ class Engine:
             if holds_blocks:
                 self._kv.free_resources(request)
         del self._live[request.request_id]
-        self._count(request)
-        live.progress.finish(_output(live, reason), rest)
 
     # ------------------------------------------------------------------ settle
 
@@ -275,6 +311,7 @@ class Engine:
         self._connector.request_reset(request)
         self._kv.free_resources(request)
         self._scheduler.put_back(request)
+        self._live[request.request_id].preemptions += 1
         self.stats.preemptions += 1
 
     def _recount_blocks(self) -> bool:
@@ -284,22 +321,19 @@ class Engine:
         return self.stats.free_blocks > before
 
     def _unblock(self) -> bool:
-        """Nothing runs and nothing is to be hoped for: then what waits will never fit."""
-        if not self._scheduler.waiting:
+        """Nothing runs and nothing is to be hoped for: then what is next will never fit."""
+        scheduler = self._scheduler
+        request = next(iter([*scheduler.running, *scheduler.waiting]), None)
+        if request is None:
             return False
-        request = self._scheduler.waiting[0]
-        needed = self._kv.get_needed_resource_to_completion(request)
-        self._scheduler.remove(request)
-        self._sampler.forget(request)
-        self._connector.request_finished(request, aborted=True)
-        request.state = RequestState.FINISHED
-        live = self._live.pop(request.request_id)
-        live.progress.fail(
-            OutOfBlocks(
-                f"request {request.request_id} needs {needed} KV blocks; "
-                f"{self._kv.get_num_free_blocks()} are free though no other request holds any"
-            )
+        live = self._live[request.request_id]
+        needed = self._kv.needed_blocks(request)
+        error = OutOfBlocks(
+            f"request {request.request_id} needs {' + '.join(map(str, needed))} KV blocks; "
+            f"{self._kv.get_num_free_blocks()} are free though no other request holds any"
         )
+        self._let_go(live, aborted=True)
+        live.progress.fail(error)
         return True
 
     # ------------------------------------------------------------------ account
@@ -323,22 +357,3 @@ class Engine:
         for live in self._live.values():
             live.progress.fail(late)
         self._live.clear()
-
-
-def _output(live: LiveRequest, reason: FinishReason) -> RequestOutput:
-    request = live.request
-    tokens = request.tokens.view.tolist()
-    ttft = None if live.first_token_at is None else live.first_token_at - request.arrived_at
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt_token_ids=tuple(tokens[: request.prompt_len]),
-        output_token_ids=tuple(tokens[request.prompt_len :]),
-        output_text="".join(live.texts),
-        finish_reason=reason,
-        prompt_tokens=request.prompt_len,
-        computed_tokens=request.computed_tokens,
-        reused_device_tokens=request.reused_device_tokens,
-        reused_store_tokens=request.reused_store_tokens,
-        ttft_ms=None if ttft is None else 1000 * ttft,
-        kv_transfer_params=request.kv_transfer_params,
-    )

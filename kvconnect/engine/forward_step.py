@@ -11,14 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvconnect.engine.attention import Chunk, DecodeGroup, attend_chunk, attend_group
+from kvconnect.engine.group_step import GroupStep, RequestSlice
 from kvconnect.engine.pages import LayerPages
 from kvconnect.errors import UsageError
-from kvconnect.request import LlmRequest, RequestState
+from kvconnect.request import LlmRequest
 
-__all__ = ["ForwardStep", "LayerHooks", "first_scheduled_token"]
-
-_Ids = npt.NDArray[np.int64]
+__all__ = ["CachedLayer", "ForwardStep", "LayerHooks", "first_scheduled_token", "sampled_rows"]
 
 
 class LayerHooks(Protocol):
@@ -31,14 +29,19 @@ class LayerHooks(Protocol):
         """The layer's KV of this step is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """One request's part of the packed row: its tokens ``start..end`` and its blocks."""
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedLayer:
+    """One attention layer of the model: its KV memory, its pool group, and how far it looks back.
 
-    request: LlmRequest
-    start: int
-    end: int
-    table: _Ids
+    Attributes:
+        pages: its memory.
+        group: whose block tables it goes by.
+        window: how many tokens each one sees, itself included; ``None``: all.
+    """
+
+    pages: LayerPages
+    group: int = 0
+    window: int | None = None
 
 
 def first_scheduled_token(request: LlmRequest) -> int:
@@ -46,22 +49,38 @@ def first_scheduled_token(request: LlmRequest) -> int:
     return max(request.num_computed_tokens, request.num_external_tokens)
 
 
+def sampled_rows(requests: Sequence[LlmRequest]) -> list[LlmRequest]:
+    """Whose each row of a step's logits is: a row for its last token and for each draft."""
+    return [one for one in requests for _ in range(1 + len(one.draft_tokens))]
+
+
 class ForwardStep:
-    """The ``kv=`` argument of one forward pass: writes K/V into the pool and attends over it.
+    """The ``kv=`` argument of one forward pass: writes K/V into the pools and attends over them.
 
     Requests are packed along one dimension; `position_ids` carries each token's place in its own
-    sequence. Several tokens of one request are a chunk, single tokens are batched by length.
+    sequence. Drafts stand behind their request's last token.
+
+    Args:
+        requests: what is computed, with ``num_scheduled_tokens`` and drafts set.
+        tables: block ids of each request, one mapping for each pool group.
+        layers: the model's.
+        hooks: told of every layer.
+        device: where it is computed.
 
     Attributes:
         input_ids, position_ids: ``[1, tokens]`` int64.
-        last_tokens: ``[requests]`` int64, the place of each request's last token in the row.
+        last_tokens: ``[rows]`` int64, the places in the row whose logits are wanted, in the order
+            of `sampled_rows`.
+
+    Raises:
+        UsageError: a token has no block to be written to.
     """
 
     def __init__(
         self,
         requests: Sequence[LlmRequest],
-        tables: Mapping[int, Sequence[int]],
-        layers: Sequence[LayerPages],
+        tables: Sequence[Mapping[int, Sequence[int]]],
+        layers: Sequence[CachedLayer],
         hooks: LayerHooks,
         *,
         device: torch.device,
@@ -70,24 +89,13 @@ class ForwardStep:
         self._hooks = hooks
         self._device = device
         self._layers_done = 0
-        self._tokens_per_block = size = layers[0].keys.shape[1]
-        slices = [_slice(request, tables[request.request_id]) for request in requests]
-        counts = np.array([part.end - part.start for part in slices])
-        ends = np.cumsum(counts)
+        slices = _slices(requests)
         positions = np.concatenate([np.arange(part.start, part.end) for part in slices])
-        tokens = np.concatenate([p.request.tokens.view[p.start : p.end] for p in slices])
-        self.input_ids = self._tensor(tokens)[None]
+        self.input_ids = self._tensor(np.concatenate([_tokens(part) for part in slices]))[None]
         self.position_ids = self._tensor(positions)[None]
-        self.last_tokens = self._tensor(ends - 1)
-        self._blocks, self._offsets = self._slots(slices)
-        self._blank = self._blank_slots(slices)
-        self._chunks = [
-            tile
-            for part, count, end in zip(slices, counts.tolist(), ends.tolist(), strict=True)
-            if count > 1
-            for tile in Chunk.tiles(end - count, part.start, count, self._tensor(part.table), size)
-        ]
-        self._groups = self._decode_groups(slices, ends)
+        self.last_tokens = self._tensor(np.concatenate([_wanted(part) for part in slices]))
+        size = layers[0].pages.keys.shape[1]
+        self._groups = [GroupStep(slices, table, size, device) for table in tables]
 
     def attend(
         self,
@@ -107,24 +115,23 @@ class ForwardStep:
             key: ``[1, kv_heads, tokens, dim]``.
             value: ``[1, kv_heads, tokens, value_dim]``.
             scaling: of the scores.
-            window: how many tokens each one sees, itself included; ``None``: all.
+            window: the model's own; the layer's is this one or a shorter one that was asked for.
 
         Returns:
             ``[1, tokens, heads, value_dim]``.
+
+        Raises:
+            UsageError: layers came out of order, or a page in the window is not held.
         """
         if layer_idx != self._layers_done:
             raise UsageError(f"layer {layer_idx} ran when layer {self._layers_done} was due")
         self._hooks.wait_for_layer_load(layer_idx)
-        pages = self._layers[layer_idx]
-        pages.write(self._blocks, self._offsets, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        if self._blank is not None:
-            pages.blank(*self._blank)
-        _, heads, tokens, _ = query.shape
-        out = query.new_empty(tokens, heads, value.shape[-1])
-        for chunk in self._chunks:
-            attend_chunk(chunk, pages, query, key, value, out, scaling=scaling, window=window)
-        for group in self._groups:
-            attend_group(group, pages, query, out, scaling=scaling, window=window)
+        layer = self._layers[layer_idx]
+        pages, group = layer.pages, self._groups[layer.group]
+        # Attention sees what a later request would read, also of tokens that are not read back.
+        key, value = pages.as_stored(key), pages.as_stored(value)
+        group.write(pages, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        out = group.attend(pages, query, key, value, scaling=scaling, window=layer.window)
         self._hooks.save_kv_layer(layer_idx)
         self._layers_done += 1
         return out[None]
@@ -140,52 +147,26 @@ class ForwardStep:
                 f"{self._layers_done} of {len(self._layers)} attention layers used the KV cache"
             )
 
-    def _slots(self, slices: Sequence[_Slice]) -> tuple[Tensor, Tensor]:
-        size = self._tokens_per_block
-        places = [np.arange(part.start, part.end) for part in slices]
-        blocks = [part.table[place // size] for part, place in zip(slices, places, strict=True)]
-        return self._tensor(np.concatenate(blocks)), self._tensor(np.concatenate(places) % size)
-
-    def _blank_slots(self, slices: Sequence[_Slice]) -> tuple[Tensor, Tensor] | None:
-        # A block's unused slots hold whatever was there before: another tenant's keys, or bytes
-        # that are no numbers and would spread through masked attention. They are zeroed when a
-        # request first writes into the block; afterwards it only adds tokens of its own.
-        size = self._tokens_per_block
-        blocks: list[int] = []
-        offsets: list[int] = []
-        for part in slices:
-            began = part.request.state is RequestState.CONTEXT or part.start % size == 0
-            if began and part.end % size:
-                tail = range(part.end % size, size)
-                blocks += [int(part.table[part.end // size])] * len(tail)
-                offsets += tail
-        if not blocks:
-            return None
-        return self._tensor(np.array(blocks)), self._tensor(np.array(offsets))
-
-    def _decode_groups(self, slices: Sequence[_Slice], ends: _Ids) -> list[DecodeGroup]:
-        # Batched with others of up to twice the pages: padding never doubles the work.
-        members: dict[int, list[int]] = {}
-        for index, part in enumerate(slices):
-            if part.end - part.start == 1:
-                pages = -(-part.end // self._tokens_per_block)
-                members.setdefault(pages.bit_length(), []).append(index)
-        return [
-            DecodeGroup(
-                rows=self._tensor(ends[group] - 1),
-                lengths=[slices[index].end for index in group],
-                tables=[slices[index].table for index in group],
-                tokens_per_block=self._tokens_per_block,
-            )
-            for group in members.values()
-        ]
-
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
 
 
-def _slice(request: LlmRequest, table: Sequence[int]) -> _Slice:
-    start = first_scheduled_token(request)
-    return _Slice(
-        request, start, start + request.num_scheduled_tokens, np.asarray(table, dtype=np.int64)
-    )
+def _slices(requests: Sequence[LlmRequest]) -> list[RequestSlice]:
+    slices = []
+    row = 0
+    for request in requests:
+        start = first_scheduled_token(request)
+        slices.append(RequestSlice(request, start, start + request.num_scheduled_tokens, row))
+        row += request.num_scheduled_tokens
+    return slices
+
+
+def _tokens(part: RequestSlice) -> npt.NDArray[np.int32]:
+    known = part.request.tokens.view[part.start : part.end]
+    drafts = part.request.draft_tokens
+    return np.concatenate([known, drafts]) if len(drafts) else known
+
+
+def _wanted(part: RequestSlice) -> npt.NDArray[np.int64]:
+    stop = part.first_row + part.count
+    return np.arange(stop - 1 - len(part.request.draft_tokens), stop)

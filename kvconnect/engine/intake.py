@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvconnect.config import KvCacheRetentionConfig
@@ -23,13 +24,14 @@ class Intake:
         self,
         model: Model,
         tokenizer: Tokenizer | None,
-        layout: KvCacheLayout,
+        layouts: Sequence[KvCacheLayout],
         model_digest: bytes,
         max_blocks: int,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._layout = layout
+        self._layouts = layouts
+        self._tokens_per_block = layouts[0].tokens_per_block
         self._digest = model_digest
         self._max_blocks = max_blocks
 
@@ -58,8 +60,8 @@ class Intake:
         return LlmRequest(
             request_id,
             tokens,
-            chain_root=root_key(self._digest, [self._layout], namespace),
-            tokens_per_block=self._layout.tokens_per_block,
+            chain_root=root_key(self._digest, self._layouts, namespace),
+            tokens_per_block=self._tokens_per_block,
             sampling_params=params,
             namespace=namespace,
             retention=retention,
@@ -97,7 +99,9 @@ class Intake:
                 f"{what} exceed {limit.num_tokens} positions ({limit.reason}); "
                 "shorten the prompt or lower max_tokens"
             )
-        size = self._layout.tokens_per_block
+        if self._layouts[0].window is not None:
+            return  # what it holds at once does not grow with its length
+        size = self._tokens_per_block
         needed = -(-longest // size)
         if needed > self._max_blocks:
             raise ConfigurationError(

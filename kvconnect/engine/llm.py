@@ -20,14 +20,16 @@ from kvconnect.connector.manager import KvCacheConnectorManager
 from kvconnect.digest import model_digest
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Attachment, NoConnector
-from kvconnect.engine.engine import Abort, Close, Engine, LiveRequest
+from kvconnect.engine.drafts import NgramDrafter, NgramSpeculation, Speculation
+from kvconnect.engine.engine import Abort, Close, Engine
 from kvconnect.engine.handle import RequestHandle, RequestProgress
 from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.intake import Intake
+from kvconnect.engine.live_request import LiveRequest
 from kvconnect.engine.model import Model
 from kvconnect.engine.output import EngineStats, RequestOutput, StreamChunk
-from kvconnect.engine.pages import LayerPages
-from kvconnect.engine.scheduler import Scheduler
+from kvconnect.engine.pool_groups import CacheGeometry
+from kvconnect.engine.scheduler import Scheduler, SchedulingPolicy
 from kvconnect.engine.stops import StopChecker
 from kvconnect.engine.tokenizer import Tokenizer
 from kvconnect.errors import ConfigurationError, EngineClosed
@@ -57,9 +59,14 @@ class LLM:
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
         max_num_tokens: tokens that one step computes at most; longer prompts come in chunks.
         max_batch_size: requests that run at once.
+        scheduling: ``guaranteed_no_evict`` starts a request only if all that run can get to their
+            end; ``max_utilization`` starts it when its prompt fits, and preempts the last started
+            when blocks run out (what it computed stays in the cache as long as there is room).
+        speculative: ``ngram``, or an `NgramSpeculation`: greedy requests verify several tokens per
+            step that followed the same words before; the output is the same.
 
     Attributes:
-        layout: of a KV block.
+        layouts: of a KV block, one of each pool group: full attention first, then by window.
         tokenizer: of the model; ``None`` if its directory has none.
 
     Raises:
@@ -78,29 +85,38 @@ class LLM:
         device: str = "auto",
         max_num_tokens: int = 2048,
         max_batch_size: int = 64,
+        scheduling: SchedulingPolicy = "guaranteed_no_evict",
+        speculative: Speculation | None = None,
     ) -> None:
         for name, value in (("max_num_tokens", max_num_tokens), ("max_batch_size", max_batch_size)):
             if value < 1:
                 raise ConfigurationError(f"{name}: {value} must be at least 1")
         config = kv_cache or KvCacheConfig()
+        drafts = NgramSpeculation.of(speculative)
         directory = Path(model)
         self._model = Model(directory, dtype=dtype, device=device)
-        _check_served(config, self._model)
-        self.layout = layout = self._model.layout(config.tokens_per_block)
-        digest = model_digest(directory)
-        self.tokenizer = Tokenizer.of(directory)
-        kv = _cache_manager(kv_cache_manager, config, layout, self._model)
-        num_blocks = kv.get_max_resource_count()
-        layers = [
-            LayerPages(kv.get_buffers(layer), layout, num_blocks)
-            for layer in range(layout.num_layers)
-        ]
-        self._inbox: Inbox[LiveRequest | Abort | Close] = Inbox()
-        self._intake = Intake(self._model, self.tokenizer, layout, digest, num_blocks)
-        attachment = _attach(connector, config, directory, layout, digest, kv, self._inbox)
-        self._scheduler = Scheduler(
-            kv, max_num_tokens=max_num_tokens, max_batch_size=max_batch_size
+        _check_dtype(config, self._model)
+        factory = kv_cache_manager or _default_manager()
+        geometry = CacheGeometry.of(
+            self._model, config, window_pools=getattr(factory, "supports_window_pools", False)
         )
+        self.layouts = geometry.layouts
+        digest = geometry.digest(model_digest(directory))
+        self.tokenizer = Tokenizer.of(directory)
+        kv = factory(config, self.layouts, self._model.device)
+        layers = geometry.cached_layers(kv, self._model.dtype)
+        self._scheduler = Scheduler(
+            kv,
+            max_num_tokens=max_num_tokens,
+            max_batch_size=max_batch_size,
+            policy=scheduling,
+            drafter=None if drafts is None else _drafter(drafts, kv),
+        )
+        self._inbox: Inbox[LiveRequest | Abort | Close] = Inbox()
+        self._intake = Intake(
+            self._model, self.tokenizer, self.layouts, digest, kv.get_max_resource_count()
+        )
+        attachment = _attach(connector, config, directory, self.layouts, digest, kv, self._inbox)
         self._engine = Engine(self._model, kv, attachment, self._scheduler, self._inbox, layers)
         self._ids = itertools.count()
         self._thread = threading.Thread(
@@ -109,6 +125,11 @@ class LLM:
         self._thread.start()
         weakref.finalize(self, _ask_to_close, self._inbox)
         close_at_exit(self)
+
+    @property
+    def layout(self) -> KvCacheLayout:
+        """Of a KV block of group 0."""
+        return self.layouts[0]
 
     def generate(
         self,
@@ -279,36 +300,34 @@ def _as_params(
     return list(params)
 
 
-def _check_served(config: KvCacheConfig, model: Model) -> None:
-    if config.dtype not in {"auto", str(model.dtype).removeprefix("torch.")}:
+def _check_dtype(config: KvCacheConfig, model: Model) -> None:
+    if config.dtype not in {"auto", "fp8", str(model.dtype).removeprefix("torch.")}:
         raise ConfigurationError(
-            f"kv_cache.dtype: '{config.dtype}' differs from the model's {model.dtype}; use auto"
-        )
-    if config.max_attention_window is not None:
-        raise ConfigurationError(
-            f"kv_cache.max_attention_window: {config.max_attention_window} is not served yet; "
-            "leave it out, the model's own windows apply"
+            f"kv_cache.dtype: '{config.dtype}' differs from the model's {model.dtype}; "
+            "use auto, or fp8"
         )
 
 
-def _cache_manager(
-    factory: KVCacheManagerFactory | None,
-    config: KvCacheConfig,
-    layout: KvCacheLayout,
-    model: Model,
-) -> BaseKVCacheManager:
-    if factory is None:
-        from kvconnect.cache.kv_cache_manager import KVCacheManager
+def _default_manager() -> KVCacheManagerFactory:
+    from kvconnect.cache.kv_cache_manager import KVCacheManager
 
-        return KVCacheManager(config, [layout], device=model.device)
-    return factory(config, [layout], model.device)
+    return KVCacheManager
+
+
+def _drafter(settings: NgramSpeculation, kv: BaseKVCacheManager) -> NgramDrafter:
+    if not kv.supports_connector:
+        raise ConfigurationError(
+            f"speculative: rejected drafts are rewound, which {type(kv).__name__} does not say it "
+            "can (supports_connector is False)"
+        )
+    return NgramDrafter(settings)
 
 
 def _attach(
     connector: Connector | None,
     kv_config: KvCacheConfig,
     directory: Path,
-    layout: KvCacheLayout,
+    layouts: tuple[KvCacheLayout, ...],
     digest: bytes,
     kv: BaseKVCacheManager,
     inbox: Inbox[Any],
@@ -323,7 +342,7 @@ def _attach(
         model=str(directory),
         kv_cache_config=kv_config,
         kv_connector_config=connector,
-        layouts=(layout,),
+        layouts=layouts,
         model_digest=digest,
     )
     return KvCacheConnectorManager(args, kv, wakeup=inbox.ring)

@@ -22,7 +22,6 @@ from kvconnect.config import torch_dtype
 from kvconnect.engine.forward_step import ForwardStep
 from kvconnect.engine.seam import ATTENTION, AttentionProbe, LayerShape
 from kvconnect.errors import ConfigurationError, UnsupportedModel
-from kvconnect.layout import KvCacheLayout
 
 __all__ = ["Model", "PositionLimit"]
 
@@ -69,33 +68,11 @@ class Model:
         self.eos_token_ids = _eos_token_ids(self._model)
         self.layers = self._probe()
 
-    def layout(self, tokens_per_block: int) -> KvCacheLayout:
-        """The layout of the one pool that all layers share; a sliding window is a mask only.
-
-        Raises:
-            UnsupportedModel: layers differ in what they store.
-        """
-        shapes = {(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in self.layers}
-        if len(shapes) > 1:
-            raise UnsupportedModel(
-                "layers differ in KV heads or dimensions "
-                f"({', '.join(map(str, sorted(shapes)))}): one pool cannot hold them"
-            )
-        heads, key_dim, value_dim = shapes.pop()
-        return KvCacheLayout(
-            num_layers=len(self.layers),
-            num_kv_heads=heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            tokens_per_block=tokens_per_block,
-            dtype=self.dtype,
-        )
-
     def forward(self, step: ForwardStep) -> Tensor:
-        """Compute `step` and write its KV into the pool.
+        """Compute `step` and write its KV into the pools.
 
         Returns:
-            Logits after each request's last token, ``[requests, vocab]``.
+            Logits after each request's last token and its drafts, ``[rows, vocab]``.
         """
         with torch.inference_mode():
             output = self._model(

@@ -25,6 +25,8 @@ class RequestOutput:
         reused_device_tokens, reused_store_tokens: how many came from the cache, and from a store.
         ttft_ms: time from submission to the first token; ``None`` if there was none.
         kv_transfer_params: data that a connector sends along with the result.
+        drafted_tokens, accepted_tokens: proposed by speculative decoding, and found right.
+        preemptions: how often it lost its blocks to others and came back.
     """
 
     request_id: int
@@ -38,6 +40,9 @@ class RequestOutput:
     reused_store_tokens: int
     ttft_ms: float | None
     kv_transfer_params: Mapping[str, Any] | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class EngineStats:
         prompt_tokens, computed_tokens, reused_device_tokens, reused_store_tokens: of these.
         generated_tokens: of finished requests, too.
         preemptions: requests sent back to the queue.
+        drafted_tokens, accepted_tokens: proposed by speculative decoding, and found right.
         waiting_requests, running_requests, loading_requests, saving_requests: now.
         free_blocks, max_blocks: of the KV cache.
     """
@@ -79,6 +85,8 @@ class EngineStats:
     reused_store_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     waiting_requests: int = 0
     running_requests: int = 0
     loading_requests: int = 0

@@ -83,7 +83,6 @@ def test_a_callers_array_may_change_afterwards(llm):
         ({"max_num_tokens": 0}, "max_num_tokens: 0 must be at least 1"),
         ({"max_batch_size": 0}, "max_batch_size: 0 must be at least 1"),
         ({"kv_cache": KvCacheConfig(dtype="float16")}, "kv_cache.dtype: 'float16' differs"),
-        ({"kv_cache": KvCacheConfig(max_attention_window=(8,))}, "max_attention_window"),
         ({"connector": "dosk:///tmp/x"}, "dosk"),
         (
             {"connector": "memory:", "kv_cache": KvCacheConfig(enable_block_reuse=False)},

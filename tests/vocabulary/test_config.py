@@ -75,7 +75,7 @@ def test_powers_of_two_are_fine(value):
         ("free_gpu_memory_fraction", 1.0),
         ("host_cache_size", -1),
         ("secondary_offload_min_priority", 101),
-        ("dtype", "fp8"),
+        ("dtype", "fp9"),
         ("event_buffer_max_size", -1),
     ],
 )

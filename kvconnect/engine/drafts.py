@@ -1,0 +1,108 @@
+"""Drafts: tokens that a request will probably generate next, found in what it has so far.
+
+A forward pass verifies them all at once: those that are what the model would have chosen are kept,
+and one token more comes for free. The output is that of plain greedy decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self, TypeAlias
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from kvconnect.config import Settings
+from kvconnect.errors import ConfigurationError
+from kvconnect.tokens import TokenArray
+
+__all__ = ["NO_DRAFTS", "NgramDrafter", "NgramSpeculation", "Speculation", "accepted_run"]
+
+NO_DRAFTS: TokenArray = np.empty(0, np.int32)
+
+
+class NgramSpeculation(Settings):
+    """Prompt lookup: what followed the last few tokens when they occurred before.
+
+    Only greedy requests are drafted for; with a temperature above 0 a request runs without drafts.
+
+    Attributes:
+        num_draft_tokens: at most so many are proposed per step.
+        max_ngram_size: the longest run of last tokens that is looked for.
+        min_ngram_size: the shortest; longer ones are tried first.
+    """
+
+    num_draft_tokens: Annotated[int, Field(ge=1)] = 5
+    max_ngram_size: Annotated[int, Field(ge=1)] = 4
+    min_ngram_size: Annotated[int, Field(ge=1)] = 2
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_ngram_size > self.max_ngram_size:
+            raise ValueError(
+                f"min_ngram_size={self.min_ngram_size} must not exceed "
+                f"max_ngram_size={self.max_ngram_size}"
+            )
+        return self
+
+    @classmethod
+    def of(cls, speculative: Speculation | None) -> NgramSpeculation | None:
+        """What the user asked for: settings, or the name ``ngram`` for the defaults.
+
+        Raises:
+            ConfigurationError: another name.
+        """
+        if speculative is None or isinstance(speculative, NgramSpeculation):
+            return speculative
+        if speculative != "ngram":
+            raise ConfigurationError(
+                f"speculative: {speculative!r} is unknown; give 'ngram' or an NgramSpeculation"
+            )
+        return cls()
+
+
+Speculation: TypeAlias = NgramSpeculation | Literal["ngram"]
+"""What an engine takes as ``speculative``."""
+
+
+class NgramDrafter:
+    """Proposes drafts; holds nothing of any request."""
+
+    def __init__(self, settings: NgramSpeculation) -> None:
+        self._settings = settings
+
+    def propose(self, tokens: TokenArray, limit: int) -> TokenArray:
+        """What may follow `tokens`: at most `limit` drafts, none if nothing like it occurred.
+
+        The longest run of last tokens wins that occurred before, of several places the latest. What
+        repeats is thought to go on repeating. One pass over `tokens` at memory speed.
+        """
+        settings = self._settings
+        count = min(settings.num_draft_tokens, limit)
+        if count < 1:
+            return NO_DRAFTS
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # where a run like the last one may end
+        size, found = 1, ends
+        while len(ends) and size < settings.max_ngram_size:
+            ends = ends[ends >= size]
+            ends = ends[tokens[ends - size] == tokens[-1 - size]] if len(ends) else ends
+            if len(ends):
+                size, found = size + 1, ends
+        if not len(found) or size < settings.min_ngram_size:
+            return NO_DRAFTS
+        return np.resize(tokens[found[-1] + 1 :], count)
+
+
+def accepted_run(drafts: TokenArray, chosen: Sequence[int]) -> list[int]:
+    """What a verified step yields: the drafts that were right, and the token behind them.
+
+    Args:
+        drafts: the tokens that were fed behind the request's last one.
+        chosen: what the model chose behind that one and behind each draft, one more than `drafts`.
+    """
+    run = [chosen[0]]
+    for draft, following in zip(drafts.tolist(), chosen[1:], strict=True):
+        if draft != run[-1]:
+            break
+        run.append(following)
+    return run

@@ -1,0 +1,83 @@
+"""A cache in fp8: half the memory of bfloat16, rounded, and the same however it was filled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvconnect import KvCacheConfig, SamplingParams
+from kvconnect.engine.pages import LayerPages
+from kvconnect.layout import KvCacheLayout
+
+FP8 = KvCacheConfig(tokens_per_block=16, max_tokens=1024, dtype="fp8")
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+def tokens(outputs):
+    return [list(output.output_token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def calm_model(tmp_path_factory):
+    """A Llama with weights of ordinary size, for which rounding is not chaos."""
+    from kvconnect.engine.random_model import make_model
+
+    return make_model(tmp_path_factory.mktemp("calm"), "llama", initializer_range=0.1)
+
+
+def test_logits_are_close_to_those_of_the_model(calm_model, open_llm, prompts):
+    llm = open_llm(calm_model, kv_cache=FP8, max_num_tokens=24)
+    seen: list[torch.Tensor] = []
+    forward = llm._engine._model.forward
+    llm._engine._model.forward = lambda step: seen.append(forward(step)) or seen[-1]
+    prompt = prompts[4]
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=24, ignore_eos=True))
+    model = AutoModelForCausalLM.from_pretrained(calm_model, dtype=torch.float64)
+    with torch.inference_mode():
+        whole = torch.tensor([[*prompt, *output.output_token_ids]])
+        expected = model(whole).logits[0, len(prompt) - 1 : -1]
+    difference = (torch.cat(seen[-24:]) - expected).abs().max()
+    # e4m3 keeps three bits behind the first: 2**-4 of each key and value.
+    assert 0 < difference < 2**-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "deepseek_v3"])
+def test_reused_it_gives_the_tokens_it_gave_cold(arch, model_of, open_llm, prompts):
+    model = model_of(arch)
+    cold = FP8.model_copy(update={"enable_block_reuse": False})
+    expected = tokens(open_llm(model, kv_cache=cold).generate(prompts, GREEDY))
+    assert expected != tokens(open_llm(model).generate(prompts, GREEDY))
+    llm = open_llm(model, kv_cache=FP8, max_num_tokens=33)
+    for _ in range(2):
+        outputs = llm.generate(prompts, GREEDY)
+        assert tokens(outputs) == expected
+    assert {output.computed_tokens for output in outputs} == {1}
+    fast = open_llm(model, kv_cache=FP8, speculative="ngram")
+    assert tokens(fast.generate(prompts, GREEDY)) == expected
+
+
+def test_after_a_restart_too(llama, open_llm, prompts, tmp_path):
+    connector = f"disk://{tmp_path}/kv?capacity=32MiB"
+    with open_llm(llama, kv_cache=FP8, connector=connector) as llm:
+        expected = tokens(llm.generate(prompts, GREEDY))
+        assert llm.layout.block_nbytes * 8 == open_llm(llama).layout.block_nbytes
+    llm = open_llm(llama, kv_cache=FP8, connector=connector)
+    outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert tokens(outputs) == expected
+    assert {output.computed_tokens for output in outputs} == {1}
+    # The other dtype finds nothing of it.
+    with open_llm(llama, connector=connector) as other:
+        assert other.generate(prompts[0], GREEDY)[0].reused_store_tokens == 0
+
+
+def test_what_is_beyond_its_range_becomes_its_largest_value_and_no_nan():
+    layout = KvCacheLayout(1, 1, 4, 4, 2, torch.float8_e4m3fn)
+    pages = LayerPages(torch.zeros(3, 2, 2, 1, 4, dtype=layout.dtype), layout, 3, torch.float32)
+    states = torch.tensor([[[1e6, -1e6, 0.3, -0.0]]])
+    pages.write(torch.tensor([1]), torch.tensor([0]), states, states)
+    keys, values = pages.gather(torch.tensor([1, 0]))
+    assert keys.shape == (4, 1, 4)
+    assert keys[0, 0].tolist() == [448.0, -448.0, 0.3125, -0.0]
+    assert torch.equal(keys, values)
+    assert torch.equal(pages.as_stored(states)[0], keys[0])
