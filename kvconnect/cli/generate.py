@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvconnect.backends.url import parse_size
 from kvconnect.cli.command import Subparsers
-from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.cli.retention import parse_retention
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig, KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import SamplingParams
 
 if TYPE_CHECKING:
+    from kvconnect.engine.drafts import NgramSpeculation
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.output import RequestOutput
 
@@ -30,6 +33,9 @@ _JSON_FIELDS = (
     "output_token_ids",
     "output_text",
     "finish_reason",
+    "preemptions",
+    "drafted_tokens",
+    "accepted_tokens",
 )
 
 
@@ -83,7 +89,35 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-cache-tokens", type=int, metavar="N", help="at most so many tokens fit the cache"
     )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="of the cache: the model's (default), or fp8: one byte each, rounded",
+    )
+    group.add_argument(
+        "--host-cache",
+        metavar="SIZE",
+        help="host memory for blocks that leave the device, for example 2GiB (default: none)",
+    )
+    group.add_argument(
+        "--max-attention-window",
+        nargs="+",
+        type=int,
+        metavar="W",
+        help="tokens that each layer looks back at most, repeated over the layers",
+    )
     group.add_argument("--cache-salt", metavar="S", help="share cached blocks only under one salt")
+    group.add_argument(
+        "--retention",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="R",
+        help="how long blocks are worth keeping: START:END=PRIORITY[:DURATION] for prompt tokens, "
+        "decode=PRIORITY[:DURATION] for the answer; priorities 0 to 100, 35 by default; for "
+        "example 0:1024=90:30s",
+    )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +145,26 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-batch-size", type=int, default=64, metavar="N", help="requests of a step"
     )
+    group.add_argument(
+        "--scheduling",
+        choices=("guaranteed_no_evict", "max_utilization"),
+        default="guaranteed_no_evict",
+        help="start a request only if all that run can get to their end (default), or as soon as "
+        "its prompt fits: blocks that run out are taken from the last one started, which goes on "
+        "later",
+    )
+    group.add_argument(
+        "--speculative",
+        choices=("ngram",),
+        help="verify several tokens per step that followed the same words before (greedy only; "
+        "the answer stays the same)",
+    )
+    group.add_argument(
+        "--num-draft-tokens",
+        type=int,
+        metavar="N",
+        help="so many at most; with --speculative (default: 5)",
+    )
     group.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
 
 
@@ -130,8 +184,9 @@ def run(arguments: argparse.Namespace) -> None:
         stop=tuple(arguments.stop),
         ignore_eos=arguments.ignore_eos,
     )
+    retention = parse_retention(arguments.retention)
     with _open_llm(arguments) as llm:
-        for output in _answers(llm, prompts, sampling, arguments.cache_salt):
+        for output in _answers(llm, prompts, sampling, arguments.cache_salt, retention):
             if arguments.json:
                 fields = {name: getattr(output, name) for name in _JSON_FIELDS}
                 print(json.dumps(fields), flush=True)
@@ -153,9 +208,6 @@ def _read_prompts(arguments: argparse.Namespace) -> Iterator[str]:
 def _open_llm(arguments: argparse.Namespace) -> LLM:
     from kvconnect.engine.llm import LLM
 
-    cache = KvCacheConfig(
-        tokens_per_block=arguments.tokens_per_block, max_tokens=arguments.kv_cache_tokens
-    )
     connector = None
     if arguments.store is not None:
         connector = KvCacheConnectorConfig(
@@ -163,21 +215,53 @@ def _open_llm(arguments: argparse.Namespace) -> LLM:
         )
     return LLM(
         arguments.model,
-        kv_cache=cache,
+        kv_cache=_cache_config(arguments),
         connector=connector,
         dtype=arguments.dtype,
         device=arguments.device,
         max_num_tokens=arguments.max_num_tokens,
         max_batch_size=arguments.max_batch_size,
+        scheduling=arguments.scheduling,
+        speculative=_speculation(arguments),
     )
 
 
+def _cache_config(arguments: argparse.Namespace) -> KvCacheConfig:
+    host = arguments.host_cache
+    windows = arguments.max_attention_window
+    return KvCacheConfig(
+        tokens_per_block=arguments.tokens_per_block,
+        max_tokens=arguments.kv_cache_tokens,
+        dtype=arguments.kv_cache_dtype,
+        host_cache_size=0 if host is None else parse_size(host, field="--host-cache"),
+        max_attention_window=None if windows is None else tuple(windows),
+    )
+
+
+def _speculation(arguments: argparse.Namespace) -> NgramSpeculation | None:
+    from kvconnect.engine.drafts import NgramSpeculation
+
+    count = arguments.num_draft_tokens
+    if arguments.speculative is None:
+        if count is not None:
+            raise ConfigurationError(f"--num-draft-tokens {count}: needs --speculative ngram")
+        return None
+    return NgramSpeculation() if count is None else NgramSpeculation(num_draft_tokens=count)
+
+
 def _answers(
-    llm: LLM, prompts: list[str], sampling: SamplingParams, cache_salt: str | None
+    llm: LLM,
+    prompts: list[str],
+    sampling: SamplingParams,
+    cache_salt: str | None,
+    retention: KvCacheRetentionConfig | None,
 ) -> Iterator[RequestOutput]:
     from kvconnect.cli.progress import Progress
 
-    handles = [llm.submit(prompt, sampling, cache_salt=cache_salt) for prompt in prompts]
+    handles = [
+        llm.submit(prompt, sampling, cache_salt=cache_salt, retention=retention)
+        for prompt in prompts
+    ]
     with Progress("generate", len(prompts) * sampling.max_tokens, "tokens") as progress:
         for handle in handles:
             remaining = sampling.max_tokens

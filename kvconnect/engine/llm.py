@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias
 
 from kvconnect.backend import Backend
 from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
@@ -29,6 +29,7 @@ from kvconnect.engine.live_request import LiveRequest
 from kvconnect.engine.model import Model
 from kvconnect.engine.output import EngineStats, RequestOutput, StreamChunk
 from kvconnect.engine.pool_groups import CacheGeometry
+from kvconnect.engine.prompts import Prompt, as_prompts, one_each
 from kvconnect.engine.scheduler import Scheduler, SchedulingPolicy
 from kvconnect.engine.stops import StopChecker
 from kvconnect.engine.tokenizer import Tokenizer
@@ -36,11 +37,9 @@ from kvconnect.errors import ConfigurationError, EngineClosed
 from kvconnect.keys import Namespace
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import SamplingParams
-from kvconnect.tokens import Tokens
 
 __all__ = ["LLM"]
 
-Prompt: TypeAlias = str | Tokens
 Connector: TypeAlias = KvCacheConnectorConfig | Backend | str
 
 
@@ -136,20 +135,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        cache_salt: str | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
         lora_id: int | str | None = None,
         extra_key: str | int | None = None,
-        retention: KvCacheRetentionConfig | None = None,
+        retention: KvCacheRetentionConfig | Sequence[KvCacheRetentionConfig | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer `prompts`, texts or token ids, all at once; blocks until the last one ended.
 
         Args:
             prompts: one or several; one is answered by a list of one.
             sampling_params: one for all, or one each.
-            cache_salt: requests share cached blocks only if theirs is equal.
+            cache_salt: requests share cached blocks only if theirs is equal; one for all, or a
+                list of one each.
             lora_id: the same for adapters.
             extra_key: the same for anything else.
-            retention: which blocks are worth keeping.
+            retention: which blocks are worth keeping; one for all, or a list of one each.
 
         Raises:
             ConfigurationError: a prompt or a setting is wrong; nothing was started.
@@ -157,12 +157,14 @@ class LLM:
             BaseException: what stopped the engine, or interrupted the wait (Ctrl-C); these requests
                 are aborted.
         """
-        several = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(several))
-        namespace = Namespace(cache_salt, lora_id, extra_key)
+        several = as_prompts(prompts)
+        count = len(several)
+        params = one_each("sampling_params", sampling_params or SamplingParams(), count)
+        salts: list[str | None] = one_each("cache_salt", cache_salt, count)
+        kept = one_each("retention", retention, count)
         made = [
-            self._make(prompt, one, namespace, retention, None)
-            for prompt, one in zip(several, params, strict=True)
+            self._make(prompt, one, Namespace(salt, lora_id, extra_key), keep, None)
+            for prompt, one, salt, keep in zip(several, params, salts, kept, strict=True)
         ]
         handles: list[RequestHandle] = []
         try:
@@ -278,26 +280,6 @@ class LLM:
     def _abort(self, request_id: int) -> None:
         with contextlib.suppress(EngineClosed):  # then it has ended already
             self._inbox.post(Abort(request_id))
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) > 0 and not hasattr(prompts[0], "__len__"):
-        return [cast("Tokens", prompts)]  # a single prompt of token ids
-    return list(cast("Sequence[Prompt]", prompts))
-
-
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ConfigurationError(
-            f"sampling_params: {len(params)} were given for {count} prompts; give one, or one each"
-        )
-    return list(params)
 
 
 def _check_dtype(config: KvCacheConfig, model: Model) -> None:

@@ -12,6 +12,7 @@ import pytest
 FIELDS = [
     *("request_id", "prompt_tokens", "computed_tokens", "reused_device_tokens"),
     *("reused_store_tokens", "ttft_ms", "output_token_ids", "output_text", "finish_reason"),
+    *("preemptions", "drafted_tokens", "accepted_tokens"),
 ]
 TEXT = "the quick brown fox jumps over the lazy dog; " * 4
 
@@ -66,6 +67,44 @@ def test_prompts_come_from_files_and_from_standard_input(answer, tmp_path: Path,
     assert [each["prompt_tokens"] for each in objects] == [19, 11]
 
 
+def test_drafts_preemptions_and_a_rounded_cache(answer):
+    (plain,) = answer("--prompt", TEXT)
+    (drafted,) = answer("--prompt", TEXT, "--speculative", "ngram", "--num-draft-tokens", 3)
+    assert drafted["output_token_ids"] == plain["output_token_ids"]
+    assert drafted["drafted_tokens"] >= drafted["accepted_tokens"] >= 0
+    full = ("--scheduling", "max_utilization", "--kv-cache-tokens", 224, "--tokens-per-block", 16)
+    both = answer(*full, "--prompt", TEXT[:94], TEXT[50:144], "--max-tokens", 20)
+    assert sum(each["preemptions"] for each in both) == 1
+    (rounded,) = answer("--prompt", TEXT, "--kv-cache-dtype", "fp8")
+    assert len(rounded["output_token_ids"]) == 6
+    (narrow,) = answer("--prompt", TEXT, "--max-attention-window", 4096, 8)
+    assert narrow["output_token_ids"] != plain["output_token_ids"]
+
+
+def test_retention_goes_with_every_prompt(kvconnect, model: Path, monkeypatch):
+    from kvconnect.engine.llm import LLM
+
+    seen = []
+    submit = LLM.submit
+
+    def watched(self, *arguments, **named):
+        seen.append(named["retention"])
+        return submit(self, *arguments, **named)
+
+    monkeypatch.setattr(LLM, "submit", watched)
+    kept = ("--retention", "0:16=90:30s", "32:=10", "decode=5:1m", "--max-tokens", 1)
+    code, _, err = kvconnect("generate", model, "--prompt", "one", "two", *kept)
+    assert code == 0, err
+    first, second = seen
+    assert first == second
+    ranges = [
+        (one.token_start, one.token_end, one.priority, one.duration_ms)
+        for one in first.token_range_retention_configs
+    ]
+    assert ranges == [(0, 16, 90, 30_000), (32, None, 10, None)]
+    assert (first.decode_retention_priority, first.decode_duration_ms) == (5, 60_000)
+
+
 def test_equal_seeds_give_equal_samples(answer):
     sampled = ("--temperature", 1.5, "--top-k", 50, "--top-p", 0.95, "--prompt", TEXT)
     (one,), (two,) = (answer(*sampled, "--seed", 5) for _ in range(2))
@@ -103,6 +142,14 @@ def test_without_json_the_text_goes_to_standard_output_and_numbers_to_standard_e
         (["--prompt", "x", "--dtype", "float23"], "dtype: 'float23' is unknown"),
         (["--prompt", "x", "--max-tokens", "0"], "SamplingParams.max_tokens=0"),
         (["--prompt", "x", "--cache-salt", ""], "cache_salt: '' must not be empty"),
+        (["--prompt", "x", "--retention", "0:9"], "--retention 0:9: write START:END=PRIORITY"),
+        (["--prompt", "x", "--retention", "5=9"], "--retention 5=9: write START:END=PRIORITY"),
+        (["--prompt", "x", "--retention", "0:9=101"], "priority=101"),
+        (["--prompt", "x", "--retention", "0:9=50:2y"], "--retention 0:9=50:2y"),
+        (["--prompt", "x", "--retention", "0:9=50", "5:=60"], "overlaps"),
+        (["--prompt", "x", "--host-cache", "2GoB"], "--host-cache=2GoB"),
+        (["--prompt", "x", "--max-attention-window", "0"], "max_attention_window"),
+        (["--prompt", "x", "--num-draft-tokens", "3"], "needs --speculative ngram"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: No such file"),
         (["--prompt", "x" * 100, "--kv-cache-tokens", "64"], "64"),
     ],

@@ -1,0 +1,55 @@
+"""Salt and retention: for all prompts of a call, or one each."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnect import KvCacheRetentionConfig, SamplingParams, TokenRangeRetentionConfig
+from kvconnect.errors import ConfigurationError
+
+ONE = SamplingParams(max_tokens=1)
+PROMPT = list(range(40))
+
+
+def keep(priority):
+    return KvCacheRetentionConfig(
+        token_range_retention_configs=(TokenRangeRetentionConfig(token_start=0, priority=priority),)
+    )
+
+
+def test_a_salt_each(llama, open_llm):
+    llm = open_llm(llama)
+    llm.generate([PROMPT], ONE, cache_salt="a")
+    outputs = llm.generate([PROMPT] * 3, ONE, cache_salt=["a", "b", None])
+    assert [output.reused_device_tokens for output in outputs] == [39, 0, 0]
+    outputs = llm.generate([PROMPT] * 3, ONE, cache_salt=("b", "a", None))
+    assert [output.reused_device_tokens for output in outputs] == [39, 39, 39]
+
+
+def test_a_salt_of_several_letters_is_one_salt(llama, open_llm):
+    llm = open_llm(llama)
+    llm.generate([PROMPT, PROMPT], ONE, cache_salt="ab")
+    assert llm.generate([PROMPT], ONE, cache_salt="a")[0].reused_device_tokens == 0
+    assert llm.generate([PROMPT], ONE, cache_salt="ab")[0].reused_device_tokens == 39
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_retention_reaches_the_blocks(each, llama, open_llm):
+    llm = open_llm(llama)
+    kv, seen = llm._engine._kv, {}
+    update = kv.update_resources
+
+    def watched(batch):
+        update(batch)
+        seen.update({one.request_id: kv.get_priorities(one) for one in batch.requests})
+
+    kv.update_resources = watched
+    retention = [keep(90), None, keep(10)] if each else keep(90)
+    llm.generate([[1] * 40, [2] * 40, [3] * 40], ONE, retention=retention)
+    assert list(seen.values()) == [[p] * 3 for p in ((90, 35, 10) if each else (90, 90, 90))]
+
+
+@pytest.mark.parametrize("field", ["cache_salt", "retention"])
+def test_as_many_as_prompts(field, llama, open_llm):
+    with pytest.raises(ConfigurationError, match=f"{field}: 2 were given for 3 prompts"):
+        open_llm(llama).generate([PROMPT] * 3, ONE, **{field: [None, None]})
