@@ -29,13 +29,17 @@ def tokens(outputs):
 
 
 class Parrot:
-    """A drafter that knows the answers, and is wrong now and then."""
+    """A drafter that knows the answers, and now and then is wrong, or silent for a while."""
 
-    def __init__(self, answers, wrong_every: int = 0, count: int = 5) -> None:
-        self.answers, self.wrong_every, self.count = answers, wrong_every, count
+    def __init__(self, answers, wrong_every: int = 0, count: int = 5, pause: int = 0) -> None:
+        self.answers, self.wrong_every, self.count, self.pause = answers, wrong_every, count, pause
+        self.asked = 0
 
     def propose(self, tokens, limit):
         known = tokens.tolist()
+        self.asked += 1
+        if self.asked % 40 < self.pause:
+            return np.empty(0, np.int32)
         for answer in self.answers:
             if answer[: len(known)] == known:
                 drafts = answer[len(known) : len(known) + min(self.count, limit)]
@@ -144,9 +148,32 @@ def test_drafts_across_blocks_in_memory_full_of_rubbish(
     llm._engine._kv.pool_tensor().fill_(torch.nan)
     expected = reference(llama, prompts, 30)
     whole = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
-    draft_with(llm, Parrot(whole, wrong_every, count=7))
+    draft_with(llm, Parrot(whole, wrong_every, count=7, pause=24))
     for _ in range(2):
         assert tokens(llm.generate(prompts, SamplingParams(max_tokens=30))) == expected
+
+
+def test_rejected_drafts_leave_the_cache_before_the_step_is_over(llama, open_llm, reference):
+    prompt = [5] * 20
+    (answer,) = reference(llama, [prompt], 30)
+    llm = open_llm(llama, tokens_per_block=2, speculative=EAGER)
+    draft_with(llm, Parrot([prompt + answer], wrong_every=3))
+    engine, told = llm._engine, []
+    engine._connector.on_rewind = lambda request: told.append(request.request_id)
+    update = engine._kv.update_resources
+
+    def watched(batch):
+        for request in batch.generation_requests:
+            # The last token was not fed yet.
+            assert engine._kv.blocks.num_tokens(request.request_id) == request.num_tokens - 1
+            assert request.num_computed_tokens == request.num_tokens - 1
+        update(batch)
+
+    engine._kv.update_resources = watched
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=30))
+    assert list(output.output_token_ids) == answer
+    assert len(told) > 3
+    assert output.drafted_tokens > output.accepted_tokens > 0
 
 
 def test_right_drafts_save_steps(llama, open_llm):
