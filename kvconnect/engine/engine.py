@@ -318,6 +318,7 @@ class Engine:
         """Whether more are free: those held for a transfer come back without any request."""
         before = self.stats.free_blocks
         self.stats.free_blocks = self._kv.get_num_free_blocks()
+        self.stats.max_blocks = self._kv.get_max_resource_count()
         return self.stats.free_blocks > before
 
     def _unblock(self) -> bool:

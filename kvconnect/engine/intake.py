@@ -99,8 +99,8 @@ class Intake:
                 f"{what} exceed {limit.num_tokens} positions ({limit.reason}); "
                 "shorten the prompt or lower max_tokens"
             )
-        if self._layouts[0].window is not None:
-            return  # what it holds at once does not grow with its length
+        if len(self._layouts) > 1 or self._layouts[0].window is not None:
+            return  # pools give each other memory; a window's need does not grow with the length
         size = self._tokens_per_block
         needed = -(-longest // size)
         if needed > self._max_blocks:

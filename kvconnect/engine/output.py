@@ -74,7 +74,7 @@ class EngineStats:
         preemptions: requests sent back to the queue.
         drafted_tokens, accepted_tokens: proposed by speculative decoding, and found right.
         waiting_requests, running_requests, loading_requests, saving_requests: now.
-        free_blocks, max_blocks: of the KV cache.
+        free_blocks, max_blocks: of the KV cache; with several pools, of group 0.
     """
 
     steps: int = 0

@@ -1,0 +1,155 @@
+"""Windows, host tier, reuse, preemption and drafts together, with the real cache manager."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect import LLM, KvCacheConfig, SamplingParams
+from kvconnect.engine.drafts import NgramSpeculation
+from kvconnect.engine.random_model import make_model
+
+GREEDY = SamplingParams(max_tokens=40)
+DRAFTS = NgramSpeculation(num_draft_tokens=5, min_ngram_size=1)
+
+
+def tokens(outputs):
+    return [list(output.output_token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Gemma3 with windows of 24 in four of six layers, full attention in between."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return make_model(
+        tmp_path_factory.mktemp("mixed"),
+        "gemma3",
+        num_layers=6,
+        config_overrides={"layer_types": kinds},
+    )
+
+
+@pytest.fixture(params=["mistral", "mixed"])
+def model(request, model_of, mixed):
+    return mixed if request.param == "mixed" else model_of(request.param)
+
+
+def check_idle(llm):
+    stats = llm.stats()
+    assert stats.free_blocks == stats.max_blocks
+    llm._engine._kv.blocks.check_invariants()
+
+
+@pytest.mark.parametrize("max_num_tokens", [13, 2048])
+@pytest.mark.parametrize("tokens_per_block", [4, 16])
+def test_cold_and_reused(model, max_num_tokens, tokens_per_block, open_llm, reference, prompts):
+    llm = open_llm(model, max_num_tokens=max_num_tokens, tokens_per_block=tokens_per_block)
+    expected = reference(model, prompts, 40)
+    for _ in range(3):
+        outputs = llm.generate(prompts, GREEDY)
+        assert tokens(outputs) == expected
+    assert [output.reused_device_tokens for output in outputs] == [len(p) - 1 for p in prompts]
+    check_idle(llm)
+
+
+def test_a_window_group_gives_up_what_it_cannot_reach(mixed, open_llm):
+    llm = open_llm(mixed, max_num_tokens=16, tokens_per_block=4)
+    engine, held = llm._engine, []
+    update = engine._kv.update_resources
+
+    def watched(batch):
+        update(batch)
+        tables = engine._kv.get_group_cache_indices(batch.requests, 1)
+        held.extend(sum(block >= 0 for block in table) for table in tables.values())
+
+    engine._kv.update_resources = watched
+    llm.generate([[1, 2, 3] * 60], SamplingParams(max_tokens=60, ignore_eos=True))
+    assert max(held) <= (24 - 1 + 16) // 4 + 1
+    check_idle(llm)
+
+
+def test_preempted_with_drafts(model, open_llm, reference, prompts):
+    llm = open_llm(
+        model,
+        tokens_per_block=8,
+        max_tokens=192,
+        max_num_tokens=32,
+        scheduling="max_utilization",
+        speculative=DRAFTS,
+    )
+    several = prompts * 2
+    assert tokens(llm.generate(several, GREEDY)) == reference(model, several, 40)
+    stats = llm.stats()
+    assert stats.preemptions > 0
+    assert stats.drafted_tokens > 0
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("arch", ["llama", "mixed"])
+def test_what_left_the_device_comes_back_from_the_host(arch, model_of, mixed, open_llm, reference):
+    model = mixed if arch == "mixed" else model_of(arch)
+    rng = np.random.default_rng(3)
+    several = [rng.integers(0, 256, 100).tolist() for _ in range(6)]
+    config = KvCacheConfig(tokens_per_block=8, max_tokens=256, host_cache_size=64 << 20)
+    llm = open_llm(model, kv_cache=config)
+    expected = reference(model, several, 10)
+    params = SamplingParams(max_tokens=10)
+    for _ in range(2):
+        outputs = [llm.generate(prompt, params)[0] for prompt in several]
+        assert tokens(outputs) == expected
+    # 256 tokens are on the device; without the host tier the first ones would be gone.
+    assert [output.reused_device_tokens for output in outputs] == [99] * 6
+    check_idle(llm)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_any_mix_gets_the_answers_it_gets_alone(crowded, data):
+    llm, answers, questions = crowded
+    numbers = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=20))
+    handles = [(number, llm.submit(*questions[number])) for number in numbers]
+    for number, handle in handles:
+        if data.draw(st.integers(0, 7)) == 0:
+            handle.abort()
+        output = handle.result(timeout=60)
+        expected = answers[number]
+        if output.finish_reason == "abort":
+            expected = expected[: len(output.output_token_ids)]
+        assert output.output_token_ids == expected
+    llm.generate([1], SamplingParams(max_tokens=1))
+    assert (llm.stats().waiting_requests, llm.stats().running_requests) == (0, 0)
+    check_idle(llm)
+
+
+@pytest.fixture(scope="module", params=["guaranteed_no_evict", "max_utilization"])
+def crowded(request, mixed):
+    """An engine with few blocks, a host tier and drafts; what it is asked, and the answers."""
+    rng = np.random.default_rng(2)
+    stems = [rng.integers(0, 256, length).tolist() for length in (45, 37)]
+    questions = [
+        (
+            stems[number % 2] + rng.integers(0, 256, 3 * number + 1).tolist(),
+            SamplingParams(
+                max_tokens=4 + 5 * number,
+                ignore_eos=True,
+                temperature=float(number == 3),
+                seed=number,
+            ),
+        )
+        for number in range(8)
+    ]
+    roomy = KvCacheConfig(tokens_per_block=8, max_tokens=2048, enable_block_reuse=False)
+    with LLM(mixed, kv_cache=roomy, dtype="float64") as llm:
+        answers = [llm.generate(*question)[0].output_token_ids for question in questions]
+    small = KvCacheConfig(tokens_per_block=8, max_tokens=160, host_cache_size=1 << 20)
+    with LLM(
+        mixed,
+        kv_cache=small,
+        dtype="float64",
+        max_num_tokens=24,
+        scheduling=request.param,
+        speculative=DRAFTS,
+    ) as llm:
+        yield llm, answers, questions
