@@ -162,6 +162,10 @@ class KVCacheManager(BaseKVCacheManager):
         """
         return tuple(self._needed(request, group) for group in range(len(self.layouts)))
 
+    def expect_chunks(self, max_chunk_tokens: int) -> None:
+        """See `BaseKVCacheManager`."""
+        self._max_chunk = max_chunk_tokens
+
     def ensure_free(self, needs: Sequence[int]) -> bool:
         """See `BaseKVCacheManager`."""
         with self._copier.together():

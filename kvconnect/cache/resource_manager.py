@@ -102,6 +102,12 @@ class BaseKVCacheManager(BaseResourceManager):
         """
         return needs[0] <= self.get_num_free_blocks()
 
+    def expect_chunks(self, max_chunk_tokens: int) -> None:
+        """Prompts will be computed in chunks of at most so many tokens; told once, at the start.
+
+        Pools of sliding windows then need less for a prompt: see `needed_blocks`.
+        """
+
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:
         """Ask `matcher` during admission from now on."""
         raise self._no_connector()

@@ -54,6 +54,7 @@ class Scheduler:
                 f"{nearest(str(policy), get_args(SchedulingPolicy))}"
             )
         self._kv = kv
+        kv.expect_chunks(max_num_tokens)
         self._max_num_tokens = max_num_tokens
         # Every running request gets at least one token of each step's budget.
         self._max_batch_size = min(max_batch_size, max_num_tokens)

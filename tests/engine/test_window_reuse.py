@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
+from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.engine.drafts import NgramSpeculation
 from kvconnect.engine.random_model import make_model
 
@@ -68,6 +69,19 @@ def test_a_window_group_gives_up_what_it_cannot_reach(mixed, open_llm):
     llm.generate([[1, 2, 3] * 60], SamplingParams(max_tokens=60, ignore_eos=True))
     assert max(held) <= (24 - 1 + 16) // 4 + 1
     check_idle(llm)
+
+
+def test_a_long_prompt_fits_a_window_pool_that_holds_a_chunk_and_a_window(
+    mixed, open_llm, reference
+):
+    class Tight(KVCacheManager):
+        def __init__(self, config, layouts, device):
+            super().__init__(config, layouts, device, num_blocks={None: 64, 24: 11})
+
+    prompt = list(range(200))
+    llm = open_llm(mixed, kv_cache_manager=Tight, max_num_tokens=16, tokens_per_block=4)
+    assert tokens(llm.generate([prompt] * 2, GREEDY)) == reference(mixed, [prompt] * 2, 40)
+    assert llm.stats().preemptions == 0
 
 
 def test_preempted_with_drafts(model, open_llm, reference, prompts):

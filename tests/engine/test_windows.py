@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvconnect import KvCacheConfig, SamplingParams
+from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.pool_tensor import allocate_pool, layer_buffers
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.drafts import NgramSpeculation
@@ -279,13 +280,17 @@ def test_max_attention_window_is_repeated_over_the_layers(pools, open_llm, llama
 def test_other_windows_are_another_model_to_a_store(open_llm, llama, tmp_path):
     store = f"disk://{tmp_path}/kv?capacity=32MiB"
     prompt = np.random.default_rng(1).integers(0, 256, 60).tolist()
-    narrow = KvCacheConfig(tokens_per_block=16, max_tokens=1024, max_attention_window=(20,))
-    with open_llm(llama, connector=store) as llm:
-        llm.generate(prompt, GREEDY)
-    with open_llm(llama, connector=store, kv_cache=narrow) as llm:
-        assert llm.generate(prompt, GREEDY)[0].reused_store_tokens == 0
-    with open_llm(llama, connector=store, kv_cache=narrow) as llm:
-        assert llm.generate(prompt, GREEDY)[0].reused_store_tokens == 59
+
+    def one_pool(config, layouts, device):  # where windows are masks, the layout says nothing
+        return KVCacheManager(config, layouts, device)
+
+    def ask(windows):
+        config = KvCacheConfig(tokens_per_block=16, max_tokens=1024, max_attention_window=windows)
+        more = {"connector": store, "kv_cache": config, "kv_cache_manager": one_pool}
+        with open_llm(llama, **more) as llm:
+            return llm.generate(prompt, GREEDY)[0].reused_store_tokens
+
+    assert [ask(None), ask((20,)), ask((20,)), ask((4096,))] == [0, 0, 59, 59]
 
 
 # ---------------------------------------------------------------- which layers share a pool
