@@ -11,6 +11,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from event_replay import EventReplay
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -20,14 +21,22 @@ from slot_content import SlotContent
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import KvConnectError
-from kvconnect.keys import BlockKey, KeyChain
+from kvconnect.keys import BlockKey, KeyChain, chain_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenBuffer
 
 SALTS = [None, "a", "b"]
+ROOTS = {salt: BlockKey(bytes([number]) * 32) for number, salt in enumerate(SALTS)}
 PRIORITIES = [0, 20, 35, 35, 50, 90]
 DURATIONS = [None, None, 1000, 3000]
 WINDOWS = [[None], [None], [None, 4], [None, 6, 3], [6], [9, 2], [None, 12, 5, 2]]
+
+
+def key_of(salt, path, size):
+    key = ROOTS[salt]
+    for start in range(0, len(path), size):
+        key = chain_key(key, np.array(path[start : start + size], np.int32))
+    return key
 
 
 def some_tokens(random, most):
@@ -60,7 +69,8 @@ def some_config(random):
         enable_block_reuse=random.random() < 0.95,
         enable_partial_reuse=random.random() < 0.8,
         copy_on_partial_reuse=random.random() < 0.6,
-        secondary_offload_min_priority=random.choice([0, 20, 35, 35, 50]),
+        secondary_offload_min_priority=random.choice([0, 0, 20, 35, 50]),
+        event_buffer_max_size=random.choice([0, 10_000]),
     )
 
 
@@ -104,6 +114,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             config, primary, host, clock=lambda: self.now, copier=self.expected
         )
         self.manager = self.make(config, primary, host)
+        self.replay = EventReplay(primary, host) if config.event_buffer_max_size else None
 
     def make(self, config, primary, host):
         layouts = [
@@ -138,8 +149,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     # -------------------------------------------------------------- what is compared
 
     def chain(self, tokens, salt):
-        root = BlockKey(bytes([SALTS.index(salt)]) * 32)
-        return KeyChain(root, self.size, TokenBuffer(np.array(tokens, np.int32)))
+        return KeyChain(ROOTS[salt], self.size, TokenBuffer(np.array(tokens, np.int32)))
 
     def both(self, name, *args, **kwargs):
         """The results of both, or ``None`` twice if both refuse in the same way."""
@@ -161,10 +171,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 got, expected = (getattr(m, count)(window=window) for m in (manager, naive))
                 assert got == expected, f"{count}(window={window})"
         self.check_blocks()
+        self.check_events()
         for tokens, salt in self.probes[-12:]:
             query = [*tokens, 9]
             expected = naive.match(query, cache_salt=salt)
-            assert manager.match(query, cache_salt=salt) == expected
+            got = manager.match(query, cache_salt=salt)
+            assert got == expected, f"{query} of {salt}"
         for tokens, salt in self.probes[-2:]:
             expected = naive.foretell(tokens, cache_salt=salt)
             assert manager.foretell(tokens, cache_salt=salt) == expected
@@ -206,6 +218,18 @@ class BlockManagerMachine(RuleBasedStateMachine):
             for group, slot, offset, name in self.pinned.get(handle, ()):
                 assert self.content.primary[group, slot][offset] == name, "a pin keeps the content"
         assert len({(block.pool, slot) for block, slot in ids.items()}) == len(ids)
+
+    def check_events(self):
+        if self.replay:
+            self.replay.take(self.manager.take_events())
+            expected = {
+                (window, key_of(space[0], path, self.size)): (int(block.primary is None), block)
+                for (window, space, path), block in self.naive.resident().items()
+            }
+            found = self.replay.found
+            assert found.keys() == expected.keys()
+            for key, (level, block) in expected.items():
+                assert found[key] == (level, block.priority)
 
     def check_priorities(self, name, seq, pool):
         got = self.manager.priorities(name)

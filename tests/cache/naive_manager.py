@@ -77,9 +77,9 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         return self.roots.setdefault(space, Node())
 
     def resident(self):
-        """Where what is published lies: by pool, namespace and path, its level."""
+        """What is published, by window, namespace and path."""
         return {
-            (pool.window, space, node.path()): int(block.primary is None)
+            (pool.window, space, node.path()): block
             for space, root in self.roots.items()
             for node in root.below()
             for pool, block in node.blocks.items()

@@ -40,6 +40,9 @@ class NaiveMachine(BlockManagerMachine):
     def make(self, config, primary, host):
         return Twin(config, primary, host, clock=lambda: self.now, copier=self.content)
 
+    def check_events(self):
+        pass
+
     def pin_path(self, tokens, salt):
         return self.manager.pin_path(tokens, salt)
 
