@@ -8,26 +8,19 @@ from concurrent.futures import Future
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload_data import LoadBlocks
-from kvconnect.connector.pool_copier import PoolCopier
+from kvconnect.connector.pool_copier import PoolCopiers
 from kvconnect.connector.staging import Slot, StagingPool
 from kvconnect.connector.store import OffloadStore
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.keys import Shard, store_key
 from kvconnect.trace import count
 
-__all__ = ["BackgroundLoad", "BackgroundLoads", "leading"]
+__all__ = ["BackgroundLoad", "BackgroundLoads"]
 
 # A piece is large enough that its fixed costs do not show, and a few of them keep a store busy
 # while their slots stay in the processor's caches.
 _PIECE_NBYTES = 8 << 20
 _PIECES_IN_FLIGHT = 4
-
-
-def leading(order: LoadBlocks, num_blocks: int, tokens_per_block: int) -> int:
-    """Leading valid tokens of a load whose first `num_blocks` blocks are there."""
-    if num_blocks >= len(order.blocks):
-        return order.end
-    return min(order.end, order.start + num_blocks * tokens_per_block)
 
 
 class BackgroundLoad:
@@ -53,7 +46,7 @@ class BackgroundLoad:
 
     def fail(self, block: int, reason: str) -> None:
         """Block number `block` cannot be had."""
-        self.stop = min(self.stop, block)
+        self.stop = min(self.stop, block if self.order.divisible else 0)
         self.reason = self.reason or reason
         self.news.set()
 
@@ -85,7 +78,7 @@ class BackgroundLoads:
         self,
         store: OffloadStore,
         staging: StagingPool,
-        copier: PoolCopier,
+        copiers: PoolCopiers,
         done: Callable[[int, TransferFailure | None], None],
         *,
         shard: Shard,
@@ -93,11 +86,11 @@ class BackgroundLoads:
     ) -> None:
         self._store = store
         self._staging = staging
-        self._copier = copier
+        self._copiers = copiers
         self._done = done
         self._shard = shard
         self._timeout_s = timeout_s
-        self._tokens_per_block = copier.layout.tokens_per_block
+        self._tokens_per_block = copiers.tokens_per_block
         self._piece = max(1, min(256, _PIECE_NBYTES // staging.slot_nbytes))
         self._running: dict[int, BackgroundLoad] = {}
         self._reads: set[asyncio.Task[None]] = set()
@@ -137,7 +130,7 @@ class BackgroundLoads:
         count("connector.load.blocks", blocks=num_blocks, missing=len(order.blocks) - num_blocks)
         failure = None
         if num_blocks < len(order.blocks) and not load.cancelled:
-            valid = leading(order, num_blocks, self._tokens_per_block)
+            valid = order.num_valid(num_blocks, self._tokens_per_block)
             failure = TransferFailure(order.request_id, Direction.LOAD, valid, load.reason)
         self._done(order.request_id, failure)
 
@@ -172,7 +165,11 @@ class BackgroundLoads:
         """One piece: `slots` from the store, then to the pool."""
         order = load.order
         blocks = order.blocks[first : first + len(slots)]
-        keys = [store_key(block.key, order.group, self._shard) for block in blocks]
+        keys = [store_key(block.key, block.group, self._shard) for block in blocks]
+        slots = [
+            self._copiers.slot_for(slot, block.group)
+            for slot, block in zip(slots, blocks, strict=True)
+        ]
         pending: Future[None] | None = None
         try:
             filled = await self._store.backend.load(keys, [slot.frame for slot in slots])
@@ -208,12 +205,11 @@ class BackgroundLoads:
     def _copy_now(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
         """On a copy thread: the blocks of a loading request belong to its load alone."""
         copied = 0
-        for slot, block in zip(slots, load.order.blocks[first:], strict=False):
+        blocks = load.order.blocks[first : first + len(slots)]
+        for slot, block in zip(slots, blocks, strict=True):
             if load.closed:
                 break
-            self._copier.copy_in(slot, block.block_id)
+            self._copiers[block.group].copy_in(slot, block.block_id)
             copied += 1
-        event = self._copier.mark_copies_in()
-        if event is not None:
-            event.synchronize()
+        self._copiers.wait_for_copies_in({block.group for block in blocks})
         load.copied[first : first + copied] = b"\1" * copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -31,8 +32,9 @@ class StepOutcome:
             background.
         failed: the same for loads that did not, synchronous ones too: nothing past that position
             may be sampled, committed, published or streamed.
-        requeue: those of `failed` whose blocks may still be written to and for which there are no
-            fresh ones: free their resources and put them back into the queue.
+        requeue: those of `failed` that cannot go on with the blocks they have: these may still be
+            written to and there are no fresh ones, or there are windows. Free their resources and
+            put them back into the queue.
         saved: ended requests whose kept blocks are to be freed now.
     """
 
@@ -47,7 +49,7 @@ class BlockFate(Enum):
 
     KEPT = "kept"
     EXCHANGED = "exchanged"  # for fresh ones; the old ones are in the quarantine
-    LOST = "lost"  # there were no fresh ones: the request goes back to the queue
+    LOST = "lost"  # the request goes back to the queue: no fresh ones, or there are windows
 
 
 LoadFailed = Callable[[RequestRecord, int, BlockFate], None]
@@ -58,7 +60,8 @@ class TransferLedger:
     """Success is the intersection over ranks, failure the union; every transfer ends once.
 
     Blocks that a transfer may still touch when it ends go to the quarantine: past the valid
-    position the request gets fresh ones, or it goes back to the queue.
+    position the request gets fresh ones, or it goes back to the queue. It always does where a load
+    is not `divisible` (with windows or several pools): windows hold only what the load's end needs.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class TransferLedger:
         rank: int,
         num_ranks: int,
         tokens_per_block: int,
+        divisible: bool = True,
     ) -> None:
         self.loads = Transfers(Direction.LOAD)
         self.saves = Transfers(Direction.SAVE)
@@ -83,6 +87,7 @@ class TransferLedger:
         self._rank = rank
         self._ranks = frozenset(range(num_ranks))
         self._tokens_per_block = tokens_per_block
+        self._divisible = divisible
 
     def start_load(self, order: LoadOrder) -> None:
         """The load of `order` starts now."""
@@ -254,7 +259,7 @@ class TransferLedger:
 
     def _fail_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
         request_id = load.request_id
-        num_valid = load.num_valid if load.failed else load.start
+        num_valid = load.num_valid if load.failed and self._divisible else load.start
         # The request's own failure tells more than the clock.
         state = TransferState.FAILED if load.failed else TransferState.TIMED_OUT
         self.loads.finish(load, state)
@@ -263,7 +268,7 @@ class TransferLedger:
             f"request {request_id}: load {state.value} ({load.reason or 'deadline'}); "
             f"{load.end - num_valid} tokens are computed instead",
         )
-        fate = BlockFate.KEPT
+        fate = BlockFate.KEPT if self._divisible else BlockFate.LOST
         record = self._records.get(request_id)
         if load.quiet_ranks >= self._ranks:
             self.quarantine.note_ended(Direction.LOAD, request_id)
@@ -271,21 +276,22 @@ class TransferLedger:
             num_valid -= num_valid % self._tokens_per_block
             fate = self._exchange_blocks(load, record, num_valid)
         outcome.failed[request_id] = num_valid
-        if fate is BlockFate.LOST:
-            outcome.requeue.add(request_id)
         if record is not None:
+            if fate is BlockFate.LOST:
+                outcome.requeue.add(request_id)
             load_failed(record, num_valid, fate)
 
     def _exchange_blocks(self, load: Transfer, record: RequestRecord, num_valid: int) -> BlockFate:
         request = record.request
         if self._rank not in load.quiet_ranks:
             self._worker.cancel(request.request_id)
-        fate = BlockFate.EXCHANGED
-        try:
-            handle = self._kv.detach(request, num_valid // self._tokens_per_block)
-        except OutOfBlocks:
+        handle: PinnedBlocks | None = None
+        if self._divisible:
+            with suppress(OutOfBlocks):
+                handle = self._kv.detach(request, num_valid // self._tokens_per_block)
+        fate = BlockFate.LOST if handle is None else BlockFate.EXCHANGED
+        if handle is None:
             handle = self._kv.pin(request)
-            fate = BlockFate.LOST
         self._hold(load, handle, self._num_blocks(load, num_valid))
         return fate
 

@@ -24,10 +24,14 @@ from kvconnect.connector.loading import build_pair, connector_classes
 from kvconnect.connector.reporting import RequestRecord, StepReporter
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.errors import ConfigurationError, UsageError
+from kvconnect.layout import KvCacheLayout
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
 __all__ = ["KvCacheConnectorManager", "StepOutcome"]
 
+# With windows a load that failed is of no use at all. The second try finds what is wrong with the
+# store's blocks gone; more of them would let a slow store hold a request up for ever.
+_MOST_FAILED_LOADS = 2
 _FIRST_POLL_S = 0.001
 _LAST_POLL_S = 0.010
 
@@ -42,7 +46,9 @@ class KvCacheConnectorManager:
 
     A load that did not succeed leaves its request with fewer valid tokens, and where its writes may
     still come, with fresh blocks: those are told with `update_state_after_alloc`, and the request
-    is in `new_requests` (once more, if it was before), since all about its blocks is new.
+    is in `new_requests` (once more, if it was before), since all about its blocks is new. With
+    windows or several pools the request goes back to the queue instead: what windows would need to
+    compute from an earlier position was never there.
 
     Raises:
         ConfigurationError: block reuse is off, the cache manager serves no connector, a class
@@ -73,7 +79,8 @@ class KvCacheConnectorManager:
             raise
         tokens_per_block = llm_args.kv_cache_config.tokens_per_block
         self._records: dict[int, RequestRecord] = {}
-        self._reporter = StepReporter(kv, tokens_per_block)
+        self._reporter = StepReporter(kv, tokens_per_block, len(llm_args.layouts))
+        self._divisible = [layout.window for layout in llm_args.layouts] == [None]
         self._ledger = TransferLedger(
             kv,
             self._worker,
@@ -82,6 +89,7 @@ class KvCacheConnectorManager:
             rank=self._communicator.rank,
             num_ranks=self._communicator.size,
             tokens_per_block=tokens_per_block,
+            divisible=self._divisible,
         )
         self._tokens_per_block = tokens_per_block
         self._step = 0
@@ -93,16 +101,21 @@ class KvCacheConnectorManager:
         kv.set_external_matcher(self)
 
     def _attach(self, llm_args: LlmArgs, wakeup: Callable[[], None]) -> None:
-        if len(llm_args.layouts) != 1:
-            raise ConfigurationError(
-                "connectors serve one KV pool in this version, "
-                f"the model has {len(llm_args.layouts)}"
-            )
-        pool = KvCachePool(llm_args.layouts[0], self._kv.pool_tensor())
-        self._device = pool.tensor.device
-        self._worker.register_kv_cache_layout([pool])
+        pools = [self._pool(group, layout) for group, layout in enumerate(llm_args.layouts)]
+        self._device = pools[0].tensor.device
+        self._worker.register_kv_cache_layout(pools)
         self._after_forward = self._worker.register_forward_pass_callable()
         self._worker.set_wakeup(wakeup)
+
+    def _pool(self, group: int, layout: KvCacheLayout) -> KvCachePool:
+        tensor = self._kv.pool_tensor(group) if group else self._kv.pool_tensor()
+        if tensor.shape != layout.flat_shape(len(tensor)) or tensor.dtype != layout.dtype:
+            raise ConfigurationError(
+                f"pool group {group}: {type(self._kv).__name__} has {tensor.dtype} "
+                f"{tuple(tensor.shape)}, the layout says {layout.dtype} "
+                f"{layout.flat_shape(len(tensor))}"
+            )
+        return KvCachePool(layout, tensor)
 
     # ------------------------------------------------------------------ requests
 
@@ -116,14 +129,16 @@ class KvCacheConnectorManager:
         """What the connector supplies beyond the device match; asked once per admission.
 
         While too many blocks are held back for transfers that timed out, or the request's own last
-        load is still held, the connector is not asked.
+        load is still held, the connector is not asked; nor once loads of this request have failed
+        `_MOST_FAILED_LOADS` times, where each of them sends it back to the queue.
         """
         position = num_device_tokens - num_device_tokens % self._tokens_per_block
         nothing = ExternalMatch(position)
         record = self._record(request)
         record.offer = None
         quarantine = self._ledger.quarantine
-        if quarantine.full or quarantine.holds(Direction.LOAD, request.request_id):
+        hopeless = not self._divisible and record.failed_loads >= _MOST_FAILED_LOADS
+        if hopeless or quarantine.full or quarantine.holds(Direction.LOAD, request.request_id):
             return nothing
         scheduler = self._leader("match_external")
         answer = scheduler.get_num_new_matched_tokens(request, position)
@@ -185,7 +200,7 @@ class KvCacheConnectorManager:
         record = self._record(request)
         block_ids = self._reporter.block_ids(request)
         record.num_tokens = min(record.num_tokens, request.num_tokens)
-        record.num_blocks = min(record.num_blocks, len(block_ids))
+        record.num_blocks = [min(reported, len(block_ids)) for reported in record.num_blocks]
         if self._scheduler is not None:
             self._scheduler.on_rewind(request, block_ids)
 
@@ -333,6 +348,7 @@ class KvCacheConnectorManager:
 
     def _load_failed(self, record: RequestRecord, num_valid: int, fate: BlockFate) -> None:
         request = record.request
+        record.failed_loads += 1
         if self._scheduler is not None:
             self._scheduler.load_failed(request, num_valid)
         if fate is BlockFate.EXCHANGED:

@@ -12,31 +12,47 @@ __all__ = ["BlockLoad", "BlockSave", "LoadBlocks", "OffloadMeta", "SaveOrder"]
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """One block to fetch: its chained key (not yet a store's) and where it goes in the pool."""
+    """One block to fetch: its chained key (not yet a store's) and where it goes.
+
+    Attributes:
+        key: its chained key.
+        block_id: where it goes in the pool of `group`.
+        group: pool group.
+    """
 
     key: BlockKey
     block_id: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """A load of one request, in order of its tokens.
+    """A load of one request.
 
     Attributes:
         request_id: whose.
         start: leading tokens that are valid already, a multiple of tokens_per_block.
         end: leading tokens that are valid when all of `blocks` are there; perhaps inside the last.
-        blocks: what to fetch.
-        group: pool group.
+        blocks: what to fetch, group by group, each in order of its tokens.
         is_async: in the background, or in the step it is ordered in.
+        divisible: without its last blocks it still makes the tokens before them valid. False with
+            windows or several pools: one missing block makes all of it useless.
     """
 
     request_id: int
     start: int
     end: int
     blocks: tuple[BlockLoad, ...]
-    group: int = 0
     is_async: bool = True
+    divisible: bool = True
+
+    def num_valid(self, num_blocks: int, tokens_per_block: int) -> int:
+        """Leading valid tokens of the request once the first `num_blocks` blocks are there."""
+        if num_blocks >= len(self.blocks):
+            return self.end
+        if not self.divisible:
+            return self.start
+        return min(self.end, self.start + num_blocks * tokens_per_block)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,36 +61,36 @@ class BlockSave:
 
     Attributes:
         key: its chained key.
-        block_id: where it is in the pool.
+        parent: chained key of the block before it, or of the namespace's root.
+        number: which block of its request it is.
+        block_id: where it is in the pool of `group`.
         tokens: its own; fewer than a whole block's for a tail.
         priority: retention priority.
+        group: pool group.
     """
 
     key: BlockKey
+    parent: BlockKey
+    number: int
     block_id: int
     tokens: TokenArray
     priority: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveOrder:
-    """Blocks of one request that follow one another.
+    """Blocks of one request.
 
     Attributes:
         request_id: whose.
-        first_block: number of the first of `blocks` in the request.
-        parent: chained key of the block before it, or of the namespace's root.
-        blocks: what to store.
+        blocks: what to store, by number and then by group: parents come before children.
         namespace: digest of salt and adapter.
-        group: pool group.
     """
 
     request_id: int
-    first_block: int
-    parent: BlockKey
     blocks: tuple[BlockSave, ...]
     namespace: bytes = b""
-    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -12,13 +13,12 @@ from kvconnect.connector.offload_data import BlockLoad, LoadBlocks, OffloadMeta,
 from kvconnect.connector.save_plan import SavePlan
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.store import OffloadStore
-from kvconnect.errors import UsageError
+from kvconnect.connector.window import blocks_needed
+from kvconnect.errors import ConnectorContractError, UsageError
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count, warn_once
 
 __all__ = ["OffloadScheduler"]
-
-_GROUP = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +60,11 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._tokens_per_block = llm_args.kv_cache_config.tokens_per_block
         self._min_tokens = max(1, self._config.min_load_tokens)
         self._budget_s = self._config.lookup_timeout_ms / 1000
+        self._windows = tuple(layout.window for layout in llm_args.layouts)
+        # Without windows, in one pool: a load serves as far as it comes.
+        self._divisible = self._windows == (None,)
+        shard = llm_args.shard
+        self._alone = shard.tp_size * shard.pp_size == 1
         self._states: dict[int, _State] = {}
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
 
@@ -68,8 +73,8 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     def on_new_request(self, request: LlmRequest) -> None:
         """Start to look `request` up."""
         store = self._store
-        query = Query.of(request, group=_GROUP, shard=self._llm_args.shard)
-        plan = SavePlan(request, min_priority=self._config.min_priority, group=_GROUP)
+        query = Query.of(request, windows=self._windows, shard=self._llm_args.shard)
+        plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
         lookup = store.submit(look_up(store.backend, query))
         self._states[request.request_id] = _State(request, plan, lookup)
 
@@ -88,12 +93,19 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         if hit is None:
             count("connector.lookup.late")
             return 0, False
-        found = hit.num_tokens(self._tokens_per_block) - num_computed_tokens
-        num_tokens = min(most, found)
-        if num_tokens < self._min_tokens:
+        # All of it or nothing: windows were looked up for just this end.
+        num_tokens = hit.end - num_computed_tokens
+        if not self._min_tokens <= num_tokens <= most:
             return 0, False
-        state.offer = (num_computed_tokens, num_computed_tokens + num_tokens)
-        return num_tokens, not self._store.inline
+        state.offer = (num_computed_tokens, hit.end)
+        return num_tokens, not self._loads_in_step
+
+    @property
+    def _loads_in_step(self) -> bool:
+        # What a step computes behind a load can be saved only once every rank's load is known to
+        # have succeeded. That is in the next step, and then a window may have given it up: several
+        # ranks load in the background.
+        return self._store.inline and (self._divisible or self._alone)
 
     def _wait_for_lookup(self, state: _State) -> None:
         if state.hit is not None or state.lookup.done() or self._budget_s <= 0:
@@ -179,7 +191,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         size = self._tokens_per_block
         valid = min(request.num_computed_tokens, request.num_tokens, saves.num_blocks * size)
         ends_inside = tail and valid % size
-        order = saves.order(valid // size, valid if ends_inside else None)
+        order = saves.order(valid // size, valid, valid if ends_inside else None)
         return () if order is None else (order,)
 
     # ------------------------------------------------------------------ one step
@@ -195,52 +207,75 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         for data in scheduler_output.new_requests:
             plan = self._states[data.request_id].saves
             plan.forget_blocks()
-            plan.extend(data.new_block_ids, data.priorities)
+            plan.extend(_by_group(data), data.priorities)
+            load = self._order_load(data, loads, is_async=False)
             # Should the load fail, what this step computes is wrong: it is saved in the next one.
-            if not self._order_load(data, loads, is_async=False):
-                self._order_save(data, saves)
+            # Where a window may have given it up by then, the worker sees to that.
+            if load is None:
+                self._order_save(data, saves, data.computed_position)
+            elif not self._divisible:
+                self._order_save(data, saves, load.end)
         for data in scheduler_output.cached_requests:
-            if data.new_block_ids:
+            if any(_by_group(data)):
                 plan = self._states[data.request_id].saves
-                plan.extend(data.new_block_ids, data.priorities)
-            self._order_save(data, saves)
+                plan.extend(_by_group(data), data.priorities)
+            self._order_save(data, saves, data.computed_position)
         return OffloadMeta(tuple(loads), tuple(saves)) if loads or saves else None
 
-    def _order_load(self, data: RequestData, loads: list[LoadBlocks], *, is_async: bool) -> bool:
+    def _order_load(
+        self, data: RequestData, loads: list[LoadBlocks], *, is_async: bool
+    ) -> LoadBlocks | None:
         state = self._states[data.request_id]
         offer, state.offer = state.offer, None
         # An offer that reached no further than what the device has was not taken.
         if offer is None or state.hit is None or data.computed_position >= offer[1]:
-            return False
-        start, end = offer
-        keys = state.hit.keys if state.hit.tail is None else (*state.hit.keys, state.hit.tail)
-        numbers = range(start // self._tokens_per_block, -(-end // self._tokens_per_block))
-        blocks = tuple(BlockLoad(keys[number], data.new_block_ids[number]) for number in numbers)
-        loads.append(LoadBlocks(data.request_id, start, end, blocks, _GROUP, is_async))
-        return True
+            return None
+        # The device may have kept less than it matched when the store was asked.
+        held = data.computed_position - data.computed_position % self._tokens_per_block
+        start, end = min(offer[0], held), offer[1]
+        blocks = tuple(self._blocks_to_load(data, state.hit, start, end))
+        load = LoadBlocks(data.request_id, start, end, blocks, is_async, self._divisible)
+        loads.append(load)
+        return load
 
-    def _order_save(self, data: RequestData, saves: list[SaveOrder]) -> None:
+    def _blocks_to_load(
+        self, data: RequestData, hit: Hit, start: int, end: int
+    ) -> Iterator[BlockLoad]:
+        size = self._tokens_per_block
+        keys = hit.all_keys
+        for group, (window, ids) in enumerate(zip(self._windows, _by_group(data), strict=True)):
+            needed = blocks_needed(window, end, size)
+            for number in range(max(start // size, needed.start), needed.stop):
+                if number >= len(ids) or ids[number] < 0:
+                    raise ConnectorContractError(
+                        f"request {data.request_id}: no block in pool group {group} for the tokens "
+                        f"from {number * size} on, which a load up to {end} fills; the cache "
+                        "manager has to reserve it"
+                    )
+                yield BlockLoad(keys[number], ids[number], group)
+
+    def _order_save(self, data: RequestData, saves: list[SaveOrder], valid: int) -> None:
+        """Order what this step fills, if the first `valid` tokens are valid before it computes."""
         state = self._states[data.request_id]
         # Proposed tokens may be rejected: only those that the request has are certain.
-        end = min(data.computed_position + data.num_scheduled_tokens, state.request.num_tokens)
+        end = min(valid + data.num_scheduled_tokens, state.request.num_tokens)
         num_full = end // self._tokens_per_block
         if self._config.save_on == "finish" or not state.saves.is_due(num_full):
             return
-        if not self._learn(state, patient=True):
-            return
-        order = state.saves.order(num_full)
+        self._learn(state, patient=True)
+        order = state.saves.order(num_full, data.computed_position)
         if order is not None:
             saves.append(order)
 
-    def _learn(self, state: _State, *, patient: bool) -> bool:
-        """What the store has need not be saved. False: `patient`, and it has not answered yet."""
-        if state.saves.num_stored is None:
-            hit = self._hit(state)
-            if hit is None and patient:
-                return False
-            hit = hit or Hit()
-            state.saves.note_stored(len(hit.keys), hit.tail)
-        return True
+    def _learn(self, state: _State, *, patient: bool) -> None:
+        """What the store has need not be saved. With `patient`, only once it has answered."""
+        if state.saves.knows_store:
+            return
+        hit = self._hit(state)
+        if hit is None and patient:
+            return
+        hit = hit or Hit()
+        state.saves.note_stored(hit.num_stored, hit.tail)
 
     def _take_drops(self) -> None:
         dropped = self._store.dropped
@@ -270,3 +305,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         if self._open_store is None:
             raise UsageError("OffloadScheduler: was shut down")
         return self._open_store
+
+
+def _by_group(data: RequestData) -> Sequence[list[int]]:
+    return data.new_block_ids_by_group or (data.new_block_ids,)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvconnect.connector.background_loads import BackgroundLoads
-from kvconnect.connector.data import Direction, LlmArgs, TransferFailure
+from kvconnect.connector.data import Direction, KvCachePool, LlmArgs, TransferFailure
 from kvconnect.connector.offload_data import LoadBlocks, OffloadMeta, SaveOrder
-from kvconnect.connector.pool_copier import PoolCopier
+from kvconnect.connector.pool_copier import PoolCopier, PoolCopiers
 from kvconnect.connector.save_queue import SaveQueue
 from kvconnect.connector.staging import StagingPool
 from kvconnect.connector.step_load import StepLoad
@@ -61,7 +61,6 @@ class OffloadWorker(KvCacheConnectorWorker):
     def __init__(self, llm_args: LlmArgs) -> None:
         super().__init__(llm_args)
         self._config = llm_args.kv_connector_config
-        self._layout = llm_args.layouts[0]
         self._wakeup: Callable[[], None] = _silent
         self._ended: deque[tuple[int, TransferFailure | None]] = deque()
         self._failed: list[TransferFailure] = []
@@ -71,27 +70,32 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """Take the pool, and reserve the staging memory.
+        """The only pool; see `register_kv_cache_layout`."""
+        self.register_kv_cache_layout([KvCachePool(self._llm_args.layouts[0], kv_cache_tensor)])
+
+    def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
+        """Take the pools, and reserve the staging memory: slots for the largest block of any.
 
         Raises:
             ConfigurationError: ``staging_bytes`` is below one block.
         """
         store = self._store
-        pinned = kv_cache_tensor.is_cuda
-        staging = StagingPool(self._config.staging_bytes, self._layout.block_nbytes, pin=pinned)
+        self._on_cuda = pools[0].tensor.is_cuda
+        largest = max(pool.layout.block_nbytes for pool in pools)
+        staging = StagingPool(self._config.staging_bytes, largest, pin=self._on_cuda)
         store.backend.register(staging.region)
         shard = self._llm_args.shard
         self._staging = staging
-        self._copier = self.copier_class(kv_cache_tensor, self._layout)
+        self._copiers = PoolCopiers([self.copier_class(one.tensor, one.layout) for one in pools])
         self._loads = BackgroundLoads(
             store,
             staging,
-            self._copier,
+            self._copiers,
             self._load_ended,
             shard=shard,
             timeout_s=_OWN_SHARE * self._config.load_timeout_s,
         )
-        self._saves = SaveQueue(store, staging, self._copier, shard=shard)
+        self._saves = SaveQueue(store, staging, self._copiers, shard=shard)
         staging.on_free(self._slots_freed)
         store.save_now = self._save_now
 
@@ -106,7 +110,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         meta = self._metadata
         if not isinstance(meta, OffloadMeta) or not meta.loads:
             return
-        self._copier.order_copies_in(stream)
+        self._copiers.order_copies_in(stream)
         in_step: list[LoadBlocks] = []
         for order in meta.loads:
             if order.is_async:
@@ -118,7 +122,7 @@ class OffloadWorker(KvCacheConnectorWorker):
                 in_step,
                 self._store,
                 self._staging,
-                self._copier,
+                self._copiers,
                 shard=self._llm_args.shard,
                 timeout_s=self._config.load_timeout_s,
                 layerwise=self._config.layerwise,
@@ -146,26 +150,31 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
         """Stage what the step filled, behind its work; wait for its loads to be over."""
+        wrong: set[int] = set()
         if self._step_load is not None:
-            self._failed += self._step_load.finish()
+            failures = self._step_load.finish()
+            self._failed += failures
+            wrong = {failure.request_id for failure in failures}
             self._step_load = None
         meta = self._metadata
         if isinstance(meta, OffloadMeta) and meta.saves:
             patience = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
             deadline = time.monotonic() + patience  # of all of them together
             for order in meta.saves:
-                self._stage(order, stream, max(0.0, deadline - time.monotonic()))
+                # What was computed behind a load that failed is not what its keys say.
+                if order.request_id not in wrong:
+                    self._stage(order, stream, max(0.0, deadline - time.monotonic()))
 
     def _stage(self, order: SaveOrder, stream: torch.cuda.Stream | None, patience_s: float) -> None:
         staged = self._queue.stage(order, stream=stream, patience_s=patience_s)
         missing = len(order.blocks) - staged
         if missing:
-            self._note_missing(order.request_id, order.first_block + staged)
+            self._note_missing(order.request_id, order.blocks[staged].number)
             self._count_dropped(missing)
 
     def _save_now(self, orders: Sequence[SaveOrder]) -> None:
         """For blocks that are about to be handed on, outside of a step."""
-        stream = torch.cuda.current_stream() if self._copier.pool.is_cuda else None
+        stream = self._current_stream()
         for order in orders:
             missing = len(order.blocks) - self._queue.stage(order, stream=stream)
             if missing:
@@ -220,7 +229,7 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     def _stage_leaving(self, now: float) -> list[int]:
         """Requests all of whose blocks have left the pool."""
-        stream = torch.cuda.current_stream() if self._copier.pool.is_cuda else None
+        stream = self._current_stream()
         saved: list[int] = []
         for request_id, leaving in list(self._leaving.items()):
             if self._all_staged(leaving, stream):
@@ -245,6 +254,10 @@ class OffloadWorker(KvCacheConnectorWorker):
             leaving.orders = leaving.orders[1:]
             leaving.staged = 0
         return True
+
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        """The engine's, outside of a step."""
+        return torch.cuda.current_stream() if self._on_cuda else None
 
     # ------------------------------------------------------------------ the end
 

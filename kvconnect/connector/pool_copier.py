@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,7 +12,7 @@ from kvconnect.connector.staging import Slot
 from kvconnect.kernels.copy import copy_in, copy_out
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["PoolCopier", "clear_beyond"]
+__all__ = ["PoolCopier", "PoolCopiers", "clear_beyond"]
 
 
 class PoolCopier:
@@ -67,6 +67,42 @@ class PoolCopier:
 
     def _on_in_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._in is None else torch.cuda.stream(self._in)
+
+
+class PoolCopiers:
+    """The copiers of all pool groups, by group. Thread-safe as each of them is."""
+
+    def __init__(self, copiers: Sequence[PoolCopier]) -> None:
+        self._copiers = tuple(copiers)
+
+    def __getitem__(self, group: int) -> PoolCopier:
+        return self._copiers[group]
+
+    @property
+    def layouts(self) -> tuple[KvCacheLayout, ...]:
+        """Of the groups."""
+        return tuple(copier.layout for copier in self._copiers)
+
+    @property
+    def tokens_per_block(self) -> int:
+        """The same in all groups."""
+        return self._copiers[0].layout.tokens_per_block
+
+    def slot_for(self, slot: Slot, group: int) -> Slot:
+        """`slot` with just the room that a block of `group` takes."""
+        return slot.sized(self._copiers[group].layout.block_nbytes)
+
+    def order_copies_in(self, stream: torch.cuda.Stream | None) -> None:
+        """Copies into the pools come behind what `stream` has been given so far."""
+        for copier in self._copiers:
+            copier.order_copies_in(stream)
+
+    def wait_for_copies_in(self, groups: Iterable[int] | None = None) -> None:
+        """Block until the copies into the pools (of `groups`) enqueued so far are over."""
+        for group in range(len(self._copiers)) if groups is None else groups:
+            event = self._copiers[group].mark_copies_in()
+            if event is not None:
+                event.synchronize()
 
 
 def clear_beyond(payload: Tensor, layout: KvCacheLayout, num_tokens: int) -> None:

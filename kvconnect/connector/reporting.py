@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.data import RequestData, SchedulerOutput
@@ -19,22 +20,26 @@ class RequestRecord:
         request: the engine's.
         holds_blocks: it was admitted and has not given its blocks back.
         offer: what the connector supplies for this admission, until its load starts.
+        failed_loads: how many, over all admissions.
         reported: it was in `new_requests` since its blocks were allocated.
-        num_tokens, num_blocks: how many were reported.
+        num_tokens: how many were reported.
+        num_blocks: how many places of each pool group were reported.
     """
 
     request: LlmRequest
     holds_blocks: bool = False
     offer: ExternalMatch | None = None
+    failed_loads: int = 0
     reported: bool = False
     num_tokens: int = 0
-    num_blocks: int = 0
+    num_blocks: list[int] = field(default_factory=list)
 
     def admitted(self) -> None:
         """It holds blocks that were never reported."""
         self.holds_blocks = True
         self.reported = False
-        self.num_tokens = self.num_blocks = 0
+        self.num_tokens = 0
+        self.num_blocks = []
 
     def evicted(self) -> None:
         """It holds none any more."""
@@ -44,11 +49,16 @@ class RequestRecord:
 
 
 class StepReporter:
-    """Builds the `SchedulerOutput` of a step from its batch and what was reported before."""
+    """Builds the `SchedulerOutput` of a step from its batch and what was reported before.
 
-    def __init__(self, kv: BaseKVCacheManager, tokens_per_block: int) -> None:
+    Pools of sliding windows get their blocks chunk by chunk, so what is reported of them may lag
+    behind group 0.
+    """
+
+    def __init__(self, kv: BaseKVCacheManager, tokens_per_block: int, num_groups: int = 1) -> None:
         self._kv = kv
         self._tokens_per_block = tokens_per_block
+        self._num_groups = num_groups
 
     def report(
         self, batch: ScheduledBatch, records: dict[int, RequestRecord], loading: list[LlmRequest]
@@ -72,46 +82,62 @@ class StepReporter:
                 data = self._whole(request, scheduled=request.num_scheduled_tokens)
                 record.reported = True
                 record.num_tokens = len(data.new_tokens)
-                record.num_blocks = len(data.new_block_ids)
+                record.num_blocks = [len(ids) for ids in data.new_block_ids_by_group]
                 output.new_requests.append(data)
         return output
 
     def block_ids(self, request: LlmRequest) -> list[int]:
-        """Ids of the blocks that `request` holds, as plain ints."""
+        """Ids of the blocks that `request` holds in group 0, as plain ints."""
         indices = self._kv.get_batch_cache_indices([request])[request.request_id]
         return [int(block) for block in indices]
 
+    def _reserved(self, request: LlmRequest, group: int) -> list[int]:
+        """Ids in `group` up to the last block that it holds there; -1 for places without one."""
+        if group == 0:
+            ids = self.block_ids(request)
+        else:
+            indices = self._kv.get_group_cache_indices([request], group)[request.request_id]
+            ids = [int(block) for block in indices]
+        while ids and ids[-1] < 0:
+            ids.pop()
+        return ids
+
     def _whole(self, request: LlmRequest, scheduled: int) -> RequestData:
-        return self._data(request, 0, self.block_ids(request), 0, scheduled)
+        ids = tuple(self._reserved(request, group) for group in range(self._num_groups))
+        return self._data(request, 0, ids, 0, scheduled)
 
     def _increment(self, request: LlmRequest, record: RequestRecord) -> RequestData:
         scheduled = request.num_scheduled_tokens
         # Most decode steps add a token and no block: then nothing is asked of the block manager.
         needed = -(-(request.num_computed_tokens + scheduled) // self._tokens_per_block)
-        new_ids: list[int] = []
-        if needed > record.num_blocks:
-            new_ids = self.block_ids(request)[record.num_blocks :]
-        data = self._data(request, record.num_tokens, new_ids, record.num_blocks, scheduled)
+        new_ids = tuple(
+            self._reserved(request, group)[reported:] if needed > reported else []
+            for group, reported in enumerate(record.num_blocks)
+        )
+        data = self._data(request, record.num_tokens, new_ids, record.num_blocks[0], scheduled)
         record.num_tokens += len(data.new_tokens)
-        record.num_blocks += len(new_ids)
+        for group, ids in enumerate(new_ids):
+            record.num_blocks[group] += len(ids)
         return data
 
     def _data(
         self,
         request: LlmRequest,
         first_token: int,
-        new_ids: list[int],
+        new_ids: Sequence[list[int]],
         first_block: int,
         scheduled: int,
     ) -> RequestData:
+        flat = new_ids[0]
+        priorities = self._kv.get_priorities(request, first_block)[: len(flat)] if flat else []
         return RequestData(
             request_id=request.request_id,
             new_tokens=request.tokens.view[first_token:].tolist(),
-            new_block_ids=new_ids,
+            new_block_ids=flat,
             computed_position=request.num_computed_tokens,
             num_scheduled_tokens=scheduled,
             block_keys=list(request.block_keys()),
-            new_block_ids_by_group=(new_ids,),
+            new_block_ids_by_group=tuple(new_ids),
             cache_salt=request.cache_salt,
-            priorities=self._kv.get_priorities(request, first_block) if new_ids else [],
+            priorities=priorities,
         )

@@ -15,11 +15,11 @@ import torch
 from kvconnect.backend import StoredBlock
 from kvconnect.connector.data import Direction
 from kvconnect.connector.offload_data import BlockSave, SaveOrder
-from kvconnect.connector.pool_copier import PoolCopier, clear_beyond
+from kvconnect.connector.pool_copier import PoolCopiers, clear_beyond
 from kvconnect.connector.staging import Slot, StagingPool
 from kvconnect.connector.store import OffloadStore
 from kvconnect.errors import BackendTimeout, KvConnectError
-from kvconnect.keys import BlockKey, Shard, store_key
+from kvconnect.keys import Shard, store_key
 from kvconnect.trace import count, warn_once
 
 __all__ = ["SaveQueue"]
@@ -47,11 +47,11 @@ class SaveQueue:
     """
 
     def __init__(
-        self, store: OffloadStore, staging: StagingPool, copier: PoolCopier, *, shard: Shard
+        self, store: OffloadStore, staging: StagingPool, copiers: PoolCopiers, *, shard: Shard
     ) -> None:
         self._store = store
         self._staging = staging
-        self._copier = copier
+        self._copiers = copiers
         self._shard = shard
         self._batch = max(1, min(256, _BATCH_NBYTES // staging.slot_nbytes))
         self._staged: deque[_Staged] = deque()
@@ -86,7 +86,7 @@ class SaveQueue:
                 slots = self._staging.take_within(Direction.SAVE, left)
             if not slots:
                 break
-            self._copy(order, first + staged, slots, stream)
+            self._copy(order, blocks[staged : staged + len(slots)], slots, stream)
             staged += len(slots)
         return staged
 
@@ -109,33 +109,36 @@ class SaveQueue:
     def _copy(
         self,
         order: SaveOrder,
-        first: int,
+        blocks: Sequence[BlockSave],
         slots: Sequence[Slot],
         stream: torch.cuda.Stream | None,
     ) -> None:
-        blocks = order.blocks[first : first + len(slots)]
-        copied = self._copier.copy_out([block.block_id for block in blocks], slots, stream)
-        parent = order.blocks[first - 1].key if first else order.parent
-        for number, (block, slot) in enumerate(zip(blocks, slots, strict=True), first):
-            stored = self._stored_block(order, block, parent, slot)
-            parent = block.key
-            staged = _Staged(order.request_id, order.first_block + number, stored, slot, copied)
+        sized = [
+            self._copiers.slot_for(slot, block.group)
+            for block, slot in zip(blocks, slots, strict=True)
+        ]
+        copied: dict[int, torch.cuda.Event | None] = {}
+        for group in dict.fromkeys(block.group for block in blocks):
+            own = [at for at, block in enumerate(blocks) if block.group == group]
+            ids = [blocks[at].block_id for at in own]
+            copied[group] = self._copiers[group].copy_out(ids, [sized[at] for at in own], stream)
+        for block, slot in zip(blocks, sized, strict=True):
+            stored = self._stored_block(order, block, slot)
+            staged = _Staged(order.request_id, block.number, stored, slot, copied[block.group])
             self._staged.append(staged)
         with self._changed:
             self._unwritten += len(slots)
         self._store.io.call_soon(self._pump)
 
-    def _stored_block(
-        self, order: SaveOrder, block: BlockSave, parent: BlockKey, slot: Slot
-    ) -> StoredBlock:
+    def _stored_block(self, order: SaveOrder, block: BlockSave, slot: Slot) -> StoredBlock:
         return StoredBlock(
-            key=store_key(block.key, order.group, self._shard),
+            key=store_key(block.key, block.group, self._shard),
             data=slot.frame,
-            parent=store_key(parent, order.group, self._shard),
+            parent=store_key(block.parent, block.group, self._shard),
             tokens=block.tokens,
             priority=block.priority,
             namespace=order.namespace,
-            group=order.group,
+            group=block.group,
         )
 
     # ------------------------------------------------------------------ on the store's loop
@@ -167,8 +170,8 @@ class SaveQueue:
 
     async def _complete(self, batch: Sequence[_Staged]) -> None:
         """Make the payloads whole: wait for copies from a GPU, clear what a tail does not fill."""
-        layout = self._copier.layout
         for staged in batch:
+            layout = self._copiers.layouts[staged.block.group]
             if staged.copied is not None and not staged.copied.query():  # type: ignore[no-untyped-call]
                 await asyncio.to_thread(staged.copied.synchronize)
             tokens = staged.block.tokens

@@ -30,6 +30,13 @@ class Slot:
     frame: Tensor
     payload: Tensor
 
+    def sized(self, payload_nbytes: int) -> Slot:
+        """The same slot with room for just so much: pools whose blocks differ share the slots."""
+        if payload_nbytes == self.payload.numel():
+            return self
+        room = self.frame[: frame.frame_nbytes(payload_nbytes)]
+        return Slot(self.index, room, frame.payload(room, payload_nbytes))
+
 
 class StagingPool:
     """`staging_bytes` of slots, shared by loads and saves. Thread-safe.
@@ -40,7 +47,7 @@ class StagingPool:
 
     Args:
         staging_bytes: upper bound of the region.
-        payload_nbytes: of one block.
+        payload_nbytes: of one block; the largest where pools differ.
         pin: page-lock the region (for copies from and to a GPU).
 
     Raises:

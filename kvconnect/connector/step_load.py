@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvconnect.connector.background_loads import leading
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload_data import BlockLoad, LoadBlocks
-from kvconnect.connector.pool_copier import PoolCopier
+from kvconnect.connector.pool_copier import PoolCopiers
 from kvconnect.connector.staging import Slot, StagingPool
 from kvconnect.connector.store import OffloadStore
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.keys import Shard, store_key
+from kvconnect.layout import KvCacheLayout
 
 __all__ = ["StepLoad"]
 
@@ -40,14 +40,33 @@ class _Piece:
     block: BlockLoad
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer of the model: which of which pool group's."""
+
+    number: int
+    group: int
+    index: int
+
+
+def _layers(layouts: Sequence[KvCacheLayout]) -> list[_Layer]:
+    """All layers in the order in which the model runs."""
+    layers = [
+        _Layer(number, group, index)
+        for group, layout in enumerate(layouts)
+        for index, number in enumerate(layout.layer_numbers)
+    ]
+    return sorted(layers, key=lambda layer: layer.number)
+
+
 class StepLoad:
     """The synchronous loads of one step.
 
-    Blocks are read into staging and copied into the pool one layer after the other, so that layer 0
-    can be computed while layer 1 is copied. Where the staging memory does not hold them all, those
-    that do not fit go first and whole. Past the deadline nothing is copied any more and every load
-    that is not complete has failed; what it would have filled is recomputed, so the forward pass of
-    this step may read anything there.
+    Blocks are read into staging and copied into the pools one layer of the model after the other,
+    so that layer 0 can be computed while layer 1 is copied. Where the staging memory does not hold
+    them all, those that do not fit go first and whole. Past the deadline nothing is copied any more
+    and every load that is not complete has failed; what it would have filled is recomputed, so the
+    forward pass of this step may read anything there.
     """
 
     def __init__(
@@ -55,7 +74,7 @@ class StepLoad:
         orders: Sequence[LoadBlocks],
         store: OffloadStore,
         staging: StagingPool,
-        copier: PoolCopier,
+        copiers: PoolCopiers,
         *,
         shard: Shard,
         timeout_s: float,
@@ -64,14 +83,15 @@ class StepLoad:
         self._progress = [_Progress(order) for order in orders]
         self._store = store
         self._staging = staging
-        self._copier = copier
+        self._copiers = copiers
         self._shard = shard
         self._timeout_s = timeout_s
         self._layerwise = layerwise
         self._deadline = time.monotonic() + timeout_s
-        num_layers = copier.layout.num_layers
-        self._ready = [threading.Event() for _ in range(num_layers)]
-        self._events: list[torch.cuda.Event | None] = [None] * num_layers
+        self._layers = _layers(copiers.layouts)
+        self._place = {layer.number: place for place, layer in enumerate(self._layers)}
+        self._ready = [threading.Event() for _ in self._layers]
+        self._events: list[torch.cuda.Event | None] = [None] * len(self._layers)
         self._copy_lock = threading.Lock()
         self._closed = False
         self._over = threading.Event()
@@ -81,10 +101,11 @@ class StepLoad:
         self._store.submit(self._run())
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None) -> None:
-        """Block until `layer` is in the pool, or in front of `stream`, or never will be."""
-        if not self._ready[layer].wait(self._left()):
+        """Block until `layer` is in its pool, or in front of `stream`, or never will be."""
+        place = self._place[layer]
+        if not self._ready[place].wait(self._left()):
             self._close(f"not done within {self._timeout_s:g} s")
-        event = self._events[layer]
+        event = self._events[place]
         if event is not None and stream is not None:
             stream.wait_event(event)
 
@@ -92,12 +113,12 @@ class StepLoad:
         """Block until everything is over, at most up to the deadline; what failed."""
         if not self._over.wait(self._left()):
             self._close(f"not done within {self._timeout_s:g} s")
-        tokens = self._copier.layout.tokens_per_block
+        tokens = self._copiers.tokens_per_block
         return [
             TransferFailure(
                 one.order.request_id,
                 Direction.LOAD,
-                leading(one.order, one.copied, tokens),
+                one.order.num_valid(one.copied, tokens),
                 one.reason,
             )
             for one in self._progress
@@ -114,9 +135,7 @@ class StepLoad:
         with self._copy_lock:
             for one in self._progress:
                 one.reason = one.reason or reason
-        event = self._copier.mark_copies_in()
-        if event is not None:
-            event.synchronize()
+        self._copiers.wait_for_copies_in()
 
     # ------------------------------------------------------------------ on the store's loop
 
@@ -146,7 +165,7 @@ class StepLoad:
         self, wave: Sequence[tuple[_Progress, BlockLoad]], slots: list[Slot], *, whole: bool
     ) -> None:
         pieces = [
-            _Piece(progress, slot, block)
+            _Piece(progress, self._copiers.slot_for(slot, block.group), block)
             for (progress, block), slot in zip(wave, slots, strict=False)
         ]
         pending: list[Future[None]] = []
@@ -165,8 +184,7 @@ class StepLoad:
         self, progress: _Progress, pieces: Sequence[_Piece], pending: list[Future[None]]
     ) -> int:
         """How many leading `pieces` arrived."""
-        group = progress.order.group
-        keys = [store_key(piece.block.key, group, self._shard) for piece in pieces]
+        keys = [store_key(piece.block.key, piece.block.group, self._shard) for piece in pieces]
         filled = 0
         reason = "a block is gone from the store, or was damaged"
         try:
@@ -197,25 +215,27 @@ class StepLoad:
             with self._copy_lock:
                 if self._closed:
                     return
-                self._copier.copy_in(piece.slot, piece.block.block_id)
+                self._copiers[piece.block.group].copy_in(piece.slot, piece.block.block_id)
         self._copied(pieces)
 
     def _copy_by_layer(self, pieces: Sequence[_Piece]) -> None:
-        for layer, ready in enumerate(self._ready):
+        for place, layer in enumerate(self._layers):
+            copier = self._copiers[layer.group]
             for piece in pieces:
+                if piece.block.group != layer.group:
+                    continue
                 with self._copy_lock:
                     if self._closed:
                         return
-                    layers = range(layer, layer + 1)
-                    self._copier.copy_in(piece.slot, piece.block.block_id, layers)
-            self._events[layer] = self._copier.mark_copies_in()
-            ready.set()
+                    layers = range(layer.index, layer.index + 1)
+                    copier.copy_in(piece.slot, piece.block.block_id, layers)
+            self._events[place] = copier.mark_copies_in()
+            self._ready[place].set()
         self._copied(pieces)
 
     def _copied(self, pieces: Sequence[_Piece]) -> None:
-        event = self._copier.mark_copies_in()
-        if event is not None:
-            event.synchronize()  # the slots are handed on
+        # The slots are handed on.
+        self._copiers.wait_for_copies_in({piece.block.group for piece in pieces})
         with self._copy_lock:
             if not self._closed:
                 for piece in pieces:

@@ -42,15 +42,23 @@ class KvCacheConnectorWorker(ABC):
         """Called once, first: the pool, ``[num_blocks, num_layers, kv_factor, elements]``."""
 
     def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
-        """*Ours.* Called instead; with a single pool it forwards to `register_kv_caches`.
+        """*Ours.* Called instead, with one entry per pool group, in their order.
+
+        A single pool is forwarded to `register_kv_caches`. A pool of a sliding window counts as
+        several: its blocks come chunk by chunk and go when the window has passed, which is not what
+        a flat list of a request's block ids promises.
 
         Raises:
             ConfigurationError: several pools, and the class does not override this.
         """
-        if len(pools) != 1:
+        windows = [pool.layout.window for pool in pools]
+        if windows != [None]:
+            named = ", ".join(
+                "full attention" if one is None else f"window {one}" for one in windows
+            )
             raise ConfigurationError(
-                f"{type(self).__name__}: the model has {len(pools)} KV pools; override "
-                "register_kv_cache_layout to serve several"
+                f"{type(self).__name__}: the model has {len(pools)} KV pools ({named}); override "
+                "register_kv_cache_layout, and use new_block_ids_by_group, to serve them"
             )
         self.register_kv_caches(pools[0].tensor)
 

@@ -134,7 +134,7 @@ class PlainKv(BaseKVCacheManager):
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:
         self.matcher = matcher
 
-    def pool_tensor(self) -> Tensor:
+    def pool_tensor(self, group: int = 0) -> Tensor:
         return self.pool
 
     def detach(self, request: LlmRequest, first_block: int) -> Pin:
