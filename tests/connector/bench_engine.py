@@ -345,6 +345,7 @@ class BenchEngine:
                 )
             end = self._first(request) + request.num_scheduled_tokens - len(request.draft_tokens)
             request.num_computed_tokens, request.num_external_tokens = end, 0
+            self.kv.update_resources(ScheduledBatch([request]))
             if request_id in logits:
                 request.append_tokens(np.array([logits[request_id]], np.int32))
                 request.state = RequestState.GENERATION

@@ -55,12 +55,12 @@ def fresh_script() -> Script:
     return script
 
 
-def config(**settings: object) -> KvCacheConnectorConfig:
+def config(worker: str = "RecordingWorker", **settings: object) -> KvCacheConnectorConfig:
     """The configuration that names this connector."""
     return KvCacheConnectorConfig(
         connector_module="recording",
         connector_scheduler_class="Recorder",
-        connector_worker_class="RecordingWorker",
+        connector_worker_class=worker,
         **settings,
     )
 
@@ -151,3 +151,10 @@ class RecordingWorker(KvCacheConnectorWorker):
 
     def shutdown(self) -> None:
         self.script.note("worker.shutdown")
+
+
+class PoolsWorker(RecordingWorker):
+    """Takes several pools."""
+
+    def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
+        self.script.note("register_kv_cache_layout", list(pools))

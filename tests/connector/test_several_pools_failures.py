@@ -1,0 +1,173 @@
+"""With windows, too: a store that is slow, damaged or lying costs time, nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from bench_engine import T
+from stores import DictStore
+from window_engine import (
+    FULL_AND_WINDOW,
+    TWO_SHAPES,
+    TWO_WINDOWS,
+    WINDOW_ONLY,
+    WindowEngine,
+    layout,
+    llm_args,
+    reference,
+)
+from window_runs import GENERATE, PROMPT, is_sound, keys_of, run
+
+from kvconnect import frame
+from kvconnect.connector.window import blocks_needed
+from kvconnect.keys import store_key
+
+ANSWER = reference(PROMPT, FULL_AND_WINDOW, GENERATE)
+HASTY = {"load_timeout_s": 0.3, "save_timeout_s": 0.3}
+
+
+@pytest.fixture(params=[False, True], ids=["background", "in-step"])
+def store(request: pytest.FixtureRequest) -> Iterator[DictStore]:
+    """A store that has the prompt, in whole blocks."""
+    store = DictStore(inline=request.param, enumerable=False)
+    run(store, FULL_AND_WINDOW)
+    yield store
+    store.open_doors()
+
+
+def flipped(store: DictStore, key: bytes) -> None:
+    def flip(asked: bytes, buffer: torch.Tensor) -> None:
+        if asked == key:
+            buffer[frame.HEADER_NBYTES + 11] ^= 4
+
+    store.tamper = flip
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("block", [0, 5, 8, 9])
+def test_a_damaged_block_is_found_and_what_was_before_it_used(
+    store: DictStore, group: int, block: int
+) -> None:
+    """The load fails as a whole; asked again, the store lacks just that block."""
+    flipped(store, store_key(keys_of(PROMPT, FULL_AND_WINDOW)[block], group))
+    used = group == 0 or block in blocks_needed(10, 10 * T, T)
+    with WindowEngine(llm_args(store, FULL_AND_WINDOW), chunk=7) as bench:
+        request = bench.submit(PROMPT, GENERATE)
+        bench.run()
+        assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER
+        assert bench.store_tokens[request.request_id] == (block * T if used else 10 * T)
+        assert bench.kv.all_free()
+    store.tamper = lambda *_: None
+    assert is_sound(store, PROMPT, FULL_AND_WINDOW)
+    assert run(store, FULL_AND_WINDOW) == (ANSWER, 10 * T)
+
+
+def test_a_frame_of_one_group_under_the_key_of_another_is_a_miss(store: DictStore) -> None:
+    """Also where both groups have blocks of one size."""
+    twins = (layout(None, 0, 2), layout(10, 1, 3))
+    for layouts in (FULL_AND_WINDOW, twins):
+        store.frames.clear()
+        run(store, layouts)
+        for key in keys_of(PROMPT, layouts):
+            ours, theirs = store_key(key, 0), store_key(key, 1)
+            frames = store.frames[ours], store.frames[theirs]
+            store.frames[theirs], store.frames[ours] = frames
+        assert run(store, layouts) == (reference(PROMPT, layouts, GENERATE), 0)
+
+
+def test_a_store_that_raises_on_load_is_asked_no_more_than_twice(store: DictStore) -> None:
+    store.load_error = RuntimeError("broken pipe")
+    lookups = len(store.lookups)
+    assert run(store, FULL_AND_WINDOW) == (ANSWER, 0)
+    assert len(store.lookups) - lookups <= 3 * 2
+
+
+def test_a_store_that_claims_everything_is_found_out(store: DictStore) -> None:
+    async def everything(keys):
+        return len(keys)
+
+    store.lookup = everything
+    for layouts in (FULL_AND_WINDOW, TWO_WINDOWS, WINDOW_ONLY, TWO_SHAPES):
+        store.frames.clear()
+        answer = reference(PROMPT, layouts, GENERATE)
+        assert run(store, layouts) == (answer, 0)
+
+
+def test_a_store_that_raises_on_lookup_is_a_miss(store: DictStore) -> None:
+    store.lookup_error = RuntimeError("broken pipe")
+    assert run(store, FULL_AND_WINDOW) == (ANSWER, 0)
+
+
+def test_what_is_computed_behind_a_load_that_fails_is_not_saved() -> None:
+    """In the step of the load, as windows may give it up after it."""
+    store = DictStore(inline=True, enumerable=False)
+    half = PROMPT[: 5 * T + 1]
+    run(store, FULL_AND_WINDOW, half, 1)
+    flipped(store, store_key(keys_of(PROMPT, FULL_AND_WINDOW)[4], 1))
+    saves = len(store.saves)
+    with WindowEngine(llm_args(store, FULL_AND_WINDOW)) as bench:
+        request = bench.submit(PROMPT, GENERATE)
+        bench.step()
+        assert bench.outcomes[-1].requeue == {request.request_id}
+        bench.manager._worker._queue.flush(5)
+        assert len(store.saves) == saves
+        bench.run()
+    assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER
+    assert is_sound(store, PROMPT, FULL_AND_WINDOW)
+
+
+def test_what_is_computed_behind_a_load_is_saved_in_its_step() -> None:
+    store = DictStore(inline=True, enumerable=False)
+    run(store, FULL_AND_WINDOW, PROMPT[: T + 1], 1)
+    answer, loaded = run(store, FULL_AND_WINDOW)
+    assert (answer, loaded) == (ANSWER, T)
+    assert len(store.frames) == 2 * 11
+    assert is_sound(store, PROMPT, FULL_AND_WINDOW)
+
+
+@pytest.mark.parametrize("layouts", [FULL_AND_WINDOW, WINDOW_ONLY])
+def test_a_load_past_its_deadline_is_computed_and_its_late_bytes_hit_no_block(
+    layouts: tuple,
+) -> None:
+    store = DictStore()
+    answer, _ = run(store, layouts)
+    store.at_load.shut()
+    with WindowEngine(llm_args(store, layouts, **HASTY)) as bench:
+        started = time.monotonic()
+        assert bench.answer(PROMPT, GENERATE) == answer
+        assert time.monotonic() - started < 5
+        assert bench.kv.all_free()
+        before = [pool.clone() for pool in bench.kv.pools]
+        store.at_load.open()
+        staging = bench.manager._worker._staging
+        while staging.num_free < staging.num_slots:
+            assert time.monotonic() < started + 10, "slots of the late load never came back"
+        assert all(map(torch.equal, before, bench.kv.pools))
+
+
+def test_aborting_a_loading_request_returns_its_blocks() -> None:
+    store = DictStore()
+    run(store, FULL_AND_WINDOW)
+    store.at_load.shut()
+    with WindowEngine(llm_args(store, FULL_AND_WINDOW)) as bench:
+        request = bench.submit(PROMPT)
+        bench.step()
+        store.at_load.await_caller()
+        bench.abort(request)
+        deadline = time.monotonic() + 5
+        while not bench.kv.all_free():
+            assert time.monotonic() < deadline
+            bench.manager.end_step()
+        store.at_load.open()
+    assert bench.kv.all_free()
+
+
+def test_a_store_without_room_leaves_shorter_prompts_to_be_found() -> None:
+    store = DictStore(enumerable=False)
+    store.room = 9  # four blocks of both groups, and one
+    assert run(store, FULL_AND_WINDOW) == (ANSWER, 0)
+    assert is_sound(store, PROMPT, FULL_AND_WINDOW)
+    assert run(store, FULL_AND_WINDOW) == (ANSWER, 4 * T)

@@ -1,0 +1,130 @@
+"""How far a store can supply a prompt whose layers have windows, against trying every length."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from bench_engine import DIGEST, T
+from hypothesis import given
+from hypothesis import strategies as st
+from stores import DictStore
+
+from kvconnect.backend import StoredBlock
+from kvconnect.connector.lookup import Hit, Query, look_up
+from kvconnect.connector.window import blocks_needed
+from kvconnect.keys import chain_key
+
+Windows = tuple[int | None, ...]
+
+
+def query(num_tokens: int, windows: Windows) -> Query:
+    tokens = np.arange(1, num_tokens + 1, dtype=np.int32)
+    keys = []
+    for start in range(0, num_tokens - T + 1, T):
+        keys.append(chain_key(keys[-1] if keys else DIGEST, tokens[start : start + T]))
+    return Query(tuple(keys), DIGEST, tokens, T, windows)
+
+
+def store_of(query: Query, present: Iterable[tuple[int, int]]) -> DictStore:
+    """A store with these blocks: (group, number)."""
+    store = DictStore(enumerable=False)
+    for group, number in present:
+        store.frames[query.store_key(query.keys[number], group)] = None
+    return store
+
+
+def ask(store: DictStore, query: Query, **limits: int) -> Hit:
+    return asyncio.run(look_up(store, query, **limits))
+
+
+def suffices(query: Query, present: set[tuple[int, int]], end: int) -> bool:
+    """The rule, token by token: every group has the blocks of all tokens that it sees from `end`.
+
+    And of all tokens that are in one block with `end`, which is going to be written to.
+    """
+    for group, window in enumerate(query.windows):
+        first = 0 if window is None else max(0, end - window + 1)
+        for token in range(end):
+            seen = token >= first or token // T == end // T
+            if seen and (group, token // T) not in present:
+                return False
+    return True
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Query, set[tuple[int, int]]]:
+    windows: list[int | None] = draw(st.lists(st.integers(1, 24), min_size=0, max_size=2))
+    num_full = draw(st.integers(0 if windows else 1, 2))
+    asked = query(draw(st.integers(1, 60)), (*[None] * num_full, *windows))
+    present = set()
+    for group in range(len(asked.windows)):
+        gaps = draw(st.lists(st.integers(0, 14), max_size=4))
+        present |= {(group, number) for number in range(len(asked.keys)) if number not in gaps}
+    return asked, present
+
+
+@given(cases())
+def test_it_is_the_longest_that_all_windows_allow(case: tuple[Query, set]) -> None:
+    asked, present = case
+    hit = ask(store_of(asked, present), asked, most_steps=1000)
+    most = min(len(asked.keys) * T, asked.most)
+    assert hit.end == max(end for end in range(most + 1) if suffices(asked, present, end))
+    assert hit.keys == asked.keys[: -(-hit.end // T)]
+    for group, stored in enumerate(hit.num_stored):
+        first = blocks_needed(asked.windows[group], hit.end, T).start
+        assert {(group, number) for number in range(first, stored)} <= present
+
+
+@given(cases(), st.integers(0, 2))
+def test_with_few_steps_it_is_shorter_at_most(case: tuple[Query, set], steps: int) -> None:
+    asked, present = case
+    store = store_of(asked, present)
+    hit = ask(store, asked, most_steps=steps)
+    assert suffices(asked, present, hit.end)
+    assert hit.end <= ask(store_of(asked, present), asked, most_steps=1000).end
+    assert len(store.lookups) <= len(asked.windows) * (2 + steps)
+
+
+def test_what_no_window_covers_is_not_asked_for() -> None:
+    asked = query(20 * T + 1, (None, 2 * T + 1))
+    store = store_of(asked, [(group, number) for group in (0, 1) for number in range(20)])
+    assert ask(store, asked).end == 20 * T
+    [full, window] = store.lookups
+    assert full == [asked.store_key(key, 0) for key in asked.keys]
+    assert window == [asked.store_key(key, 1) for key in asked.keys[18:]]
+
+
+def test_a_gap_in_a_window_is_stepped_over() -> None:
+    asked = query(20 * T + 1, (None, 2 * T))
+    present = {(group, number) for group in (0, 1) for number in range(20)}
+    for gap, end in ((19, 19), (18, 18), (17, 20), (0, 20)):
+        assert ask(store_of(asked, present - {(1, gap)}), asked).end == end * T
+
+
+def test_a_store_full_of_gaps_is_asked_a_few_times_only() -> None:
+    asked = query(2000 * T + 1, (None, 4 * T))
+    present = {(group, number) for group in (0, 1) for number in range(2000)}
+    present -= {(1, number) for number in range(300, 2000, 3)}
+    store = store_of(asked, present)
+    assert ask(store, asked).end == 300 * T
+    assert len(store.lookups) <= 12
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+def test_a_tail_counts_where_every_group_has_it(missing: int | None) -> None:
+    asked = query(3 * T + 3, (None, None, 5))
+    store = store_of(asked, [(group, number) for group in range(3) for number in range(3)])
+    store.enumerable = True
+    own = asked.tokens[3 * T :]
+    tail = chain_key(asked.keys[-1], own)
+    for group in range(3):
+        if group != missing:
+            key, parent = asked.store_key(tail, group), asked.store_key(asked.keys[-1], group)
+            store.frames[key] = None
+            store.blocks.append(StoredBlock(key, None, parent, own, group=group))
+    hit = ask(store, asked)
+    assert hit.end == (3 * T + 2 if missing is None else 3 * T)
+    assert hit.tail == (tail if missing is None else None)
