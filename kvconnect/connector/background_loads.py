@@ -46,7 +46,7 @@ class BackgroundLoad:
 
     def fail(self, block: int, reason: str) -> None:
         """Block number `block` cannot be had."""
-        self.stop = min(self.stop, block if self.order.divisible else 0)
+        self.stop = min(self.stop, block)
         self.reason = self.reason or reason
         self.news.set()
 

@@ -69,7 +69,10 @@ def cases(draw: st.DrawFn) -> tuple[Query, set[tuple[int, int]]]:
 @given(cases())
 def test_it_is_the_longest_that_all_windows_allow(case: tuple[Query, set]) -> None:
     asked, present = case
-    hit = ask(store_of(asked, present), asked, most_steps=1000)
+    store = store_of(asked, present)
+    hit = ask(store, asked, most_steps=1000)
+    asked_for = [key for keys in store.lookups for key in keys]
+    assert len(asked_for) == len(set(asked_for))  # no block twice
     most = min(len(asked.keys) * T, asked.most)
     assert hit.end == max(end for end in range(most + 1) if suffices(asked, present, end))
     assert hit.keys == asked.keys[: -(-hit.end // T)]
@@ -102,6 +105,14 @@ def test_a_gap_in_a_window_is_stepped_over() -> None:
     present = {(group, number) for group in (0, 1) for number in range(20)}
     for gap, end in ((19, 19), (18, 18), (17, 20), (0, 20)):
         assert ask(store_of(asked, present - {(1, gap)}), asked).end == end * T
+
+
+def test_what_sufficed_for_one_window_is_asked_again_when_another_steps_back() -> None:
+    asked = query(20 * T + 1, (None, 13, 6))
+    present = {(group, number) for group in range(3) for number in range(20)}
+    # The first window settles at 20 without block 16; at 19, where the second ends, it needs it.
+    present -= {(1, 16), (2, 19)}
+    assert ask(store_of(asked, present), asked).end == 16 * T
 
 
 def test_a_store_full_of_gaps_is_asked_a_few_times_only() -> None:
