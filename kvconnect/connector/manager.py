@@ -323,7 +323,10 @@ class KvCacheConnectorManager:
         match, record.offer = record.offer, None
         if match is None:
             return None
-        return LoadOrder(request.request_id, match.position, match.end, match.is_async)
+        # With windows a match that is cut to the position of the offer may be shorter than that.
+        start = min(match.position, request.num_computed_tokens)
+        start -= start % self._tokens_per_block
+        return LoadOrder(request.request_id, start, match.end, match.is_async)
 
     def _exchange(self, metadata: object, loads: tuple[LoadOrder, ...]) -> None:
         mine = Instructions(

@@ -182,6 +182,20 @@ def test_a_failed_load_sends_its_request_back_to_the_queue(
         assert answer == reference(PROMPT, layouts, GENERATE)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failed_load_calls_no_more_valid_than_the_device_really_matched(
+    script: Script, is_async: bool
+) -> None:
+    script.match = lambda _, position: (5 * T - position, is_async)
+    with engine() as bench:
+        bench.kv.device_match = lambda _: 4 * T
+        bench.kv.max_matched = lambda _position: 2 * T + 1
+        request = bench.submit(PROMPT, GENERATE)
+        script.failures = [fail(request, 5 * T)]
+        bench.step()
+        assert bench.outcomes[-1].failed == {request.request_id: 2 * T}
+
+
 def test_a_store_that_always_fails_is_asked_twice(script: Script) -> None:
     script.match = lambda _, position: (5 * T - position, True)
     script.finished = lambda *_: ([], [])
