@@ -164,6 +164,10 @@ class BlockManager:
         pool = self._pools[self._group(window)]
         return pool.num_blocks - pool.num_free
 
+    def num_reclaimed_blocks(self, *, window: int | None = None) -> int:
+        """Published blocks that had to make room so far, whether the host tier took them or not."""
+        return self._pools[self._group(window)].num_reclaimed
+
     def max_blocks(self, *, window: int | None = None) -> int:
         """Blocks in all. It changes when pools give each other memory."""
         return self._pools[self._group(window)].num_blocks

@@ -59,6 +59,7 @@ class BlockPool:
         self.window = window
         self.queue = ReclaimQueue(group, clock)
         self.num_unreferenced = 0
+        self.num_reclaimed = 0
         self.host: HostTier | None = None
         self.events = events
         self._tree = tree
@@ -119,8 +120,10 @@ class BlockPool:
 
     def make_blank(self, count: int) -> None:
         """Reclaim published blocks until `count` are blank; so many must be free."""
+        num_blank = len(self.blank)
         while len(self.blank) < count:
             self._reclaim(count - len(self.blank))
+        self.num_reclaimed += len(self.blank) - num_blank
 
     def drop(self, ids: BlockIds) -> None:
         """One holder lets go of these private blocks; those without another one are blank."""
