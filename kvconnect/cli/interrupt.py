@@ -1,4 +1,7 @@
-"""SIGTERM as an exception, like Ctrl-C, so that ``with`` blocks close what they opened."""
+"""SIGTERM as an exception, like Ctrl-C, so that ``with`` blocks close what they opened.
+
+And Ctrl-C as a note, for a command that wants to come to an end of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["Terminated", "raise_on_sigterm"]
+__all__ = ["Interrupt", "Terminated", "note_interrupt", "raise_on_sigterm"]
 
 
 class Terminated(BaseException):
@@ -29,3 +32,27 @@ def raise_on_sigterm() -> Iterator[None]:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed in a `note_interrupt` block."""
+
+    def __init__(self) -> None:
+        self.noted = False
+
+
+@contextmanager
+def note_interrupt() -> Iterator[Interrupt]:
+    """In the block the first Ctrl-C is noted only; a second one raises. Main thread only."""
+    interrupt = Interrupt()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if interrupt.noted:
+            raise KeyboardInterrupt
+        interrupt.noted = True
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -20,6 +20,8 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = (
     "kvconnect.cli.generate",
     "kvconnect.cli.make_model",
+    "kvconnect.cli.simulate",
+    "kvconnect.cli.make_trace",
     "kvconnect.cli.bench",
 )
 """Modules of the subcommands, in the order of ``kvconnect --help``; each fits `Command`."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from importlib.util import find_spec
 from types import TracebackType
-from typing import Never, Self
+from typing import TYPE_CHECKING, Never, Self
 
-from tqdm import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 __all__ = ["Progress"]
 
@@ -24,7 +26,10 @@ class Progress:
         self._done = 0
         self._told_at = time.monotonic()
         self._bar: tqdm[Never] | None = None
-        if sys.stderr.isatty():
+        # Commands that need no extra do without the bar if tqdm is not there.
+        if sys.stderr.isatty() and find_spec("tqdm") is not None:
+            from tqdm import tqdm
+
             self._bar = tqdm(desc=task, total=total, unit=f" {unit}", file=sys.stderr, leave=False)
 
     def advance(self, count: int) -> None:

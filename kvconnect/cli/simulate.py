@@ -1,0 +1,316 @@
+"""``kvconnect simulate``: what a cache of some size would do for a trace of requests."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvconnect.cli.command import Subparsers
+from kvconnect.cli.interrupt import note_interrupt
+from kvconnect.cli.progress import Progress
+from kvconnect.config import KvCacheConfig
+from kvconnect.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from kvconnect.simulate.machine import Machine
+    from kvconnect.simulate.report import Report
+    from kvconnect.simulate.retention_policy import RetentionPolicy
+    from kvconnect.simulate.simulator import Simulator
+    from kvconnect.simulate.tier_size import TierSize
+    from kvconnect.simulate.trace_reader import TraceReader
+
+__all__ = ["add_parser", "run"]
+
+_TIERS = ("device", "host", "external")
+_REQUESTS_PER_UPDATE = 256
+
+_DESCRIPTION = """\
+Drive the block manager, without a model and without tensors, by a trace of requests: how many
+prompt tokens would be found on the device, in host memory and in an external store, what is
+evicted and what is moved. TRACE holds JSON lines in the format of the published Mooncake traces
+(timestamp, input_length, output_length, hash_ids), or with tokens and output_tokens; kvconnect
+make-trace writes synthetic ones."""
+
+_EPILOG = """\
+examples:
+  kvconnect make-trace trace.jsonl --requests 20000
+  kvconnect simulate trace.jsonl --device 500ktok --host 2Mtok --plot over-time.png
+  kvconnect simulate trace.jsonl --model DIR --sweep device=4GiB,8GiB,16GiB,32GiB --plot sizes.png
+  kvconnect simulate trace.jsonl --device 500ktok --retention system=90:600s
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``simulate``."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="find out from a trace of requests how much cache is worth having",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", metavar="TRACE", help="JSON lines; .gz is unpacked; - is stdin")
+    _add_tiers(parser)
+    _add_serving(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    parser.set_defaults(run=run)
+
+
+def _add_tiers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "cache", "SIZE is in bytes (16GiB) or in tokens (500000tokens, 500ktok, 2Mtok)."
+    )
+    group.add_argument("--device", metavar="SIZE", help="KV memory of the device")
+    group.add_argument("--host", metavar="SIZE", help="pinned host memory (default: none)")
+    group.add_argument("--external", metavar="SIZE", help="a store beyond it (default: none)")
+    group.add_argument(
+        "--sweep", metavar="TIER=SIZE,…", help="one run for each size of device, host or external"
+    )
+    known = group.add_mutually_exclusive_group()
+    known.add_argument(
+        "--bytes-per-token", type=int, metavar="N", help="of keys and values, all layers together"
+    )
+    known.add_argument(
+        "--model", type=Path, metavar="DIR", help="the same, of the model whose config.json is here"
+    )
+    group.add_argument(
+        "--tokens-per-block", type=int, default=32, metavar="T", help="a power of two (default: 32)"
+    )
+    policy = group.add_mutually_exclusive_group()
+    policy.add_argument(
+        "--retention",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PART=PRIORITY[:DURATION]",
+        help="what requests ask for; PART is system, prompt, output or tokens as in 0-2048; "
+        "priorities are 0 to 100, 35 without (default: none)",
+    )
+    policy.add_argument(
+        "--retention-file", metavar="F", help="the same, as the fields of KvCacheRetentionConfig"
+    )
+    group.add_argument(
+        "--offload-min-priority",
+        type=int,
+        default=35,
+        metavar="P",
+        help="blocks below it are dropped instead of copied to the host (default: 35)",
+    )
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--requests", type=int, metavar="N", help="only the first so many (default: all)"
+    )
+    group.add_argument(
+        "--hash-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens that a hash id stands for (default: 512)",
+    )
+    group.add_argument(
+        "--prefill-tokens-per-s",
+        type=float,
+        default=8000,
+        metavar="X",
+        help="prompt tokens that one request computes per second (default: 8000)",
+    )
+    group.add_argument(
+        "--decode-tokens-per-s",
+        type=float,
+        default=50,
+        metavar="X",
+        help="tokens that one request generates per second (default: 50)",
+    )
+    group.add_argument(
+        "--max-batch-size",
+        type=int,
+        metavar="N",
+        help="requests served at once (default: as many as have room)",
+    )
+    group.add_argument(
+        "--max-waiting",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="requests that may wait for room; more are turned away (default: 10000)",
+    )
+
+
+class _Sweep(NamedTuple):
+    tier: str
+    sizes: list[TierSize]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Simulate, then print and draw what was found; after Ctrl-C, what was found until then.
+
+    Raises:
+        ConfigurationError: a bad option, trace, model or policy.
+        MissingExtra: ``--plot`` without matplotlib, ``--model`` without transformers.
+        KeyboardInterrupt: after Ctrl-C, once everything is printed.
+    """
+    from kvconnect.simulate.plot import check_plot, write_plot
+
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
+    report = _simulate(arguments)
+    print(report.json() if arguments.json else report.text(), flush=True)
+    if arguments.plot is not None:
+        write_plot(report, arguments.plot)
+    if report.interrupted:
+        raise KeyboardInterrupt
+
+
+def _simulate(arguments: argparse.Namespace) -> Report:
+    from kvconnect.simulate.report import Report, Run
+    from kvconnect.simulate.simulator import Simulator
+    from kvconnect.simulate.trace_reader import TraceReader
+
+    if arguments.requests is not None and arguments.requests < 1:
+        raise ConfigurationError(f"--requests: {arguments.requests} must be at least 1")
+    token_nbytes = _token_nbytes(arguments)
+    policy = _policy(arguments)
+    sweep = _sweep(arguments.sweep)
+    machines = _machines(arguments, sweep, token_nbytes)
+    with TraceReader(arguments.trace, hash_tokens=arguments.hash_tokens) as trace:
+        simulators = [Simulator(machine, policy) for _, machine in machines]
+        num_read, interrupted = _drive(simulators, trace, arguments.requests)
+    if num_read == 0 and not interrupted:
+        raise ConfigurationError(f"trace '{trace.name}': holds no request")
+    return Report(
+        trace.name,
+        num_read,
+        trace.last_arrival,
+        interrupted,
+        [
+            Run(machine, simulator.tally, label)
+            for (label, machine), simulator in zip(machines, simulators, strict=True)
+        ],
+        token_nbytes,
+        None if sweep is None else sweep.tier,
+    )
+
+
+def _drive(
+    simulators: Sequence[Simulator], trace: TraceReader, most: int | None
+) -> tuple[int, bool]:
+    """Let every simulator have every request; returns how many, and whether Ctrl-C ended it."""
+    num_read = told = 0
+    with _progress(trace, most) as progress, note_interrupt() as interrupt:
+        for request in islice(trace, most):
+            for simulator in simulators:
+                simulator.arrive(request)
+            num_read += 1
+            if num_read % _REQUESTS_PER_UPDATE == 0 and progress is not None:
+                done = num_read if most is not None else trace.bytes_read
+                progress.advance(done - told)
+                told = done
+            if interrupt.noted:
+                return num_read, True
+        for simulator in simulators:
+            simulator.finish()
+    return num_read, False
+
+
+def _progress(trace: TraceReader, most: int | None) -> AbstractContextManager[Progress | None]:
+    if most is not None:
+        return Progress("simulate", most, "requests")
+    if trace.num_bytes is None:
+        return nullcontext()
+    return Progress("simulate", trace.num_bytes, "bytes")
+
+
+# -------------------------------------------------------------------- options
+
+
+def _token_nbytes(arguments: argparse.Namespace) -> int | None:
+    given: int | None = arguments.bytes_per_token
+    if given is not None and given < 1:
+        raise ConfigurationError(f"--bytes-per-token: {given} must be at least 1")
+    if arguments.model is None:
+        return given
+    from kvconnect.simulate.model_size import token_nbytes
+
+    return token_nbytes(arguments.model)
+
+
+def _policy(arguments: argparse.Namespace) -> RetentionPolicy:
+    from kvconnect.simulate.retention_policy import RetentionPolicy
+
+    if arguments.retention_file is not None:
+        return RetentionPolicy.from_file(arguments.retention_file)
+    return RetentionPolicy(arguments.retention)
+
+
+def _sweep(text: str | None) -> _Sweep | None:
+    from kvconnect.simulate.tier_size import TierSize
+
+    if text is None:
+        return None
+    tier, equals, sizes = text.partition("=")
+    if not equals or tier not in _TIERS:
+        raise ConfigurationError(
+            f"--sweep {text}: TIER=SIZE,SIZE,… is needed, where TIER is device, host or external"
+        )
+    return _Sweep(
+        tier, [TierSize.parse(size, field=f"--sweep {tier}") for size in sizes.split(",")]
+    )
+
+
+def _machines(
+    arguments: argparse.Namespace, sweep: _Sweep | None, token_nbytes: int | None
+) -> list[tuple[str, Machine]]:
+    """Label and machine of each run."""
+    from kvconnect.simulate.machine import Machine
+    from kvconnect.simulate.tier_size import TierSize
+
+    # Checked here first: a bad one must not pass for a bad size.
+    KvCacheConfig(
+        tokens_per_block=arguments.tokens_per_block,
+        secondary_offload_min_priority=arguments.offload_min_priority,
+    )
+    sizes: dict[str, list[TierSize]] = {}
+    for tier in _TIERS:
+        given: str | None = getattr(arguments, tier)
+        if sweep is not None and sweep.tier == tier:
+            if given is not None:
+                raise ConfigurationError(f"--{tier} {given}: --sweep gives its sizes; leave it out")
+            sizes[tier] = sweep.sizes
+        elif given is not None:
+            sizes[tier] = [TierSize.parse(given, field=f"--{tier}")]
+    if "device" not in sizes:
+        raise ConfigurationError("--device: is needed, for example --device 500ktok")
+    blocks = {
+        tier: [size.num_blocks(arguments.tokens_per_block, token_nbytes, field=f"--{tier}")
+               for size in given]
+        for tier, given in sizes.items()
+    }  # fmt: skip
+    runs = []
+    for number in range(1 if sweep is None else len(sweep.sizes)):
+        fit = {
+            tier: counts[number if sweep is not None and sweep.tier == tier else 0]
+            for tier, counts in blocks.items()
+        }
+        if fit["device"] < 1:
+            raise ConfigurationError("--device: not even one block fits; give a larger size")
+        machine = Machine(
+            device_blocks=fit["device"],
+            host_blocks=fit.get("host", 0),
+            external_blocks=fit.get("external", 0),
+            tokens_per_block=arguments.tokens_per_block,
+            prefill_tokens_per_s=arguments.prefill_tokens_per_s,
+            decode_tokens_per_s=arguments.decode_tokens_per_s,
+            max_batch_size=arguments.max_batch_size,
+            max_waiting=arguments.max_waiting,
+            offload_min_priority=arguments.offload_min_priority,
+        )
+        runs.append(("" if sweep is None else sweep.sizes[number].text, machine))
+    return runs

@@ -1,0 +1,56 @@
+"""What is simulated: the sizes of the tiers and how fast requests are served."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvconnect.config import DEFAULT_RETENTION_PRIORITY
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["Machine"]
+
+_SLOWEST = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """An engine with its cache.
+
+    Attributes:
+        device_blocks: of the primary pool.
+        host_blocks: of pinned host memory; 0: no host tier.
+        external_blocks: that the store holds; 0: no store.
+        tokens_per_block: a power of two greater than 1.
+        prefill_tokens_per_s: prompt tokens that a request computes in a second,
+        decode_tokens_per_s: and tokens that it generates in one; ``inf``: at once.
+        max_batch_size: requests served at once; ``None``: as many as fit.
+        max_waiting: requests that may wait; further ones are turned away.
+        offload_min_priority: blocks below it are dropped instead of offloaded to the host.
+
+    Raises:
+        ConfigurationError: names the field, the value and what is right.
+    """
+
+    device_blocks: int
+    host_blocks: int = 0
+    external_blocks: int = 0
+    tokens_per_block: int = 32
+    prefill_tokens_per_s: float = math.inf
+    decode_tokens_per_s: float = math.inf
+    max_batch_size: int | None = None
+    max_waiting: int = 10_000
+    offload_min_priority: int = DEFAULT_RETENTION_PRIORITY
+
+    def __post_init__(self) -> None:
+        least = {"device_blocks": 1, "host_blocks": 0, "external_blocks": 0, "max_waiting": 0}
+        if self.max_batch_size is not None:
+            least["max_batch_size"] = 1
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise ConfigurationError(f"{name}: {getattr(self, name)} must be at least {limit}")
+        for name in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+            if not getattr(self, name) >= _SLOWEST:
+                raise ConfigurationError(
+                    f"{name}: {getattr(self, name)} must be at least {_SLOWEST:g}"
+                )

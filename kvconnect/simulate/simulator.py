@@ -1,0 +1,255 @@
+"""The block manager under a stream of requests, in the time of the trace."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from operator import sub
+from typing import NamedTuple
+
+import torch
+
+from kvconnect.cache.block_manager import BlockManager
+from kvconnect.config import KvCacheConfig
+from kvconnect.layout import KvCacheLayout
+from kvconnect.simulate.counting_copier import CountingCopier
+from kvconnect.simulate.external_tier import ExternalTier
+from kvconnect.simulate.machine import Machine
+from kvconnect.simulate.retention_policy import RetentionPolicy
+from kvconnect.simulate.tally import Counts, Tally
+from kvconnect.simulate.trace_request import TraceRequest
+from kvconnect.tokens import TokenArray
+
+__all__ = ["Simulator"]
+
+
+class _Running(NamedTuple):
+    request_id: int
+    request: TraceRequest
+    tokens: TokenArray
+    prefilled: bool
+
+
+class _Moves(NamedTuple):
+    """What was moved and given up since the beginning; named as in `Counts`."""
+
+    evicted_blocks: int = 0
+    offloaded_blocks: int = 0
+    onboarded_blocks: int = 0
+    host_copied_tokens: int = 0
+    device_copied_tokens: int = 0
+    saved_blocks: int = 0
+    external_evicted_blocks: int = 0
+
+
+class Simulator:
+    """Serves requests in the order in which they arrive; deterministic, on a clock of its own.
+
+    A request is admitted as soon as the blocks for its prompt and its whole answer can be had, and
+    nobody waits before it. It holds them until its last token: prompt tokens that no tier supplies
+    take ``1 / prefill_tokens_per_s`` each, generated ones ``1 / decode_tokens_per_s``; moving
+    blocks takes no time. Its prompt is published once it is computed, its answer at the end; full
+    blocks go to the external tier at the same moments.
+
+    Attributes:
+        tally: what happened so far.
+        now: seconds after the first request.
+    """
+
+    def __init__(self, machine: Machine, policy: RetentionPolicy | None = None) -> None:
+        self.machine = machine
+        self.tally = Tally()
+        self.now = 0.0
+        size = machine.tokens_per_block
+        self._copier = CountingCopier()
+        self._blocks = BlockManager(
+            KvCacheConfig(
+                tokens_per_block=size, secondary_offload_min_priority=machine.offload_min_priority
+            ),
+            KvCacheLayout(1, 1, 1, 1, size, torch.int8),
+            num_blocks=machine.device_blocks,
+            num_host_blocks=machine.host_blocks,
+            copier=self._copier,
+            clock=lambda: self.now,
+        )
+        self._external: ExternalTier | None = None
+        if machine.external_blocks:
+            self._external = ExternalTier(machine.external_blocks, size)
+        self._policy = policy or RetentionPolicy()
+        self._moves = _Moves()
+        self._events: list[tuple[float, int, _Running]] = []
+        self._num_events = 0
+        self._next_id = 0
+        self._num_running = 0
+        self._waiting: deque[TraceRequest] = deque()
+        self._first_tokens: TokenArray | None = None  # of the first that waits, once made
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or are served."""
+        return len(self._waiting) + self._num_running
+
+    def arrive(self, request: TraceRequest) -> None:
+        """Go on to the arrival of `request`, and admit it or let it wait.
+
+        Raises:
+            ConfigurationError: the retention policy does not suit it.
+        """
+        self._run_until(request.arrival)
+        self.now = request.arrival
+        if -(-request.num_tokens // self.machine.tokens_per_block) > self.machine.device_blocks:
+            self.tally.at(self.now).too_long += 1
+            return
+        self._waiting.append(request)
+        if len(self._waiting) == 1:  # else the first one has been refused since the last event
+            self._admit_waiting()
+        if len(self._waiting) > self.machine.max_waiting:
+            self._waiting.pop()
+            if not self._waiting:
+                self._first_tokens = None
+            self.tally.at(self.now).turned_away += 1
+        counts = self.tally.at(self.now)
+        counts.most_waiting = max(counts.most_waiting, len(self._waiting))
+
+    def finish(self) -> None:
+        """No more requests arrive: serve those that are there."""
+        self._run_until(float("inf"))
+
+    # ---------------------------------------------------------------- time
+
+    def _run_until(self, end: float) -> None:
+        events = self._events
+        while events and events[0][0] <= end:
+            self.now, _, running = heapq.heappop(events)
+            if running.prefilled:
+                self._end(running)
+            else:
+                self._end_prefill(running)
+
+    def _schedule(self, after: float, running: _Running) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (self.now + after, self._num_events, running))
+
+    # ---------------------------------------------------------------- the life of a request
+
+    def _admit_waiting(self) -> None:
+        limit = self.machine.max_batch_size
+        while self._waiting and (limit is None or self._num_running < limit):
+            request = self._waiting[0]
+            tokens = self._first_tokens
+            if tokens is None:
+                tokens = self._first_tokens = request.tokens()
+            if not self._fits(request, tokens):
+                return
+            self._waiting.popleft()
+            self._first_tokens = None
+            self._admit(request, tokens)
+
+    def _fits(self, request: TraceRequest, tokens: TokenArray) -> bool:
+        # What is matched needs no more blocks than what is not: this is enough, and at no cost.
+        needed = -(-len(tokens) // self.machine.tokens_per_block)
+        if self._blocks.num_free_blocks() >= needed:
+            return True
+        return self._blocks.can_add(tokens, max_matched=request.input_length - 1)
+
+    def _admit(self, request: TraceRequest, tokens: TokenArray) -> None:
+        request_id = self._next_id
+        self._next_id += 1
+        prompt = tokens[: request.input_length]
+        position, end = self._match_external(request, tokens, prompt)
+        matched = self._blocks.add_sequence(
+            request_id,
+            prompt,
+            retention=self._policy.config(request.system_length, request.line),
+            max_matched=position,
+        ).matched_tokens
+        if request.output_length:
+            self._blocks.append_tokens(request_id, tokens[request.input_length :])
+        counts = self.tally.at(self.now)
+        moved = self._count_moves(counts)
+        size = self.machine.tokens_per_block
+        from_host = moved.onboarded_blocks * size + moved.host_copied_tokens
+        external = max(end - matched, 0)
+        computed = request.input_length - matched - external
+        counts.requests += 1
+        counts.prompt_tokens += request.input_length
+        counts.output_tokens += request.output_length
+        counts.device_tokens += matched - from_host
+        counts.host_tokens += from_host
+        counts.external_tokens += external
+        counts.computed_tokens += computed
+        if external:
+            counts.loaded_blocks += -(-end // size) - matched // size
+        self._count_load(counts, self.now - request.arrival)
+        self._num_running += 1
+        running = _Running(request_id, request, tokens, prefilled=False)
+        self._schedule(computed / self.machine.prefill_tokens_per_s, running)
+
+    def _match_external(
+        self, request: TraceRequest, tokens: TokenArray, prompt: TokenArray
+    ) -> tuple[int | None, int]:
+        """How much of the device's match to use (``None``: all), and where the store's ends.
+
+        As the engine does it: the store is asked from a block boundary on, and it is used if it
+        reaches further than the device. The last prompt token is always computed.
+        """
+        if self._external is None:
+            return None, 0
+        end = self._external.match(tokens, request.input_length)
+        end = min(end, request.input_length - 1)
+        if end == 0:
+            return None, 0
+        on_device = self._blocks.foretell(prompt) or 0
+        if end <= on_device:
+            return None, 0
+        return on_device - on_device % self.machine.tokens_per_block, end
+
+    def _end_prefill(self, running: _Running) -> None:
+        request = running.request
+        self._blocks.commit(running.request_id, request.input_length)
+        if self._external is not None:
+            self._external.save(running.tokens, request.input_length)
+        self._count_moves(self.tally.at(self.now))
+        duration = request.output_length / self.machine.decode_tokens_per_s
+        self._schedule(duration, running._replace(prefilled=True))
+
+    def _end(self, running: _Running) -> None:
+        request, size = running.request, self.machine.tokens_per_block
+        # The last generated token was never fed back: it has no KV.
+        valid = request.num_tokens - 1 if request.output_length else request.num_tokens
+        self._blocks.abort(running.request_id, valid)
+        if self._external is not None and valid // size > request.input_length // size:
+            self._external.save(running.tokens, valid)
+        self._count_moves(self.tally.at(self.now))
+        self._num_running -= 1
+        self._admit_waiting()
+
+    # ---------------------------------------------------------------- counting
+
+    def _count_moves(self, counts: Counts) -> _Moves:
+        """Add what was moved since the last call to `counts`; returns it."""
+        copier, external = self._copier, self._external
+        now = _Moves(
+            self._blocks.num_reclaimed_blocks(),
+            copier.offloaded,
+            copier.onboarded,
+            copier.host_tokens,
+            copier.device_tokens,
+            0 if external is None else external.num_saved,
+            0 if external is None else external.num_dropped,
+        )
+        moved = _Moves(*map(sub, now, self._moves))
+        self._moves = now
+        counts.evicted_blocks += moved.evicted_blocks
+        counts.offloaded_blocks += moved.offloaded_blocks
+        counts.onboarded_blocks += moved.onboarded_blocks
+        counts.host_copied_tokens += moved.host_copied_tokens
+        counts.device_copied_tokens += moved.device_copied_tokens
+        counts.saved_blocks += moved.saved_blocks
+        counts.external_evicted_blocks += moved.external_evicted_blocks
+        return moved
+
+    def _count_load(self, counts: Counts, waited: float) -> None:
+        counts.waited_s += waited
+        counts.longest_wait_s = max(counts.longest_wait_s, waited)
+        counts.most_blocks = max(counts.most_blocks, self._blocks.num_allocated_blocks())

@@ -1,0 +1,60 @@
+"""How large a tier is, as the user writes it: in bytes, or in tokens."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from kvconnect.backends.url import parse_size
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["TierSize"]
+
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)tok(?:ens?)?", re.IGNORECASE)
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """Exactly one of `num_bytes` and `num_tokens` is set; `text` is what the user wrote."""
+
+    text: str
+    num_bytes: int | None = None
+    num_tokens: int | None = None
+
+    @classmethod
+    def parse(cls, text: str, *, field: str) -> Self:
+        """``16GiB``, ``1.5TB``, ``0``; or ``200000tokens``, ``500ktok``, ``2Mtok`` (decimal).
+
+        Raises:
+            ConfigurationError: names `field`, the text and what is right.
+        """
+        text = text.strip()
+        if text == "0":
+            return cls(text, num_bytes=0)
+        match = _TOKENS.fullmatch(text)
+        if match is not None:
+            return cls(text, num_tokens=int(float(match[1]) * _DECIMAL[match[2].lower()]))
+        if text.isdigit():
+            raise ConfigurationError(
+                f"{field}={text}: of what? Write {text}tokens, or bytes as in 16GiB"
+            )
+        return cls(text, num_bytes=parse_size(text, field=field))
+
+    def num_blocks(self, tokens_per_block: int, token_nbytes: int | None, *, field: str) -> int:
+        """Blocks that fit; tokens are rounded up to whole blocks, bytes down.
+
+        Raises:
+            ConfigurationError: it is in bytes, and nobody said how many bytes a token takes.
+        """
+        if self.num_tokens is not None:
+            return -(-self.num_tokens // tokens_per_block)
+        if not self.num_bytes:
+            return 0
+        if token_nbytes is None:
+            raise ConfigurationError(
+                f"{field}={self.text}: how many tokens are that? Give --bytes-per-token or "
+                "--model DIR, or a size in tokens such as 500ktok"
+            )
+        return self.num_bytes // (tokens_per_block * token_nbytes)
