@@ -7,25 +7,22 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvconnect.cli.command import Subparsers
 from kvconnect.cli.interrupt import note_interrupt
+from kvconnect.cli.machines import parse_machines
 from kvconnect.cli.progress import Progress
-from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from kvconnect.simulate.machine import Machine
     from kvconnect.simulate.report import Report
     from kvconnect.simulate.retention_policy import RetentionPolicy
     from kvconnect.simulate.simulator import Simulator
-    from kvconnect.simulate.tier_size import TierSize
     from kvconnect.simulate.trace_reader import TraceReader
 
 __all__ = ["add_parser", "run"]
 
-_TIERS = ("device", "host", "external")
 _REQUESTS_PER_UPDATE = 256
 
 _DESCRIPTION = """\
@@ -144,11 +141,6 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _Sweep(NamedTuple):
-    tier: str
-    sizes: list[TierSize]
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Simulate, then print and draw what was found; after Ctrl-C, what was found until then.
 
@@ -178,10 +170,9 @@ def _simulate(arguments: argparse.Namespace) -> Report:
         raise ConfigurationError(f"--requests: {arguments.requests} must be at least 1")
     token_nbytes = _token_nbytes(arguments)
     policy = _policy(arguments)
-    sweep = _sweep(arguments.sweep)
-    machines = _machines(arguments, sweep, token_nbytes)
+    machines = parse_machines(arguments, token_nbytes)
     with TraceReader(arguments.trace, hash_tokens=arguments.hash_tokens) as trace:
-        simulators = [Simulator(machine, policy) for _, machine in machines]
+        simulators = [Simulator(machine, policy) for _, machine in machines.runs]
         num_read, interrupted = _drive(simulators, trace, arguments.requests)
     if num_read == 0 and not interrupted:
         raise ConfigurationError(f"trace '{trace.name}': holds no request")
@@ -192,10 +183,10 @@ def _simulate(arguments: argparse.Namespace) -> Report:
         interrupted,
         [
             Run(machine, simulator.tally, label)
-            for (label, machine), simulator in zip(machines, simulators, strict=True)
+            for (label, machine), simulator in zip(machines.runs, simulators, strict=True)
         ],
         token_nbytes,
-        None if sweep is None else sweep.tier,
+        machines.swept,
     )
 
 
@@ -248,69 +239,3 @@ def _policy(arguments: argparse.Namespace) -> RetentionPolicy:
     if arguments.retention_file is not None:
         return RetentionPolicy.from_file(arguments.retention_file)
     return RetentionPolicy(arguments.retention)
-
-
-def _sweep(text: str | None) -> _Sweep | None:
-    from kvconnect.simulate.tier_size import TierSize
-
-    if text is None:
-        return None
-    tier, equals, sizes = text.partition("=")
-    if not equals or tier not in _TIERS:
-        raise ConfigurationError(
-            f"--sweep {text}: TIER=SIZE,SIZE,… is needed, where TIER is device, host or external"
-        )
-    return _Sweep(
-        tier, [TierSize.parse(size, field=f"--sweep {tier}") for size in sizes.split(",")]
-    )
-
-
-def _machines(
-    arguments: argparse.Namespace, sweep: _Sweep | None, token_nbytes: int | None
-) -> list[tuple[str, Machine]]:
-    """Label and machine of each run."""
-    from kvconnect.simulate.machine import Machine
-    from kvconnect.simulate.tier_size import TierSize
-
-    # Checked here first: a bad one must not pass for a bad size.
-    KvCacheConfig(
-        tokens_per_block=arguments.tokens_per_block,
-        secondary_offload_min_priority=arguments.offload_min_priority,
-    )
-    sizes: dict[str, list[TierSize]] = {}
-    for tier in _TIERS:
-        given: str | None = getattr(arguments, tier)
-        if sweep is not None and sweep.tier == tier:
-            if given is not None:
-                raise ConfigurationError(f"--{tier} {given}: --sweep gives its sizes; leave it out")
-            sizes[tier] = sweep.sizes
-        elif given is not None:
-            sizes[tier] = [TierSize.parse(given, field=f"--{tier}")]
-    if "device" not in sizes:
-        raise ConfigurationError("--device: is needed, for example --device 500ktok")
-    blocks = {
-        tier: [size.num_blocks(arguments.tokens_per_block, token_nbytes, field=f"--{tier}")
-               for size in given]
-        for tier, given in sizes.items()
-    }  # fmt: skip
-    runs = []
-    for number in range(1 if sweep is None else len(sweep.sizes)):
-        fit = {
-            tier: counts[number if sweep is not None and sweep.tier == tier else 0]
-            for tier, counts in blocks.items()
-        }
-        if fit["device"] < 1:
-            raise ConfigurationError("--device: not even one block fits; give a larger size")
-        machine = Machine(
-            device_blocks=fit["device"],
-            host_blocks=fit.get("host", 0),
-            external_blocks=fit.get("external", 0),
-            tokens_per_block=arguments.tokens_per_block,
-            prefill_tokens_per_s=arguments.prefill_tokens_per_s,
-            decode_tokens_per_s=arguments.decode_tokens_per_s,
-            max_batch_size=arguments.max_batch_size,
-            max_waiting=arguments.max_waiting,
-            offload_min_priority=arguments.offload_min_priority,
-        )
-        runs.append(("" if sweep is None else sweep.sizes[number].text, machine))
-    return runs

@@ -15,8 +15,7 @@ Path = tuple[int, ...]
 
 
 class Lru:
-    """Blocks named by all tokens up to their end; what was used longest ago and has no successor
-    goes first. A block that is not full has no successors."""
+    """Blocks named by all tokens up to their end; those without successors go, oldest use first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

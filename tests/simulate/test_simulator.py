@@ -62,8 +62,8 @@ def test_the_cache_forgets_what_was_used_longest_ago(request_of):
     a, b, c = (request_of(run(n, 8)) for n in (1, 2, 3))
     counts = served(simulator(device=4), a, b, c, b, a)
     assert counts.device_tokens == 7  # B only
-    # C takes A's two blocks. B needs a copy of its last block, which takes C's last one and is blank
-    # at the end, as B has that block already; so A takes that and C's first.
+    # C takes A's two blocks. B copies its last block into C's last one, which is blank at the end
+    # (B has that block already); so A takes that and C's first.
     assert counts.evicted_blocks == 2 + 1 + 1
 
 

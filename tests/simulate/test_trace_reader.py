@@ -64,7 +64,9 @@ def test_prompts_share_as_many_tokens_as_their_ids_say(write_trace, left, right,
 
 
 def test_tokens_of_an_id_stand_for_nothing_else_anywhere_in_its_stretch(write_trace):
-    one, two = (r.tokens() for r in read(write_trace([line(hash_ids=[1, 2]), line(hash_ids=[3, 4])])))
+    one, two = (
+        r.tokens() for r in read(write_trace([line(hash_ids=[1, 2]), line(hash_ids=[3, 4])]))
+    )
     assert (one[:700:2] != two[:700:2]).all()
 
 
@@ -88,7 +90,9 @@ def test_a_last_stretch_without_an_id_is_the_requests_own(write_trace):
 
 def test_the_length_of_a_stretch_can_be_given(write_trace):
     first, second = read(
-        write_trace([line(input_length=40, hash_ids=[0, 1, 2]), line(input_length=16, hash_ids=[0])]),
+        write_trace(
+            [line(input_length=40, hash_ids=[0, 1, 2]), line(input_length=16, hash_ids=[0])]
+        ),
         hash_tokens=16,
     )
     assert shared(first.tokens(), second.tokens()) == 16
@@ -96,7 +100,9 @@ def test_the_length_of_a_stretch_can_be_given(write_trace):
 
 def test_tokens_may_be_given_themselves(write_trace):
     (request,) = read(
-        write_trace([{"timestamp": 0, "tokens": [5, 6, 7], "output_tokens": [8], "system_length": 2}])
+        write_trace(
+            [{"timestamp": 0, "tokens": [5, 6, 7], "output_tokens": [8], "system_length": 2}]
+        )
     )
     assert request.tokens().tolist() == [5, 6, 7, 8]
     assert (request.input_length, request.output_length, request.system_length) == (3, 1, 2)

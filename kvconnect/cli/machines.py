@@ -1,0 +1,96 @@
+"""The options of ``kvconnect simulate`` that describe machines."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvconnect.config import KvCacheConfig
+from kvconnect.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from kvconnect.simulate.machine import Machine
+    from kvconnect.simulate.tier_size import TierSize
+
+__all__ = ["Machines", "parse_machines"]
+
+_TIERS = ("device", "host", "external")
+
+
+class Machines(NamedTuple):
+    """The machines to simulate.
+
+    Attributes:
+        runs: label and machine of each; one, without a label, where nothing is swept.
+        swept: the tier whose size differs; ``None``: nothing is.
+    """
+
+    runs: list[tuple[str, Machine]]
+    swept: str | None
+
+
+def parse_machines(arguments: argparse.Namespace, token_nbytes: int | None) -> Machines:
+    """One machine, or one for each size of ``--sweep``.
+
+    Raises:
+        ConfigurationError: an option is missing, malformed or out of range.
+    """
+    # Checked here first: a bad block size must not pass for a bad size of a tier.
+    KvCacheConfig(
+        tokens_per_block=arguments.tokens_per_block,
+        secondary_offload_min_priority=arguments.offload_min_priority,
+    )
+    swept, sweep = _parse_sweep(arguments.sweep)
+    fixed = {}
+    for tier in _TIERS:
+        text: str | None = getattr(arguments, tier)
+        if text is None:
+            continue
+        if tier == swept:
+            raise ConfigurationError(f"--{tier} {text}: --sweep gives its sizes; leave it out")
+        size = _parse_size(text, f"--{tier}")
+        fixed[tier] = size.num_blocks(arguments.tokens_per_block, token_nbytes, field=f"--{tier}")
+    if swept is None:
+        return Machines([("", _machine(arguments, fixed))], None)
+    runs = []
+    for size in sweep:
+        blocks = size.num_blocks(arguments.tokens_per_block, token_nbytes, field=f"--sweep {swept}")
+        runs.append((size.text, _machine(arguments, {**fixed, swept: blocks})))
+    return Machines(runs, swept)
+
+
+def _parse_sweep(text: str | None) -> tuple[str | None, list[TierSize]]:
+    if text is None:
+        return None, []
+    tier, equals, sizes = text.partition("=")
+    if not equals or tier not in _TIERS:
+        raise ConfigurationError(
+            f"--sweep {text}: TIER=SIZE,SIZE,… is needed, where TIER is device, host or external"
+        )
+    return tier, [_parse_size(size, f"--sweep {tier}") for size in sizes.split(",")]
+
+
+def _parse_size(text: str, field: str) -> TierSize:
+    from kvconnect.simulate.tier_size import TierSize
+
+    return TierSize.parse(text, field=field)
+
+
+def _machine(arguments: argparse.Namespace, blocks: dict[str, int]) -> Machine:
+    from kvconnect.simulate.machine import Machine
+
+    if "device" not in blocks:
+        raise ConfigurationError("--device: is needed, for example --device 500ktok")
+    if blocks["device"] < 1:
+        raise ConfigurationError("--device: not even one block fits; give a larger size")
+    return Machine(
+        device_blocks=blocks["device"],
+        host_blocks=blocks.get("host", 0),
+        external_blocks=blocks.get("external", 0),
+        tokens_per_block=arguments.tokens_per_block,
+        prefill_tokens_per_s=arguments.prefill_tokens_per_s,
+        decode_tokens_per_s=arguments.decode_tokens_per_s,
+        max_batch_size=arguments.max_batch_size,
+        max_waiting=arguments.max_waiting,
+        offload_min_priority=arguments.offload_min_priority,
+    )

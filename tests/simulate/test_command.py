@@ -1,0 +1,262 @@
+"""The commands make-trace and simulate."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvconnect.cli import simulate
+from kvconnect.simulate.simulator import Simulator
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> str:
+    """A synthetic trace of 300 requests."""
+    from kvconnect.simulate.workload import Workload
+
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    path.write_text("".join(Workload(300, seed=3).lines()))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    from kvconnect.engine.random_model import make_model
+
+    return make_model(tmp_path_factory.mktemp("simulate") / "model", "llama")
+
+
+TWICE = [{"timestamp": t, "tokens": list(range(640)), "output_length": 0} for t in (0, 100_000)]
+
+
+# ---------------------------------------------------------------- make-trace
+
+
+def test_a_trace_is_written_and_not_overwritten_unless_told_to(kvconnect, tmp_path: Path):
+    path = tmp_path / "t.jsonl"
+    code, out, err = kvconnect("make-trace", path, "--requests", 20)
+    assert (code, out) == (0, "")
+    assert "20 requests" in err
+    before = path.read_text()
+    assert len(before.splitlines()) == 20
+    code, _, err = kvconnect("make-trace", path, "--requests", 20, "--seed", 1)
+    assert code == 2
+    assert "--force" in err
+    assert path.read_text() == before
+    assert kvconnect("make-trace", path, "--requests", 20, "--seed", 1, "--force")[0] == 0
+    assert path.read_text() != before
+
+
+def test_standard_output_gets_the_trace_alone(kvconnect):
+    code, out, err = kvconnect("make-trace", "-", "--requests", 3, "--mix", "chat=1")
+    assert (code, err) == (0, "")
+    assert [json.loads(line)["system_length"] for line in out.splitlines()] == [1024] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--mix", "chat"], "--mix chat: KIND=SHARE"),
+        (["--mix", "chta=1"], "did you mean 'chat'"),
+        (["--requests", 0], "num_requests: 0"),
+    ],
+)
+def test_a_bad_option_leaves_no_trace(kvconnect, tmp_path, options, complaint):
+    code, _, err = kvconnect("make-trace", tmp_path / "t", *options)
+    assert code == 2
+    assert complaint in err
+    assert not (tmp_path / "t").exists()
+
+
+# ---------------------------------------------------------------- simulate
+
+
+def test_the_table_says_what_was_found(kvconnect, write_trace):
+    path = write_trace(TWICE)
+    code, out, err = kvconnect(
+        "simulate", path, "--device", "4MiB", "--bytes-per-token", 1024, "--external", "0"
+    )
+    assert (code, err) == (0, "")
+    words = [" ".join(line.split()) for line in out.splitlines()]
+    assert words[0] == f"{path}: 2 requests, 0:01:40"
+    assert "prompts 1,280 100.0 %" in words
+    assert "from device 639 49.9 %" in words
+    assert "computed 641 50.1 %" in words
+    assert "saved 639 49.9 %" in words
+    assert "device 128 blocks (4 MiB); 32 tokens per block" in words
+    assert "held at once: 20 blocks, 15.6 % of the device" in words
+    assert "within the device 31 31 KiB" in words
+    assert "0:00:00 1 640 0.0 % 0.0 % 0 0" in words
+    assert any(line.startswith("0:01:3") and "99.8 %" in line for line in words)
+
+
+def test_json_says_the_same(kvconnect, write_trace):
+    path = write_trace(TWICE)
+    options = ("--device", "4096tok", "--external", "4096tok", "--bytes-per-token", 10, "--json")
+    code, out, _ = kvconnect("simulate", path, *options)
+    assert code == 0
+    report = json.loads(out)
+    (run,) = report["runs"]
+    assert report["requests_read"] == run["total"]["requests"] == 2
+    assert run["total"]["device_tokens"] == 639
+    assert run["total"]["hit_rate"] == 639 / 1280
+    assert run["moved_bytes"] == {
+        "external_to_device": 0,
+        "device_to_external": 6400,
+        "within_the_device": 310,
+    }
+    for field in ("requests", "prompt_tokens", "device_tokens", "saved_blocks"):
+        assert sum(row[field] for row in run["over_time"]) == run["total"][field]
+
+
+def test_equal_runs_print_the_same(kvconnect, trace):
+    options = ("simulate", trace, "--device", "60ktok", "--external", "1Mtok")
+    assert kvconnect(*options) == kvconnect(*options)
+
+
+def test_more_cache_finds_no_less(kvconnect, trace):
+    # One request at a time: then what a smaller cache holds, a larger one holds too.
+    serving = ("--prefill-tokens-per-s", "inf", "--decode-tokens-per-s", "inf")
+    sizes = "device=40ktok,50ktok,80ktok,160ktok,320ktok,1Mtok"
+    code, out, _ = kvconnect("simulate", trace, "--sweep", sizes, "--json", *serving)
+    assert code == 0
+    report = json.loads(out)
+    rates = [run["total"]["hit_rate"] for run in report["runs"]]
+    assert [run["label"] for run in report["runs"]] == sizes.partition("=")[2].split(",")
+    assert rates == sorted(rates)
+    assert rates[0] + 0.2 < rates[-1]
+
+
+def test_a_run_of_a_sweep_is_that_of_its_size_alone(kvconnect, trace):
+    sizes = ("40ktok", "200ktok")
+    _, swept, _ = kvconnect("simulate", trace, "--sweep", "device=" + ",".join(sizes), "--json")
+    for size, run in zip(sizes, json.loads(swept)["runs"], strict=True):
+        _, alone, _ = kvconnect("simulate", trace, "--device", size, "--json")
+        assert run["total"] == json.loads(alone)["runs"][0]["total"]
+
+
+def test_a_sweep_of_another_tier_is_a_table_of_its_sizes(kvconnect, trace):
+    options = ("--device", "40ktok", "--sweep", "external=0,400ktok")
+    code, out, _ = kvconnect("simulate", trace, *options)
+    assert code == 0
+    header, none, some = out.splitlines()[2:]
+    assert header.split()[:4] == ["external", "tokens", "fit", "device"]
+    assert none.split()[:2] == ["0", "0"]
+    assert some.split()[:2] == ["400ktok", "400,000"]
+
+
+def test_only_the_first_requests_are_read_if_asked(kvconnect, trace):
+    _, out, _ = kvconnect("simulate", trace, "--device", "1Mtok", "--requests", 7, "--json")
+    assert json.loads(out)["requests_read"] == 7
+
+
+def test_bytes_per_token_come_from_a_models_configuration(kvconnect, trace, model):
+    (model / "model.safetensors").unlink()  # the weights are not needed
+    options = ("--device", "64MiB", "--model", model, "--json", "--requests", 3)
+    code, out, err = kvconnect("simulate", trace, *options)
+    assert code == 0, err
+    report = json.loads(out)
+    # Two layers of two heads of 16 elements, keys and values, float32.
+    config = json.loads((model / "config.json").read_text())
+    heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    assert report["bytes_per_token"] == layers * heads * head_dim * 2 * 4
+
+
+def test_the_first_ctrl_c_prints_what_there_is(kvconnect, trace, monkeypatch):
+    arrive = Simulator.arrive
+
+    def interrupted(self, request):
+        arrive(self, request)
+        if request.line == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Simulator, "arrive", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    code, out, _ = kvconnect("simulate", trace, "--device", "1Mtok", "--json")
+    assert code == 130
+    report = json.loads(out)
+    assert (report["requests_read"], report["interrupted"]) == (20, True)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_ends_it_at_once(kvconnect, trace, monkeypatch):
+    def interrupted(self, request):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Simulator, "arrive", interrupted)
+    assert kvconnect("simulate", trace, "--device", "1Mtok")[:2] == (130, "")
+
+
+# ---------------------------------------------------------------- plots
+
+
+@pytest.mark.parametrize(
+    ("name", "magic", "options"),
+    [
+        ("a.png", b"\x89PNG\r\n", ("--device", "1GiB", "--bytes-per-token", 9999)),
+        ("a.svg", b"<?xml", ("--device", "60ktok", "--external", "2Mtok")),
+        ("b.png", b"\x89PNG\r\n", ("--sweep", "device=40ktok,80ktok,400ktok")),
+        ("c.png", b"\x89PNG\r\n", ("--device", "60ktok", "--sweep", "external=0,400ktok")),
+    ],
+)
+def test_a_picture_is_written(kvconnect, trace, tmp_path: Path, name, magic, options):
+    path = tmp_path / name
+    code, _, err = kvconnect("simulate", trace, *options, "--requests", 50, "--plot", path)
+    assert code == 0, err
+    assert path.read_bytes().startswith(magic)
+
+
+def test_a_missing_matplotlib_is_named_before_the_work(kvconnect, trace, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(simulate, "_simulate", None)
+    code, out, err = kvconnect("simulate", trace, "--device", "1Mtok", "--plot", tmp_path / "a.png")
+    assert (code, out) == (2, "")
+    assert "pip install 'kvconnect[plot]'" in err
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ([], "--device: is needed"),
+        (["--device", "500"], "--device=500: of what"),
+        (["--device", "1GiB"], "--bytes-per-token or --model DIR"),
+        (["--device", "1KiB", "--bytes-per-token", "4096"], "not even one block fits"),
+        (["--device", "1GiB", "--bytes-per-token", "0"], "--bytes-per-token: 0"),
+        (["--device", "1Mtok", "--sweep", "device=2Mtok"], "--sweep gives its sizes"),
+        (["--sweep", "device"], "TIER=SIZE"),
+        (["--sweep", "disk=1Mtok"], "TIER=SIZE"),
+        (["--sweep", "device=1Mtok,"], "a size such as"),
+        (["--device", "1Mtok", "--tokens-per-block", "24"], "tokens_per_block"),
+        (["--device", "1Mtok", "--offload-min-priority", "101"], "secondary_offload_min_priority"),
+        (["--device", "1Mtok", "--prefill-tokens-per-s", "0"], "prefill_tokens_per_s"),
+        (["--device", "1Mtok", "--requests", "0"], "--requests: 0"),
+        (["--device", "1Mtok", "--hash-tokens", "7"], "hash tokens: 7"),
+        (["--device", "1Mtok", "--hash-tokens", "16"], ":1: hash_ids: "),
+        (["--device", "1Mtok", "--retention", "system"], "PART=PRIORITY"),
+        (["--device", "1Mtok", "--retention-file", "nowhere"], "--retention-file nowhere: No such"),
+        (["--device", "1Mtok", "--model", "nowhere"], "--model nowhere: there is no config.json"),
+        (["--device", "1Mtok", "--plot", "nowhere/a.png"], "--plot nowhere/a.png: there is no"),
+        (["--device", "1Mtok", "--plot", "a.gif"], "must end in .png"),
+    ],
+)
+def test_a_mistake_is_one_line(kvconnect, trace, options, complaint):
+    code, out, err = kvconnect("simulate", trace, *options)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert complaint in line
+
+
+def test_an_empty_trace_is_refused(kvconnect, write_trace):
+    code, _, err = kvconnect("simulate", write_trace([""]), "--device", "1Mtok")
+    assert code == 2
+    assert "holds no request" in err
