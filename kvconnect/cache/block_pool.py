@@ -43,6 +43,7 @@ class BlockPool:
         ids: the numbers of its blocks.
         blank: ids whose content nobody can find.
         num_unreferenced: published ones in primary that nobody holds.
+        num_reclaimed: published ones that had to leave primary so far.
         host: the secondary tier; ``None``: reclaimed blocks are dropped.
     """
 
