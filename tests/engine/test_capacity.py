@@ -152,7 +152,7 @@ def test_an_unknown_policy_is_refused(open_llm, llama):
         open_llm(llama, scheduling="max_utilisation")
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_any_mix_gets_the_answers_it_gets_alone(crowded, data):
     llm, answers, questions = crowded

@@ -121,15 +121,14 @@ def test_the_answers_are_those_of_plain_greedy_decoding(
     arch, model_of, open_llm, reference, prompts
 ):
     model = model_of(arch)
-    several = [*prompts, prompts[2] * 6, [7, 8, 9] * 11]
-    expected = reference(model, several, 40)
+    several = [*prompts[:4], prompts[2] * 6, [7, 8, 9] * 11]
+    expected = reference(model, several, 30)
     llm = open_llm(model, max_tokens=2048, speculative=EAGER)
-    params = SamplingParams(max_tokens=40)
-    for _ in range(2):  # the second time on what the first published
-        assert tokens(llm.generate(several, params)) == expected
-    assert llm.stats().drafted_tokens > 100
+    params = SamplingParams(max_tokens=30)
+    assert tokens(llm.generate(several, params)) == expected
+    assert llm.stats().drafted_tokens > 50
     whole = [prompt + answer for prompt, answer in zip(several, expected, strict=True)]
-    for wrong_every in (0, 3, 7):
+    for wrong_every in (0, 3):  # on what the first time published
         draft_with(llm, Parrot(whole, wrong_every))
         assert tokens(llm.generate(several, params)) == expected
     stats = llm.stats()
@@ -137,8 +136,7 @@ def test_the_answers_are_those_of_plain_greedy_decoding(
     llm._engine._kv.blocks.check_invariants()
 
 
-@pytest.mark.parametrize("tokens_per_block", [2, 16])
-@pytest.mark.parametrize("wrong_every", [0, 2, 5])
+@pytest.mark.parametrize(("tokens_per_block", "wrong_every"), [(2, 5), (16, 2), (4, 0)])
 def test_drafts_across_blocks_in_memory_full_of_rubbish(
     tokens_per_block, wrong_every, llama, open_llm, reference, prompts
 ):
@@ -191,7 +189,7 @@ def test_right_drafts_save_steps(llama, open_llm):
 
 
 def test_max_tokens_is_kept_to_the_token_and_no_block_is_taken_beyond(llama, open_llm):
-    for max_tokens in range(1, 9):
+    for max_tokens in (1, 2, 4, 7):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         (expected,) = open_llm(llama).generate([5] * 20, params)
         # Room for exactly what the request needs without drafts.
