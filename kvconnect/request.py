@@ -75,6 +75,7 @@ class LlmRequest:
         draft_tokens: proposed tokens to verify in this step.
         kv_transfer_params: free-form data that travels with a request between instances.
         reused_device_tokens, reused_store_tokens, computed_tokens: what its prompt cost so far.
+        reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class LlmRequest:
         self.arrived_at = time.perf_counter()
         self.reused_device_tokens = 0
         self.reused_store_tokens = 0
+        self.reused_host_tokens = 0
         self.computed_tokens = 0
 
     @property

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvconnect.cache.block_manager import BlockManager
-from kvconnect.cache.copier import TensorCopier
 from kvconnect.cache.demand import peak_of_decode, peak_of_prefill
+from kvconnect.cache.host_traffic import MeteredCopier
 from kvconnect.cache.matching import first_in_window
 from kvconnect.cache.pool_tensor import (
     allocate_arena,
@@ -84,7 +84,7 @@ class KVCacheManager(BaseKVCacheManager):
             allocate_host_pool(layout, count, device) if count else None
             for layout, count in zip(sizes.layouts, sizes.num_host_blocks, strict=True)
         ]
-        self._copier = TensorCopier(self._pools, host_pools, sizes.layouts)
+        self._copier = MeteredCopier(self._pools, host_pools, sizes.layouts)
         self.blocks = BlockManager(config, layouts, copier=self._copier, sizes=sizes)
         self._tokens_per_block = config.tokens_per_block
         self._places = {
@@ -251,6 +251,7 @@ class KVCacheManager(BaseKVCacheManager):
         external = ExternalMatch()
         if self._matcher is not None:
             external = self._matcher.match_external(request, matched)
+        onboarded = self._copier.onboarded_tokens
         try:
             allocation = self.blocks.add_sequence(
                 request.request_id,
@@ -266,6 +267,8 @@ class KVCacheManager(BaseKVCacheManager):
             # Matching less, because the store reaches further, shares fewer blocks with others.
             return False
         request.reused_device_tokens = allocation.matched_tokens
+        onboarded = self._copier.onboarded_tokens - onboarded
+        request.reused_host_tokens = min(onboarded, allocation.matched_tokens)
         request.num_computed_tokens = allocation.matched_tokens
         request.num_external_tokens = external.end if external.num_tokens else 0
         loading = external.num_tokens > 0 and external.is_async

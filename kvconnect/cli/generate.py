@@ -28,6 +28,7 @@ _JSON_FIELDS = (
     "prompt_tokens",
     "computed_tokens",
     "reused_device_tokens",
+    "reused_host_tokens",
     "reused_store_tokens",
     "ttft_ms",
     "output_token_ids",

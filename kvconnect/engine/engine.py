@@ -346,6 +346,7 @@ class Engine:
         stats.generated_tokens += request.num_generated_tokens
         stats.computed_tokens += request.computed_tokens
         stats.reused_device_tokens += request.reused_device_tokens
+        stats.reused_host_tokens += request.reused_host_tokens
         stats.reused_store_tokens += request.reused_store_tokens
 
     def _turn_away(self, error: BaseException | None) -> None:

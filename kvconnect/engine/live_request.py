@@ -98,6 +98,7 @@ class LiveRequest:
             reused_store_tokens=request.reused_store_tokens,
             ttft_ms=None if ttft is None else 1000 * ttft,
             kv_transfer_params=request.kv_transfer_params,
+            reused_host_tokens=request.reused_host_tokens,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
             preemptions=self.preemptions,

@@ -25,6 +25,7 @@ class RequestOutput:
         reused_device_tokens, reused_store_tokens: how many came from the cache, and from a store.
         ttft_ms: time from submission to the first token; ``None`` if there was none.
         kv_transfer_params: data that a connector sends along with the result.
+        reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
         drafted_tokens, accepted_tokens: proposed by speculative decoding, and found right.
         preemptions: how often it lost its blocks to others and came back.
     """
@@ -40,6 +41,7 @@ class RequestOutput:
     reused_store_tokens: int
     ttft_ms: float | None
     kv_transfer_params: Mapping[str, Any] | None = None
+    reused_host_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
@@ -71,6 +73,7 @@ class EngineStats:
         finished_requests: ended, aborts included.
         prompt_tokens, computed_tokens, reused_device_tokens, reused_store_tokens: of these.
         generated_tokens: of finished requests, too.
+        reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
         preemptions: requests sent back to the queue.
         drafted_tokens, accepted_tokens: proposed by speculative decoding, and found right.
         waiting_requests, running_requests, loading_requests, saving_requests: now.
@@ -84,6 +87,7 @@ class EngineStats:
     reused_device_tokens: int = 0
     reused_store_tokens: int = 0
     generated_tokens: int = 0
+    reused_host_tokens: int = 0
     preemptions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

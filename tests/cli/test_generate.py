@@ -11,7 +11,14 @@ import pytest
 
 FIELDS = [
     *("request_id", "prompt_tokens", "computed_tokens", "reused_device_tokens"),
-    *("reused_store_tokens", "ttft_ms", "output_token_ids", "output_text", "finish_reason"),
+    *(
+        "reused_host_tokens",
+        "reused_store_tokens",
+        "ttft_ms",
+        "output_token_ids",
+        "output_text",
+        "finish_reason",
+    ),
     *("preemptions", "drafted_tokens", "accepted_tokens"),
 ]
 TEXT = "the quick brown fox jumps over the lazy dog; " * 4
@@ -79,6 +86,18 @@ def test_drafts_preemptions_and_a_rounded_cache(answer):
     assert len(rounded["output_token_ids"]) == 6
     (narrow,) = answer("--prompt", TEXT, "--max-attention-window", 4096, 8)
     assert narrow["output_token_ids"] != plain["output_token_ids"]
+
+
+def test_what_left_the_device_comes_back_from_the_host(answer):
+    prompts = [letter * 90 for letter in "abcd"]
+    small = ("--kv-cache-tokens", 128, "--tokens-per-block", 16, "--max-batch-size", 1)
+    objects = answer(*small, "--host-cache", "64MiB", "--prompt", *prompts, *prompts)
+    assert [each["reused_host_tokens"] for each in objects[:4]] == [0] * 4
+    assert all(each["reused_host_tokens"] > 32 for each in objects[4:])
+    assert all(each["reused_device_tokens"] == 89 for each in objects[4:])
+    assert [each["output_text"] for each in objects[4:]] == [
+        each["output_text"] for each in objects[:4]
+    ]
 
 
 def test_retention_goes_with_every_prompt(kvconnect, model: Path, monkeypatch):

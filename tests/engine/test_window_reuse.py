@@ -142,6 +142,8 @@ def test_what_left_the_device_comes_back_from_the_host(arch, model_of, mixed, op
         assert tokens(outputs) == expected
     # 160 tokens are on the device; without the host tier the first ones would be gone.
     assert [output.reused_device_tokens for output in outputs] == [99] * 4
+    assert outputs[0].reused_host_tokens >= 64
+    assert llm.stats().reused_host_tokens == sum(one.reused_host_tokens for one in outputs)
     check_idle(llm)
 
 
