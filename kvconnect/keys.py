@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
+import numpy as np
+
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenArray, TokenBuffer
@@ -25,7 +27,9 @@ __all__ = [
     "Namespace",
     "Shard",
     "chain_key",
+    "chain_keys",
     "root_key",
+    "split_keys",
     "store_key",
 ]
 
@@ -99,7 +103,46 @@ def root_key(
 
 def chain_key(parent: BlockKey, tokens: TokenArray) -> BlockKey:
     """The key of the block that holds `tokens` (a whole block or a shorter tail) after `parent`."""
-    return _digest(b"kvc-block", (parent, struct.pack("<q", len(tokens)), tokens.tobytes()))
+    return BlockKey(chain_keys(parent, tokens.tobytes(), len(tokens)))
+
+
+_BLOCK = hashlib.blake2b(
+    struct.pack("<q", KEY_NBYTES), digest_size=KEY_NBYTES, person=b"kvc-block"
+)  # what `_digest` begins with for every block: the length of the parent
+
+
+def chain_keys(parent: bytes, tokens: bytes | bytearray, tokens_per_block: int) -> bytes:
+    """The keys of consecutive blocks after `parent`, 32 bytes each, one after the other.
+
+    Digests as of ``_digest(b"kvc-block", (parent, <number of tokens>, <tokens>))``, at a sixth of
+    its cost: a copied state and one update of what is one block of the hash, at 16 tokens.
+
+    Args:
+        parent: 32 bytes.
+        tokens: as native int32 bytes; the last block may have less than `tokens_per_block`.
+        tokens_per_block: above 0.
+    """
+    stride = 4 * tokens_per_block
+    whole = len(tokens) - len(tokens) % stride
+    middle = struct.pack("<qqq", 8, tokens_per_block, stride)
+    copy = _BLOCK.copy
+    keys = []
+    for low in range(0, whole, stride):
+        state = copy()
+        state.update(parent + middle + tokens[low : low + stride])
+        parent = state.digest()
+        keys.append(parent)
+    if whole < len(tokens):
+        rest = tokens[whole:]
+        keys.append(chain_keys(parent, rest, len(rest) // 4))
+    return b"".join(keys)
+
+
+def split_keys(keys: bytes | bytearray) -> list[BlockKey]:
+    """Keys that lie one after the other, each by itself."""
+    # At a fifth of the cost of slicing.
+    found: list[BlockKey] = np.frombuffer(keys, f"V{KEY_NBYTES}").tolist()
+    return found
 
 
 def store_key(key: BlockKey, group: int = 0, shard: Shard = Shard()) -> BlockKey:
@@ -116,13 +159,13 @@ class KeyChain:
     `truncate`. Not thread-safe.
     """
 
-    __slots__ = ("_keys", "_tokens", "root", "tokens_per_block")
+    __slots__ = ("_digests", "_tokens", "root", "tokens_per_block")
 
     def __init__(self, root: BlockKey, tokens_per_block: int, tokens: TokenBuffer) -> None:
         self.root = root
         self.tokens_per_block = tokens_per_block
         self._tokens = tokens
-        self._keys: list[BlockKey] = []
+        self._digests = bytearray()
 
     def __len__(self) -> int:
         """Full blocks of the tokens so far."""
@@ -131,9 +174,8 @@ class KeyChain:
     def keys(self, start: int = 0, stop: int | None = None) -> list[BlockKey]:
         """Keys of the full blocks ``start..stop`` (default: all)."""
         stop = len(self) if stop is None else min(stop, len(self))
-        if len(self._keys) < stop:
-            self._hash_up_to(stop)
-        return self._keys[start:stop]
+        self._hash_up_to(stop)
+        return split_keys(self._digests[start * KEY_NBYTES : stop * KEY_NBYTES])
 
     def parent(self, block: int) -> BlockKey:
         """The key before block number `block`: its predecessor's, or the root."""
@@ -149,12 +191,42 @@ class KeyChain:
 
     def truncate(self, num_tokens: int) -> None:
         """Forget keys of blocks that do not end within the first `num_tokens`."""
-        del self._keys[num_tokens // self.tokens_per_block :]
+        del self._digests[num_tokens // self.tokens_per_block * KEY_NBYTES :]
+
+    # ---------------------------------------------------------------- exchange with the block tree
+
+    @property
+    def num_hashed(self) -> int:
+        """Leading blocks whose keys are known already."""
+        return len(self._digests) // KEY_NBYTES
+
+    def known(self, start: int, parent: bytes, tokens: bytearray, low: int) -> bytes:
+        """The keys from block `start` on that are known already; nothing is hashed for this.
+
+        None if they do not follow `parent`, or are not of the tokens ``tokens[low:]``, in bytes.
+        """
+        size = self.tokens_per_block
+        stop = min(start + (len(tokens) - low) // (4 * size), self.num_hashed)
+        if stop <= start or self._key_before(start) != parent:
+            return b""
+        if not tokens.startswith(self._tokens.view[start * size : stop * size].tobytes(), low):
+            return b""
+        return bytes(self._digests[start * KEY_NBYTES : stop * KEY_NBYTES])
+
+    def learn(self, digests: bytes | bytearray) -> None:
+        """These are the keys of the first blocks: nobody needs to hash them again."""
+        if len(digests) > len(self._digests):
+            self._digests = bytearray(digests[: len(self) * KEY_NBYTES])
+
+    # ---------------------------------------------------------------- inside
+
+    def _key_before(self, block: int) -> bytes:
+        # Of a block whose predecessor is hashed.
+        high = block * KEY_NBYTES
+        return bytes(self._digests[high - KEY_NBYTES : high]) if block else self.root
 
     def _hash_up_to(self, stop: int) -> None:
-        size = self.tokens_per_block
-        tokens = self._tokens.view
-        parent = self._keys[-1] if self._keys else self.root
-        for block in range(len(self._keys), stop):
-            parent = chain_key(parent, tokens[block * size : (block + 1) * size])
-            self._keys.append(parent)
+        known, size = self.num_hashed, self.tokens_per_block
+        if known < stop:
+            tokens = self._tokens.view[known * size : stop * size].tobytes()
+            self._digests += chain_keys(self._key_before(known), tokens, size)

@@ -146,14 +146,19 @@ class BlockManager:
         lora_id: int | str | None = None,
         extra_key: str | int | None = None,
         first_chunk: int | None = None,
+        keys: KeyChain | None = None,
     ) -> int | None:
         """``matched_tokens`` of `add_sequence` now; ``None``: no blocks. Changes nothing.
 
-        Less than `match` where a partial match has to be given up for want of blocks.
+        Less than `match` where a partial match has to be given up for want of blocks. `keys` need
+        not hash again what was hashed of the match, if somebody asks for them before.
         """
         namespace = Namespace(cache_salt, lora_id, extra_key)
         plan = self._plan(Request(namespace, _token_bytes(tokens), first_chunk=first_chunk))
-        return None if plan is None else plan.num_matched
+        if plan is None:
+            return None
+        self._teach(keys, plan)
+        return plan.num_matched
 
     def num_free_blocks(self, *, window: int | None = None) -> int:
         """Blocks that could be allocated now, without memory of other pools."""
@@ -306,6 +311,7 @@ class BlockManager:
             raise OutOfBlocks(f"{needed} blocks are needed, less what is shared; {self._state()}")
         prompt = RetentionPlan(retention, request.num_tokens, self._tokens_per_block)
         sequence = LiveSequence(namespace, query, prompt, keys, len(self._pools))
+        self._teach(keys, plan)
         self._admission.admit(sequence, plan)
         if keys is not None and namespace in self._tree.roots:
             self._tree.root(namespace, keys.root)
@@ -511,6 +517,12 @@ class BlockManager:
         if request.external_end is not None:
             self._check_position("external_end", request.external_end, request.num_tokens)
         return self._admission.plan(request)
+
+    def _teach(self, keys: KeyChain | None, plan: AdmissionPlan) -> None:
+        # Only where keys are asked for: otherwise the tree has none.
+        segment, index = plan.match.segment, self._tree.index
+        if keys is not None and segment is not None and index is not None:
+            index.teach(keys, segment, plan.match.num_blocks)
 
     def _supply(self, needs: Sequence[int]) -> None:
         # All pools or none: after this, allocating so many cannot fail.

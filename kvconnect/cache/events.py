@@ -126,7 +126,7 @@ class EventLog:
 
     def stored(self, pool: BlockPool, segment: Segment, first: int = 0) -> None:
         """The blocks of `segment` from its number `first` on were published."""
-        keys = self._keys(segment)
+        keys = self._keys(segment, first)
         if not keys:
             return
         namespace = self._root(segment).namespace
@@ -145,8 +145,7 @@ class EventLog:
                 namespace.lora_id,
                 namespace.cache_salt is not None,
             )
-            for i, key in enumerate(keys)
-            if i >= first
+            for i, key in enumerate(keys, first)
         )
         self._add(pool.window, Stored(self._key_before(segment, first), blocks))
 
@@ -164,7 +163,7 @@ class EventLog:
 
     def removed(self, pool: BlockPool, segment: Segment, first: int = 0) -> None:
         """The blocks of `segment` from its number `first` on left the pool."""
-        keys = self._keys(segment)[first:]
+        keys = self._keys(segment, first)
         if keys:
             self._add(pool.window, Removed(tuple(keys)))
 
@@ -185,21 +184,26 @@ class EventLog:
         self._events.append(KvCacheEvent(self._next_id, window, change))
         self._next_id += 1
 
-    def _keys(self, segment: Segment) -> list[BlockKey]:
-        # Of all its blocks. A namespace without a key chain gets a root that no store knows.
+    def _keys(self, segment: Segment, first: int = 0) -> list[BlockKey]:
+        # Of its blocks from that number on. A namespace without a key chain gets a root that no
+        # store knows.
         index = self._tree.index
         if index is None:
             return []
         root = self._root(segment)
         if root.chain_root is None:
             self._tree.root(root.namespace, root_key(b"", self._layouts, root.namespace))
-        return list(index.keys_of(segment))
+        return index.keys_of(segment, first)
 
     def _key_before(self, segment: Segment, first: int) -> BlockKey | None:
         if first:
-            return self._keys(segment)[first - 1]
+            return self._keys(segment, first - 1)[0]
         parent = segment.parent
-        return None if parent is None or parent.parent is None else self._keys(parent)[-1]
+        return (
+            None
+            if parent is None or parent.parent is None
+            else self._keys(parent, len(parent) - 1)[0]
+        )
 
     @staticmethod
     def _root(segment: Segment) -> Root:

@@ -245,7 +245,9 @@ class KVCacheManager(BaseKVCacheManager):
             "extra_key": request.extra_key,
         }
         tokens = request.tokens.view
-        matched = self.blocks.foretell(tokens, **space, first_chunk=self._max_chunk)
+        matched = self.blocks.foretell(
+            tokens, **space, first_chunk=self._max_chunk, keys=request.key_chain
+        )
         if matched is None:
             return False
         external = ExternalMatch()

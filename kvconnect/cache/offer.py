@@ -194,12 +194,12 @@ class Offer:
         sequence, stride = self._sequence, self._tree.stride
         tokens = sequence.tokens[start * stride : stop * stride]
         if self._may_extend(above, start, stop, run):
-            self._tree.lengthen(above, tokens, stop - start)
+            self._tree.lengthen(above, tokens, stop - start, sequence.chain)
             for pool, grip in zip(self._pools, sequence.grips, strict=True):
                 pool.extend(above, grip.ids[start:stop])
                 grip.add(above, start, stop)
             return above
-        segment = self._tree.insert(above, tokens, stop - start)
+        segment = self._tree.insert(above, tokens, stop - start, sequence.chain)
         self._settle(segment, start, stop, run)
         return segment
 

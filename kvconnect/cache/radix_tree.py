@@ -8,7 +8,7 @@ import numpy as np
 
 from kvconnect.cache.key_index import KeyIndex
 from kvconnect.cache.segment import Root, Segment
-from kvconnect.keys import BlockKey, Namespace
+from kvconnect.keys import KEY_NBYTES, BlockKey, KeyChain, Namespace
 
 __all__ = ["RadixTree", "TokenBytes", "shared_tokens"]
 
@@ -117,27 +117,33 @@ class RadixTree:
 
     # ---------------------------------------------------------------- changes
 
-    def insert(self, parent: Segment, tokens: bytearray, num_blocks: int) -> Segment:
+    def insert(
+        self, parent: Segment, tokens: bytearray, num_blocks: int, chain: KeyChain | None = None
+    ) -> Segment:
         """Add a segment after `parent`, which has no child that begins with the same block.
 
-        It is in no pool yet.
+        It is in no pool yet. What `chain` knows of its keys is not hashed again.
         """
         segment = Segment(parent, parent.end, parent.end + num_blocks, tokens, self._num_pools)
         parent.children.add(bytes(tokens[: self.stride]), segment)
         if self.index is not None:
-            self.index.added(segment)
+            self.index.added(segment, chain)
         return segment
 
-    def lengthen(self, segment: Segment, tokens: bytearray, num_blocks: int) -> None:
+    def lengthen(
+        self, segment: Segment, tokens: bytearray, num_blocks: int, chain: KeyChain | None = None
+    ) -> None:
         """Add blocks at the end of `segment`, which has no children."""
         segment.tokens += tokens
         segment.end += num_blocks
+        if self.index is not None and chain is not None:
+            self.index.take(segment, chain)
 
     def shorten(self, segment: Segment, num_blocks: int) -> None:
         """Take the last blocks off a segment without children that has more; no pool has them."""
         segment.end -= num_blocks
         keep = segment.end - segment.start
-        del segment.tokens[keep * self.stride :], segment.keys[keep:]
+        del segment.tokens[keep * self.stride :], segment.keys[keep * KEY_NBYTES :]
 
     def split(self, segment: Segment, at: int) -> Segment:
         """Divide `segment` before block number `at`; returns the upper part, a new segment.
@@ -148,12 +154,12 @@ class RadixTree:
         cut = count * self.stride
         upper = Segment(segment.parent, segment.start, at, segment.tokens[:cut], 0)
         upper.pools = list(segment.pools)  # replaced by the pools' own parts, below
-        upper.keys = segment.keys[:count]
+        upper.keys = segment.keys[: count * KEY_NBYTES]
         if segment.parent is not None:
             segment.parent.children.replace(bytes(segment.tokens[: self.stride]), upper)
         segment.parent, segment.start = upper, at
         segment.tokens = segment.tokens[cut:]
-        segment.keys = segment.keys[count:]
+        segment.keys = segment.keys[count * KEY_NBYTES :]
         upper.children.add(bytes(segment.tokens[: self.stride]), segment)
         for divided in self.on_split:
             divided(upper, segment)

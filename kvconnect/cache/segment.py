@@ -93,7 +93,7 @@ class Segment:
         end: blocks up to and including the last one.
         tokens: of all blocks, as native int32 bytes.
         pools: the state in each pool group.
-        keys: chained keys of the leading blocks, as far as the key index hashed them.
+        keys: chained keys of the leading blocks, as far as the key index knows them, 32 bytes each.
     """
 
     __slots__ = ("children", "end", "keys", "parent", "pools", "start", "tokens")
@@ -107,7 +107,7 @@ class Segment:
         self.end = end
         self.tokens = tokens
         self.pools = [Residence() for _ in range(num_pools)]
-        self.keys: list[BlockKey] = []
+        self.keys = bytearray()
 
     def __len__(self) -> int:
         """Blocks."""

@@ -307,7 +307,7 @@ def test_who_never_asks_by_key_never_hashes():
     manager = make()
     keys = chain(range(12))
     publish(manager, 0, range(12), keys=keys)
-    assert keys._keys == []
+    assert keys.num_hashed == 0
 
 
 # ---------------------------------------------------------------- retention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import struct
 import subprocess
 import sys
 
@@ -15,7 +16,17 @@ from hypothesis import strategies as st
 
 from kvconnect import keys
 from kvconnect.errors import ConfigurationError
-from kvconnect.keys import KeyChain, Namespace, Shard, chain_key, root_key, store_key
+from kvconnect.keys import (
+    KEY_NBYTES,
+    KeyChain,
+    Namespace,
+    Shard,
+    chain_key,
+    chain_keys,
+    root_key,
+    split_keys,
+    store_key,
+)
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenBuffer
 
@@ -103,19 +114,58 @@ def test_only_a_partial_block_has_a_tail(num_tokens):
         chain().tail(num_tokens)
 
 
-def test_keys_are_hashed_once(monkeypatch):
-    calls = []
-    monkeypatch.setattr(keys, "chain_key", lambda *args: (calls.append(1), chain_key(*args))[1])
+def test_the_digests_stay_the_same():
+    # What is in stores, on disk and in other processes has these names.
+    first, second = chain(root=b"r" * 32).keys(0, 2)
+    assert (first.hex()[:16], second.hex()[:16]) == ("3bd4fc6b8f4bdc28", "a5c627743935a734")
+    assert chain(TOKENS[:37], root=b"r" * 32).tail(37).hex()[:16] == "78a7b4f9694be58a"
+    assert chain(TOKENS[:3], 1, b"r" * 32).keys()[-1].hex()[:16] == "bed984941c98eb1d"
+
+
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40),
+    st.integers(1, 9),
+    st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES),
+)
+def test_a_run_of_keys_is_one_key_after_another(tokens, size, parent):
+    tokens = np.array(tokens, np.int32)
+    expected = []
+    for start in range(0, len(tokens), size):
+        block = tokens[start : start + size]
+        parts = (
+            expected[-1] if expected else parent,
+            struct.pack("<q", len(block)),
+            block.tobytes(),
+        )
+        expected.append(keys._digest(b"kvc-block", parts))
+    for form in (bytes, bytearray):
+        assert split_keys(chain_keys(parent, form(tokens.tobytes()), size)) == expected
+
+
+@pytest.fixture
+def num_hashed(monkeypatch):
+    """How many keys were hashed."""
+    hashed = []
+
+    def counting(*args):
+        found = chain_keys(*args)
+        hashed.extend(split_keys(found))
+        return found
+
+    monkeypatch.setattr(keys, "chain_keys", counting)
+    return lambda: len(hashed)
+
+
+def test_keys_are_hashed_once(num_hashed):
     one = chain()
     assert one.keys() == one.keys() == one.keys(0, 3) + one.keys(3)
-    assert len(calls) == len(one) == 6
+    assert num_hashed() == len(one) == 6
 
 
-def test_keys_are_hashed_only_as_far_as_they_are_asked_for(monkeypatch):
-    calls = []
-    monkeypatch.setattr(keys, "chain_key", lambda *args: (calls.append(1), chain_key(*args))[1])
+def test_keys_are_hashed_only_as_far_as_they_are_asked_for(num_hashed):
     chain().keys(0, 2)
-    assert len(calls) == 2
+    assert num_hashed() == 2
+    assert chain().keys(2, 2) == []
 
 
 def test_a_chain_follows_its_tokens_forward_and_back():
