@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import inf
 
 import numpy as np
-from kvconnect.cache.events import Created, Removed, Stored, Updated
 
+from kvconnect.cache.events import Created, Removed, Stored, Updated
 from kvconnect.keys import chain_key
 
 

@@ -306,7 +306,7 @@ def test_with_blocks_on_disk(tmp_path: Path, layouts: Layouts) -> None:
 def test_a_small_store_that_drops_blocks_never_gives_a_wrong_token(layouts: Layouts) -> None:
     prompts = [PROMPT[: T * (2 + n % 8) + n % 3] + [100 + n % 5] * 5 for n in range(24)]
     largest = max(frame.frame_nbytes(one.block_nbytes) for one in layouts)
-    room = MemoryBackend(12 * len(layouts) * largest)
+    room = MemoryBackend(30 * len(layouts) * largest)
     with WindowEngine(llm_args(room, layouts), chunk=9) as bench:
         for prompt in prompts:
             assert bench.answer(prompt, 2) == reference(prompt, layouts, 2)

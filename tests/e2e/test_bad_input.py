@@ -108,10 +108,6 @@ OPENING: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         ),
         r"staging_bytes=100",
     ),
-    "host tier": (
-        lambda model, tmp: LLM(model, kv_cache=KvCacheConfig(host_cache_size=1 << 30)),
-        r"host_cache_size",
-    ),
 }
 
 

@@ -17,8 +17,9 @@ def test_bytes_flipped_in_the_pool_change_the_output(arch, layer, model_of, open
     llm = open_llm(model_of(arch))
     prompt = prompts[1]
     before = llm.generate(prompt, GREEDY)[0]
-    pool = llm._engine._kv.pool_tensor()
-    pool[:, layer].view(torch.uint8).bitwise_xor_(0x15)
+    buffers = llm._engine._kv.get_buffers(layer)
+    for memory in buffers if isinstance(buffers, tuple) else (buffers,):
+        memory.view(torch.uint8).bitwise_xor_(0x15)
     after = llm.generate(prompt, GREEDY)[0]
     assert after.reused_device_tokens == len(prompt) - 1
     assert after.output_token_ids != before.output_token_ids
