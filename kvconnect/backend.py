@@ -46,6 +46,7 @@ class StoredBlock:
         tokens: the block's own token ids; fewer than a whole block's for a tail.
         priority: retention priority, 0 (goes first) to 100.
         namespace: digest of salt and adapter, for pruning.
+        model: digest of the model and its cache geometry, for pruning.
         group: pool group.
     """
 
@@ -55,6 +56,7 @@ class StoredBlock:
     tokens: TokenArray | None = None
     priority: int = DEFAULT_RETENTION_PRIORITY
     namespace: bytes = b""
+    model: bytes = b""
     group: int = 0
 
 
@@ -66,15 +68,27 @@ class Child:
     tokens: TokenArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredEntry:
-    """One block as `Backend.scan` lists it; times are Unix seconds."""
+    """One block as `Backend.scan` lists it.
+
+    Attributes:
+        nbytes: of its value, the frame.
+        created_at, used_at: Unix seconds.
+        parent, tokens, namespace, model, group: as in the `StoredBlock` that was saved, where the
+            store keeps them.
+    """
 
     key: BlockKey
     nbytes: int
     priority: int
     created_at: float
     used_at: float
+    parent: BlockKey | None = None
+    tokens: TokenArray | None = None
+    namespace: bytes = b""
+    model: bytes = b""
+    group: int = 0
 
 
 class Backend(ABC):
@@ -96,6 +110,23 @@ class Backend(ABC):
 
     inline: ClassVar[bool] = False
     """True: loads run at memory speed: a request may wait for them in the step that needs them."""
+
+    durable: ClassVar[bool] = False
+    """True: what `save` reported stored is there after the process was killed and the store opened
+    anew."""
+
+    shared: ClassVar[bool] = False
+    """True: several processes may have the store open at once and see each other's blocks."""
+
+    expires: ClassVar[bool] = False
+    """True: blocks older than a configured time are not found (``ttl=`` in its URL)."""
+
+    max_value_bytes: ClassVar[int | None] = None
+    """Longest value it takes, in bytes; ``None``: any that fits its capacity."""
+
+    variable_length: ClassVar[bool] = False
+    """True: `load` takes buffers longer than the value and fills their beginning, so that frames
+    may be compressed. Else a value of another length than the buffer is a miss."""
 
     async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
         """Connect or create; called once, before anything else, with one layout per pool group.
@@ -119,9 +150,10 @@ class Backend(ABC):
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fill ``into[i]`` with the value of ``keys[i]``; return how many leading ones were filled.
 
-        `into` are 1-D uint8 host tensors, each exactly as long as the frame that was saved. An
-        absent key, or a value of another length, ends the run: it is a miss, not an error. Buffers
-        beyond the returned count are undefined, and all of them after an error.
+        `into` are 1-D uint8 host tensors, each exactly as long as the frame that was saved, or, with
+        `variable_length`, possibly longer. An absent key, or a value of another length, ends the
+        run: it is a miss, not an error. Buffers beyond the returned count are undefined, and all of
+        them after an error.
         """
 
     @abstractmethod
