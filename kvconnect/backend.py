@@ -150,10 +150,10 @@ class Backend(ABC):
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fill ``into[i]`` with the value of ``keys[i]``; return how many leading ones were filled.
 
-        `into` are 1-D uint8 host tensors, each exactly as long as the frame that was saved, or, with
-        `variable_length`, possibly longer. An absent key, or a value of another length, ends the
-        run: it is a miss, not an error. Buffers beyond the returned count are undefined, and all of
-        them after an error.
+        `into` are 1-D uint8 host tensors, each exactly as long as the frame that was saved, or,
+        with `variable_length`, possibly longer. An absent key, or a value of another length, ends
+        the run: it is a miss, not an error. Buffers beyond the returned count are undefined, and
+        all of them after an error.
         """
 
     @abstractmethod
