@@ -39,23 +39,31 @@ class GuardedBackend(Backend):
     ``frame_nbytes(layout.block_nbytes)`` bytes: `save` writes header and padding around the payload
     in place, `load` checks them.
 
+    With `raw` values pass as they are, neither sealed nor checked: for tools that move or examine
+    what is stored. Time and errors are guarded all the same.
+
     Attributes:
         inner: the backend itself.
         name: for messages.
     """
 
     def __init__(
-        self, inner: Backend, *, deadline_s: float = 30.0, verify_frames: bool = True
+        self,
+        inner: Backend,
+        *,
+        deadline_s: float = 30.0,
+        verify_frames: bool = True,
+        raw: bool = False,
     ) -> None:
         if deadline_s <= 0:
             raise ConfigurationError(f"deadline_s={deadline_s}: must be longer than nothing")
         self.inner = inner
         self.name = type(inner).__name__
         self._calls = Calls(self.name, deadline_s)
-        self._framed = not inner.device_buffers
+        self._framed = not inner.device_buffers and not raw
         self._verify = self._framed and verify_frames
         self._layouts: tuple[KvCacheLayout, ...] | None = None
-        self._fingerprints: frozenset[bytes] = frozenset()
+        self._fingerprints: frozenset[bytes] | None = None
         self._hashing = ThreadPoolExecutor(2, thread_name_prefix="kvconnect-frames")
         if self._framed and not verify_frames:
             logger.warning("%s: loaded blocks are not checked (verify_frames is off)", self.name)
@@ -76,12 +84,41 @@ class GuardedBackend(Backend):
         """As `inner` says."""
         return self.inner.inline
 
+    @property
+    def durable(self) -> bool:  # type: ignore[override]
+        """As `inner` says."""
+        return self.inner.durable
+
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        """As `inner` says."""
+        return self.inner.shared
+
+    @property
+    def expires(self) -> bool:  # type: ignore[override]
+        """As `inner` says."""
+        return self.inner.expires
+
+    @property
+    def max_value_bytes(self) -> int | None:  # type: ignore[override]
+        """As `inner` says."""
+        return self.inner.max_value_bytes
+
+    @property
+    def variable_length(self) -> bool:  # type: ignore[override]
+        """As `inner` says."""
+        return self.inner.variable_length
+
     async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
-        """Open `inner`. If this raises, `close` may still be called, or `open` once more."""
+        """Open `inner`. If this raises, `close` may still be called, or `open` once more.
+
+        Without `layouts`, frames of any layout are loaded, and none can be saved but `raw`.
+        """
         with trace("store.open"):
             await self._calls.run("open", lambda _: self.inner.open(layouts))
         self._layouts = tuple(layouts)
-        self._fingerprints = frozenset(layout.fingerprint() for layout in layouts)
+        fingerprints = frozenset(layout.fingerprint() for layout in layouts)
+        self._fingerprints = fingerprints or None
 
     async def close(self) -> None:
         """Wait for calls in flight up to the deadline, then close `inner`, within another one.

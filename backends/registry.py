@@ -33,7 +33,11 @@ def schemes() -> tuple[str, ...]:
 
 
 def open_backend(
-    url: str | Backend, *, deadline_s: float = 30.0, verify_frames: bool = True
+    url: str | Backend,
+    *,
+    deadline_s: float = 30.0,
+    verify_frames: bool = True,
+    raw: bool = False,
 ) -> GuardedBackend:
     """The backend of `url`, or `url` itself if it is one, with what every store needs around it.
 
@@ -43,6 +47,8 @@ def open_backend(
         url: for example ``disk:///var/cache/kv?capacity=200GiB``, or your own `Backend`.
         deadline_s: what each call may take, in seconds.
         verify_frames: check every loaded block. Off is for measuring only, and is logged.
+        raw: values pass as they are, frames neither written nor checked: for tools that copy or
+            examine what is stored (`kvconnect.frame.check` checks one).
 
     Raises:
         UnknownScheme: no installed backend serves the scheme.
@@ -52,7 +58,7 @@ def open_backend(
     if isinstance(url, GuardedBackend):
         return url
     backend = url if isinstance(url, Backend) else _make(StoreUrl.parse(url))
-    return GuardedBackend(backend, deadline_s=deadline_s, verify_frames=verify_frames)
+    return GuardedBackend(backend, deadline_s=deadline_s, verify_frames=verify_frames, raw=raw)
 
 
 def _make(url: StoreUrl) -> Backend:

@@ -74,8 +74,8 @@ def seal(frame: Tensor, header: FrameHeader) -> None:
     view[_CHECKSUM_AT:HEADER_NBYTES] = _checksum(view, end)
 
 
-def check(frame: Tensor, key: BlockKey, fingerprints: Collection[bytes]) -> FrameHeader:
-    """The header of a sound frame of `key`, in one of the layouts `fingerprints`.
+def check(frame: Tensor, key: BlockKey, fingerprints: Collection[bytes] | None) -> FrameHeader:
+    """The header of a sound frame of `key`, in one of the layouts `fingerprints` (``None``: any).
 
     Reads the whole payload; changes nothing; thread-safe.
 
@@ -97,7 +97,7 @@ def check(frame: Tensor, key: BlockKey, fingerprints: Collection[bytes]) -> Fram
         raise BadFrame("checksum mismatch")
     if found != key:
         raise BadFrame(f"holds block {found.hex()[:16]}, not {key.hex()[:16]}")
-    if fingerprint not in fingerprints:
+    if fingerprints is not None and fingerprint not in fingerprints:
         raise BadFrame("of another layout")
     return FrameHeader(tokens, nbytes, fingerprint, BlockKey(found), flags)
 

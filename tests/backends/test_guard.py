@@ -457,3 +457,60 @@ async def test_no_task_or_thread_is_left(kit):
             assert not thread.is_alive()
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert torch.is_tensor(kit.buffer(1))
+
+
+# ---------------------------------------------------------------------------------------- raw
+
+
+async def test_raw_access_moves_values_as_they_are_within_the_deadline(kit):
+    gate = Gate("lookup")
+    inner = Recording(gate)
+    key = kit.key("raw")
+    async with kit.opened(GuardedBackend(inner)) as store:
+        await store.save([kit.block(key)])
+    inner.values[key][3000] ^= 1
+    raw = GuardedBackend(inner, raw=True, deadline_s=0.05)
+    await raw.open([])
+    (into,) = kit.buffers(1)
+    assert await raw.load([key], [into]) == 1
+    assert torch.equal(into, inner.values[key])
+    other = kit.key("copy")
+    assert await raw.save([StoredBlock(other, into)]) == 1
+    assert torch.equal(inner.values[other], inner.values[key])
+    with pytest.raises(BackendTimeout):
+        await raw.lookup([key])
+    await raw.close()
+
+
+async def test_opened_without_layouts_it_loads_frames_of_any_and_saves_none(kit):
+    inner = Recording()
+    key = kit.key("any layout")
+    async with kit.opened(GuardedBackend(inner)) as store:
+        await store.save([kit.block(key)])
+    anyone = GuardedBackend(inner)
+    await anyone.open([])
+    (into,) = kit.buffers(1)
+    assert await anyone.load([key], [into]) == 1
+    assert kit.holds(into, key)
+    with pytest.raises(ConfigurationError, match="opened with 0 layouts"):
+        await anyone.save([kit.block(kit.key("new"))])
+    await anyone.close()
+
+
+async def test_every_store_opens_without_layouts(make_bare, kit):
+    bare = make_bare()
+    await bare.open([])
+    block = kit.block(kit.key("no layout"), nbytes=12345)
+    assert await bare.save([block]) == 1
+    (into,) = kit.buffers(1, 12345)
+    assert await bare.load([block.key], [into]) == 1
+    assert kit.holds(into, block.key, framed=False)
+    await bare.close()
+
+
+async def test_what_the_store_can_do_its_guard_can_do(make_bare):
+    bare = make_bare()
+    guarded = GuardedBackend(bare)
+    names = ("device_buffers", "enumerable", "inline", "durable", "shared", "expires")
+    for name in (*names, "max_value_bytes", "variable_length"):
+        assert getattr(guarded, name) == getattr(bare, name)
