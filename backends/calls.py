@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from kvconnect.backends.breaker import Breaker, BreakerState
 from kvconnect.errors import (
     BackendTimeout,
     BackendUnavailable,
@@ -15,10 +16,11 @@ from kvconnect.errors import (
     RetryLater,
     UsageError,
 )
-from kvconnect.trace import count
+from kvconnect.trace import Labels, count
 
 __all__ = ["Call", "Calls", "counted", "mapped", "together", "unopened"]
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _DRAIN_POLL_S = 0.05
@@ -56,15 +58,29 @@ class Calls:
         name: of the backend, for messages.
         deadline_s: what each call may take, waiting for its turn included.
         max_concurrent: more than so many wait for their turn.
-        max_abandoned: with so many calls past their deadline still running, new ones fail at once:
-            each may hold a thread and buffers, and a store that hangs must not take them all.
+        probe: a cheap call to the store, to see whether it works again.
+        failures: after so many in a row calls fail at once, until a probe succeeds.
+        max_abandoned: the same with so many calls past their deadline still running: each may hold
+            a thread and buffers, and a store that hangs must not take them all.
+        labels: of what is counted.
     """
 
     def __init__(
-        self, name: str, deadline_s: float, *, max_concurrent: int = 64, max_abandoned: int = 16
+        self,
+        name: str,
+        deadline_s: float,
+        *,
+        probe: Callable[[], Coroutine[Any, Any, object]],
+        failures: int = 5,
+        max_concurrent: int = 64,
+        max_abandoned: int = 16,
+        labels: Labels = (),
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s
+        self._labels = labels
+        self._inner_probe = probe
+        self._breaker = Breaker(name, self._probe, failures=failures, labels=labels)
         self._max_abandoned = max_abandoned
         self._turns = asyncio.Semaphore(max_concurrent)
         self._running: set[asyncio.Task[Any]] = set()
@@ -81,13 +97,30 @@ class Calls:
         """Calls past their deadline that have not ended yet."""
         return len(self._abandoned)
 
+    @property
+    def running(self) -> int:
+        """Calls that have not ended yet, abandoned ones included."""
+        return len(self._running)
+
+    def numbers(self) -> dict[str, float]:
+        """All this as `Backend.stats` tells it."""
+        return {
+            "breaker_state": float(self.state),
+            "running": self.running,
+            "abandoned": self.abandoned,
+        }
+
+    @property
+    def state(self) -> BreakerState:
+        """Whether calls are made at all."""
+        return self._breaker.state
+
     async def run(
         self,
         operation: str,
         start: Callable[[Call], Coroutine[Any, Any, T]],
         *,
         holds_buffers: bool = False,
-        closing: bool = False,
     ) -> T:
         """The result of ``start(call)``, within the deadline.
 
@@ -96,10 +129,25 @@ class Calls:
 
         Raises:
             BackendTimeout: not done in time; `pending` tells when it has really ended.
-            BackendUnavailable: it failed, is closed, or too many abandoned calls still run.
+            BackendUnavailable: it failed, is closed, or is left alone after too many failures.
         """
-        if not closing:
-            self._admit()
+        self._admit()
+        try:
+            result = await self.run_always(operation, start, holds_buffers=holds_buffers)
+        except RetryLater as error:
+            self._breaker.failed(error)
+            raise
+        self._breaker.succeeded()
+        return result
+
+    async def run_always(
+        self,
+        operation: str,
+        start: Callable[[Call], Coroutine[Any, Any, T]],
+        *,
+        holds_buffers: bool = False,
+    ) -> T:
+        """As `run`, whatever happened before, and without consequences: to open and to close."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.deadline_s
         await self._take_turn(operation, deadline)
@@ -120,11 +168,12 @@ class Calls:
             return task.result()
 
     async def drain(self) -> None:
-        """Take no more calls; wait for those that run, each up to its own deadline.
+        """Take no more calls, probe no more; wait for those that run, each up to its own deadline.
 
         Abandoned ones are not waited for: they have had their time, and may never end.
         """
         self._closed = True
+        self._breaker.stop()
         deadline = asyncio.get_running_loop().time() + self.deadline_s
         while waiting := self._running - self._abandoned:
             left = deadline - asyncio.get_running_loop().time()
@@ -137,10 +186,19 @@ class Calls:
         # The one place that refuses calls before they cost anything.
         if self._closed:
             raise BackendUnavailable(f"{self.name}: is closed")
-        if len(self._abandoned) >= self._max_abandoned:
-            raise BackendUnavailable(
-                f"{self.name}: {len(self._abandoned)} calls past their deadline still run"
-            )
+        self._breaker.check()
+
+    async def _probe(self) -> None:
+        if self._hangs:
+            raise BackendUnavailable(self._hangs)
+        async with asyncio.timeout(self.deadline_s):
+            await _contained(self._inner_probe())
+
+    @property
+    def _hangs(self) -> str:
+        if len(self._abandoned) < self._max_abandoned:
+            return ""
+        return f"{len(self._abandoned)} calls past their deadline still run"
 
     async def _take_turn(self, operation: str, deadline: float) -> None:
         if not self._turns.locked():
@@ -153,7 +211,7 @@ class Calls:
             raise self._timeout(operation) from error
 
     def _timeout(self, operation: str, pending: Future[None] | None = None) -> BackendTimeout:
-        count("store.timeout")
+        count("store.timeout", self._labels)
         return BackendTimeout(
             f"{self.name}: {operation} took longer than {self.deadline_s:g} s", pending
         )
@@ -165,6 +223,8 @@ class Calls:
         pending.set_running_or_notify_cancel()
         task.add_done_callback(lambda _: pending.set_result(None))
         self._abandoned.add(task)
+        if self._hangs and not self._closed:
+            self._breaker.open(self._hangs)
         if not holds_buffers:
             task.cancel()
         return self._timeout(operation, pending)
@@ -201,7 +261,7 @@ async def _wait(task: asyncio.Task[Any], deadline: float, *, holds_buffers: bool
     return task.done()
 
 
-async def together(first: Awaitable[T], second: Awaitable[T]) -> tuple[T, T]:
+async def together(first: Awaitable[T], second: Awaitable[S]) -> tuple[T, S]:
     """Both results. If one fails, raises only once the other has ended too: both use buffers."""
     one, other = await asyncio.gather(first, second, return_exceptions=True)
     for result in (one, other):

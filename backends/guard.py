@@ -1,35 +1,35 @@
-"""What the framework puts around every backend: deadline, frames, mapped errors, trace."""
+"""What the framework puts around every backend: deadline, breaker, frames, mapped errors, trace."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from kvconnect import frame
 from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.breaker import BreakerState
 from kvconnect.backends.calls import Call, Calls, counted, mapped, together, unopened
-from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError, RetryLater
-from kvconnect.frame import FrameHeader
-from kvconnect.keys import BlockKey
+from kvconnect.backends.codecs import Codecs
+from kvconnect.backends.framing import Framing, pieces
+from kvconnect.backends.guard_gauges import GuardGauges
+from kvconnect.errors import (
+    BackendUnavailable,
+    BadFrame,
+    ConfigurationError,
+    Recompute,
+    RetryLater,
+)
+from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.layout import KvCacheLayout
-from kvconnect.trace import count, trace, warn_once
+from kvconnect.trace import Labels, Span, count, trace, warn_once
 
 __all__ = ["GuardedBackend"]
 
-T = TypeVar("T")
-
 logger = logging.getLogger("kvconnect")
-
-# One piece is checked while the next is read. Large enough that a piece's fixed cost (a thread hop,
-# a query) does not show, small enough that the last check, which nothing overlaps, is short.
-_PIECE_NBYTES = 16 << 20
-# Hashing less than this takes less time than handing it to a thread.
-_INLINE_NBYTES = 256 << 10
 
 
 class GuardedBackend(Backend):
@@ -37,7 +37,11 @@ class GuardedBackend(Backend):
 
     Runs on one event loop. Blocks that callers pass have frame buffers of
     ``frame_nbytes(layout.block_nbytes)`` bytes: `save` writes header and padding around the payload
-    in place, `load` checks them.
+    in place, `load` checks them. With `codecs` what is stored is encoded, on threads and in memory
+    of its own: the payload stays as it is.
+
+    After `failures_to_open` failures in a row calls fail at once, until the store answers a lookup
+    that is made in the background for this.
 
     With `raw` values pass as they are, neither sealed nor checked: for tools that move or examine
     what is stored. Time and errors are guarded all the same.
@@ -45,6 +49,7 @@ class GuardedBackend(Backend):
     Attributes:
         inner: the backend itself.
         name: for messages.
+        codecs: what payloads are encoded with.
     """
 
     def __init__(
@@ -54,19 +59,52 @@ class GuardedBackend(Backend):
         deadline_s: float = 30.0,
         verify_frames: bool = True,
         raw: bool = False,
+        codecs: Codecs | None = None,
+        failures_to_open: int = 5,
     ) -> None:
         if deadline_s <= 0:
             raise ConfigurationError(f"deadline_s={deadline_s}: must be longer than nothing")
+        if failures_to_open < 1:
+            raise ConfigurationError(f"failures_to_open={failures_to_open}: must be at least 1")
         self.inner = inner
         self.name = type(inner).__name__
-        self._calls = Calls(self.name, deadline_s)
-        self._framed = not inner.device_buffers and not raw
-        self._verify = self._framed and verify_frames
+        self._labels: Labels = (("store", self.name),)
+        self._calls = Calls(
+            self.name,
+            deadline_s,
+            probe=self._probe,
+            failures=failures_to_open,
+            labels=self._labels,
+        )
+        self.codecs = codecs or Codecs()
+        self._check_codecs(raw=raw, verify_frames=verify_frames)
+        self._framing: Framing | None = None
+        if not inner.device_buffers and not raw:
+            self._framing = Framing(self.name, self.codecs, verify=verify_frames)
+            if not verify_frames:
+                logger.warning(
+                    "%s: loaded blocks are not checked (verify_frames is off)", self.name
+                )
         self._layouts: tuple[KvCacheLayout, ...] | None = None
-        self._fingerprints: frozenset[bytes] | None = None
-        self._hashing = ThreadPoolExecutor(2, thread_name_prefix="kvconnect-frames")
-        if self._framed and not verify_frames:
-            logger.warning("%s: loaded blocks are not checked (verify_frames is off)", self.name)
+        self._gauges = GuardGauges(self._calls, inner.stats, self._labels)
+
+    def _check_codecs(self, *, raw: bool, verify_frames: bool) -> None:
+        if not self.codecs:
+            return
+        reason = ""
+        if raw:
+            reason = "raw access moves frames as they are; leave it out"
+        elif self.inner.device_buffers:
+            reason = f"{self.name} takes blocks of the device as they are; leave it out"
+        elif self.codecs.compression and not self.inner.variable_length:
+            reason = (
+                f"{self.name} loads values of known length only (variable_length is False); "
+                "leave zstd or lz4 out"
+            )
+        elif not verify_frames:
+            reason = "frames must be checked before they are decoded; leave verify_frames on"
+        if reason:
+            raise ConfigurationError(f"codec={self.codecs}: {reason}")
 
     # What the inner backend can do, this one can.
     @property
@@ -114,11 +152,14 @@ class GuardedBackend(Backend):
 
         Without `layouts`, frames of any layout are loaded, and none can be saved but `raw`.
         """
-        with trace("store.open"):
-            await self._calls.run("open", lambda _: self.inner.open(layouts))
+        if self._calls.closed:
+            raise BackendUnavailable(f"{self.name}: is closed")
+        if self._framing is not None:
+            self._framing.set_layouts(layouts, variable_length=self.variable_length)
+        with self._trace("open"):
+            await self._calls.run_always("open", lambda _: self.inner.open(layouts))
         self._layouts = tuple(layouts)
-        fingerprints = frozenset(layout.fingerprint() for layout in layouts)
-        self._fingerprints = fingerprints or None
+        self._gauges.show(asyncio.get_running_loop())
 
     async def close(self) -> None:
         """Wait for calls in flight up to the deadline, then close `inner`, within another one.
@@ -127,20 +168,21 @@ class GuardedBackend(Backend):
         """
         if self._calls.closed:
             return
+        self._gauges.hide()
         await self._calls.drain()
         try:
-            with trace("store.close"):
-                await self._calls.run("close", lambda _: self.inner.close(), closing=True)
+            with self._trace("close"):
+                await self._calls.run_always("close", lambda _: self.inner.close())
         except (ConfigurationError, RetryLater) as error:
             logger.warning("%s", error)
-        self._hashing.shutdown(wait=False)
+        if self._framing is not None:
+            self._framing.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are present, within the deadline. Changes nothing but recency."""
         self._opened()
-        with trace("store.lookup", blocks=len(keys)) as span:
-            answer = await self._calls.run("lookup", lambda _: self.inner.lookup(keys))
-            found = counted(answer, len(keys), self.name, "lookup")
+        with self._trace("lookup", blocks=len(keys)) as span:
+            found = await self._calls.run("lookup", lambda _: self._lookup(keys))
             span.set(found=found)
         return found
 
@@ -148,14 +190,16 @@ class GuardedBackend(Backend):
         """Fill `into` with the frames of `keys`; return how many leading ones are filled and sound.
 
         A damaged or foreign frame ends the run, is deleted from the store and counted
-        (``store.bad_frame``). Hashing happens on threads of its own.
+        (``store.bad_frame``). One that was encoded with other codecs or another key ends it, too,
+        and stays (``store.other_codec``). Payloads are decoded; headers stay as they were stored.
+        Hashing and decoding happen on threads of their own.
 
         Raises:
             BackendTimeout: `into` belongs to the call until `pending` is done.
             BackendUnavailable: all of `into` is undefined; nothing touches it any more.
         """
         self._opened()
-        with trace("store.load", blocks=len(keys)) as span:
+        with self._trace("load", blocks=len(keys)) as span:
             loaded = await self._calls.run(
                 "load", lambda call: self._load(keys, into, call), holds_buffers=True
             )
@@ -165,12 +209,14 @@ class GuardedBackend(Backend):
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Seal the frames in ``block.data``, in place, and store them; return how many are stored.
 
+        With codecs the stored frames are made elsewhere, and ``block.data`` may be sealed or not.
+
         Raises:
             BackendTimeout: the buffers belong to the call until `pending` is done.
             BackendUnavailable: each block is stored wholly or not at all.
         """
         self._opened()
-        with trace("store.save", blocks=len(blocks)) as span:
+        with self._trace("save", blocks=len(blocks)) as span:
             saved = await self._calls.run(
                 "save", lambda call: self._save(blocks, call), holds_buffers=True
             )
@@ -180,14 +226,15 @@ class GuardedBackend(Backend):
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Forget `keys`, within the deadline."""
         self._opened()
-        with trace("store.delete", blocks=len(keys)):
+        with self._trace("delete", blocks=len(keys)):
             await self._calls.run("delete", lambda _: self.inner.delete(keys))
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """The stored blocks whose parent is `key`, within the deadline."""
         self._opened()
-        with trace("store.children"):
-            return await self._calls.run("children", lambda _: self.inner.children(key))
+        with self._trace("children"):
+            found = await self._calls.run("children", lambda _: self.inner.children(key))
+        return found if self._framing is None else self._framing.children(key, found)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """Everything that is stored; each step within the deadline."""
@@ -198,13 +245,20 @@ class GuardedBackend(Backend):
             return await anext(entries, None)
 
         while (entry := await self._calls.run("scan", following)) is not None:
-            yield entry
+            yield self._readable(entry)
 
     async def stats(self) -> Mapping[str, float]:
-        """Numbers about the store, and ``abandoned``: calls past their deadline that still run."""
+        """Numbers about the store, and about the calls to it.
+
+        ``breaker_state`` is 0 (closed: calls are made), 1 (half-open) or 2 (open); unless it is 0
+        the store itself is not asked. ``running`` are calls that have not ended, ``abandoned``
+        those of them that are past their deadline.
+        """
         self._opened()
-        numbers = await self._calls.run("stats", lambda _: self.inner.stats())
-        return {**numbers, "abandoned": self._calls.abandoned}
+        numbers: Mapping[str, float] = {}
+        if self._calls.state is BreakerState.CLOSED:
+            numbers = await self._calls.run("stats", lambda _: self.inner.stats())
+        return {**numbers, **self._calls.numbers()}
 
     def register(self, region: Tensor) -> None:
         """Tell `inner` of memory that buffers will come from."""
@@ -222,20 +276,39 @@ class GuardedBackend(Backend):
             raise unopened(self.name)
         return self._layouts
 
+    def _trace(self, operation: str, **values: float) -> Span:
+        return trace(f"store.{operation}", self._labels, **values)
+
+    async def _probe(self) -> None:
+        await self._lookup([BlockKey(os.urandom(KEY_NBYTES))])
+
+    async def _lookup(self, keys: Sequence[BlockKey]) -> int:
+        return counted(await self.inner.lookup(keys), len(keys), self.name, "lookup")
+
+    def _readable(self, entry: StoredEntry) -> StoredEntry:
+        if self._framing is None or entry.tokens is None or self.codecs.cipher is None:
+            return entry
+        child = Child(entry.key, entry.tokens)
+        found = self._framing.children(entry.parent, [child])
+        return replace(entry, tokens=found[0].tokens if found else None)
+
     async def _load(self, keys: Sequence[BlockKey], into: Sequence[Tensor], call: Call) -> int:
-        if not self._verify:
+        if self._framing is None:
             return await self._fill(keys, into)
+        rooms = self._framing.rooms(into)
         sound = 0
-        pieces = list(_pieces(into))
-        filled = await self._fill(keys[pieces[0]], into[pieces[0]]) if pieces else 0
-        for number, piece in enumerate(pieces):
-            size = piece.stop - piece.start
-            ended = filled < size or call.abandoned or number + 1 == len(pieces)
-            ahead = slice(0, 0) if ended else pieces[number + 1]
-            got = slice(piece.start, piece.start + filled)
-            good, filled = await together(
-                self._check(keys[got], into[got]), self._fill(keys[ahead], into[ahead])
-            )
+        parts = list(pieces(into))
+        filled = await self._fill(keys[parts[0]], rooms[parts[0]]) if parts else 0
+        for number, part in enumerate(parts):
+            size = part.stop - part.start
+            ended = filled < size or call.abandoned or number + 1 == len(parts)
+            ahead = slice(0, 0) if ended else parts[number + 1]
+            got = slice(part.start, part.start + filled)
+            opening = self._framing.open(keys[got], rooms[got], into[got])
+            wrong, filled = await together(opening, self._fill(keys[ahead], rooms[ahead]))
+            if wrong:
+                await self._report({keys[got][index]: one for index, one in wrong.items()})
+            good = min(wrong, default=got.stop - got.start)
             sound += good
             if good < size or ended:
                 break
@@ -246,86 +319,45 @@ class GuardedBackend(Backend):
             return 0
         return counted(await self.inner.load(keys, into), len(keys), self.name, "load")
 
-    async def _check(self, keys: Sequence[BlockKey], frames: Sequence[Tensor]) -> int:
-        bad = await self._hash(frames, lambda: self._bad_frames(keys, frames))
-        if not bad:
-            return len(keys)
-        await self._drop({keys[index]: error for index, error in bad.items()})
-        return min(bad)
-
-    def _bad_frames(
-        self, keys: Sequence[BlockKey], frames: Sequence[Tensor]
-    ) -> dict[int, BadFrame]:
-        # All of them, though the first one ends the run: each is dropped, so that what is saved
-        # next takes its place.
-        bad: dict[int, BadFrame] = {}
-        for index, (key, data) in enumerate(zip(keys, frames, strict=True)):
-            try:
-                frame.check(data, key, self._fingerprints)
-            except BadFrame as error:
-                bad[index] = error
-        return bad
-
-    async def _drop(self, bad: Mapping[BlockKey, BadFrame]) -> None:
-        for key, error in bad.items():
-            count("store.bad_frame")
+    async def _report(self, wrong: Mapping[BlockKey, Recompute]) -> None:
+        """Tell of frames that cannot be used, and drop those that nobody can use."""
+        bad = [key for key, error in wrong.items() if isinstance(error, BadFrame)]
+        for key, error in wrong.items():
+            drops = isinstance(error, BadFrame)
+            kind = "bad_frame" if drops else "other_codec"
+            fate = "bad ({}); it is dropped and computed" if drops else "of no use here ({})"
+            count(f"store.{kind}", self._labels)
             warn_once(
-                f"{self.name}.bad_frame",
-                f"{self.name}: block {key.hex()[:16]} is bad ({error}); it is dropped and computed",
+                f"{self.name}.{kind}",
+                f"{self.name}: block {key.hex()[:16]} is {fate.format(error)}",
             )
+        if not bad:
+            return
         try:
             with mapped(self.name, "delete"):
-                await self.inner.delete(list(bad))
+                await self.inner.delete(bad)
         except BackendUnavailable as failure:
             # The blocks before are good; these cost another check if they are asked for again.
             warn_once(f"{self.name}.drop", str(failure))
 
     async def _save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
-        if not self._framed:
-            return counted(await self.inner.save(blocks), len(blocks), self.name, "save")
-        pieces = list(_pieces([block.data for block in blocks]))
+        framing = self._framing
+        if framing is None:
+            return await self._store(blocks)
+        parts = list(pieces([block.data for block in blocks]))
         saved = 0
-        await self._seal(blocks[pieces[0]] if pieces else ())
-        for number, piece in enumerate(pieces):
-            last = call.abandoned or number + 1 == len(pieces)
-            ahead = () if last else blocks[pieces[number + 1]]
-            stored, _ = await together(self._store(blocks[piece]), self._seal(ahead))
-            saved += stored
-            if stored < piece.stop - piece.start or last:
-                break
+        async with framing.lane() as lane:
+            sealed = await framing.seal(blocks[parts[0]] if parts else (), lane, 0)
+            for number, part in enumerate(parts):
+                last = call.abandoned or number + 1 == len(parts)
+                ahead = () if last else blocks[parts[number + 1]]
+                stored, sealed = await together(
+                    self._store(sealed), framing.seal(ahead, lane, number + 1)
+                )
+                saved += stored
+                if stored < part.stop - part.start or last:
+                    break
         return saved
 
     async def _store(self, blocks: Sequence[StoredBlock]) -> int:
         return counted(await self.inner.save(blocks), len(blocks), self.name, "save")
-
-    async def _seal(self, blocks: Sequence[StoredBlock]) -> int:
-        await self._hash([block.data for block in blocks], lambda: self._seal_now(blocks))
-        return len(blocks)
-
-    def _seal_now(self, blocks: Sequence[StoredBlock]) -> None:
-        layouts = self._opened()
-        for block in blocks:
-            if not 0 <= block.group < len(layouts):
-                raise ConfigurationError(
-                    f"group={block.group}: {self.name} was opened with {len(layouts)} layouts"
-                )
-            layout = layouts[block.group]
-            tokens = layout.tokens_per_block if block.tokens is None else len(block.tokens)
-            fingerprint = layout.fingerprint()
-            header = FrameHeader(tokens, layout.block_nbytes, fingerprint, block.key)
-            frame.seal(block.data, header)
-
-    async def _hash(self, frames: Sequence[Tensor], work: Callable[[], T]) -> T:
-        if sum(data.numel() for data in frames) <= _INLINE_NBYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._hashing, work)
-
-
-def _pieces(buffers: Sequence[Tensor]) -> Iterator[slice]:
-    """Slices over `buffers` of about `_PIECE_NBYTES` each."""
-    start = nbytes = 0
-    for index, buffer in enumerate(buffers):
-        nbytes += buffer.numel()
-        if nbytes >= _PIECE_NBYTES or index + 1 == len(buffers):
-            yield slice(start, index + 1)
-            start, nbytes = index + 1, 0

@@ -8,11 +8,12 @@ from importlib.metadata import entry_points
 from typing import TypeAlias
 
 from kvconnect.backend import Backend
+from kvconnect.backends.codecs import Codecs
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError, MissingExtra, UnknownScheme, nearest
 
-__all__ = ["ENTRY_POINT_GROUP", "BackendFactory", "open_backend", "schemes"]
+__all__ = ["ENTRY_POINT_GROUP", "BackendFactory", "codecs_of", "open_backend", "schemes"]
 
 BackendFactory: TypeAlias = Callable[[StoreUrl], Backend]
 """What an entry point of the group `ENTRY_POINT_GROUP` names: its name is the URL scheme."""
@@ -38,6 +39,8 @@ def open_backend(
     deadline_s: float = 30.0,
     verify_frames: bool = True,
     raw: bool = False,
+    codec: str | None = None,
+    key_file: str | None = None,
 ) -> GuardedBackend:
     """The backend of `url`, or `url` itself if it is one, with what every store needs around it.
 
@@ -49,16 +52,59 @@ def open_backend(
         verify_frames: check every loaded block. Off is for measuring only, and is logged.
         raw: values pass as they are, frames neither written nor checked: for tools that copy or
             examine what is stored (`kvconnect.frame.check` checks one).
+        codec: how payloads are encoded: one of ``fp8`` and ``int8`` (lossy), one of ``zstd`` and
+            ``lz4``, ``aes-gcm``, in this order and joined by ``+``. Every store URL takes it as
+            parameter, too, as well as the next one.
+        key_file: file with the secret key of ``aes-gcm``.
 
     Raises:
         UnknownScheme: no installed backend serves the scheme.
         MissingExtra: it does, but an optional dependency is missing.
         ConfigurationError: the URL is malformed or has a parameter the backend does not know.
     """
-    if isinstance(url, GuardedBackend):
+    if isinstance(url, GuardedBackend) and not raw:
+        if codec or key_file:
+            raise ConfigurationError(f"codec={codec}: {url.name} has its own already")
         return url
-    backend = url if isinstance(url, Backend) else _make(StoreUrl.parse(url))
-    return GuardedBackend(backend, deadline_s=deadline_s, verify_frames=verify_frames, raw=raw)
+    if isinstance(url, GuardedBackend):
+        backend: Backend = url.inner
+    elif isinstance(url, Backend):
+        backend = url
+    else:
+        parsed = StoreUrl.parse(url)
+        codec = _one_of("codec", parsed.codec, codec)
+        key_file = _one_of("key_file", parsed.key_file, key_file)
+        backend = _make(parsed)
+    return GuardedBackend(
+        backend,
+        deadline_s=deadline_s,
+        verify_frames=verify_frames,
+        raw=raw,
+        codecs=Codecs.parse(codec, key_file),
+    )
+
+
+def codecs_of(
+    store: str | Backend | None, *, codec: str | None = None, key_file: str | None = None
+) -> Codecs:
+    """The codecs that `open_backend` puts around `store`, without opening it.
+
+    Raises:
+        ConfigurationError, MissingExtra: as `open_backend`.
+    """
+    if isinstance(store, GuardedBackend):
+        return store.codecs
+    if isinstance(store, str):
+        parsed = StoreUrl.parse(store)
+        codec = _one_of("codec", parsed.codec, codec)
+        key_file = _one_of("key_file", parsed.key_file, key_file)
+    return Codecs.parse(codec, key_file)
+
+
+def _one_of(name: str, in_url: str | None, given: str | None) -> str | None:
+    if in_url and given and in_url != given:
+        raise ConfigurationError(f"{name}={given}: the store URL says {name}={in_url}; give one")
+    return in_url or given
 
 
 def _make(url: StoreUrl) -> Backend:

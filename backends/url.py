@@ -13,6 +13,7 @@ from kvconnect.errors import ConfigurationError, nearest
 
 __all__ = ["StoreUrl", "format_size", "parse_duration", "parse_size"]
 
+_OF_EVERY_SCHEME = ("codec", "key_file")
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 _SIZE_UNITS = {
     "b": 1,
@@ -75,12 +76,15 @@ class StoreUrl:
         location: host, port and credentials as written; empty for local stores.
         path: percent-decoded.
         query: its parameters; read them with the getters, after `allow`.
+        codec, key_file: parameters of every scheme, not in `query`: see `open_backend`.
     """
 
     scheme: str
     location: str = ""
     path: str = ""
     query: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    codec: str | None = None
+    key_file: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -108,7 +112,10 @@ class StoreUrl:
                 raise ConfigurationError(f"store URL '{text}': {name} has no value")
             query[name] = value
         path = unquote(parts.path)
-        return cls(parts.scheme.lower(), parts.netloc, path, MappingProxyType(query))
+        codec, key_file = (query.pop(name, None) for name in _OF_EVERY_SCHEME)
+        codec = codec and codec.replace(" ", "+")  # which "+" stands for in a query
+        scheme = parts.scheme.lower()
+        return cls(scheme, parts.netloc, path, MappingProxyType(query), codec, key_file)
 
     def __str__(self) -> str:
         userinfo, at, host = self.location.rpartition("@")
@@ -116,7 +123,9 @@ class StoreUrl:
         location = f"//{user}{':***' if ':' in userinfo else ''}{at}{host}" if self.location else ""
         if not location and self.path.startswith("/"):
             location = "//"
-        query = "&".join(f"{name}={value}" for name, value in self.query.items())
+        generic = {"codec": self.codec, "key_file": self.key_file}
+        given = {**self.query, **{name: value for name, value in generic.items() if value}}
+        query = "&".join(f"{name}={value}" for name, value in given.items())
         return f"{self.scheme}:{location}{self.path}{'?' if query else ''}{query}"
 
     def allow(self, *names: str) -> None:
@@ -127,7 +136,7 @@ class StoreUrl:
         """
         for name in self.query:
             if name not in names:
-                hint = nearest(name, names) if names else f"{self.scheme}: takes none"
+                hint = nearest(name, (*names, *_OF_EVERY_SCHEME))
                 raise ConfigurationError(f"{self}: unknown parameter '{name}'; {hint}")
 
     def size(self, name: str) -> int | None:

@@ -13,7 +13,8 @@
     │   ├── BackendUnavailable (OSError)    a store cannot be reached or answered with an error
     │   └── BackendTimeout (TimeoutError)   a store did not answer within its deadline
     ├── Recompute                           cached data is of no use; compute it instead
-    │   └── BadFrame                        a stored block is damaged, foreign or of another format
+    │   ├── BadFrame                        a stored block is damaged, foreign or of another format
+    │   └── OtherCodec                      a stored block is sound, but encoded for somebody else
     └── UsageError                          a bug in the calling code; report it
         ├── DuplicateRequest                the request id is in use
         ├── UnknownRequest (KeyError)       no such request
@@ -40,6 +41,7 @@ __all__ = [
     "EngineClosed",
     "KvConnectError",
     "MissingExtra",
+    "OtherCodec",
     "OutOfBlocks",
     "RankDivergence",
     "Recompute",
@@ -111,6 +113,10 @@ class Recompute(KvConnectError):
 
 class BadFrame(Recompute):
     """A stored block is damaged, belongs to another key or layout, or has another format."""
+
+
+class OtherCodec(Recompute):
+    """A stored block is sound, but its codec or encryption key is not the one configured here."""
 
 
 class UsageError(KvConnectError):

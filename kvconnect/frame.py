@@ -2,7 +2,7 @@
 
 ``header (128 bytes) | payload | zeros up to a multiple of 4096``. The checksum covers header and
 payload, and the header holds the store key: a right block under a wrong key fails like a damaged
-one.
+one. The payload may be encoded; the flags then say how, and its length is that of what is stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from torch import Tensor
 from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.keys import FORMAT_VERSION, BlockKey
 
-__all__ = ["ALIGNMENT", "HEADER_NBYTES", "FrameHeader", "check", "frame_nbytes", "payload", "seal"]
+__all__ = [
+    "ALIGNMENT",
+    "CODEC_DATA_NBYTES",
+    "HEADER_NBYTES",
+    "FrameHeader",
+    "check",
+    "fields",
+    "frame_nbytes",
+    "is_encoded",
+    "payload",
+    "seal",
+    "whole",
+]
 
 HEADER_NBYTES = 128
 ALIGNMENT = 4096
@@ -25,17 +37,29 @@ _MAGIC = b"KVCFRAME"
 # magic, version, flags, valid tokens, payload length, layout fingerprint, store key
 _FIELDS = struct.Struct("<8sHHIQ16s32s")
 _CHECKSUM_AT = HEADER_NBYTES - 16
+CODEC_DATA_NBYTES = _CHECKSUM_AT - _FIELDS.size
+"""Bytes of the header that codecs may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """What a sound frame says of itself."""
+    """What a sound frame says of itself.
+
+    Attributes:
+        valid_tokens: leading tokens of the block that are filled.
+        payload_nbytes: of the payload as it is stored.
+        fingerprint: of the layout of the decoded payload.
+        key: store key.
+        flags: how the payload is encoded; 0: not at all.
+        codec_data: what the codecs need to decode it, at most `CODEC_DATA_NBYTES`.
+    """
 
     valid_tokens: int
     payload_nbytes: int
     fingerprint: bytes
     key: BlockKey
     flags: int = 0
+    codec_data: bytes = b""
 
 
 def frame_nbytes(payload_nbytes: int) -> int:
@@ -48,6 +72,19 @@ def payload(frame: Tensor, payload_nbytes: int) -> Tensor:
     return frame[HEADER_NBYTES : HEADER_NBYTES + payload_nbytes]
 
 
+def fields(header: FrameHeader) -> bytes:
+    """`header` as it begins in a frame, without codec data and checksum."""
+    return _FIELDS.pack(
+        _MAGIC,
+        FORMAT_VERSION,
+        header.flags,
+        header.valid_tokens,
+        header.payload_nbytes,
+        header.fingerprint,
+        header.key,
+    )
+
+
 def seal(frame: Tensor, header: FrameHeader) -> None:
     """Write header, checksum and padding around the payload that is in `frame` already.
 
@@ -58,17 +95,8 @@ def seal(frame: Tensor, header: FrameHeader) -> None:
     need = frame_nbytes(header.payload_nbytes)
     if frame.numel() != need:
         raise ConfigurationError(f"frame: {frame.numel()} bytes, {need} are needed")
-    fields = _FIELDS.pack(
-        _MAGIC,
-        FORMAT_VERSION,
-        header.flags,
-        header.valid_tokens,
-        header.payload_nbytes,
-        header.fingerprint,
-        header.key,
-    )
     view = frame.numpy().data
-    view[:_CHECKSUM_AT] = fields.ljust(_CHECKSUM_AT, b"\0")
+    view[:_CHECKSUM_AT] = (fields(header) + header.codec_data).ljust(_CHECKSUM_AT, b"\0")
     end = HEADER_NBYTES + header.payload_nbytes
     view[end:] = bytes(need - end)
     view[_CHECKSUM_AT:HEADER_NBYTES] = _checksum(view, end)
@@ -83,13 +111,8 @@ def check(frame: Tensor, key: BlockKey, fingerprints: Collection[bytes] | None) 
         BadFrame: damaged, cut short, of another key, layout or format version.
     """
     view = frame.numpy().data
-    if len(view) < HEADER_NBYTES:
-        raise BadFrame(f"{len(view)} bytes cannot hold a header of {HEADER_NBYTES}")
-    magic, version, flags, tokens, nbytes, fingerprint, found = _FIELDS.unpack_from(view)
-    if magic != _MAGIC:
-        raise BadFrame("not a frame: wrong magic number")
-    if version != FORMAT_VERSION:
-        raise BadFrame(f"format version {version}, this is {FORMAT_VERSION}")
+    header = _read(view)
+    nbytes, found, fingerprint = header.payload_nbytes, header.key, header.fingerprint
     end = HEADER_NBYTES + nbytes
     if frame_nbytes(nbytes) != len(view):
         raise BadFrame(f"{nbytes} bytes of payload do not fit a frame of {len(view)}")
@@ -99,7 +122,44 @@ def check(frame: Tensor, key: BlockKey, fingerprints: Collection[bytes] | None) 
         raise BadFrame(f"holds block {found.hex()[:16]}, not {key.hex()[:16]}")
     if fingerprints is not None and fingerprint not in fingerprints:
         raise BadFrame("of another layout")
-    return FrameHeader(tokens, nbytes, fingerprint, BlockKey(found), flags)
+    return header
+
+
+def is_encoded(buffer: Tensor) -> bool:
+    """Whether `buffer` begins with the header of a frame that says so; nothing else is checked."""
+    try:
+        return _read(buffer.numpy().data).flags != 0
+    except BadFrame:
+        return False
+
+
+def whole(buffer: Tensor) -> Tensor:
+    """The frame at the beginning of `buffer`: all of it, or if encoded, as much as it says.
+
+    Nothing is checked but that there is room for what it says.
+
+    Raises:
+        BadFrame: there is not, or it is no frame.
+    """
+    header = _read(buffer.numpy().data)
+    if not header.flags:
+        return buffer
+    nbytes = frame_nbytes(header.payload_nbytes)
+    if nbytes > buffer.numel():
+        raise BadFrame(f"{header.payload_nbytes} bytes of payload, in {buffer.numel()} bytes")
+    return buffer[:nbytes]
+
+
+def _read(view: memoryview) -> FrameHeader:
+    if len(view) < HEADER_NBYTES:
+        raise BadFrame(f"{len(view)} bytes cannot hold a header of {HEADER_NBYTES}")
+    magic, version, flags, tokens, nbytes, fingerprint, key = _FIELDS.unpack_from(view)
+    if magic != _MAGIC:
+        raise BadFrame("not a frame: wrong magic number")
+    if version != FORMAT_VERSION:
+        raise BadFrame(f"format version {version}, this is {FORMAT_VERSION}")
+    codec_data = bytes(view[_FIELDS.size : _CHECKSUM_AT]) if flags else b""
+    return FrameHeader(tokens, nbytes, fingerprint, BlockKey(key), flags, codec_data)
 
 
 def _checksum(view: memoryview, end: int) -> bytes:

@@ -2,6 +2,7 @@
 
 ``with trace("store.load", blocks=8) as span: ... span.set(loaded=7)`` counts the event, adds up its
 numbers and its time, and calls every hook. ``count("frame.bad")`` is an event without duration.
+What has a size rather than happens (memory in use, a breaker's state) is a gauge, read when asked.
 """
 
 from __future__ import annotations
@@ -10,27 +11,52 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
-__all__ = ["Event", "Hook", "Metrics", "Span", "count", "metrics", "trace", "warn_once"]
+__all__ = [
+    "Event",
+    "Gauge",
+    "Hook",
+    "Labels",
+    "Metrics",
+    "Span",
+    "count",
+    "metrics",
+    "trace",
+    "warn_once",
+]
 
 logger = logging.getLogger("kvconnect")
 
 
+Labels: TypeAlias = tuple[tuple[str, str], ...]
+"""Which of several an event or a gauge is about: ``(("store", "DiskBackend"),)``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened: its name, time, numbers, and the error it ended with."""
+    """Something that happened: its name, time, numbers, the error it ended with, and of what."""
 
     name: str
     seconds: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
     error: BaseException | None = None
+    labels: Labels = ()
 
 
 Hook = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """A size as it is now."""
+
+    name: str
+    value: float
+    labels: Labels = ()
 
 
 class Metrics:
@@ -40,15 +66,52 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._counters: Counter[str] = Counter()
+        self._counters: dict[Labels, Counter[str]] = {(): Counter()}
+        self._gauges: tuple[tuple[Callable[[], Mapping[str, float]], Labels], ...] = ()
         self._lock = threading.Lock()
         self._hooks: tuple[Hook, ...] = ()
         self._warned: set[str] = set()
 
     def snapshot(self) -> dict[str, float]:
+        """All counters, as a copy; those of different labels added up."""
+        total: Counter[str] = Counter()
+        for counters in self.by_labels().values():
+            for name, value in counters.items():
+                total[name] += value  # type: ignore[assignment]
+        return dict(total)
+
+    def by_labels(self) -> dict[Labels, dict[str, float]]:
         """All counters, as a copy."""
         with self._lock:
-            return dict(self._counters)
+            return {labels: dict(counters) for labels, counters in self._counters.items()}
+
+    def add_gauges(
+        self, read: Callable[[], Mapping[str, float]], labels: Labels = ()
+    ) -> Callable[[], None]:
+        """Ask `read` for sizes by name whenever `gauges` is called; returns how to end that.
+
+        `read` is called on the thread that asks. What it raises is logged once, and it is passed
+        over.
+        """
+        entry = (read, labels)
+        with self._lock:
+            self._gauges = (*self._gauges, entry)
+
+        def remove() -> None:
+            with self._lock:
+                self._gauges = tuple(one for one in self._gauges if one is not entry)
+
+        return remove
+
+    def gauges(self) -> list[Gauge]:
+        """All sizes as they are now; may block where their readers do."""
+        found = []
+        for read, labels in self._gauges:
+            try:
+                found += [Gauge(name, value, labels) for name, value in read().items()]
+            except Exception as error:  # noqa: BLE001  one that cannot be read hides no other
+                self.warn_once(f"gauges {read!r}", f"gauges of {dict(labels)}: {error!r}")
+        return found
 
     def add_hook(self, hook: Hook) -> Callable[[], None]:
         """Call `hook` with every event, on the thread it happens on; returns how to remove it.
@@ -67,7 +130,9 @@ class Metrics:
     def emit(self, event: Event) -> None:
         """Count `event` and pass it on."""
         with self._lock:
-            counters = self._counters
+            counters = self._counters.get(event.labels)
+            if counters is None:
+                counters = self._counters[event.labels] = Counter()
             counters[event.name] += 1
             if event.seconds:
                 counters[event.name + ".seconds"] += event.seconds  # type: ignore[assignment]
@@ -98,11 +163,12 @@ metrics = Metrics()
 class Span:
     """A running event; see `trace`."""
 
-    __slots__ = ("_name", "_start", "_values")
+    __slots__ = ("_labels", "_name", "_start", "_values")
 
-    def __init__(self, name: str, values: dict[str, float]) -> None:
+    def __init__(self, name: str, values: dict[str, float], labels: Labels = ()) -> None:
         self._name = name
         self._values = values
+        self._labels = labels
 
     def set(self, **values: float) -> None:
         """Add numbers that are known only at the end."""
@@ -119,17 +185,17 @@ class Span:
         traceback: TracebackType | None,
     ) -> None:
         seconds = time.perf_counter() - self._start
-        metrics.emit(Event(self._name, seconds, self._values, error))
+        metrics.emit(Event(self._name, seconds, self._values, error, self._labels))
 
 
-def trace(name: str, **values: float) -> Span:
+def trace(name: str, labels: Labels = (), **values: float) -> Span:
     """A context manager that tells of `name` when it ends, with its time and `values`."""
-    return Span(name, values)
+    return Span(name, values, labels)
 
 
-def count(name: str, **values: float) -> None:
+def count(name: str, labels: Labels = (), **values: float) -> None:
     """Tell of `name`, which took no time."""
-    metrics.emit(Event(name, 0.0, values))
+    metrics.emit(Event(name, 0.0, values, labels=labels))
 
 
 def warn_once(topic: str, message: str) -> None:

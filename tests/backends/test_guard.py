@@ -12,7 +12,7 @@ import torch
 
 from kvconnect import frame
 from kvconnect.backend import Backend, StoredBlock
-from kvconnect.backends import GuardedBackend, guard
+from kvconnect.backends import GuardedBackend, breaker, framing
 from kvconnect.errors import (
     BackendTimeout,
     BackendUnavailable,
@@ -58,6 +58,13 @@ class Recording(Backend):
         await self._begin("delete")
         for key in keys:
             self.values.pop(key, None)
+
+
+async def until_closed(store):
+    """Return once the breaker of `store` is closed."""
+    async with asyncio.timeout(10):
+        while (await store.stats())["breaker_state"]:
+            await asyncio.sleep(0)
 
 
 def counter(name):
@@ -114,7 +121,7 @@ async def test_all_bad_blocks_of_a_piece_are_dropped_at_once(store, inner, kit):
 
 
 async def test_pieces_are_checked_while_the_next_ones_are_read(kit, monkeypatch):
-    monkeypatch.setattr(guard, "_PIECE_NBYTES", 2 * kit.frame_nbytes)
+    monkeypatch.setattr(framing, "PIECE_NBYTES", 2 * kit.frame_nbytes)
     inner = Recording()
     async with kit.opened(GuardedBackend(inner)) as store:
         keys = kit.keys("pieces", count=9)
@@ -289,7 +296,7 @@ async def test_late_load_keeps_its_buffers_until_pending_is_done(kit):
 
 
 async def test_abandoned_load_starts_no_further_piece(kit, monkeypatch):
-    monkeypatch.setattr(guard, "_PIECE_NBYTES", kit.frame_nbytes)
+    monkeypatch.setattr(framing, "PIECE_NBYTES", kit.frame_nbytes)
     gate = Gate("load")
     inner = Recording(gate)
     async with kit.opened(GuardedBackend(inner, deadline_s=0.05)) as store:
@@ -345,10 +352,11 @@ async def test_cancelling_a_load_takes_effect_only_when_the_store_is_done(kit):
         assert kit.holds(into[0], kit.key(1))
 
 
-async def test_too_many_abandoned_calls_fail_new_ones_at_once_until_they_end(kit):
+async def test_too_many_abandoned_calls_fail_new_ones_at_once_until_they_end(kit, monkeypatch):
+    monkeypatch.setattr(breaker, "_FIRST_PAUSE_S", 0.01)
     gate = Gate("load")
     inner = Recording(gate)
-    store = GuardedBackend(inner, deadline_s=0.02)
+    store = GuardedBackend(inner, deadline_s=0.02, failures_to_open=1000)
     await store.open([kit.layout])
     key = kit.key(1)
     await store.save([kit.block(key)])
@@ -368,6 +376,7 @@ async def test_too_many_abandoned_calls_fail_new_ones_at_once_until_they_end(kit
         await store.lookup([key])
     gate.released.set()
     await asyncio.wait_for(asyncio.gather(*pending), 10)
+    await until_closed(store)
     assert await store.load([key], kit.buffers(1)) == 1
     await store.close()
 

@@ -1,0 +1,167 @@
+"""A circuit breaker: a store that fails is left alone, and asked again in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from enum import IntEnum
+from typing import Any
+
+from kvconnect.errors import BackendUnavailable
+from kvconnect.trace import Labels, count
+
+__all__ = ["Breaker", "BreakerState"]
+
+logger = logging.getLogger("kvconnect")
+
+# Between two probes; and how long a probe is given before the next one may start beside it. Both
+# together are well below the ten seconds within which a store that recovered is used again.
+_FIRST_PAUSE_S = 1.0
+_LAST_PAUSE_S = 5.0
+_HALF_OPEN_S = 1.0
+# A store may be slower than the pauses are long, so a probe is not given up for a newer one; but
+# one that hangs for ever holds a connection or a thread.
+_MOST_PROBES = 8
+# One that opens again and again is not worth a line in the log each time.
+_QUIET_S = 60.0
+
+
+class BreakerState(IntEnum):
+    """Of a `Breaker`; the numbers are those of its gauge."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
+
+
+class Breaker:
+    """Opens after failures in a row; closes when a probe of its own succeeds.
+
+    Users' calls never probe: while it is not closed they fail at once. Probes start a second after
+    it opened, then after twice as long, at most five seconds. Belongs to one event loop.
+
+    Args:
+        name: of the store, for messages.
+        probe: a cheap call to the store with a deadline of its own; raises if it failed.
+        failures: so many in a row open it.
+        labels: of what it counts (``store.breaker.opened``, ``store.breaker.closed``).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        probe: Callable[[], Coroutine[Any, Any, object]],
+        *,
+        failures: int = 5,
+        labels: Labels = (),
+    ) -> None:
+        self.name = name
+        self.state = BreakerState.CLOSED
+        self._probe = probe
+        self._limit = failures
+        self._labels = labels
+        self._in_a_row = 0
+        self._reason = ""
+        self._probing: asyncio.Task[None] | None = None
+        self._logged_at = float("-inf")
+
+    def check(self) -> None:
+        """Refuse a call while it is not closed; costs next to nothing.
+
+        Raises:
+            BackendUnavailable: the store is left alone for now.
+        """
+        if self.state is not BreakerState.CLOSED:
+            count("store.refused", self._labels)
+            raise BackendUnavailable(f"{self.name}: is left alone for now ({self._reason})")
+
+    def succeeded(self) -> None:
+        """A call was answered."""
+        self._in_a_row = 0
+
+    def failed(self, error: Exception) -> None:
+        """A call failed, or was not answered in time."""
+        self._in_a_row += 1
+        if self._in_a_row >= self._limit:
+            self.open(f"{self._in_a_row} failures in a row, the last one: {error}")
+
+    def open(self, reason: str) -> None:
+        """Leave the store alone from now on, and start to probe it; nothing if it is open."""
+        if self.state is not BreakerState.CLOSED:
+            return
+        self._reason = reason
+        self.state = BreakerState.OPEN
+        count("store.breaker.opened", self._labels)
+        loop = asyncio.get_running_loop()
+        quiet = loop.time() - self._logged_at < _QUIET_S
+        self._logged_at = loop.time()
+        logger.log(
+            logging.DEBUG if quiet else logging.WARNING,
+            "%s: is left alone until it answers again: %s",
+            self.name,
+            reason,
+        )
+        self._probing = loop.create_task(self._probe_until_answered(), name="kvconnect-probes")
+
+    def stop(self) -> None:
+        """Probe no more; an open breaker stays open."""
+        if self._probing is not None:
+            self._probing.cancel()
+            self._probing = None
+
+    async def _probe_until_answered(self) -> None:
+        pause = _FIRST_PAUSE_S
+        probes: list[asyncio.Task[bool]] = []
+        try:
+            while not await _any_answered(probes, pause):
+                if len(probes) == _MOST_PROBES:
+                    probes.pop(0).cancel()
+                probes.append(asyncio.ensure_future(self._answered()))
+                self.state = BreakerState.HALF_OPEN
+                if await _any_answered(probes, _HALF_OPEN_S, newest_ends=True):
+                    break
+                self.state = BreakerState.OPEN
+                pause = min(2 * pause, _LAST_PAUSE_S)
+        finally:
+            for probe in probes:
+                probe.cancel()
+        self._close()
+
+    async def _answered(self) -> bool:
+        try:
+            await self._probe()
+        except Exception as error:  # noqa: BLE001  whatever it is, the store does not work yet
+            logger.debug("%s: still does not answer: %s", self.name, error)
+            return False
+        return True
+
+    def _close(self) -> None:
+        self.state = BreakerState.CLOSED
+        self._in_a_row = 0
+        self._probing = None
+        count("store.breaker.closed", self._labels)
+        logger.info("%s: answers again", self.name)
+
+
+async def _any_answered(
+    probes: list[asyncio.Task[bool]], timeout_s: float, *, newest_ends: bool = False
+) -> bool:
+    """Whether one of `probes` succeeded within `timeout_s`; those that failed are taken out.
+
+    With `newest_ends` the failure of the last one ends the wait.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    newest = probes[-1] if probes else None
+    while (left := deadline - loop.time()) > 0:
+        if not probes:
+            await asyncio.sleep(left)
+            break
+        done, _ = await asyncio.wait(probes, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if any(not one.cancelled() and one.result() for one in done):
+            return True
+        probes[:] = [one for one in probes if one not in done]
+        if newest_ends and newest in done:
+            break
+    return False

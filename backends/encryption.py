@@ -1,0 +1,159 @@
+"""AES-256-GCM around payloads and tokens, under a key of their own for each store key.
+
+A store key depends on the tenant's salt, so tenants' blocks are under different keys. The store key
+and the frame's header are authenticated with the payload: a block that was moved under another key,
+or whose header was changed, is not decrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra, OtherCodec
+from kvconnect.keys import BlockKey
+from kvconnect.tokens import TokenArray
+
+__all__ = ["Cipher"]
+
+_KEY_NBYTES = 32
+_KEY_FILE_MOST = 4096
+_ID_NBYTES = 8
+_NONCE_NBYTES = 12
+_TAG_NBYTES = 16
+# One call holds Python's lock: the event loop must get its turn between them.
+_CHUNK = 256 << 10
+_SALT = b"kvconnect aes-256-gcm"
+
+
+@dataclass(frozen=True, slots=True)
+class Cipher:
+    """Encrypts with keys derived from one master key (HKDF-SHA256). Thread-safe.
+
+    Attributes:
+        id: tells master keys apart without telling anything else about them.
+    """
+
+    id: bytes
+    _extracted: bytes = field(repr=False)
+
+    @classmethod
+    def from_file(cls, path: str) -> Self:
+        """The master key is what the file holds: at least 32 bytes, ends of line at its end apart.
+
+        Raises:
+            ConfigurationError: it cannot be read, or is too short or long to be a key.
+            MissingExtra: cryptography is not installed.
+        """
+        try:
+            import cryptography.hazmat.primitives.ciphers  # noqa: F401
+        except ImportError as error:
+            raise MissingExtra("codec=aes-gcm", "codecs") from error
+        try:
+            with Path(path).expanduser().open("rb") as file:
+                master = file.read(_KEY_FILE_MOST + 1).rstrip(b"\r\n")
+        except OSError as error:
+            raise ConfigurationError(
+                f"key_file={path}: cannot be read: {error.strerror}"
+            ) from error
+        if not _KEY_NBYTES <= len(master) <= _KEY_FILE_MOST:
+            raise ConfigurationError(
+                f"key_file={path}: {len(master)} bytes; a key has {_KEY_NBYTES} random bytes or "
+                f"more, as from: openssl rand -hex {_KEY_NBYTES}"
+            )
+        extracted = hmac.digest(_SALT, master, "sha256")
+        return cls(_expand(extracted, b"id")[:_ID_NBYTES], extracted)
+
+    # ------------------------------------------------------------------ payloads
+
+    def encrypt(self, plain: memoryview, out: memoryview, key: BlockKey, header: bytes) -> bytes:
+        """Write `plain`, encrypted, to `out`, of equal length, perhaps the same memory.
+
+        Args:
+            plain: of any length.
+            out: where it goes.
+            key: store key of the block.
+            header: what is authenticated with it.
+
+        Returns:
+            What `decrypt` needs beside it: the master key's id, nonce and tag.
+        """
+        from cryptography.hazmat.primitives.ciphers import Cipher as Engine
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+        nonce = os.urandom(_NONCE_NBYTES)
+        engine = Engine(AES256(self._key(b"payload", key)), GCM(nonce)).encryptor()
+        engine.authenticate_additional_data(header + self.id)
+        for start in range(0, len(plain), _CHUNK):
+            out[start : start + _CHUNK] = engine.update(plain[start : start + _CHUNK])
+        engine.finalize()
+        return self.id + nonce + engine.tag
+
+    def decrypt(self, data: memoryview, key: BlockKey, header: bytes, beside: bytes) -> None:
+        """Decrypt `data` in place.
+
+        Raises:
+            OtherCodec: it was encrypted with another master key; nothing changed.
+            BadFrame: it is not what was encrypted under this key; `data` is undefined.
+        """
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher as Engine
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+        found, rest = beside[:_ID_NBYTES], beside[_ID_NBYTES:]
+        if found != self.id:
+            raise OtherCodec("encrypted with the key of another key_file")
+        nonce, tag = rest[:_NONCE_NBYTES], rest[_NONCE_NBYTES:][:_TAG_NBYTES]
+        engine = Engine(AES256(self._key(b"payload", key)), GCM(nonce, tag)).decryptor()
+        engine.authenticate_additional_data(header + self.id)
+        for start in range(0, len(data), _CHUNK):
+            data[start : start + _CHUNK] = engine.update(data[start : start + _CHUNK])
+        try:
+            engine.finalize()
+        except InvalidTag as error:
+            raise BadFrame("aes-gcm: changed, or moved from another key") from error
+
+    # ------------------------------------------------------------------ tokens
+
+    def encrypt_tokens(
+        self, tokens: TokenArray, key: BlockKey, parent: BlockKey | None
+    ) -> TokenArray:
+        """`tokens` of the block `key` after `parent`, for a store to list; seven numbers longer."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        nonce = os.urandom(_NONCE_NBYTES)
+        plain = tokens.astype("<i4").tobytes()
+        secret = AESGCM(self._key(b"tokens", key)).encrypt(nonce, plain, parent or b"")
+        return np.frombuffer(nonce + secret, "<i4").astype(np.int32)
+
+    def decrypt_tokens(
+        self, secret: TokenArray, key: BlockKey, parent: BlockKey | None
+    ) -> TokenArray | None:
+        """What `encrypt_tokens` was given; ``None`` if this is nothing that it made."""
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        data = secret.astype("<i4").tobytes()
+        if len(data) < _NONCE_NBYTES + _TAG_NBYTES:
+            return None
+        nonce, rest = data[:_NONCE_NBYTES], data[_NONCE_NBYTES:]
+        try:
+            plain = AESGCM(self._key(b"tokens", key)).decrypt(nonce, rest, parent or b"")
+        except InvalidTag:
+            return None
+        return np.frombuffer(plain, "<i4").astype(np.int32)
+
+    def _key(self, use: bytes, key: BlockKey) -> bytes:
+        return _expand(self._extracted, use + b"\0" + key)
+
+
+def _expand(extracted: bytes, info: bytes) -> bytes:
+    """The first 32 bytes of HKDF-Expand (RFC 5869)."""
+    return hmac.digest(extracted, info + b"\x01", "sha256")

@@ -1,0 +1,238 @@
+"""Seals frames on their way to a store and opens them on their way back, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from kvconnect import frame
+from kvconnect.backend import Child, StoredBlock
+from kvconnect.backends.calls import together
+from kvconnect.backends.codecs import Codecs
+from kvconnect.backends.scratch import Lane, Scratch
+from kvconnect.errors import BadFrame, ConfigurationError, OtherCodec, Recompute
+from kvconnect.frame import FrameHeader, frame_nbytes
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["PIECE_NBYTES", "Framing", "pieces"]
+
+T = TypeVar("T")
+
+# One piece is checked while the next is read. Large enough that a piece's fixed cost (a thread hop,
+# a query) does not show, small enough that the last check, which nothing overlaps, is short.
+PIECE_NBYTES = 16 << 20
+# Hashing less than this takes less time than handing it to a thread; codecs are slower.
+_INLINE_NBYTES = 256 << 10
+_INLINE_CODED_NBYTES = 32 << 10
+_THREADS = 2
+
+
+class Framing:
+    """The frames of one store: headers, checksums and codecs. Belongs to one event loop.
+
+    Args:
+        name: of the store, for messages.
+        codecs: what payloads are encoded with.
+        verify: check every frame that is opened.
+    """
+
+    def __init__(self, name: str, codecs: Codecs, *, verify: bool) -> None:
+        self.name = name
+        self.codecs = codecs
+        self._verify = verify
+        self._layouts: tuple[KvCacheLayout, ...] = ()
+        self._by_fingerprint: dict[bytes, KvCacheLayout] = {}
+        self._cut: dict[int, int] = {}
+        self._scratch = Scratch()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvconnect-frames")
+
+    def set_layouts(self, layouts: Sequence[KvCacheLayout], *, variable_length: bool) -> None:
+        """From now on frames of `layouts` are opened and sealed; without any, all can be opened.
+
+        Raises:
+            ConfigurationError: the codec cannot encode one of them.
+        """
+        cut: dict[int, int] = {}
+        for layout in layouts:
+            whole = frame_nbytes(layout.block_nbytes)
+            encoded = frame_nbytes(self.codecs.most_nbytes(layout))
+            if cut.setdefault(whole, encoded) != encoded and not variable_length:
+                raise ConfigurationError(
+                    f"codec={self.codecs}: {self.name} loads values of known length only, and "
+                    "pools whose blocks are equally long differ in length once encoded"
+                )
+            cut[whole] = max(cut[whole], encoded)
+        self._layouts = tuple(layouts)
+        self._by_fingerprint = {layout.fingerprint(): layout for layout in layouts}
+        self._cut = cut
+
+    def close(self) -> None:
+        """End the threads once they have nothing to do."""
+        self._threads.shutdown(wait=False)
+        self._scratch.clear()
+
+    # ------------------------------------------------------------------ to the store
+
+    @asynccontextmanager
+    async def lane(self) -> AsyncIterator[Lane | None]:
+        """Memory for the frames of one save, if they are encoded; waits for its turn."""
+        if not self.codecs:
+            yield None
+            return
+        async with self._scratch.lane() as lane:
+            yield lane
+
+    async def seal(
+        self, blocks: Sequence[StoredBlock], lane: Lane | None, number: int
+    ) -> list[StoredBlock]:
+        """`blocks` as the store gets them: sealed in place, or encoded in memory of `lane`.
+
+        Args:
+            blocks: with the frame of a payload as `data`.
+            lane: for what is encoded; ``None`` if nothing is.
+            number: of the piece; the memory of the piece before the last one is used again.
+        """
+        nbytes = sum(block.data.numel() for block in blocks)
+        if lane is None:
+            return await self._on_thread(lambda: [self._seal(one, None) for one in blocks], nbytes)
+        memory = lane.room(number, nbytes)
+        rooms = list(_split(memory, [block.data.numel() for block in blocks]))
+
+        def sealed(part: slice) -> Callable[[], list[StoredBlock]]:
+            pairs = zip(blocks[part], rooms[part], strict=True)
+            return lambda: [self._seal(block, room) for block, room in pairs]
+
+        return await self._halves(sealed, len(blocks), nbytes)
+
+    def _seal(self, block: StoredBlock, scratch: Tensor | None) -> StoredBlock:
+        if not 0 <= block.group < len(self._layouts):
+            raise ConfigurationError(
+                f"group={block.group}: {self.name} was opened with {len(self._layouts)} layouts"
+            )
+        layout = self._layouts[block.group]
+        need = frame_nbytes(layout.block_nbytes)
+        if block.data.numel() != need:
+            raise ConfigurationError(f"frame: {block.data.numel()} bytes, {need} are needed")
+        tokens = layout.tokens_per_block if block.tokens is None else len(block.tokens)
+        header = FrameHeader(tokens, layout.block_nbytes, layout.fingerprint(), block.key)
+        coded = None
+        if scratch is not None:
+            payload = frame.payload(block.data, layout.block_nbytes)
+            coded = self.codecs.encode(payload, header, layout, scratch)
+        if coded is None:
+            frame.seal(block.data, header)
+            return block
+        cipher = self.codecs.cipher
+        if cipher is None or block.tokens is None:
+            return replace(block, data=coded)
+        secret = cipher.encrypt_tokens(block.tokens, block.key, block.parent)
+        return replace(block, data=coded, tokens=secret)
+
+    # ------------------------------------------------------------------ from the store
+
+    def rooms(self, into: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As much of each of `into` as an encoded frame takes at most."""
+        if self.codecs.quantized is None:
+            return into
+        return [buffer[: self._cut.get(buffer.numel(), buffer.numel())] for buffer in into]
+
+    async def open(
+        self, keys: Sequence[BlockKey], frames: Sequence[Tensor], into: Sequence[Tensor]
+    ) -> dict[int, Recompute]:
+        """Check `frames`, which lie at the beginning of `into`, and decode what is encoded.
+
+        All of them, though the first bad one ends the run: each is dropped, so that what is saved
+        next takes its place.
+
+        Returns:
+            What is wrong, by index.
+        """
+
+        def opened(part: slice) -> Callable[[], list[Recompute | None]]:
+            three = zip(keys[part], frames[part], into[part], strict=True)
+            return lambda: [self._fault(*one) for one in three]
+
+        nbytes = sum(data.numel() for data in frames)
+        faults = await self._halves(opened, len(keys), nbytes)
+        return {index: fault for index, fault in enumerate(faults) if fault is not None}
+
+    def _fault(self, key: BlockKey, data: Tensor, into: Tensor) -> Recompute | None:
+        try:
+            self._open(key, data, into)
+        except (BadFrame, OtherCodec) as error:
+            return error
+        return None
+
+    def _open(self, key: BlockKey, data: Tensor, into: Tensor) -> None:
+        if not self._verify and not self.codecs and not frame.is_encoded(data):
+            return
+        sealed = frame.whole(data)
+        header = frame.check(sealed, key, self._by_fingerprint or None)
+        flags = self.codecs.check_flags(header)
+        layout = self._by_fingerprint.get(header.fingerprint)
+        if layout is None:
+            if flags:
+                raise OtherCodec("encoded, and its layout is not known here")
+            return
+        if frame_nbytes(layout.block_nbytes) != into.numel():
+            raise BadFrame(f"of a layout of {layout.block_nbytes} bytes, not of {into.numel()}")
+        if flags:
+            self.codecs.decode(sealed, header, frame.payload(into, layout.block_nbytes), layout)
+        elif header.payload_nbytes != layout.block_nbytes:
+            raise BadFrame(f"{header.payload_nbytes} bytes, the layout has {layout.block_nbytes}")
+
+    def children(self, parent: BlockKey | None, found: Sequence[Child]) -> Sequence[Child]:
+        """`found`, what the store lists after `parent`, with readable tokens."""
+        cipher = self.codecs.cipher
+        if cipher is None:
+            return found
+        tokens = [cipher.decrypt_tokens(child.tokens, child.key, parent) for child in found]
+        return [
+            Child(child.key, plain)
+            for child, plain in zip(found, tokens, strict=True)
+            if plain is not None
+        ]
+
+    # ------------------------------------------------------------------ threads
+
+    async def _halves(
+        self, work: Callable[[slice], Callable[[], list[T]]], count: int, nbytes: int
+    ) -> list[T]:
+        """``work(slice)()`` over `count` items; codecs are slow enough to share between threads."""
+        if not self.codecs or count < _THREADS:
+            return await self._on_thread(work(slice(0, count)), nbytes)
+        middle = count // 2
+        first, second = await together(
+            self._on_thread(work(slice(0, middle)), nbytes),
+            self._on_thread(work(slice(middle, count)), nbytes),
+        )
+        return first + second
+
+    async def _on_thread(self, work: Callable[[], T], nbytes: int) -> T:
+        if nbytes <= (_INLINE_CODED_NBYTES if self.codecs else _INLINE_NBYTES):
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def pieces(buffers: Sequence[Tensor]) -> Iterator[slice]:
+    """Slices over `buffers` of about `PIECE_NBYTES` each."""
+    start = nbytes = 0
+    for index, buffer in enumerate(buffers):
+        nbytes += buffer.numel()
+        if nbytes >= PIECE_NBYTES or index + 1 == len(buffers):
+            yield slice(start, index + 1)
+            start, nbytes = index + 1, 0
+
+
+def _split(memory: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    start = 0
+    for size in sizes:
+        yield memory[start : start + size]
+        start += size

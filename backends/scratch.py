@@ -1,0 +1,57 @@
+"""Memory for frames that cannot be sealed where their payload is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import torch
+from torch import Tensor
+
+from kvconnect.frame import ALIGNMENT
+
+__all__ = ["Lane", "Scratch"]
+
+_LANES = 2
+
+
+class Lane:
+    """Two pieces of memory: one is filled while the other is being written to the store."""
+
+    def __init__(self) -> None:
+        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+
+    def room(self, number: int, nbytes: int) -> Tensor:
+        """`nbytes`, page-aligned, in the place of the piece before the last one."""
+        memory = self._memory[number % 2]
+        if memory.numel() < nbytes + ALIGNMENT:
+            self._memory[number % 2] = memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        offset = -memory.data_ptr() % ALIGNMENT
+        return memory[offset : offset + nbytes]
+
+
+class Scratch:
+    """At most two savers have a lane at a time; others wait for their turn.
+
+    So it never holds more than four pieces, whatever hangs: a save that the store does not end
+    keeps its lane. Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._turns = asyncio.Semaphore(_LANES)
+        self._idle: list[Lane] = []
+
+    @asynccontextmanager
+    async def lane(self) -> AsyncIterator[Lane]:
+        """A lane for the time of one save."""
+        async with self._turns:
+            lane = self._idle.pop() if self._idle else Lane()
+            try:
+                yield lane
+            finally:
+                self._idle.append(lane)
+
+    def clear(self) -> None:
+        """Let go of the memory that nobody uses."""
+        self._idle.clear()
