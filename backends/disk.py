@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -81,6 +82,7 @@ class DiskBackend(Backend):
     """
 
     enumerable: ClassVar[bool] = True
+    variable_length: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -112,7 +114,9 @@ class DiskBackend(Backend):
                 format is another version's.
             BackendUnavailable: it cannot be opened or made.
         """
-        largest = max((frame_nbytes(layout.block_nbytes) for layout in layouts), default=0)
+        sizes = frozenset(frame_nbytes(layout.block_nbytes) for layout in layouts)
+        largest = max(sizes, default=0)
+        self._settings = replace(self._settings, frame_sizes=sizes)
         self._check_capacity(self._settings.capacity, largest)
         self._queries = ThreadPoolExecutor(1, thread_name_prefix="kvconnect-disk-index")
         self._transfers = ThreadPoolExecutor(4, thread_name_prefix="kvconnect-disk-io")

@@ -46,12 +46,13 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """What a disk store's URL says; see `DiskBackend`."""
+    """What a disk store's URL says, see `DiskBackend`, and how long whole blocks are."""
 
     path: Path
     capacity: int | None = None
     durability: Durability = "process"
     ttl: float | None = None
+    frame_sizes: frozenset[int] = frozenset()
 
 
 def ignore(point: str) -> None:
@@ -138,6 +139,7 @@ class DiskDirectory:
             capacity=self.capacity,
             durability=settings.durability,
             ttl=settings.ttl,
+            frame_sizes=settings.frame_sizes,
             at=self._at,
         )
         self._writer.clean()
@@ -174,11 +176,12 @@ class DiskDirectory:
         """Fill `into`; return how many leading ones are filled."""
         found = self._find(keys)
         for at, (block, buffer) in enumerate(zip(found, into, strict=False)):
-            if block.length != buffer.numel():
+            if block.length > buffer.numel():
                 del found[at:]
                 break
+        rooms = [buffer[: block.length] for block, buffer in zip(found, into, strict=False)]
         try:
-            self._files.read([block.place for block in found], into[: len(found)])
+            self._files.read([block.place for block in found], rooms)
         except SegmentLost as lost:
             if self._writer is not None:
                 self._writer.drop_lost(lost.segment)

@@ -12,14 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvconnect.backends.direct_io import aligned_size
 from kvconnect.backends.disk_owner import owners
 from kvconnect.backends.disk_schema import index_nbytes, log_nbytes
 from kvconnect.backends.disk_segments import NO_SPACE, Place, SegmentFiles
 from kvconnect.backends.url import format_size
+from kvconnect.frame import ALIGNMENT
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 
-__all__ = ["SlotAllocator"]
+__all__ = ["SlotAllocator", "slot_size"]
 
 # A segment is the unit that goes from one slot size to another: a sixteenth of the capacity, and in
 # large stores 1 GiB, but never more than 256 open files.
@@ -28,6 +30,23 @@ _SEGMENTS_MAX = 256
 _SEGMENT_NBYTES = 1 << 30
 # In very small stores the index must not take all the room there is.
 _INDEX_SHARE = 8
+
+
+# Sizes of slots for values that are shorter than blocks: so many between a power of two and the
+# next. A slot is an eighth larger than its value at most, and there are few kinds of data files.
+_STEPS = 8
+
+
+def slot_size(nbytes: int, frame_sizes: Collection[int]) -> int:
+    """Bytes of the slot for a value of `nbytes`.
+
+    Whole blocks, whose frames take one of `frame_sizes`, get slots of just that size; what is
+    compressed gets the next of a few sizes, but not more than a whole block has.
+    """
+    need = aligned_size(nbytes)
+    step = max(ALIGNMENT, (1 << (need.bit_length() - 1)) // _STEPS)
+    size = -(-need // step) * step
+    return min((whole for whole in frame_sizes if need <= whole <= size), default=size)
 
 
 @dataclass(frozen=True, slots=True)

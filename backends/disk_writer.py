@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backend import StoredBlock
-from kvconnect.backends.direct_io import aligned_size
 from kvconnect.backends.disk_index import READABLE, marks, microseconds, oldest_valid
 from kvconnect.backends.disk_owner import Owner, owners
 from kvconnect.backends.disk_schema import (
@@ -20,7 +19,7 @@ from kvconnect.backends.disk_schema import (
     log_nbytes,
 )
 from kvconnect.backends.disk_segments import Place, SegmentFiles
-from kvconnect.backends.disk_slots import SlotAllocator
+from kvconnect.backends.disk_slots import SlotAllocator, slot_size
 from kvconnect.keys import BlockKey
 
 __all__ = ["IndexWriter", "Reservation"]
@@ -73,11 +72,13 @@ class IndexWriter:
         capacity: int,
         durability: Durability,
         ttl: float | None,
+        frame_sizes: Collection[int] = (),
         at: Callable[[str], None],
     ) -> None:
         self._directory = directory
         self._files = files
         self._ttl = ttl
+        self._frame_sizes = frame_sizes
         self._at = at
         self._lock = threading.Lock()
         self._saves = 0
@@ -190,7 +191,8 @@ class IndexWriter:
         for at, block in enumerate(blocks):
             if block.key not in present and block.key not in new:
                 new[block.key] = (at, block)
-                by_size.setdefault(aligned_size(block.data.numel()), []).append(block.key)
+                size = slot_size(block.data.numel(), self._frame_sizes)
+                by_size.setdefault(size, []).append(block.key)
         # Expired, or unusable in another way: in the way of what is stored now.
         self._forget(list(new))
         keep = {block.key for block in blocks} | {block.parent for block in blocks}

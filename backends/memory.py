@@ -13,7 +13,7 @@ from kvconnect.backends.memory_index import MemoryBlock, MemoryIndex
 from kvconnect.backends.memory_region import MemoryRegion
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.errors import BackendUnavailable, ConfigurationError
-from kvconnect.frame import frame_nbytes
+from kvconnect.frame import ALIGNMENT, frame_nbytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
@@ -22,6 +22,8 @@ __all__ = ["MemoryBackend", "from_url"]
 DEFAULT_CAPACITY = 1 << 30
 # One layout: a block is one unit, one copy. Several: blocks of any size share units without waste.
 _SHARED_UNIT = 64 << 10
+# Of a block, where values are shorter than blocks.
+_PARTS = 16
 # Copying less than this takes less time than handing it to a thread.
 _INLINE_NBYTES = 1 << 20
 
@@ -31,7 +33,7 @@ def from_url(url: StoreUrl) -> MemoryBackend:
     url.allow("capacity")
     if url.location or url.path:
         raise ConfigurationError(f"{url}: has no place; write memory: or memory:?capacity=4GiB")
-    return MemoryBackend(url.size("capacity") or DEFAULT_CAPACITY)
+    return MemoryBackend(url.size("capacity") or DEFAULT_CAPACITY, short_values=bool(url.codec))
 
 
 class MemoryBackend(Backend):
@@ -43,15 +45,19 @@ class MemoryBackend(Backend):
     Args:
         capacity: bytes of the region. It is reserved at `open` (pinned memory is taken at once,
             other memory as it is used).
+        short_values: values will be shorter than the layouts say, because they are compressed; then
+            memory is handed out in smaller units.
     """
 
     enumerable: ClassVar[bool] = True
     inline: ClassVar[bool] = True
+    variable_length: ClassVar[bool] = True
 
-    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+    def __init__(self, capacity: int = DEFAULT_CAPACITY, *, short_values: bool = False) -> None:
         if capacity < 1:
             raise ConfigurationError(f"capacity={capacity}: must be at least one byte")
         self.capacity = capacity
+        self._short_values = short_values
         self._index: MemoryIndex | None = None
         self._region: MemoryRegion | None = None
 
@@ -68,7 +74,11 @@ class MemoryBackend(Backend):
                 f"capacity={self.capacity}: one block takes {largest} bytes; "
                 f"give capacity={format_size(largest).replace(' ', '')} or more"
             )
-        unit = largest if len(frames) == 1 else min(_SHARED_UNIT, self.capacity)
+        unit = min(_SHARED_UNIT, self.capacity)
+        if len(frames) == 1:
+            unit = (
+                -(-largest // (_PARTS * ALIGNMENT)) * ALIGNMENT if self._short_values else largest
+            )
         self._region = MemoryRegion(self.capacity, unit)
         self._index = MemoryIndex(self._region.num_units)
 
@@ -81,17 +91,17 @@ class MemoryBackend(Backend):
         return len(self._opened()[0].use(keys))
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Copy blocks out. Nothing fails: what is absent or of another length is a miss."""
+        """Copy blocks out. Nothing fails: what is absent or longer than its buffer is a miss."""
         index, region = self._opened()
         blocks = index.use(keys)
         for number, (block, buffer) in enumerate(zip(blocks, into, strict=False)):
-            if block.nbytes != buffer.numel():
+            if block.nbytes > buffer.numel():
                 del blocks[number:]
                 break
 
         def copy() -> None:
             for block, buffer in zip(blocks, into, strict=False):
-                region.read(block.units, buffer)
+                region.read(block.units, buffer[: block.nbytes])
 
         index.hold(blocks)
         try:

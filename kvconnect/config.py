@@ -196,6 +196,10 @@ class KvCacheConnectorConfig(Settings):
         connector_worker_class: name of the `KvCacheConnectorWorker` subclass.
         url: a store, for example ``disk:///var/cache/kv?capacity=200GiB``.
         backend: instead of `url`, a store of your own; one open engine at a time uses it.
+        codec: how blocks are encoded in the store, as in a store URL's parameter: one of ``fp8``
+            and ``int8`` (lossy), one of ``zstd`` and ``lz4``, ``aes-gcm``, joined by ``+``.
+        key_file: file with the secret key of ``aes-gcm``. Blocks rounded by another codec or
+            encrypted with another key are not found, as those of another model.
         lookup_timeout_ms: what all lookups of one engine step together may delay it by.
         load_timeout_s: deadline of a load; past it the tokens are computed.
         save_timeout_s: deadline of a save, and of draining at close.
@@ -216,6 +220,8 @@ class KvCacheConnectorConfig(Settings):
     connector_worker_class: str | None = None
     url: str | None = None
     backend: Backend | None = None
+    codec: str | None = None
+    key_file: str | None = None
     lookup_timeout_ms: Annotated[float, Field(ge=0)] = 20.0
     load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     save_timeout_s: Annotated[float, Field(gt=0)] = 30.0
@@ -240,4 +246,6 @@ class KvCacheConnectorConfig(Settings):
         chosen = [name for name, value in ways.items() if value]
         if len(chosen) > 1:
             raise ValueError(f"give one of {', '.join(ways)}; given: {', '.join(chosen)}")
+        if given and (self.codec or self.key_file):
+            raise ValueError("codec and key_file are for url or backend, not for your own classes")
         return self

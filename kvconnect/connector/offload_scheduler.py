@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
 from kvconnect.connector.lookup import Hit, Query, look_up
 from kvconnect.connector.offload_data import BlockLoad, LoadBlocks, OffloadMeta, SaveOrder
+from kvconnect.connector.patience import Patience
 from kvconnect.connector.save_plan import SavePlan
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.store import OffloadStore
@@ -45,6 +45,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     Lookups start when a request arrives. At admission, all requests of one step together wait at
     most ``lookup_timeout_ms`` for answers: what is late is a miss, and may serve a later admission.
+    After that nobody waits until the store answers in time again.
     Loads run in the background unless the backend is ``inline``.
 
     A block is ordered into the store in the step that fills it, or at its request's end with
@@ -59,7 +60,6 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._config = llm_args.kv_connector_config
         self._tokens_per_block = llm_args.kv_cache_config.tokens_per_block
         self._min_tokens = max(1, self._config.min_load_tokens)
-        self._budget_s = self._config.lookup_timeout_ms / 1000
         self._windows = tuple(layout.window for layout in llm_args.layouts)
         # Without windows, in one pool: a load serves as far as it comes.
         self._divisible = self._windows == (None,)
@@ -67,6 +67,9 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._alone = shard.tp_size * shard.pp_size == 1
         self._states: dict[int, _State] = {}
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
+        self._patience = Patience(
+            self._config.lookup_timeout_ms / 1000, self._store.backend, self._store.submit
+        )
 
     # ------------------------------------------------------------------ finding
 
@@ -75,7 +78,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         store = self._store
         query = Query.of(request, windows=self._windows, shard=self._llm_args.shard)
         plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
-        lookup = store.submit(look_up(store.backend, query))
+        lookup = store.submit(self._patience.timed(look_up(store.backend, query)))
         self._states[request.request_id] = _State(request, plan, lookup)
 
     def get_num_new_matched_tokens(
@@ -88,7 +91,8 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         most = request.num_tokens - 1 - num_computed_tokens
         if most < self._min_tokens:
             return 0, False
-        self._wait_for_lookup(state)
+        if state.hit is None:
+            self._patience.wait(state.lookup)
         hit = self._hit(state)
         if hit is None:
             count("connector.lookup.late")
@@ -106,17 +110,6 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         # have succeeded. That is in the next step, and then a window may have given it up: several
         # ranks load in the background.
         return self._store.inline and (self._divisible or self._alone)
-
-    def _wait_for_lookup(self, state: _State) -> None:
-        if state.hit is not None or state.lookup.done() or self._budget_s <= 0:
-            return
-        started = time.monotonic()
-        try:
-            state.lookup.exception(self._budget_s)
-        except TimeoutError:
-            self._budget_s = 0.0
-        else:
-            self._budget_s -= time.monotonic() - started
 
     def _hit(self, state: _State) -> Hit | None:
         """The store's answer; empty if it failed, ``None`` if it is late. Never waits."""
@@ -177,11 +170,16 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         state.lookup.cancel()
         if not orders:
             return False
-        if self._store.backlogged and self._config.on_backlog == "drop":
+        if self._config.on_backlog == "drop" and self._is_backlogged(orders):
             count("connector.save.dropped", blocks=sum(len(order.blocks) for order in orders))
             return False
         self._store.finishing[request.request_id] = orders
         return True
+
+    def _is_backlogged(self, orders: Sequence[SaveOrder]) -> bool:
+        # A store that does not answer would only keep the blocks from the requests to come.
+        num_blocks = sum(len(order.blocks) for order in orders)
+        return self._store.backlogged or (self._patience.lost and self._store.room() < num_blocks)
 
     def _remaining(self, state: _State, *, tail: bool) -> tuple[SaveOrder, ...]:
         """What the store lacks of the valid part of a request that gives its blocks back."""
@@ -198,7 +196,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMeta | None:
         """The loads and saves of this step; ``None`` if there are none."""
-        self._budget_s = self._config.lookup_timeout_ms / 1000
+        self._patience.start_step()
         self._take_drops()
         loads: list[LoadBlocks] = []
         saves: list[SaveOrder] = []
@@ -295,6 +293,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         store, self._open_store = self._open_store, None
         if store is None:
             return
+        self._patience.end()
         for state in self._states.values():
             state.lookup.cancel()
         self._states.clear()

@@ -98,6 +98,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._saves = SaveQueue(store, staging, self._copiers, shard=shard)
         staging.on_free(self._slots_freed)
         store.save_now = self._save_now
+        store.room = lambda: staging.available(Direction.SAVE)
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called from the store's thread."""

@@ -35,7 +35,8 @@ class OffloadStore:
             worker adds, the scheduler takes.
         backlogged: ended requests wait for room in the staging memory.
         save_now: stages what there is room for, at once: the blocks are about to be handed on.
-            It and the three before it belong to the engine's thread.
+        room: how many blocks it could stage now. It and the four before it belong to the engine's
+            thread.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:
@@ -48,11 +49,16 @@ class OffloadStore:
         self.dropped: dict[int, int] = {}
         self.backlogged = False
         self.save_now: Callable[[Sequence[SaveOrder]], None] = lambda _: None
+        self.room: Callable[[], int] = lambda: 0
         # Every operation may take as long as the longer of the two; each direction has its own
         # deadline on top, see the worker.
         deadline_s = max(config.load_timeout_s, config.save_timeout_s)
         self.backend = open_backend(
-            source, deadline_s=deadline_s, verify_frames=config.verify_frames
+            source,
+            deadline_s=deadline_s,
+            verify_frames=config.verify_frames,
+            codec=config.codec,
+            key_file=config.key_file,
         )
         self.inline = self.backend.inline
         self.enumerable = self.backend.enumerable

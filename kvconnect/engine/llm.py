@@ -17,6 +17,7 @@ from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerF
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig, KvCacheRetentionConfig
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.manager import KvCacheConnectorManager
+from kvconnect.connector.stored_as import stored_as
 from kvconnect.digest import model_digest
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Attachment, NoConnector
@@ -100,7 +101,8 @@ class LLM:
             self._model, config, window_pools=getattr(factory, "supports_window_pools", False)
         )
         self.layouts = geometry.layouts
-        digest = geometry.digest(model_digest(directory))
+        connector_config = _connector_config(connector)
+        digest = stored_as(geometry.digest(model_digest(directory)), connector_config)
         self.tokenizer = Tokenizer.of(directory)
         kv = factory(config, self.layouts, self._model.device)
         layers = geometry.cached_layers(kv, self._model.dtype)
@@ -115,7 +117,9 @@ class LLM:
         self._intake = Intake(
             self._model, self.tokenizer, self.layouts, digest, kv.get_max_resource_count()
         )
-        attachment = _attach(connector, config, directory, self.layouts, digest, kv, self._inbox)
+        attachment = _attach(
+            connector_config, config, directory, self.layouts, digest, kv, self._inbox
+        )
         self._engine = Engine(self._model, kv, attachment, self._scheduler, self._inbox, layers)
         self._ids = itertools.count()
         self._thread = threading.Thread(
@@ -305,8 +309,16 @@ def _drafter(settings: NgramSpeculation, kv: BaseKVCacheManager) -> NgramDrafter
     return NgramDrafter(settings)
 
 
+def _connector_config(connector: Connector | None) -> KvCacheConnectorConfig | None:
+    if isinstance(connector, str):
+        return KvCacheConnectorConfig(url=connector)
+    if isinstance(connector, Backend):
+        return KvCacheConnectorConfig(backend=connector)
+    return connector
+
+
 def _attach(
-    connector: Connector | None,
+    connector: KvCacheConnectorConfig | None,
     kv_config: KvCacheConfig,
     directory: Path,
     layouts: tuple[KvCacheLayout, ...],
@@ -316,10 +328,6 @@ def _attach(
 ) -> Attachment:
     if connector is None:
         return NoConnector()
-    if isinstance(connector, str):
-        connector = KvCacheConnectorConfig(url=connector)
-    elif isinstance(connector, Backend):
-        connector = KvCacheConnectorConfig(backend=connector)
     args = LlmArgs(
         model=str(directory),
         kv_cache_config=kv_config,

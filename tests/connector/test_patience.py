@@ -1,0 +1,111 @@
+"""A store that does not answer costs one request the lookup budget, once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from bench_engine import LAYOUT, BenchEngine, T, llm_args, reference
+from stores import DictStore
+
+from kvconnect import frame
+
+PROMPT = list(range(1, 6 * T + 3))
+BUDGET_S = 1.0
+BUDGET = {"lookup_timeout_ms": 1000 * BUDGET_S}
+SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
+
+
+@pytest.fixture
+def store():
+    store = DictStore()
+    with BenchEngine(llm_args(store)) as bench:
+        bench.answer(PROMPT, 3)
+    yield store
+    store.open_doors()
+
+
+def patience(bench):
+    return bench.manager._scheduler._patience
+
+
+def give_up_on(store, bench):
+    """One request finds out that the store does not answer."""
+    store.at_lookup.shut()
+    started = time.monotonic()
+    bench.answer([7] * 5, 1)
+    assert time.monotonic() - started >= BUDGET_S
+    assert patience(bench).lost
+
+
+def test_after_one_late_answer_nobody_waits(store: DictStore) -> None:
+    with BenchEngine(llm_args(store, **BUDGET)) as bench:
+        give_up_on(store, bench)
+        started = time.monotonic()
+        for token in range(10, 20):
+            assert bench.answer([token] * 5, 1) == reference([token] * 5, 1)
+        assert time.monotonic() - started < BUDGET_S
+        store.open_doors()
+
+
+def test_patience_comes_back_without_any_request(store: DictStore) -> None:
+    with BenchEngine(llm_args(store, **BUDGET)) as bench:
+        give_up_on(store, bench)
+        store.open_doors()
+        patience(bench)._probing.result(10)
+        assert not patience(bench).lost
+        request = bench.submit(PROMPT, 3)
+        bench.run()
+        assert bench.store_tokens[request.request_id] == len(PROMPT) - 1
+
+
+def test_a_request_that_is_answered_in_time_brings_it_back(store: DictStore, monkeypatch) -> None:
+    monkeypatch.setattr("kvconnect.connector.patience._FIRST_PAUSE_S", 1000.0)
+    with BenchEngine(llm_args(store, **BUDGET)) as bench:
+        give_up_on(store, bench)
+        store.open_doors()
+        bench.answer([8] * 5, 1)
+        request = bench.submit(PROMPT, 3)
+        lookup = bench.manager._scheduler._states[request.request_id].lookup
+        lookup.result(10)
+        assert not patience(bench).lost
+        bench.run()
+
+
+def test_an_answer_that_is_too_late_does_not(store: DictStore, monkeypatch) -> None:
+    monkeypatch.setattr("kvconnect.connector.patience._FIRST_PAUSE_S", 1000.0)
+    with BenchEngine(llm_args(store, lookup_timeout_ms=20.0)) as bench:
+        store.at_lookup.shut()
+        request = bench.submit(PROMPT, 3)
+        lookup = bench.manager._scheduler._states[request.request_id].lookup
+        bench.step()
+        store.open_doors()
+        lookup.result(10)
+        assert patience(bench).lost
+        bench.run()
+
+
+def test_failures_at_once_are_no_reason_to_lose_patience(store: DictStore) -> None:
+    store.lookup_error = ConnectionRefusedError("nobody there")
+    with BenchEngine(llm_args(store, **BUDGET)) as bench:
+        assert bench.answer(PROMPT, 3) == reference(PROMPT, 3)
+        assert not patience(bench).lost
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_blocks_are_not_kept_for_a_store_that_does_not_answer(store: DictStore, answers) -> None:
+    # Three slots of staging memory: the rest of a request's blocks would stay in the pool.
+    options = {"staging_bytes": 4 * SLOT, "save_on": "finish", "lookup_timeout_ms": 500.0}
+    with BenchEngine(llm_args(store, save_timeout_s=5.0, **options)) as bench:
+        store.at_save.shut()
+        if not answers:
+            store.at_lookup.shut()
+        bench.submit([250 - token for token in PROMPT], 1)
+        for _ in range(3):
+            bench.step()
+        assert not bench.queue
+        assert not bench.running
+        assert patience(bench).lost is not answers
+        assert bool(bench.saving) is answers
+        store.open_doors()
+        bench.run()
