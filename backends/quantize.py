@@ -54,10 +54,10 @@ def quantize(block: Tensor, out: Tensor, layout: KvCacheLayout, dtype: Quantized
         scale = rows.abs().amax(1, keepdim=True).div_(largest)
         scales.copy_(scale.view(torch.uint8).view(-1))
         # A row of zeros has scale 0.
-        rows.div_(scale.where(scale > 0, 1.0)).clamp_(-largest, largest)
+        rounded = rows.div(scale.where(scale > 0, 1.0)).clamp_(-largest, largest)
         if dtype == "int8":
-            rows.round_()
-        values.copy_(rows.to(stored).view(torch.uint8))
+            rounded.round_()
+        values.copy_(rounded.to(stored).view(torch.uint8))
 
 
 def dequantize(

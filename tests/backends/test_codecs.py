@@ -1,0 +1,727 @@
+"""What is between a frame and its payload: right bytes or a miss, within bounds, never deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import sys
+import threading
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect import frame
+from kvconnect.backend import Backend, Child, StoredBlock
+from kvconnect.backends import framing, open_backend
+from kvconnect.backends.codecs import CodecFlag, Codecs
+from kvconnect.backends.quantize import dequantize, quantize, quantized_nbytes
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra
+from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import metrics
+
+LAYOUT = KvCacheLayout(4, 2, 64, 64, 16, torch.bfloat16)
+NBYTES = LAYOUT.block_nbytes
+FRAME = frame.frame_nbytes(NBYTES)
+
+
+class Values(Backend):
+    """A dict of bytes that takes values of any length."""
+
+    enumerable = True
+    variable_length = True
+
+    def __init__(self):
+        self.values = {}
+        self.blocks = []
+
+    async def lookup(self, keys):
+        return next((n for n, key in enumerate(keys) if key not in self.values), len(keys))
+
+    async def load(self, keys, into):
+        for number, (key, buffer) in enumerate(zip(keys, into, strict=True)):
+            value = self.values.get(key)
+            fits = value is not None and (
+                value.numel() <= buffer.numel()
+                if self.variable_length
+                else value.numel() == buffer.numel()
+            )
+            if not fits:
+                return number
+            buffer[: value.numel()] = value
+        return len(keys)
+
+    async def save(self, blocks):
+        for block in blocks:
+            self.values.setdefault(block.key, block.data.clone())
+            self.blocks.append(replace(block, data=self.values[block.key]))
+        return len(blocks)
+
+    async def delete(self, keys):
+        for key in keys:
+            self.values.pop(key, None)
+
+    async def children(self, key):
+        return [Child(one.key, one.tokens) for one in self.blocks if one.parent == key]
+
+
+class FixedLength(Values):
+    variable_length = False
+
+
+def content(number=0):
+    """The bytes of a block: normal numbers, each row there twice so that any codec has its use."""
+    rng = np.random.default_rng(number)
+    values = rng.standard_normal((NBYTES // 4 // 64, 64)) * rng.uniform(0.1, 30, (1, 64))
+    rows = torch.from_numpy(np.repeat(np.round(values, 1), 2, axis=0))
+    return rows.to(torch.bfloat16).view(torch.uint8).view(-1)
+
+
+def block(key, number=0, *, parent=None, tokens=None):
+    data = torch.full((FRAME,), 0xC5, dtype=torch.uint8)
+    frame.payload(data, NBYTES).copy_(content(number))
+    array = None if tokens is None else np.asarray(tokens, np.int32)
+    return StoredBlock(key, data, parent, array)
+
+
+def buffer():
+    return torch.full((FRAME,), 0xA7, dtype=torch.uint8)
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("5e" * 32 + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def other_key_file(tmp_path):
+    path = tmp_path / "other"
+    path.write_bytes(b"\x07" * 32)
+    return str(path)
+
+
+async def opened(inner, codec=None, key_file=None, **options):
+    store = open_backend(inner, codec=codec, key_file=key_file, **options)
+    await store.open([LAYOUT])
+    return store
+
+
+def needs_key(codec):
+    return "aes-gcm" in codec
+
+
+def counter(name):
+    return metrics.snapshot().get(name, 0)
+
+
+LOSSLESS = ["zstd", "lz4", "aes-gcm", "zstd+aes-gcm", "lz4+aes-gcm"]
+LOSSY = ["fp8", "int8", "fp8+zstd", "int8+lz4+aes-gcm"]
+
+
+# ------------------------------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("codec", LOSSLESS)
+async def test_lossless_codecs_bring_back_every_bit(kit, key_file, codec):
+    inner = Values()
+    store = await opened(inner, codec, key_file if needs_key(codec) else None)
+    keys = kit.keys(codec, count=5)
+    blocks = [block(key, number) for number, key in enumerate(keys)]
+    assert await store.save(blocks) == 5
+    into = [buffer() for _ in keys]
+    assert await store.load(keys, into) == 5
+    for number, data in enumerate(into):
+        assert torch.equal(frame.payload(data, NBYTES), content(number))
+    if codec != "aes-gcm":
+        assert all(value.numel() < FRAME for value in inner.values.values())
+    assert all(value.numel() % frame.ALIGNMENT == 0 for value in inner.values.values())
+    await store.close()
+
+
+@pytest.mark.parametrize("codec", [*LOSSLESS, *LOSSY])
+async def test_the_payload_that_is_saved_stays_as_it_is(kit, key_file, codec):
+    # Who saves the same block twice must not store twice encoded bytes under its key.
+    inner = Values()
+    store = await opened(inner, codec, key_file if needs_key(codec) else None)
+    key = kit.key(codec)
+    one = block(key)
+    await store.save([one])
+    assert torch.equal(frame.payload(one.data, NBYTES), content())
+    inner.values.clear()
+    await store.save([one])
+    into = buffer()
+    assert await store.load([key], [into]) == 1
+    got = frame.payload(into, NBYTES).view(torch.bfloat16).float()
+    wanted = content().view(torch.bfloat16).float()
+    assert torch.allclose(got, wanted, rtol=0.07, atol=0.5)
+    await store.close()
+
+
+async def test_what_does_not_get_smaller_is_stored_as_it_is(kit):
+    inner = Values()
+    store = await opened(inner, "zstd")
+    key = kit.key("random")
+    one = block(key)
+    noise = torch.from_numpy(np.random.default_rng(0).integers(0, 256, NBYTES, np.uint8))
+    frame.payload(one.data, NBYTES).copy_(noise)
+    await store.save([one])
+    assert frame.check(inner.values[key], key, {LAYOUT.fingerprint()}).flags == 0
+    into = buffer()
+    assert await store.load([key], [into]) == 1
+    assert torch.equal(frame.payload(into, NBYTES), noise)
+    await store.close()
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+async def test_anybody_reads_what_was_compressed(kit, codec):
+    inner = Values()
+    store = await opened(inner, codec)
+    await store.save([block(kit.key(1))])
+    for other in (None, "lz4", "zstd"):
+        reader = await opened(inner, other)
+        into = buffer()
+        assert await reader.load([kit.key(1)], [into]) == 1
+        assert torch.equal(frame.payload(into, NBYTES), content())
+        await reader.close()
+    await store.close()
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+async def test_rounded_blocks_have_one_length_and_every_store_takes_them(kit, codec):
+    inner = FixedLength()
+    store = await opened(inner, codec)
+    keys = kit.keys(codec, count=3)
+    await store.save([block(key, number) for number, key in enumerate(keys)])
+    assert {value.numel() for value in inner.values.values()} == {
+        frame.frame_nbytes(quantized_nbytes(LAYOUT))
+    }
+    assert await store.load(keys, [buffer() for _ in keys]) == 3
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memory:?capacity=8MiB&codec={codec}",
+        "disk://{path}/store?capacity=8MiB&codec={codec}",
+    ],
+    ids=["memory", "disk"],
+)
+@pytest.mark.parametrize("codec", ["zstd", "fp8+zstd", "aes-gcm"])
+async def test_own_stores_take_every_codec(kit, tmp_path, key_file, url, codec):
+    url = url.format(path=tmp_path, codec=codec)
+    store = open_backend(url + (f"&key_file={key_file}" if needs_key(codec) else ""))
+    await store.open([LAYOUT])
+    keys = kit.keys("own", count=6)
+    assert await store.save([block(key, number) for number, key in enumerate(keys)]) == 6
+    into = [buffer() for _ in keys]
+    assert await store.load(keys, into) == 6
+    if not codec.startswith("fp8"):
+        for number, data in enumerate(into):
+            assert torch.equal(frame.payload(data, NBYTES), content(number))
+    await store.close()
+
+
+@pytest.mark.parametrize("scheme", ["memory:?", "disk:{}/store?"])
+async def test_compressed_blocks_really_take_less_room(kit, tmp_path, scheme):
+    held = {}
+    for codec in ("", "&codec=fp8+zstd"):
+        place = scheme.format(tmp_path / f"d{bool(codec)}")
+        store = open_backend(f"{place}capacity={64 * FRAME}{codec}")
+        await store.open([LAYOUT])
+        for start in range(0, 192, 32):
+            keys = kit.keys("room", count=192)[start : start + 32]
+            await store.save([block(key, 1) for key in keys])
+        held[bool(codec)] = (await store.stats())["blocks"]
+        await store.close()
+    assert held[False] <= 64
+    assert held[True] >= 1.6 * held[False]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    dims=st.tuples(
+        st.integers(1, 3),
+        st.integers(1, 3),
+        st.sampled_from([8, 40, 128]),
+        st.sampled_from([4, 16]),
+    ),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    latent=st.booleans(),
+    stored=st.sampled_from(["fp8", "int8"]),
+    seed=st.integers(0, 100),
+)
+def test_rounding_errs_by_less_than_a_step_of_its_row(dims, dtype, latent, stored, seed):
+    layers, heads, dim, tokens = dims
+    layout = KvCacheLayout(layers, heads, dim, 0 if latent else dim, tokens, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(layout.block_nbytes // dtype.itemsize // dim, dim, generator=generator)
+    rows *= torch.rand(len(rows), 1, generator=generator) * 100
+    rows[0] = 0
+    source = rows.to(dtype)
+    coded = torch.empty(quantized_nbytes(layout), dtype=torch.uint8)
+    back = torch.empty(layout.block_nbytes, dtype=torch.uint8)
+    quantize(source.view(torch.uint8).view(-1), coded, layout, stored)
+    dequantize(coded, back, layout, stored)
+    got = back.view(dtype).view(rows.shape).float()
+    largest = source.float().abs().amax(1, keepdim=True)
+    # e4m3 has three bits of mantissa: a sixteenth of the value; int8 steps of 1/127 of the largest.
+    step = largest / 254 if stored == "int8" else source.float().abs() / 16 + largest / 448 / 512
+    assert ((got - source.float()).abs() <= 1.02 * step + largest * 2**-8 * 1.01).all()
+    assert (got[0] == 0).all()
+
+
+def test_keys_and_values_of_different_length_have_scales_of_their_own():
+    layout = KvCacheLayout(1, 1, 16, 8, 4, torch.float32)
+    keys, values = torch.full((4, 16), 1000.0), torch.full((4, 8), 0.001)
+    source = torch.cat([keys.view(-1), values.view(-1)])
+    coded = torch.empty(quantized_nbytes(layout), dtype=torch.uint8)
+    back = torch.empty(layout.block_nbytes, dtype=torch.uint8)
+    quantize(source.view(torch.uint8), coded, layout, "int8")
+    dequantize(coded, back, layout, "int8")
+    assert torch.allclose(back.view(torch.float32), source)
+
+
+# ------------------------------------------------------------------------------- what is not ours
+
+
+@pytest.mark.parametrize(
+    ("saved", "read"),
+    [("fp8", None), ("fp8", "int8"), ("int8", "fp8+zstd"), (None, "fp8"), ("fp8+zstd", "zstd")],
+)
+async def test_another_rounding_is_a_miss_that_stays(kit, saved, read):
+    inner = Values()
+    writer, reader = await opened(inner, saved), await opened(inner, read)
+    await writer.save([block(kit.key(1))])
+    assert await reader.load([kit.key(1)], [buffer()]) == 0
+    assert kit.key(1) in inner.values
+    assert await writer.load([kit.key(1)], [buffer()]) == 1
+    await writer.close()
+    await reader.close()
+
+
+async def test_another_secret_is_a_miss_that_stays_and_is_told_of(
+    kit, key_file, other_key_file, caplog
+):
+    inner = Values()
+    writer = await opened(inner, "aes-gcm", key_file)
+    await writer.save([block(kit.key(1), parent=kit.key(0), tokens=[1, 2, 3])])
+    metrics._warned.clear()
+    before = counter("store.other_codec")
+    for codec, file in (("aes-gcm", other_key_file), (None, None)):
+        reader = await opened(inner, codec, file)
+        assert await reader.load([kit.key(1)], [buffer()]) == 0
+        await reader.close()
+    assert "another key_file" in caplog.text
+    assert counter("store.other_codec") == before + 2
+    assert await writer.load([kit.key(1)], [buffer()]) == 1
+    await writer.close()
+
+
+async def test_what_anybody_can_write_is_not_read_where_encryption_is_configured(kit, key_file):
+    inner = Values()
+    plain, secret = await opened(inner), await opened(inner, "aes-gcm", key_file)
+    await plain.save([block(kit.key(1))])
+    assert await secret.load([kit.key(1)], [buffer()]) == 0
+    assert kit.key(1) in inner.values
+    await plain.close()
+    await secret.close()
+
+
+async def test_a_package_that_is_missing_makes_it_a_miss(kit, monkeypatch):
+    inner = Values()
+    writer, reader = await opened(inner, "zstd"), await opened(inner)
+    await writer.save([block(kit.key(1))])
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setattr("kvconnect.backends.codecs._compressors", {})
+    assert await reader.load([kit.key(1)], [buffer()]) == 0
+    assert kit.key(1) in inner.values
+    await writer.close()
+    await reader.close()
+
+
+# ---------------------------------------------------------------------------------------- attacks
+
+
+def resealed(value, header, key=None):
+    """`value` with another header and a checksum that fits: what somebody in the store can do."""
+    data = value.clone()
+    nbytes = frame.frame_nbytes(header.payload_nbytes)
+    data = torch.cat([data, torch.zeros(max(0, nbytes - len(data)), dtype=torch.uint8)])[:nbytes]
+    frame.seal(data, header)
+    return data
+
+
+def header_of(value):
+    return frame._read(value.numpy().data)
+
+
+async def test_an_encrypted_block_under_another_key_is_rejected_whatever_its_header_says(
+    kit, key_file
+):
+    inner = Values()
+    store = await opened(inner, "zstd+aes-gcm", key_file)
+    first, second = kit.key(1), kit.key(2)
+    await store.save([block(first, 1), block(second, 2)])
+    moved = inner.values[first]
+    header = header_of(moved)
+    for forged in (header, replace(header, key=second)):
+        inner.values[second] = resealed(moved, forged)
+        assert await store.load([second], [buffer()]) == 0
+        assert second not in inner.values
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: replace(header, valid_tokens=header.valid_tokens - 1),
+        lambda header: replace(header, flags=header.flags ^ CodecFlag.ZSTD),
+        lambda header: replace(header, flags=header.flags ^ (CodecFlag.ZSTD | CodecFlag.LZ4)),
+        lambda header: replace(header, payload_nbytes=header.payload_nbytes - 1),
+    ],
+    ids=["tokens", "not compressed", "another codec", "shorter"],
+)
+async def test_a_changed_header_of_an_encrypted_block_is_rejected(kit, key_file, change):
+    inner = Values()
+    store = await opened(inner, "zstd+aes-gcm", key_file)
+    key = kit.key(1)
+    await store.save([block(key)])
+    inner.values[key] = resealed(inner.values[key], change(header_of(inner.values[key])))
+    assert await store.load([key], [buffer()]) == 0
+    assert key not in inner.values
+    await store.close()
+
+
+async def test_nothing_of_the_block_or_its_tokens_is_in_an_encrypted_store(kit, key_file):
+    inner = Values()
+    store = await opened(inner, "aes-gcm", key_file)
+    tokens = list(range(70_000, 70_016))
+    key, parent = kit.key(1), kit.key(0)
+    await store.save([block(key, parent=parent, tokens=tokens)])
+    stored = inner.values[key].numpy().tobytes()
+    assert content().numpy().tobytes()[:64] not in stored
+    (listed,) = inner.blocks
+    assert not set(listed.tokens.tolist()) & set(tokens)
+    (child,) = await store.children(parent)
+    assert child.tokens.tolist() == tokens
+    # Moved after another block, or altered, they are nobody's tokens.
+    inner.blocks = [replace(listed, parent=kit.key(9))]
+    assert await store.children(kit.key(9)) == []
+    inner.blocks = [replace(listed, tokens=listed.tokens[:5])]
+    assert await store.children(parent) == []
+    await store.close()
+
+
+async def test_two_saves_of_a_block_share_no_nonce(kit, key_file):
+    seen = set()
+    for _ in range(2):
+        inner = Values()
+        store = await opened(inner, "aes-gcm", key_file)
+        await store.save([block(kit.key(1))])
+        seen.add(header_of(inner.values[kit.key(1)]).codec_data[8:20])
+        await store.close()
+    assert len(seen) == 2
+
+
+def bomb(codec, nbytes):
+    """Compressed data that becomes `nbytes` zeros."""
+    if codec == "zstd":
+        import zstandard
+
+        return zstandard.ZstdCompressor(level=1).compress(bytes(nbytes))
+    import lz4.block
+
+    return lz4.block.compress(bytes(nbytes), store_size=False)
+
+
+def liar(packed, says):
+    """Compressed data whose header says that it becomes `says` bytes."""
+    # Magic, descriptor with an eight-byte size of a single segment, size, then the blocks.
+    body = packed[4:]
+    field = {0: 1, 1: 2, 2: 4, 3: 8}[body[0] >> 6]
+    return packed[:4] + bytes([0b11100000]) + struct.pack("<Q", says) + body[1 + field :]
+
+
+def as_frame(key, packed, flags):
+    header = frame.FrameHeader(16, len(packed), LAYOUT.fingerprint(), key, flags)
+    data = torch.zeros(frame.frame_nbytes(len(packed)), dtype=torch.uint8)
+    frame.payload(data, len(packed)).numpy()[:] = np.frombuffer(packed, np.uint8)
+    frame.seal(data, header)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("codec", "packed"),
+    [
+        ("zstd", lambda: bomb("zstd", 1 << 28)),
+        ("zstd", lambda: liar(bomb("zstd", NBYTES), 1 << 40)),
+        ("zstd", lambda: liar(bomb("zstd", 1 << 28), NBYTES)),
+        ("zstd", lambda: bomb("zstd", NBYTES - 1)),
+        ("zstd", lambda: bomb("zstd", NBYTES) + b"more"),
+        ("zstd", lambda: bomb("zstd", NBYTES)[:-1]),
+        ("zstd", lambda: b"\0" * 100),
+        ("zstd", lambda: b""),
+        ("lz4", lambda: bomb("lz4", 1 << 22)),
+        ("lz4", lambda: bomb("lz4", NBYTES - 1)),
+        ("lz4", lambda: bomb("lz4", NBYTES)[:-3]),
+        ("lz4", lambda: b"\xff" * 100),
+        ("lz4", lambda: b""),
+    ],
+)
+async def test_a_frame_that_lies_about_its_lengths_is_bad_and_takes_no_memory(kit, codec, packed):
+    inner = Values()
+    store = await opened(inner)
+    key = kit.key("bomb")
+    data = as_frame(key, packed(), CodecFlag[codec.upper()])
+    assert data.numel() <= FRAME  # or it would not get that far
+    inner.values[key] = data
+    into = buffer()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    assert await store.load([key], [into]) == 0
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert peak < 4 * FRAME
+    assert key not in inner.values
+    await store.close()
+
+
+@pytest.mark.parametrize("flags", [32, 0x8000, CodecFlag.FP8 | CodecFlag.INT8, 3])
+async def test_unknown_and_impossible_flags_are_bad_frames(kit, flags):
+    inner = Values()
+    store = await opened(inner)
+    inner.values[kit.key(1)] = as_frame(kit.key(1), b"x" * 100, flags)
+    assert await store.load([kit.key(1)], [buffer()]) == 0
+    assert not inner.values
+    await store.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    codec=st.sampled_from(["zstd", "lz4", "fp8+zstd"]),
+    position=st.floats(0, 1, exclude_max=True),
+    change=st.integers(1, 255),
+    length=st.integers(-3, 3),
+)
+def test_damage_with_a_checksum_that_fits_is_a_miss_or_right(codec, position, change, length):
+    # Not even a writer that seals what it damaged gets more than wrong bytes of the right length.
+    async def run():
+        inner = Values()
+        store = await opened(inner, codec)
+        key = b"k" * 32
+        await store.save([block(key)])
+        value = inner.values[key]
+        header = header_of(value)
+        packed = bytearray(frame.payload(value, header.payload_nbytes).numpy().tobytes())
+        packed[int(position * len(packed))] ^= change
+        packed = bytes(packed[:length]) if length < 0 else bytes(packed) + bytes(length)
+        inner.values[key] = as_frame(key, packed, header.flags)
+        into = buffer()
+        loaded = await store.load([key], [into])
+        assert loaded == (key in inner.values)
+        await store.close()
+
+    asyncio.run(run())
+
+
+async def test_a_checksum_guards_encoded_frames_too(kit):
+    inner = Values()
+    store = await opened(inner, "zstd")
+    key = kit.key(1)
+    for position in (3, 50, 80, 127, 128, 900):
+        await store.save([block(key)])
+        inner.values[key][position] ^= 1
+        assert await store.load([key], [buffer()]) == 0
+        assert key not in inner.values
+    await store.close()
+
+
+# -------------------------------------------------------------------------------- memory and time
+
+
+async def test_encoding_happens_off_the_event_loop_and_piece_by_piece(kit, monkeypatch):
+    monkeypatch.setattr(framing, "PIECE_NBYTES", 2 * FRAME)
+    ran_on, order = set(), []
+    real = Codecs.encode
+
+    def encode(*args):
+        ran_on.add(threading.current_thread().name.rpartition("_")[0])
+        order.append("encode")
+        return real(*args)
+
+    class Watched(Values):
+        async def save(self, blocks):
+            order.append("save")
+            await asyncio.sleep(0)
+            return await super().save(blocks)
+
+    monkeypatch.setattr(Codecs, "encode", encode)
+    store = await opened(Watched(), "zstd")
+    keys = kit.keys("overlap", count=10)
+    await store.save([block(key) for key in keys])
+    assert ran_on == {"kvconnect-frames"}
+    # The second piece is encoded while the first is saved, not after all of them or before any.
+    assert order.count("save") == 5
+    assert order.index("save") == 2
+    assert order[-1] == "save"
+    await store.close()
+
+
+async def test_scratch_memory_is_bounded_whatever_hangs(kit, monkeypatch):
+    monkeypatch.setattr(framing, "PIECE_NBYTES", 2 * FRAME)
+    taken = []
+    real = framing.Lane.room
+
+    def room(lane, number, nbytes):
+        memory = real(lane, number, nbytes)
+        taken.append((memory.untyped_storage().data_ptr(), memory.untyped_storage().nbytes()))
+        return memory
+
+    monkeypatch.setattr(framing.Lane, "room", room)
+    release = asyncio.Event()
+
+    class Hangs(Values):
+        async def save(self, blocks):
+            await release.wait()
+            return await super().save(blocks)
+
+    store = await opened(Hangs(), "zstd", deadline_s=0.2)
+    chains = [[block(key) for key in kit.keys("hang", n, count=6)] for n in range(8)]
+    results = await asyncio.gather(*map(store.save, chains), return_exceptions=True)
+    assert all(isinstance(result, TimeoutError) for result in results)
+    assert sum(dict(taken).values()) <= 4 * (2 * FRAME + frame.ALIGNMENT)
+    release.set()
+    await store.close()
+
+
+# ---------------------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        ("zstandard", "unknown 'zstandard'; did you mean 'zstd'"),
+        ("zstd+lz4", "two of a kind"),
+        ("fp8+int8", "two of a kind"),
+        ("zstd+fp8", "give one of fp8 and int8, then"),
+        ("zstd+zstd", "give one of"),
+        ("aes-gcm", "needs key_file="),
+        ("+", "unknown ''"),
+    ],
+)
+def test_a_codec_that_makes_no_sense_is_explained(codec, message):
+    with pytest.raises(ConfigurationError, match=message.replace("+", r"\+")):
+        open_backend(Values(), codec=codec)
+    if codec != "+":
+        with pytest.raises(ConfigurationError, match=message):
+            open_backend(f"memory:?codec={codec}")
+
+
+def test_a_key_file_is_checked_at_once(tmp_path, key_file):
+    short = tmp_path / "short"
+    short.write_bytes(b"123\n")
+    for path, message in (
+        (short, "3 bytes"),
+        (tmp_path / "none", "No such file"),
+        (tmp_path, "dir"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            open_backend(Values(), codec="aes-gcm", key_file=str(path))
+    with pytest.raises(ConfigurationError, match="is for codec=aes-gcm"):
+        open_backend(Values(), codec="zstd", key_file=key_file)
+
+
+def test_a_line_end_does_not_make_another_key(tmp_path):
+    ids = set()
+    for end in ("", "\n", "\r\n"):
+        path = tmp_path / "key"
+        path.write_text("ab" * 32 + end, newline="")
+        ids.add(Codecs.parse("aes-gcm", str(path)).identity)
+    assert len(ids) == 1
+
+
+def test_stores_of_fixed_length_cannot_be_compressed():
+    with pytest.raises(ConfigurationError, match=r"known length only \(variable_length is False\)"):
+        open_backend(FixedLength(), codec="zstd")
+
+
+@pytest.mark.parametrize("options", [{"raw": True}, {"verify_frames": False}])
+def test_options_that_contradict_a_codec_are_refused(options):
+    with pytest.raises(ConfigurationError, match="codec=lz4"):
+        open_backend(Values(), codec="lz4", **options)
+
+
+async def test_layouts_that_do_not_get_smaller_are_refused():
+    layout = KvCacheLayout(1, 1, 64, 64, 16, torch.float8_e4m3fn)
+    store = open_backend(Values(), codec="fp8")
+    with pytest.raises(ConfigurationError, match="use a lossless codec"):
+        await store.open([layout])
+    await store.close()
+
+
+def test_the_url_and_the_argument_must_agree(key_file):
+    assert str(open_backend("memory:?codec=zstd", codec="zstd").codecs) == "zstd"
+    with pytest.raises(ConfigurationError, match="the store URL says codec=zstd"):
+        open_backend("memory:?codec=zstd", codec="lz4")
+    opened = open_backend("memory:?codec=zstd")
+    assert open_backend(opened) is opened
+    with pytest.raises(ConfigurationError, match="has its own"):
+        open_backend(opened, codec="lz4")
+
+
+def test_every_scheme_takes_the_parameters_and_no_backend_sees_them(tmp_path, key_file):
+    url = StoreUrl.parse(f"disk:///x?codec=zstd+aes-gcm&key_file={key_file}&ttl=7d")
+    assert (url.codec, url.key_file, dict(url.query)) == ("zstd+aes-gcm", key_file, {"ttl": "7d"})
+    assert StoreUrl.parse("memory:?codec=zstd%2Baes-gcm").codec == "zstd+aes-gcm"
+    assert "codec=zstd+aes-gcm" in str(url)
+    store = open_backend(f"disk://{tmp_path}/s?codec=fp8+zstd+aes-gcm&key_file={key_file}")
+    assert str(store.codecs) == "fp8+zstd+aes-gcm"
+    with pytest.raises(ConfigurationError, match="did you mean 'codec'"):
+        open_backend("memory:?codecs=zstd")
+
+
+@pytest.mark.parametrize(
+    ("codec", "module"), [("zstd", "zstandard"), ("lz4", "lz4.block"), ("aes-gcm", "cryptography")]
+)
+def test_a_missing_package_names_the_extra(monkeypatch, key_file, codec, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    if module == "cryptography":
+        monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'kvconnect\[codecs\]'"):
+        open_backend(Values(), codec=codec, key_file=key_file if needs_key(codec) else None)
+
+
+def test_only_what_changes_what_comes_back_changes_the_identity(key_file, other_key_file):
+    def identity(codec, file=None):
+        return Codecs.parse(codec, file).identity
+
+    assert identity(None) == identity("zstd") == identity("lz4") == b""
+    different = {
+        identity("fp8"),
+        identity("int8"),
+        identity("aes-gcm", key_file),
+        identity("aes-gcm", other_key_file),
+        identity("fp8+aes-gcm", key_file),
+    }
+    assert len(different) == 5
+    assert identity("fp8") == identity("fp8+zstd")
+
+
+def test_the_checksum_covers_what_the_codecs_need(kit):
+    # 72 bytes of fields, 40 for the codecs, 16 of checksum.
+    assert frame.CODEC_DATA_NBYTES == 40
+    header = frame.FrameHeader(16, 100, LAYOUT.fingerprint(), kit.key(1), 16, b"d" * 36)
+    data = torch.zeros(frame.frame_nbytes(100), dtype=torch.uint8)
+    frame.seal(data, header)
+    assert frame.check(data, kit.key(1), None).codec_data == b"d" * 36 + bytes(4)
+    data[80] ^= 1
+    with pytest.raises(BadFrame, match="checksum"):
+        frame.check(data, kit.key(1), None)
