@@ -147,6 +147,11 @@ class GuardedBackend(Backend):
         """As `inner` says."""
         return self.inner.variable_length
 
+    @property
+    def available(self) -> bool:
+        """Whether calls reach the store: its breaker is closed. May be asked on any thread."""
+        return self._calls.state is BreakerState.CLOSED
+
     async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
         """Open `inner`. If this raises, `close` may still be called, or `open` once more.
 
@@ -256,7 +261,7 @@ class GuardedBackend(Backend):
         """
         self._opened()
         numbers: Mapping[str, float] = {}
-        if self._calls.state is BreakerState.CLOSED:
+        if self.available:
             numbers = await self._calls.run("stats", lambda _: self.inner.stats())
         return {**numbers, **self._calls.numbers()}
 

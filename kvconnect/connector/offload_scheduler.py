@@ -74,11 +74,16 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     # ------------------------------------------------------------------ finding
 
     def on_new_request(self, request: LlmRequest) -> None:
-        """Start to look `request` up."""
+        """Start to look `request` up, unless the store is left alone for its failures."""
         store = self._store
         query = Query.of(request, windows=self._windows, shard=self._llm_args.shard)
         plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
-        lookup = store.submit(self._patience.timed(look_up(store.backend, query)))
+        lookup: Future[Hit]
+        if store.backend.available:
+            lookup = store.submit(self._patience.timed(look_up(store.backend, query)))
+        else:
+            lookup = Future()
+            lookup.set_result(Hit())
         self._states[request.request_id] = _State(request, plan, lookup)
 
     def get_num_new_matched_tokens(
@@ -145,7 +150,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._take_drops()
         state = self._states.pop(request.request_id)
         orders = self._remaining(state, tail=False)
-        if orders:
+        if orders and self._store.backend.available:
             self._store.save_now(orders)
         state.lookup.cancel()
         self.on_new_request(request)
@@ -169,6 +174,9 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         )
         state.lookup.cancel()
         if not orders:
+            return False
+        if not self._store.backend.available:
+            count("connector.save.lost", blocks=sum(len(order.blocks) for order in orders))
             return False
         if self._config.on_backlog == "drop" and self._is_backlogged(orders):
             count("connector.save.dropped", blocks=sum(len(order.blocks) for order in orders))
@@ -260,6 +268,8 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         num_full = end // self._tokens_per_block
         if self._config.save_on == "finish" or not state.saves.is_due(num_full):
             return
+        if not self._store.backend.available:
+            return  # what is due stays due
         self._learn(state, patient=True)
         order = state.saves.order(num_full, data.computed_position)
         if order is not None:

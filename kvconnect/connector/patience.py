@@ -55,7 +55,7 @@ class Patience:
 
     def start_step(self) -> None:
         """What is waited for from here on counts as another step's."""
-        self._left_s = 0.0 if self.lost else self._budget_s
+        self._left_s = self._budget_s
 
     def wait(self, lookup: Future[Any]) -> None:
         """Block until `lookup` is done, at most for what is left of the step's budget."""
@@ -74,8 +74,9 @@ class Patience:
         """The result of `lookup`; an answer in time brings the patience back."""
         started = time.monotonic()
         answer = await lookup
-        if time.monotonic() - started <= self._budget_s:
+        if self.lost and time.monotonic() - started <= self._budget_s:
             self.lost = False
+            count("connector.patience.found")
         return answer
 
     def end(self) -> None:

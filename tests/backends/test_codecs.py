@@ -498,10 +498,33 @@ async def test_a_frame_that_lies_about_its_lengths_is_bad_and_takes_no_memory(ki
 async def test_unknown_and_impossible_flags_are_bad_frames(kit, flags):
     inner = Values()
     store = await opened(inner)
-    inner.values[kit.key(1)] = as_frame(kit.key(1), b"x" * 100, flags)
-    assert await store.load([kit.key(1)], [buffer()]) == 0
+    key = kit.key(1)
+    inner.values[key] = as_frame(key, content().numpy().tobytes(), flags)
+    assert await store.load([key], [buffer()]) == 0
     assert not inner.values
     await store.close()
+
+
+@pytest.mark.parametrize("length", [0, 100, quantized_nbytes(LAYOUT) - 1])
+async def test_a_rounded_block_of_another_length_is_bad(kit, length):
+    inner = Values()
+    store = await opened(inner, "fp8")
+    key = kit.key(1)
+    inner.values[key] = as_frame(key, bytes(length), CodecFlag.FP8)
+    assert await store.load([key], [buffer()]) == 0
+    assert not inner.values
+    await store.close()
+
+
+def test_every_store_key_has_an_encryption_key_of_its_own(kit, key_file):
+    cipher = Codecs.parse("aes-gcm", key_file).cipher
+    data = bytearray(b"the same bytes" * 9)
+    beside = cipher.encrypt(memoryview(bytes(data)), memoryview(data), kit.key(1), b"header")
+    assert data != b"the same bytes" * 9
+    with pytest.raises(BadFrame):
+        cipher.decrypt(memoryview(bytearray(data)), kit.key(2), b"header", beside)
+    cipher.decrypt(memoryview(data), kit.key(1), b"header", beside)
+    assert data == b"the same bytes" * 9
 
 
 @settings(max_examples=60, deadline=None)

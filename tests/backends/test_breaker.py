@@ -1,0 +1,311 @@
+"""A store that fails is left alone, and used again soon after it works again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from itertools import pairwise
+
+import pytest
+
+from kvconnect.backend import Backend
+from kvconnect.backends import GuardedBackend, breaker
+from kvconnect.backends.breaker import BreakerState
+from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
+from kvconnect.trace import metrics
+
+FIRST, LAST, HALF_OPEN = 0.05, 0.2, 0.05
+
+
+class Store(Backend):
+    """Answers, refuses, or never answers."""
+
+    def __init__(self):
+        self.mode = "answers"
+        self.lookups = []
+        self.times = []
+        self.thawed = asyncio.Event()
+        self.stats_asked = 0
+
+    async def _act(self):
+        if self.mode == "refuses":
+            raise ConnectionRefusedError("nobody there")
+        if self.mode == "freezes":
+            await self.thawed.wait()
+
+    async def lookup(self, keys):
+        self.lookups.append(list(keys))
+        self.times.append(time.monotonic())
+        await self._act()
+        return 0
+
+    async def load(self, keys, into):
+        await self._act()
+        return 0
+
+    async def save(self, blocks):
+        await self._act()
+        return len(blocks)
+
+    async def delete(self, keys):
+        await self._act()
+
+    async def stats(self):
+        self.stats_asked += 1
+        await self._act()
+        return {"blocks": 3}
+
+
+@pytest.fixture
+async def inner():
+    return Store()
+
+
+@pytest.fixture
+async def store(inner, kit, monkeypatch):
+    for name, value in (("FIRST_PAUSE", FIRST), ("LAST_PAUSE", LAST), ("HALF_OPEN", HALF_OPEN)):
+        monkeypatch.setattr(breaker, f"_{name}_S", value)
+    guarded = GuardedBackend(inner, deadline_s=0.5)
+    await guarded.open([kit.layout])
+    yield guarded
+    inner.thawed.set()
+    await guarded.close()
+
+
+async def fail(store, kit, times=5):
+    for number in range(times):
+        with pytest.raises((BackendUnavailable, BackendTimeout)):
+            await store.lookup([kit.key(number)])
+
+
+async def until(condition):
+    """Return once `condition` holds."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  what is watched has no event
+            await asyncio.sleep(0)
+
+
+def probing(store):
+    return store._calls._breaker._probing
+
+
+async def state(store):
+    return BreakerState(int((await store.stats())["breaker_state"]))
+
+
+def counter(name):
+    return metrics.snapshot().get(name, 0)
+
+
+async def test_it_opens_after_failures_in_a_row_and_calls_fail_without_the_store(store, inner, kit):
+    inner.mode = "refuses"
+    await fail(store, kit, 4)
+    assert store._calls.state is BreakerState.CLOSED
+    await fail(store, kit, 1)
+    assert store._calls.state is BreakerState.OPEN
+    asked, refused = len(inner.lookups), counter("store.refused")
+    for call in (
+        store.lookup([kit.key(1)]),
+        store.load([kit.key(1)], kit.buffers(1)),
+        store.save([kit.block(kit.key(1))]),
+        store.delete([kit.key(1)]),
+        store.children(None),
+    ):
+        with pytest.raises(BackendUnavailable, match=r"left alone for now.*nobody there"):
+            await call
+    assert len(inner.lookups) == asked
+    assert counter("store.refused") == refused + 5
+
+
+async def test_an_answer_in_between_starts_the_count_anew(store, inner, kit):
+    for _ in range(3):
+        inner.mode = "refuses"
+        await fail(store, kit, 4)
+        inner.mode = "answers"
+        await store.lookup([kit.key(1)])
+    assert await state(store) is BreakerState.CLOSED
+
+
+async def test_it_closes_by_a_probe_of_its_own_never_by_a_users_call(store, inner, kit):
+    inner.mode = "refuses"
+    await fail(store, kit)
+    inner.mode = "answers"
+    asked = len(inner.lookups)
+    with pytest.raises(BackendUnavailable):
+        await store.lookup([kit.key(1)])
+    await asyncio.wait_for(probing(store), 5)
+    (probe,) = inner.lookups[asked:]
+    assert probe[0] not in [kit.key(number) for number in range(10)]
+    assert await store.lookup([kit.key(1)]) == 0
+    assert await state(store) is BreakerState.CLOSED
+
+
+async def test_a_store_that_still_fails_is_probed_at_growing_pauses(store, inner, kit):
+    inner.mode = "refuses"
+    await fail(store, kit)
+    seen = len(inner.lookups)
+    await until(lambda: len(inner.lookups) >= seen + 6)
+    pauses = [after - before for before, after in pairwise(inner.times[seen:])]
+    assert pauses[0] >= 2 * FIRST
+    assert min(pauses[2:]) >= LAST
+    assert store._calls.state is not BreakerState.CLOSED
+
+
+async def test_it_opens_half_while_it_probes(store, inner, kit):
+    inner.mode = "refuses"
+    await fail(store, kit)
+    inner.mode = "freezes"
+    asked = len(inner.lookups)
+    await until(lambda: len(inner.lookups) > asked)
+    assert store._calls.state is BreakerState.HALF_OPEN
+    with pytest.raises(BackendUnavailable):
+        await store.lookup([kit.key(1)])
+    await until(lambda: store._calls.state is BreakerState.OPEN)
+
+
+async def test_a_frozen_store_is_used_again_as_soon_as_it_thaws(store, inner, kit, monkeypatch):
+    # With the pauses of everyday: the probe that hangs answers, nobody waits for the next one.
+    monkeypatch.setattr(breaker, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(breaker, "_LAST_PAUSE_S", 1000.0)
+    inner.mode = "refuses"
+    await fail(store, kit)
+    inner.mode = "freezes"
+    asked = len(inner.lookups)
+    await until(lambda: len(inner.lookups) > asked and store._calls.state is BreakerState.OPEN)
+    inner.thawed.set()
+    inner.mode = "answers"
+    await asyncio.wait_for(probing(store), 5)
+    assert await store.lookup([kit.key(1)]) == 0
+
+
+async def test_a_probe_that_hangs_for_ever_does_not_stop_the_next_one(store, inner, kit):
+    inner.mode = "freezes"
+    await asyncio.gather(*(fail(store, kit, 1) for _ in range(5)))
+    asked = len(inner.lookups)
+    await until(lambda: len(inner.lookups) >= asked + 2)
+    inner.mode = "answers"  # for new calls; those that hang go on hanging
+    await asyncio.wait_for(probing(store), 5)
+
+
+async def test_few_probes_hang_at_a_time(inner, kit, monkeypatch):
+    monkeypatch.setattr(breaker, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(breaker, "_LAST_PAUSE_S", 0.001)
+    monkeypatch.setattr(breaker, "_HALF_OPEN_S", 0.001)
+    hanging = most = started = 0
+
+    async def hang(keys):
+        nonlocal hanging, most, started
+        started += 1
+        hanging += 1
+        most = max(most, hanging)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            hanging -= 1
+
+    store = GuardedBackend(inner, deadline_s=1000.0)
+    await store.open([kit.layout])
+    inner.mode = "refuses"
+    await fail(store, kit)
+    inner.lookup = hang
+    await until(lambda: started >= 30)
+    assert most <= 9
+    await store.close()
+    await asyncio.sleep(0)
+    assert hanging == 0
+
+
+async def test_timeouts_open_it_too(store, inner, kit):
+    inner.mode = "freezes"
+    await asyncio.gather(*(fail(store, kit, 1) for _ in range(5)))
+    assert store._calls.state is BreakerState.OPEN
+
+
+async def test_while_it_is_open_a_call_never_waits_for_the_deadline(inner, kit):
+    store = GuardedBackend(inner, deadline_s=5.0)
+    await store.open([kit.layout])
+    inner.mode = "refuses"
+    await fail(store, kit)
+    inner.mode = "freezes"
+    started = time.monotonic()
+    await fail(store, kit, 200)
+    assert time.monotonic() - started < 5.0
+    inner.thawed.set()
+    await store.close()
+
+
+async def test_a_configuration_error_is_no_failure_of_the_store(store, kit):
+    for _ in range(10):
+        with pytest.raises(ConfigurationError):
+            await store.save([kit.block(kit.key(1), nbytes=4096)])
+    assert await state(store) is BreakerState.CLOSED
+
+
+async def test_opening_and_closing_are_told(store, inner, kit, caplog):
+    opened, closed = counter("store.breaker.opened"), counter("store.breaker.closed")
+    inner.mode = "refuses"
+    with caplog.at_level(logging.INFO, "kvconnect"):
+        await fail(store, kit)
+        inner.mode = "answers"
+        await asyncio.wait_for(probing(store), 5)
+    assert counter("store.breaker.opened") == opened + 1
+    assert counter("store.breaker.closed") == closed + 1
+    assert "Store: is left alone until it answers again: 5 failures in a row" in caplog.text
+    assert "Store: answers again" in caplog.text
+
+
+async def test_stats_and_gauges_tell_the_state_without_asking_a_store_that_fails(store, inner, kit):
+    def gauges():
+        return {one.name: one.value for one in metrics.gauges() if one.labels == store._labels}
+
+    assert (await store.stats())["blocks"] == 3
+    assert (await asyncio.to_thread(gauges))["store.blocks"] == 3
+    inner.mode = "refuses"
+    await fail(store, kit)
+    asked = inner.stats_asked
+    assert (await store.stats())["breaker_state"] == 2
+    told = await asyncio.to_thread(gauges)
+    assert told["store.breaker_state"] == 2
+    assert told["store.blocks"] == 3  # the last that is known
+    assert inner.stats_asked == asked
+    await store.close()
+    assert not gauges()
+
+
+async def test_gauges_of_a_store_that_hangs_are_read_all_the_same(store, inner):
+    inner.mode = "freezes"
+    for _ in range(3):
+        told = await asyncio.to_thread(metrics.gauges)
+        assert {one.name for one in told if one.labels == store._labels} >= {"store.running"}
+    assert inner.stats_asked == 1
+
+
+async def test_a_closed_store_probes_no_more(store, inner, kit):
+    inner.mode = "refuses"
+    await fail(store, kit)
+    task = probing(store)
+    await store.close()
+    await asyncio.wait({task}, timeout=5)
+    assert task.cancelled()
+
+
+async def test_failures_to_open_is_checked(inner):
+    with pytest.raises(ConfigurationError, match="failures_to_open=0"):
+        GuardedBackend(inner, failures_to_open=0)
+
+
+async def test_one_tier_that_is_dead_does_not_slow_another(inner, kit):
+    dead, alive = GuardedBackend(inner, deadline_s=5.0), GuardedBackend(Store(), deadline_s=5.0)
+    await dead.open([kit.layout])
+    await alive.open([kit.layout])
+    inner.mode = "freezes"
+    hanging = [asyncio.ensure_future(dead.lookup([kit.key(n)])) for n in range(100)]
+    started = time.monotonic()
+    for number in range(100):
+        await alive.lookup([kit.key(number)])
+    assert time.monotonic() - started < 5.0
+    inner.thawed.set()
+    await asyncio.gather(*hanging)
+    await dead.close()
+    await alive.close()
