@@ -193,6 +193,11 @@ class DiskBackend(Backend):
             for entry in entries:
                 yield entry
 
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """What `scan` would list of each of `keys`."""
+        nothing: list[StoredEntry | None] = [None] * len(keys)
+        return await self._run(self._queries, lambda directory: directory.describe(keys), nothing)
+
     async def stats(self) -> Mapping[str, float]:
         """``blocks``, their ``bytes`` in slots, ``file_bytes``, ``capacity``, ``read_only``."""
         nothing: dict[str, float] = {"blocks": 0, "bytes": 0}

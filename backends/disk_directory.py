@@ -239,6 +239,10 @@ class DiskDirectory:
         """Some blocks, from `after` on, and where to go on; none at the end."""
         return (after, []) if self._reader is None else self._reader.page(after)
 
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
+        """What `page` would list of each of `keys`."""
+        return [None] * len(keys) if self._reader is None else self._reader.describe(keys)
+
     def stats(self) -> dict[str, float]:
         """Numbers about the store."""
         totals = {} if self._reader is None else self._reader.totals()

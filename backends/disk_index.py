@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
-from kvconnect.backends.disk_schema import index_errors
+from kvconnect.backends.disk_schema import has_model_column, index_errors
 from kvconnect.backends.disk_segments import Place
-from kvconnect.keys import BlockKey
+from kvconnect.keys import KEY_NBYTES, BlockKey
+from kvconnect.tokens import TokenArray
 
 __all__ = ["READABLE", "IndexReader", "Located", "marks", "microseconds", "oldest_valid"]
 
@@ -63,6 +64,12 @@ class IndexReader:
         self._db = db
         self._ttl = ttl
         self._lock = threading.Lock()
+        with index_errors():
+            model = "model" if has_model_column(db) else "x''"
+        self._entry_columns = (
+            "id, key, length, priority, created, used, parent, tokens, namespace, pool_group,"
+            f" {model}"
+        )
 
     def find(self, keys: Sequence[BlockKey]) -> list[Located]:
         """The leading ones of `keys` that are stored."""
@@ -109,15 +116,24 @@ class IndexReader:
     def page(self, after: int) -> tuple[int, list[StoredEntry]]:
         """Some blocks with an id above `after`, and the id to go on from."""
         rows = self._rows(
-            "SELECT id, key, length, priority, created, used FROM blocks"
+            f"SELECT {self._entry_columns} FROM blocks"  # noqa: S608 - names of columns
             " WHERE id > ? AND created >= ? ORDER BY id LIMIT ?",
             (after, oldest_valid(self._ttl), _ROWS_PER_PAGE),
         )
-        entries = [
-            StoredEntry(BlockKey(key), length, priority, created / 1e6, used / 1e6)
-            for _, key, length, priority, created, used in rows
-        ]
-        return (rows[-1][0] if rows else after), entries
+        return (rows[-1][0] if rows else after), [_entry(*row[1:]) for row in rows if _sound(row)]
+
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
+        """What `page` would list of each of `keys`."""
+        entries: dict[BlockKey, StoredEntry] = {}
+        for start in range(0, len(keys), _KEYS_PER_QUERY):
+            part = keys[start : start + _KEYS_PER_QUERY]
+            rows = self._rows(
+                f"SELECT {self._entry_columns} FROM blocks"  # noqa: S608 - the same
+                " WHERE created >= ? AND key IN " + marks(part),
+                (oldest_valid(self._ttl), *part),
+            )
+            entries.update((row[1], _entry(*row[1:])) for row in rows if _sound(row))
+        return [entries.get(key) for key in keys]
 
     def totals(self) -> Mapping[str, float]:
         """``blocks``, their ``bytes`` in slots, and ``file_bytes`` of all data files."""
@@ -133,3 +149,42 @@ class IndexReader:
     def _rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
         with self._lock, index_errors():
             return self._db.execute(query, values).fetchall()
+
+
+def _entry(
+    key: bytes,
+    length: int,
+    priority: int,
+    created: int,
+    used: int,
+    parent: object,
+    tokens: object,
+    namespace: object,
+    group: int,
+    model: object,
+) -> StoredEntry:
+    return StoredEntry(
+        BlockKey(key),
+        length,
+        priority,
+        created / 1e6,
+        used / 1e6,
+        BlockKey(parent) if isinstance(parent, bytes) and len(parent) == KEY_NBYTES else None,
+        _tokens(tokens),
+        namespace if isinstance(namespace, bytes) else b"",
+        model if isinstance(model, bytes) else b"",
+        group,
+    )
+
+
+def _sound(row: Sequence[object]) -> bool:
+    # A damaged row must not end a listing.
+    _, key, *numbers = row[:6]
+    whole = isinstance(key, bytes) and len(key) == KEY_NBYTES
+    return whole and all(isinstance(number, int) for number in (*numbers, row[9]))
+
+
+def _tokens(stored: object) -> TokenArray | None:
+    if isinstance(stored, bytes) and len(stored) % 4 == 0:
+        return np.frombuffer(stored, "<i4").astype(np.int32)
+    return None

@@ -19,6 +19,7 @@ __all__ = [
     "IndexReadOnly",
     "connect",
     "connect_read_only",
+    "has_model_column",
     "index_errors",
     "index_nbytes",
     "log_file_nbytes",
@@ -57,7 +58,8 @@ CREATE TABLE blocks(
     parent BLOB,
     tokens BLOB,                -- int32, little endian
     namespace BLOB NOT NULL,
-    pool_group INTEGER NOT NULL
+    pool_group INTEGER NOT NULL,
+    model BLOB NOT NULL DEFAULT x''
 );
 CREATE INDEX blocks_by_use ON blocks(size, priority, used);
 CREATE INDEX blocks_by_segment ON blocks(segment, used);
@@ -149,6 +151,7 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
                     db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
                 db.execute("COMMIT")
             _expect_version(db)
+            _add_model_column(db)
     except BaseException:
         db.close()
         raise
@@ -189,6 +192,21 @@ def connect_read_only(directory: Path) -> sqlite3.Connection:
             db.close()
             raise
     raise AssertionError  # the loop returns or raises
+
+
+def has_model_column(db: sqlite3.Connection) -> bool:
+    """Whether blocks have a model. Not if only an older version has written to the index."""
+    return any(name == "model" for _, name, *_ in db.execute("PRAGMA table_info(blocks)"))
+
+
+def _add_model_column(db: sqlite3.Connection) -> None:
+    # No new schema version: an older kvconnect goes on with such an index, and leaves it empty.
+    if has_model_column(db):
+        return
+    db.execute("BEGIN IMMEDIATE")
+    if not has_model_column(db):
+        db.execute("ALTER TABLE blocks ADD COLUMN model BLOB NOT NULL DEFAULT x''")
+    db.execute("COMMIT")
 
 
 def index_nbytes(directory: Path, log: int) -> int:

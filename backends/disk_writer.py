@@ -29,7 +29,8 @@ _EXPIRED_PER_SAVE = 256
 _EXPIRED_AT_OPEN = 16384
 _INSERT = (
     "INSERT OR IGNORE INTO blocks(key, segment, slot, size, length, priority, created, used,"
-    " parent, tokens, namespace, pool_group) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " parent, tokens, namespace, pool_group, model)"
+    " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 
 
@@ -255,4 +256,5 @@ def _row(now: int, at: int, block: StoredBlock, place: Place) -> tuple[object, .
         None if block.tokens is None else block.tokens.astype("<i4").tobytes(),
         block.namespace,
         block.group,
+        block.model,
     )

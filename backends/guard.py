@@ -252,6 +252,14 @@ class GuardedBackend(Backend):
         while (entry := await self._calls.run("scan", following)) is not None:
             yield self._readable(entry)
 
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """What `scan` would list of each of `keys`, within the deadline."""
+        self._opened()
+        found = await self._calls.run("describe", lambda _: self.inner.describe(keys))
+        if len(found) == len(keys):
+            return found
+        raise BackendUnavailable(f"{self.name}: describe of {len(keys)} blocks answered {found!r}")
+
     async def stats(self) -> Mapping[str, float]:
         """Numbers about the store, and about the calls to it.
 

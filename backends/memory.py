@@ -150,9 +150,13 @@ class MemoryBackend(Backend):
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """All blocks that were there when it began."""
         for block in self._opened()[0]:
-            yield StoredEntry(
-                block.key, block.nbytes, block.priority, block.created_at, block.used_at
-            )
+            yield _entry(block)
+
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """What `scan` would list of each of `keys`."""
+        index = self._opened()[0]
+        found = [index.get(key) for key in keys]
+        return [None if block is None else _entry(block) for block in found]
 
     async def stats(self) -> Mapping[str, float]:
         """``blocks``, ``bytes`` taken by them, and ``capacity``."""
@@ -164,6 +168,21 @@ class MemoryBackend(Backend):
         if self._index is None or self._region is None:
             raise BackendUnavailable("memory store: is not open")
         return self._index, self._region
+
+
+def _entry(block: MemoryBlock) -> StoredEntry:
+    return StoredEntry(
+        block.key,
+        block.nbytes,
+        block.priority,
+        block.created_at,
+        block.used_at,
+        block.parent,
+        block.tokens,
+        block.namespace,
+        block.model,
+        block.group,
+    )
 
 
 async def _run(copy: Callable[[], None], nbytes: int) -> None:

@@ -31,6 +31,9 @@ class MemoryBlock:
     used: int
     created_at: float
     used_at: float
+    namespace: bytes = b""
+    model: bytes = b""
+    group: int = 0
     holds: int = 0
     queued: bool = False
     dropped: bool = False
@@ -83,6 +86,10 @@ class MemoryIndex:
             found.append(block)
         return found
 
+    def get(self, key: BlockKey) -> MemoryBlock | None:
+        """The block of `key`, which does not count as used."""
+        return self._blocks.get(key)
+
     def use_one(self, key: BlockKey, now: int) -> bool:
         """Whether `key` is present; it counts as used by operation `now`."""
         block = self._blocks.get(key)
@@ -118,6 +125,9 @@ class MemoryIndex:
             now,
             wall,
             wall,
+            block.namespace,
+            block.model,
+            block.group,
         )
 
     def publish(self, block: MemoryBlock) -> None:

@@ -46,7 +46,7 @@ class StoredBlock:
         tokens: the block's own token ids; fewer than a whole block's for a tail.
         priority: retention priority, 0 (goes first) to 100.
         namespace: digest of salt and adapter, for pruning.
-        model: digest of the model and its cache geometry, for pruning.
+        model: of the model and its cache geometry, for pruning; see `kvconnect.keys.model_tag`.
         group: pool group.
     """
 
@@ -178,6 +178,13 @@ class Backend(ABC):
     def scan(self) -> AsyncIterator[StoredEntry]:
         """Everything that is stored, in no order; a snapshot is not promised (default: nothing)."""
         return _nothing()
+
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """What `scan` would list of each of `keys`; ``None``: absent, or not known (default).
+
+        For what moves blocks between stores with all that is known of them. Does not count as use.
+        """
+        return [None] * len(keys)
 
     async def stats(self) -> Mapping[str, float]:
         """Numbers about the store; at least ``blocks`` and ``bytes`` where they are known."""

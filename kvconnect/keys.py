@@ -28,6 +28,7 @@ __all__ = [
     "Shard",
     "chain_key",
     "chain_keys",
+    "model_tag",
     "root_key",
     "split_keys",
     "store_key",
@@ -99,6 +100,17 @@ def root_key(
     geometry = b"".join(layout.fingerprint() for layout in layouts)
     version = struct.pack("<I", FORMAT_VERSION)
     return _digest(b"kvc-root", (version, model_digest, geometry, namespace.encode()))
+
+
+def model_tag(model_digest: bytes, layouts: Sequence[KvCacheLayout] = ()) -> bytes:
+    """What stores know a model by: 16 bytes of its digest, then 16 of its cache geometry.
+
+    Without `layouts` only the first 16, which the blocks of every geometry of the model begin with.
+    """
+    if not layouts:
+        return model_digest[:16]
+    geometry = b"".join(layout.fingerprint() for layout in layouts)
+    return model_digest[:16] + _digest(b"kvc-geometry", (geometry,))[:16]
 
 
 def chain_key(parent: BlockKey, tokens: TokenArray) -> BlockKey:

@@ -19,7 +19,7 @@ from kvconnect.connector.pool_copier import PoolCopiers, clear_beyond
 from kvconnect.connector.staging import Slot, StagingPool
 from kvconnect.connector.store import OffloadStore
 from kvconnect.errors import BackendTimeout, KvConnectError
-from kvconnect.keys import Shard, store_key
+from kvconnect.keys import Shard, model_tag, store_key
 from kvconnect.trace import count, warn_once
 
 __all__ = ["SaveQueue"]
@@ -53,6 +53,7 @@ class SaveQueue:
         self._staging = staging
         self._copiers = copiers
         self._shard = shard
+        self._model = model_tag(store.llm_args.model_digest, store.llm_args.layouts)
         self._batch = max(1, min(256, _BATCH_NBYTES // staging.slot_nbytes))
         self._staged: deque[_Staged] = deque()
         self._writing = 0
@@ -138,6 +139,7 @@ class SaveQueue:
             tokens=block.tokens,
             priority=block.priority,
             namespace=order.namespace,
+            model=self._model,
             group=block.group,
         )
 
