@@ -184,12 +184,14 @@ class DiskBackend(Backend):
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """All blocks, a page at a time; those that come or go meanwhile may be missed."""
-        after, nothing = 0, (0, list[StoredEntry]())
+        after = 0
+        nothing: list[StoredEntry] = []
         while True:
             page = _page_after(after)
-            after, entries = await self._run(self._queries, page, nothing)
-            if not entries:
+            following, entries = await self._run(self._queries, page, (after, nothing))
+            if following == after:
                 return
+            after = following
             for entry in entries:
                 yield entry
 

@@ -24,8 +24,9 @@ ENTRY_POINT_GROUP = "kvconnect.backends"
 _BUILT_IN = {
     "disk": "kvconnect.backends.disk:from_url",
     "memory": "kvconnect.backends.memory:from_url",
+    "tiered": "kvconnect.backends.tiered:from_url",
 }
-_PLANNED = ("nixl", "redis", "redis+cluster", "rediss", "s3", "tiered")
+_PLANNED = ("nixl", "redis", "redis+cluster", "rediss", "s3")
 
 
 def schemes() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvconnect.errors import ConfigurationError, nearest
 
-__all__ = ["StoreUrl", "format_size", "parse_duration", "parse_size"]
+__all__ = ["StoreUrl", "format_size", "parse_duration", "parse_size", "without_passwords"]
 
 _OF_EVERY_SCHEME = ("codec", "key_file")
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
@@ -47,6 +47,11 @@ def parse_duration(text: str, *, field: str = "duration") -> float:
     if value <= 0:
         raise ConfigurationError(f"{field}={text}: must be longer than nothing")
     return value
+
+
+def without_passwords(text: str) -> str:
+    """`text` with ``***`` for the password of every URL in it."""
+    return re.sub(r"(://[^:/@\s]*:)[^@/\s]*@", r"\1***@", text)
 
 
 def format_size(nbytes: int) -> str:
@@ -125,7 +130,7 @@ class StoreUrl:
             location = "//"
         generic = {"codec": self.codec, "key_file": self.key_file}
         given = {**self.query, **{name: value for name, value in generic.items() if value}}
-        query = "&".join(f"{name}={value}" for name, value in given.items())
+        query = "&".join(f"{name}={without_passwords(value)}" for name, value in given.items())
         return f"{self.scheme}:{location}{self.path}{'?' if query else ''}{query}"
 
     def allow(self, *names: str) -> None:

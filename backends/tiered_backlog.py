@@ -1,0 +1,253 @@
+"""Blocks that wait in memory to be written to a tier: write-behind and promotion."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvconnect.backend import StoredBlock
+from kvconnect.errors import BackendTimeout, KvConnectError
+from kvconnect.keys import BlockKey
+from kvconnect.trace import count, warn_once
+
+__all__ = ["Backlog"]
+
+_BATCH_NBYTES = 8 << 20
+_BATCH_BLOCKS = 256
+# Copying less than this takes less time than handing it to a thread.
+_INLINE_NBYTES = 1 << 20
+
+
+class Backlog:
+    """Copies of blocks on their way to one tier, of a bounded number of bytes.
+
+    All methods run on one event loop. Blocks are written in the order they came, parents before
+    children, one batch after the other. What there is no room for, and what the tier does not take,
+    is dropped and counted (``store.tiered.dropped``): it costs a later hit, nothing else.
+
+    Args:
+        name: of the tier, for messages.
+        save: writes a batch to the tier; returns how many leading blocks are stored.
+        delete: deletes from the tier.
+        ready: waits until the tier can be written to.
+        limit: bytes of all copies together, buffers that are kept for the next ones included.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        save: Callable[[Sequence[StoredBlock]], Awaitable[int]],
+        delete: Callable[[Sequence[BlockKey]], Awaitable[None]],
+        ready: Callable[[], Awaitable[None]],
+        limit: int,
+    ) -> None:
+        self._name = name
+        self._save = save
+        self._delete = delete
+        self._ready = ready
+        self._buffers = _Buffers(limit)
+        self._queue: deque[StoredBlock] = deque()
+        self._known: set[BlockKey] = set()
+        self._writing: set[BlockKey] = set()
+        self._forgotten: set[BlockKey] = set()
+        self._worker: asyncio.Task[None] | None = None
+        self._closing = False
+
+    def __len__(self) -> int:
+        """Blocks that wait or are being written."""
+        return len(self._queue) + len(self._writing)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies, and of the buffers that are kept for the next ones."""
+        return self._buffers.nbytes
+
+    async def add(self, blocks: Iterable[StoredBlock]) -> int:
+        """Have copies of `blocks` written some time; return how many there was room for.
+
+        When it returns, the data may be handed on. What waits already is not taken again.
+        """
+        copies: list[tuple[StoredBlock, Tensor]] = []
+        dropped = 0
+        for block in blocks:
+            if block.key in self._known or self._closing:
+                continue
+            buffer = self._buffers.take(block.data.numel())
+            if buffer is None:
+                dropped += 1
+                continue
+            self._known.add(block.key)
+            copies.append((block, buffer))
+        await _copy(copies)
+        for block, buffer in copies:
+            if self._closing or block.key in self._forgotten:
+                self._forgotten.discard(block.key)
+                self._give_back(replace(block, data=buffer))
+            else:
+                self._queue.append(replace(block, data=buffer))
+        if dropped:
+            self._drop(dropped, "too much waits to be written")
+        if self._queue and self._worker is None:
+            self._worker = asyncio.create_task(self._write_all())
+        return len(copies)
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Do not write `keys`; those that are being written just now are deleted afterwards."""
+        gone = {key for key in keys if key in self._known}
+        if not gone:
+            return
+        # What is not in the queue is being copied or written.
+        self._forgotten |= gone.difference(block.key for block in self._queue)
+        kept: deque[StoredBlock] = deque()
+        for block in self._queue:
+            if block.key in gone:
+                self._give_back(block)
+            else:
+                kept.append(block)
+        self._queue = kept
+
+    async def close(self, deadline_s: float) -> None:
+        """Write what waits, for up to `deadline_s`; the rest is dropped. Nothing runs afterwards.
+
+        A batch that is being written by then is waited for: its buffers are in use.
+        """
+        worker = self._worker
+        if worker is not None:
+            await asyncio.wait({worker}, timeout=deadline_s)
+        self._closing = True
+        if self._queue:
+            self._drop(len(self._queue), f"it did not take them within {deadline_s:g} s at close")
+            self._queue.clear()
+        if worker is not None and not self._writing:
+            worker.cancel()  # it waits for a tier that does not answer
+        if worker is not None:
+            await asyncio.wait({worker})
+        self._known.clear()
+        self._buffers.clear()
+
+    async def _write_all(self) -> None:
+        try:
+            while self._queue:
+                await self._ready()
+                await self._write(self._next_batch())
+        finally:
+            self._worker = None
+
+    def _next_batch(self) -> list[StoredBlock]:
+        batch: list[StoredBlock] = []
+        nbytes = 0
+        while self._queue and len(batch) < _BATCH_BLOCKS:
+            nbytes += self._queue[0].data.numel()
+            if batch and nbytes > _BATCH_NBYTES:
+                break
+            batch.append(self._queue.popleft())
+        return batch
+
+    async def _write(self, batch: Sequence[StoredBlock]) -> None:
+        self._writing = {block.key for block in batch}
+        stored = 0
+        reason = "it has no room"
+        pending: Future[None] | None = None
+        try:
+            stored = await self._save(batch)
+            if again := self._forgotten & self._writing:
+                await self._delete(list(again))
+        except BackendTimeout as error:
+            reason, pending = str(error), error.pending
+        except KvConnectError as error:
+            reason = str(error)
+        finally:
+            self._forgotten -= self._writing
+            self._writing = set()
+            if pending is None:
+                for block in batch:
+                    self._give_back(block)
+            else:
+                # The buffers stay with the call until it ends; the keys may be offered again.
+                self._known.difference_update(block.key for block in batch)
+                lent = [block.data for block in batch]
+                loop = asyncio.get_running_loop()
+                pending.add_done_callback(lambda _: _soon(loop, self._buffers, lent))
+        if stored < len(batch):
+            self._drop(len(batch) - stored, reason)
+
+    def _give_back(self, block: StoredBlock) -> None:
+        self._known.discard(block.key)
+        self._buffers.give_back([block.data])
+
+    def _drop(self, blocks: int, reason: str) -> None:
+        count("store.tiered.dropped", blocks=blocks)
+        warn_once(
+            f"tiered.dropped.{self._name}",
+            f"tier {self._name}: {blocks} blocks were not written in the background: {reason}",
+        )
+
+
+def _soon(loop: asyncio.AbstractEventLoop, buffers: _Buffers, lent: Sequence[Tensor]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(buffers.give_back, lent)
+
+
+class _Buffers:
+    """Page-aligned buffers of at most `limit` bytes together; given back ones are used again."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._free: dict[int, list[Tensor]] = {}
+        self._closed = False
+        self.nbytes = 0
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """A buffer; ``None`` if there is no room for it."""
+        free = self._free.get(nbytes)
+        if free:
+            return free.pop()
+        while self.nbytes + nbytes > self._limit:
+            if not self._discard_one(other_than=nbytes):
+                return None
+        self.nbytes += nbytes
+        # Anonymous maps are page-aligned, so direct I/O takes them as they are.
+        whole = mmap.mmap(-1, max(nbytes, 1))
+        return torch.frombuffer(whole, dtype=torch.uint8)[:nbytes]
+
+    def give_back(self, buffers: Iterable[Tensor]) -> None:
+        """Keep them for the next ones."""
+        for buffer in buffers:
+            if self._closed:
+                self.nbytes -= buffer.numel()
+            else:
+                self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def clear(self) -> None:
+        """Let go of what is free, and of what is given back later."""
+        self._closed = True
+        for free in self._free.values():
+            self.nbytes -= sum(buffer.numel() for buffer in free)
+        self._free.clear()
+
+    def _discard_one(self, *, other_than: int) -> bool:
+        for nbytes, free in self._free.items():
+            if free and nbytes != other_than:
+                free.pop()
+                self.nbytes -= nbytes
+                return True
+        return False
+
+
+async def _copy(copies: Sequence[tuple[StoredBlock, Tensor]]) -> None:
+    def copy() -> None:
+        for block, buffer in copies:
+            buffer.copy_(block.data)
+
+    if sum(buffer.numel() for _, buffer in copies) <= _INLINE_NBYTES:
+        copy()
+    else:
+        await asyncio.to_thread(copy)

@@ -1,0 +1,376 @@
+"""Several stores as one, when some of them hang, lie, die and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from tier_store import DictTier, Refusing
+
+from kvconnect import frame
+from kvconnect.backends import open_backend, tiered_tier
+from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.tiered import TieredBackend
+from kvconnect.backends.tiered_url import TieredSettings
+from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
+from kvconnect.frame import FrameHeader
+
+PATIENCE_S = 0.2
+
+
+@pytest.fixture(autouse=True)
+def _quick_probes(monkeypatch):
+    monkeypatch.setattr(tiered_tier, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(tiered_tier, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(tiered_tier, "_PROBE_S", 0.2)
+
+
+@asynccontextmanager
+async def tiered(*tiers, layouts=(), **settings):
+    chosen = {"verify_frames": False, "patience_s": PATIENCE_S, "deadline_s": 0.5, **settings}
+    store = TieredBackend(tiers, TieredSettings(**chosen))
+    await store.open(layouts)
+    try:
+        yield store
+    finally:
+        for tier in tiers:
+            tier.recover()
+        await store.close()
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def sealed(kit, key, **changes):
+    """A sound frame of `key`."""
+    block = replace(kit.block(key), **changes)
+    layout = kit.layout
+    header = FrameHeader(16, layout.block_nbytes, layout.fingerprint(), key)
+    frame.seal(block.data, header)
+    return block
+
+
+# ------------------------------------------------------------------------------------ hanging
+
+
+async def test_lookup_waits_for_a_hanging_tier_once_and_then_not_at_all(kit):
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("hang", count=4)
+    one.put(*kit.chain(keys)[:2])
+    two.put(*kit.chain(keys))
+    async with tiered(one, two, deadline_s=5.0) as store:
+        two.hang.add("lookup")
+        start = time.monotonic()
+        assert await store.lookup(keys) == 2
+        assert PATIENCE_S <= time.monotonic() - start < 2 * PATIENCE_S + 1
+        asked = two.calls["lookup"]
+        start = time.monotonic()
+        for _ in range(50):
+            assert await store.lookup(keys) == 2
+        assert time.monotonic() - start < PATIENCE_S
+        assert two.calls["lookup"] <= asked + 10  # by probes, not by requests
+        two.recover()
+        await until(lambda: store.tiers[1].prompt)
+        assert await store.lookup(keys) == 4
+
+
+async def test_lookup_does_not_wait_at_all_if_a_tier_that_answers_has_everything(kit):
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("all", count=4)
+    one.put(*kit.chain(keys))
+    async with tiered(one, two, patience_s=30.0) as store:
+        two.hang.add("lookup")
+        start = time.monotonic()
+        for _ in range(100):
+            assert await store.lookup(keys) == 4
+        assert time.monotonic() - start < 5
+        # Questions that nobody waits for do not pile up either.
+        assert two.calls["lookup"] <= 40
+
+
+async def test_load_from_a_hanging_tier_keeps_the_buffers_until_it_ends(kit):
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("held", count=3)
+    one.put(*kit.chain(keys)[:1])
+    two.put(*kit.chain(keys))
+    async with tiered(one, two) as store:
+        two.hang.add("load")
+        into = kit.buffers(3)
+        with pytest.raises(BackendTimeout) as late:
+            await store.load(keys, into)
+        assert late.value.pending is not None
+        assert not late.value.pending.done()
+        assert kit.untouched(into[1])
+        two.recover()
+        await until(late.value.pending.done)
+        assert kit.holds(into[2], keys[2])
+
+
+async def test_tier_that_hung_in_a_load_is_skipped_by_the_next_until_it_answers(kit):
+    one, two, three = DictTier(), DictTier(), DictTier()
+    keys = kit.keys("skipped", count=3)
+    two.put(*kit.chain(keys))
+    three.put(*kit.chain(keys))
+    async with tiered(one, two, three, promote=False) as store:
+        two.hang |= {"load", "lookup"}
+        with pytest.raises(BackendTimeout):
+            await store.load(keys, kit.buffers(3))
+        assert not store.tiers[1].alive
+        into = kit.buffers(3)
+        assert await store.load(keys, into) == 3
+        assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
+        assert three.loads == keys
+        two.recover()
+        await until(lambda: store.tiers[1].alive)
+        assert await store.load(keys, kit.buffers(3)) == 3
+        assert two.loads[-3:] == keys
+
+
+async def test_load_prefers_a_tier_that_answers_to_a_faster_one_that_does_not(kit):
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("prefer", count=2)
+    one.put(*kit.chain(keys))
+    two.put(*kit.chain(keys))
+    async with tiered(one, two, deadline_s=5.0) as store:
+        one.hang |= {"lookup", "load"}
+        assert await store.lookup(keys) == 2
+        store.tiers[0].note_slow()  # as a lookup that only this tier could answer has it
+        assert await store.load(keys, kit.buffers(2)) == 2
+        assert two.loads == keys
+
+
+async def test_save_to_a_hanging_tier_keeps_the_data_until_it_ends(kit):
+    one, two = DictTier(), DictTier()
+    async with tiered(one, two) as store:
+        two.hang |= {"save", "lookup"}
+        with pytest.raises(BackendTimeout) as late:
+            await store.save([kit.block(kit.key("slow"))])
+        assert not late.value.pending.done()
+        start = time.monotonic()
+        assert await store.save([kit.block(kit.key("next"))]) == 1
+        assert time.monotonic() - start < 0.4
+        assert two.calls["save"] == 1
+        two.recover()
+        await until(late.value.pending.done)
+
+
+async def test_tier_written_behind_that_hangs_does_not_hold_up_saves(kit):
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("behind", count=40)
+    room = 8 * kit.frame_nbytes
+    async with tiered(one, two, write=("through", "behind"), queue_nbytes=room) as store:
+        two.hang |= {"save", "lookup"}
+        start = time.monotonic()
+        for key in keys:
+            assert await store.save([kit.block(key)]) == 1
+            assert store.tiers[1].backlog.nbytes <= room
+        assert time.monotonic() - start < 2
+        two.recover()
+        await until(lambda: not len(store.tiers[1].backlog))
+        assert two.keys() == set(keys[:8])
+        assert await store.save([kit.block(kit.key("after"))]) == 1
+        await until(lambda: not len(store.tiers[1].backlog))
+        assert kit.key("after") in two.blocks
+
+
+async def test_close_returns_with_a_tier_that_hangs_in_everything(kit):
+    one, two = DictTier(), DictTier()
+    async with tiered(one, two, write=("through", "behind")) as store:
+        two.hang |= {"lookup", "save", "close"}
+        await store.save([kit.block(kit.key("waiting"))])
+        await store.lookup([kit.key("absent")])
+        start = time.monotonic()
+        await store.close()
+        assert time.monotonic() - start < tiered_tier._DRAIN_S + 2 * 0.5 + 1
+        await store.close()
+        before = asyncio.all_tasks()
+    two.recover()
+    await until(lambda: not (asyncio.all_tasks() & before) - {asyncio.current_task()})
+
+
+# ------------------------------------------------------------------------------------ dead
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+async def test_dead_tier_costs_what_only_it_had(kit, dead):
+    tiers = [DictTier() for _ in range(3)]
+    keys = kit.keys("dead", count=6)
+    for number, tier in enumerate(tiers):
+        tier.put(*kit.chain(keys)[: 2 * number + 2])
+    async with tiered(*tiers, promote=False) as store:
+        tiers[dead].down = True
+        expected = 4 if dead == 2 else 6
+        assert await store.lookup(keys) == expected
+        into = kit.buffers(6)
+        assert await store.load(keys, into) == expected
+        assert all(kit.holds(b, key) for b, key in zip(into[:expected], keys, strict=False))
+        new = kit.key("new")
+        assert await store.save([kit.block(new)]) == 1
+        assert await store.lookup([new]) == 1
+        tiers[dead].down = False
+
+
+async def test_deletes_that_a_dead_tier_missed_are_made_up_for(kit):
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("owed", count=3)
+    async with tiered(one, two) as store:
+        await store.save(kit.chain(keys))
+        two.down = True
+        await store.delete(keys[:2])
+        assert two.keys() == set(keys)
+        two.down = False
+        await until(lambda: two.keys() == {keys[2]})
+
+
+async def test_a_block_saved_again_after_a_missed_delete_stays(kit):
+    one, two = DictTier(), DictTier()
+    key = kit.key("again")
+    async with tiered(one, two) as store:
+        await store.save([kit.block(key)])
+        two.down = True
+        await store.delete([key])
+        two.down = False
+        assert await store.save([kit.block(key)]) == 1
+        await until(lambda: store.tiers[1]._probing is None)
+        assert key in two.blocks
+
+
+async def test_delete_fails_if_no_tier_could(kit):
+    one = DictTier()
+    async with tiered(one) as store:
+        one.down = True
+        with pytest.raises(BackendUnavailable, match="no tier could delete"):
+            await store.delete([kit.key("x")])
+
+
+async def test_tier_that_cannot_be_reached_at_first_is_opened_later(kit):
+    one, two = DictTier(), DictTier()
+    two.open_error = BackendUnavailable("refused")
+    keys = kit.keys("later", count=2)
+    two.put(*kit.chain(keys))
+    async with tiered(one, two) as store:
+        assert await store.lookup(keys) == 0
+        assert await store.save(kit.chain(kit.keys("meanwhile", count=2))) == 2
+        two.open_error = None
+        await until(lambda: two.is_open and store.tiers[1].prompt)
+        assert await store.lookup(keys) == 2
+
+
+async def test_opening_fails_if_no_tier_that_is_written_through_can_be_reached(kit):
+    one, two = Refusing(), DictTier()
+    store = TieredBackend([one, two], TieredSettings(write=("through", "behind")))
+    with pytest.raises(BackendUnavailable, match="no tier can be reached"):
+        await store.open([])
+    assert not two.is_open
+    await store.close()
+
+
+async def test_opening_can_be_tried_again(kit):
+    one, two = DictTier(), DictTier()
+    two.open_error = ConfigurationError("wrong password")
+    store = TieredBackend([one, two])
+    with pytest.raises(ConfigurationError, match="tier dicttier2: wrong password"):
+        await store.open([])
+    assert not one.is_open
+    two.open_error = None
+    await store.open([])
+    assert await store.save([kit.block(kit.key("x"))]) == 1
+    await store.close()
+
+
+# ------------------------------------------------------------------------------------ lying
+
+
+async def test_tier_that_boasts_costs_nothing_but_the_hit(kit):
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("boast", count=4)
+    two.put(*kit.chain(keys)[:3])
+    one.boast = True
+    async with tiered(one, two) as store:
+        assert await store.lookup(keys) == 4
+        into = kit.buffers(4)
+        assert await store.load(keys, into) == 3
+        assert all(kit.holds(b, key) for b, key in zip(into[:3], keys, strict=False))
+
+
+@pytest.mark.parametrize("damage", ["header", "payload", "key", "length", "zeros"])
+async def test_bad_frame_is_deleted_where_it_was_and_loaded_from_the_next_tier(kit, damage):
+    one, two = DictTier(variable_length=True), DictTier(variable_length=True)
+    keys = kit.keys("bad", damage, count=5)
+    for key in keys:
+        one.put(sealed(kit, key))
+        two.put(sealed(kit, key))
+    data = one.blocks[keys[2]].data
+    if damage == "header":
+        data[3] ^= 1
+    elif damage == "payload":
+        data[1000] ^= 1
+    elif damage == "key":
+        data.copy_(one.blocks[keys[0]].data)
+    elif damage == "length":
+        one.blocks[keys[2]] = replace(one.blocks[keys[2]], data=data[:4096].clone())
+    else:
+        data.zero_()
+    async with tiered(one, two, layouts=[kit.layout], verify_frames=True, promote=False) as store:
+        into = kit.buffers(5)
+        assert await store.load(keys, into) == 5
+        assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
+        assert one.keys() == set(keys) - {keys[2]}
+        assert two.keys() == set(keys)
+
+
+async def test_bad_frame_in_every_tier_is_a_miss(kit):
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("all bad", count=3)
+    for tier in (one, two):
+        tier.put(*(sealed(kit, key) for key in keys))
+        tier.blocks[keys[1]].data[500] ^= 4
+    async with tiered(one, two, layouts=[kit.layout], verify_frames=True) as store:
+        assert await store.load(keys, kit.buffers(3)) == 1
+        assert await store.lookup(keys) == 1
+
+
+async def test_bad_frame_among_more_than_one_read_is_replaced(kit, monkeypatch):
+    monkeypatch.setattr(tiered_tier, "_PIECE_NBYTES", 2 * kit.frame_nbytes)
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("pieces", count=9)
+    for tier in (one, two):
+        tier.put(*(sealed(kit, key) for key in keys))
+    for bad in (1, 4, 8):
+        one.blocks[keys[bad]].data[700] ^= 1
+    async with tiered(
+        one, two, layouts=[kit.layout], verify_frames=True, promote=False, patience_s=5.0
+    ) as store:
+        into = kit.buffers(9)
+        assert await store.load(keys, into) == 9
+        assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
+    assert torch.equal(two.blocks[keys[4]].data, sealed(kit, keys[4]).data)
+
+
+async def test_a_bad_frame_is_not_promoted(kit):
+    one, two = DictTier(), DictTier()
+    key = kit.key("not promoted")
+    two.put(sealed(kit, key))
+    two.blocks[key].data[200] ^= 1
+    async with tiered(one, two, layouts=[kit.layout], verify_frames=True) as store:
+        assert await store.load([key], kit.buffers(1)) == 0
+    assert not one.blocks
+    assert not two.blocks
+
+
+async def test_the_whole_is_guarded_like_any_store(kit):
+    memory, two = MemoryBackend(1 << 20), DictTier()
+    store = open_backend(TieredBackend([memory, two], TieredSettings(patience_s=5.0)))
+    keys = kit.keys("guarded", count=4)
+    async with kit.opened(store):
+        assert await store.save(kit.chain(keys)) == 4
+        await memory.delete(keys)
+        two.blocks[keys[2]].data[300] ^= 1
+        assert await kit.stored(store, keys) == [True, True, False, True]
