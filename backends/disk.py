@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.disk_directory import (
+    Access,
     DiskDirectory,
     DiskSettings,
     identity,
@@ -105,6 +106,14 @@ class DiskBackend(Backend):
         self._transfers: ThreadPoolExecutor | None = None
         self.at: Callable[[str], None] = ignore
         """Called on reaching a named point of a save; tests end the process there."""
+
+    def open_for(self, access: Access) -> None:
+        """Before `open`: for what, if not to be a store; see `Access`.
+
+        A running engine that has the directory open is not disturbed, and nothing in it is dropped
+        for lack of room.
+        """
+        self._settings = replace(self._settings, access=access)
 
     async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
         """Open or make the directory, and clean up after processes that died.
@@ -256,13 +265,23 @@ class DiskBackend(Backend):
         except (IndexDamaged, IndexReadOnly) as error:
             if not _damaged(self._settings.path, error):
                 raise
+            self._must_be_ours(error)
             _replace_index(self._settings.path, seen, error)
         try:
             return DiskDirectory(self._settings, at=self.at)
         except IndexDamaged as error:
             raise BackendUnavailable(f"disk store {self._settings.path}: {error}") from error
 
+    def _must_be_ours(self, error: Exception) -> None:
+        # Who only looks at a store does not start it anew.
+        if self._settings.access != "store":
+            raise BackendUnavailable(
+                f"disk store {self._settings.path}: the index is damaged ({error}); an engine that "
+                f"opens it starts it anew"
+            ) from error
+
     def _start_anew(self, directory: DiskDirectory, error: Exception) -> None:
+        self._must_be_ours(error)
         if directory.read_only:
             warn_damaged(self._settings.path, error)
             directory.give_up_index()
@@ -270,7 +289,7 @@ class DiskBackend(Backend):
         _replace_index(self._settings.path, directory.identity, error)
 
     def _retry_read_only(self) -> None:
-        directory = self._directory
+        directory = self._directory if self._settings.access == "store" else None
         if directory is not None and directory.read_only and time.monotonic() >= self._retry_at:
             self._retry_at = time.monotonic() + _RETRY_S
             directory.forget()

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
@@ -34,11 +35,16 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 
-__all__ = ["DiskDirectory", "DiskSettings", "identity", "ignore", "warn_damaged"]
+__all__ = ["Access", "DiskDirectory", "DiskSettings", "identity", "ignore", "warn_damaged"]
 
 logger = logging.getLogger("kvconnect")
 
 FORMAT = 1
+
+Access = Literal["store", "read", "maintain"]
+"""What a directory is opened for: to be a store; to be read without leaving a trace, use included;
+or to delete from it, whatever its capacity. The latter two do not make one."""
+
 _FORMAT_NAME = "FORMAT"
 _DEFAULT_CAPACITY = 50 << 30
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT}
@@ -53,6 +59,7 @@ class DiskSettings:
     durability: Durability = "process"
     ttl: float | None = None
     frame_sizes: frozenset[int] = frozenset()
+    access: Access = "store"
 
 
 def ignore(point: str) -> None:
@@ -91,8 +98,13 @@ class DiskDirectory:
         self._users = 0
         self._retired = False
         self._outdated = False
-        reason = _unwritable(self.path)
-        self.read_only = reason is not None
+        self._maintained = settings.access == "maintain"
+        self._looking = settings.access == "read"
+        if settings.access != "store" and identity(self.path) is None:
+            raise ConfigurationError(f"disk store: there is none in '{self.path}'; give another")
+        self.read_only = settings.access == "read"
+        reason = None if self.read_only else _unwritable(self.path)
+        self.read_only |= reason is not None
         self._files = SegmentFiles(self.path, writable=not self.read_only)
         try:
             self._open(settings, reason)
@@ -107,11 +119,19 @@ class DiskDirectory:
 
     def _open(self, settings: DiskSettings, reason: OSError | None) -> None:
         _check_format(self.path)
+        if settings.access == "read":
+            self._open_read_only(settings.ttl, must=True)
+            return
         if reason is None:
             reason = self._open_writable(settings)
         if reason is not None:
             self.read_only = True
-            self._open_read_only(settings.ttl, reason)
+            warn_once(
+                f"disk.read_only.{self.path}.{reason.errno}",
+                f"disk store {self.path}: cannot be written to ({reason.strerror}); "
+                f"nothing is saved",
+            )
+            self._open_read_only(settings.ttl)
 
     def _open_writable(self, settings: DiskSettings) -> OSError | None:
         """Open for saves, too; why not, if the disk has not even room for the index."""
@@ -132,7 +152,8 @@ class DiskDirectory:
 
     def _make_writer(self, settings: DiskSettings) -> None:
         _write_format(self.path)
-        self.capacity = settings.capacity or _default_capacity(self.path, self._files.nbytes())
+        given = None if self._maintained else settings.capacity
+        self.capacity = given or _default_capacity(self.path, self._files.nbytes())
         self._writer = IndexWriter(
             self.path,
             self._files,
@@ -142,23 +163,21 @@ class DiskDirectory:
             frame_sizes=settings.frame_sizes,
             at=self._at,
         )
-        self._writer.clean()
+        self._writer.clean(shrink=given is not None)
         self._reader = IndexReader(
             connect(self.path, settings.durability, log_nbytes(self.capacity)), settings.ttl
         )
         self.identity = identity(self.path)
 
-    def _open_read_only(self, ttl: float | None, reason: OSError) -> None:
-        warn_once(
-            f"disk.read_only.{self.path}.{reason.errno}",
-            f"disk store {self.path}: cannot be written to ({reason.strerror}); nothing is saved",
-        )
+    def _open_read_only(self, ttl: float | None, *, must: bool = False) -> None:
         self.identity = identity(self.path)
         if self.identity is None:
             return
         try:
             self._reader = IndexReader(connect_read_only(self.path), ttl)
         except (IndexDamaged, BackendUnavailable) as error:
+            if must:
+                raise
             warn_damaged(self.path, error)
 
     @property
@@ -227,7 +246,8 @@ class DiskDirectory:
         """Write down what was used since the last time."""
         with self._used_lock:
             used, self._used = self._used, {}
-        if used and self._writer is not None:
+        # What is looked at for maintenance is not used by that.
+        if used and self._writer is not None and not self._maintained:
             self._writer.touch(used)
 
     def children(self, key: BlockKey | None) -> list[Child]:
@@ -246,6 +266,8 @@ class DiskDirectory:
     def stats(self) -> dict[str, float]:
         """Numbers about the store."""
         totals = {} if self._reader is None else self._reader.totals()
+        if self._looking:
+            return dict(totals)
         return {**totals, "capacity": self.capacity, "read_only": self.read_only}
 
     @contextmanager
@@ -277,8 +299,10 @@ class DiskDirectory:
         """Write down what was used, then `retire`."""
         try:
             self.flush()
+            if self._maintained and self._writer is not None:
+                self._writer.drop_empty()
         except (OSError, IndexDamaged) as error:
-            logger.debug("disk store %s: use was not written down: %s", self.path, error)
+            logger.debug("disk store %s: not tidied up at close: %s", self.path, error)
         finally:
             self.retire()
 
@@ -365,7 +389,8 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def _default_capacity(path: Path, present: int) -> int:
-    return min(_DEFAULT_CAPACITY, (shutil.disk_usage(path).free + present) // 2)
+    # Never less than there is: who does not say how much may be stored deletes nothing by that.
+    return max(present, min(_DEFAULT_CAPACITY, (shutil.disk_usage(path).free + present) // 2))
 
 
 def _format_text(number: int) -> bytes:

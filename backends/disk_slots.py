@@ -154,6 +154,15 @@ class SlotAllocator:
         self._db.execute("DELETE FROM segments WHERE id=?", (segment,))
         count("store.disk.segment_dropped")
 
+    def empty_segments(self) -> list[tuple[int, int]]:
+        """Data files without blocks or reserved slots, with the size of their slots."""
+        rows: list[tuple[int, int]] = self._db.execute(
+            "SELECT id, size FROM segments AS s"
+            " WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE segment = s.id)"
+            " AND NOT EXISTS (SELECT 1 FROM reserved WHERE segment = s.id)"
+        ).fetchall()
+        return rows
+
     def shrink(self) -> None:
         """Drop whole data files, longest unused first, until the capacity is kept."""
         while self.nbytes() > self._budget():

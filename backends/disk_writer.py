@@ -93,8 +93,8 @@ class IndexWriter:
             self._db.close()
             raise
 
-    def clean(self) -> None:
-        """Remove what dead processes left behind, and what the capacity has no room for."""
+    def clean(self, *, shrink: bool) -> None:
+        """Remove what dead processes left behind; with `shrink` what there is no room for, too."""
         with self._transaction():
             owners(self._directory)  # removes the files of the dead, who may hold nothing
             self._slots.release_dead()
@@ -103,7 +103,8 @@ class IndexWriter:
                     self._slots.drop_segment(segment, size)
             self._files.remove_strays({segment for segment, *_ in self._segments()})
             self._drop_expired(_EXPIRED_AT_OPEN)
-            self._slots.shrink()
+            if shrink:
+                self._slots.shrink()
 
     def reserve(self, blocks: Sequence[StoredBlock]) -> Reservation:
         """Slots for those of `blocks` that are not stored, dropping older ones where needed."""
@@ -153,6 +154,12 @@ class IndexWriter:
                 "UPDATE blocks SET used=max(used, ?) WHERE id=?",
                 [(stamp, block) for block, stamp in used.items()],
             )
+
+    def drop_empty(self) -> None:
+        """Remove the data files that hold no block, and that nobody is about to write to."""
+        with self._transaction():
+            for segment, size in self._slots.empty_segments():
+                self._slots.drop_segment(segment, size)
 
     def drop_lost(self, segment: int) -> None:
         """Forget the blocks of `segment` if its file really is gone or cut short."""

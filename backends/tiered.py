@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -69,6 +70,12 @@ class TieredBackend(Backend):
         self._declare(stores)
         self._lookups = TierLookups(self.tiers, settings.patience_s)
         self._is_open = False
+
+    def look_only(self) -> None:
+        """Before `open`: load frames unchecked and copy none, so that looking changes nothing."""
+        for tier in self.tiers:
+            tier.verify_frames = False
+        self._settings = replace(self._settings, promote=False)
 
     async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
         """Open all tiers at once; those that cannot be reached now are opened in the background.

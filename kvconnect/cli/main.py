@@ -20,6 +20,11 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = (
     "kvconnect.cli.generate",
     "kvconnect.cli.make_model",
+    "kvconnect.cli.ls",
+    "kvconnect.cli.stats",
+    "kvconnect.cli.verify",
+    "kvconnect.cli.prune",
+    "kvconnect.cli.copy",
     "kvconnect.cli.simulate",
     "kvconnect.cli.make_trace",
     "kvconnect.cli.bench",

@@ -8,38 +8,64 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Never, Self
 
+from kvconnect.backends.url import format_size
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 __all__ = ["Progress"]
 
 _SECONDS_BETWEEN_LINES = 5.0
+_BYTES = "bytes"
 
 
 class Progress:
-    """Counts up to `total` of `unit`; a context manager. Never writes to standard output."""
+    """Counts up to `total` of `unit`; a context manager. Never writes to standard output.
+
+    Args:
+        task: what is done.
+        total: 0: not known.
+        unit: what is counted; ``bytes`` are shown in the units of people, and with their rate.
+    """
 
     def __init__(self, task: str, total: int, unit: str) -> None:
         self._task = task
         self._total = total
         self._unit = unit
         self._done = 0
-        self._told_at = time.monotonic()
+        self._started_at = self._told_at = time.monotonic()
         self._bar: tqdm[Never] | None = None
         # Commands that need no extra do without the bar if tqdm is not there.
         if sys.stderr.isatty() and find_spec("tqdm") is not None:
             from tqdm import tqdm
 
-            self._bar = tqdm(desc=task, total=total, unit=f" {unit}", file=sys.stderr, leave=False)
+            sizes = unit == _BYTES
+            self._bar = tqdm(
+                desc=task,
+                total=total or None,
+                unit="B" if sizes else f" {unit}",
+                unit_scale=sizes,
+                unit_divisor=1024 if sizes else 1000,
+                file=sys.stderr,
+                leave=False,
+            )
 
     def advance(self, count: int) -> None:
         """`count` more are done."""
         self._done += count
         if self._bar is not None:
             self._bar.update(count)
-        elif time.monotonic() - self._told_at >= _SECONDS_BETWEEN_LINES:
-            self._told_at = time.monotonic()
-            print(f"{self._task}: {self._done} of {self._total} {self._unit}", file=sys.stderr)
+        elif (now := time.monotonic()) - self._told_at >= _SECONDS_BETWEEN_LINES:
+            self._told_at = now
+            print(f"{self._task}: {self._state(now)}", file=sys.stderr)
+
+    def _state(self, now: float) -> str:
+        if self._unit != _BYTES:
+            whole = f" of {self._total}" if self._total else ""
+            return f"{self._done}{whole} {self._unit}"
+        whole = f" of {format_size(self._total)}" if self._total else ""
+        rate = format_size(int(self._done / max(now - self._started_at, 1e-9)))
+        return f"{format_size(self._done)}{whole}, {rate}/s"
 
     def __enter__(self) -> Self:
         return self

@@ -35,7 +35,7 @@ async def tiered(kit, *tiers, layouts=(), **settings):
 async def written(store, number=0):
     """Until nothing waits to be written to a tier."""
     async with asyncio.timeout(10):
-        while len(store.tiers[number].backlog):
+        while len(store.tiers[number].backlog):  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0)
 
 
@@ -204,7 +204,7 @@ async def test_deleted_block_does_not_come_back_from_the_queue(kit, when):
             await store.save([kit.block(first)])
             await asyncio.sleep(0)
         await store.save([kit.block(key)])
-        while not two.calls["save"]:
+        while not two.calls["save"]:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
         await store.delete([key])
         two.recover()

@@ -44,7 +44,7 @@ async def tiered(*tiers, layouts=(), **settings):
 
 async def until(condition):
     async with asyncio.timeout(10):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0.001)
 
 

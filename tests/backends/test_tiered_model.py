@@ -132,7 +132,8 @@ class Tiers(RuleBasedStateMachine):
     @rule()
     def let_background_work(self):
         async def idle():
-            while any(len(tier.backlog) for tier in self.store.inner.tiers):
+            tiers = self.store.inner.tiers
+            while any(len(tier.backlog) for tier in tiers):  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0)
 
         self.do(idle())

@@ -1,0 +1,134 @@
+"""``kvconnect ls``: the blocks in a store."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from kvconnect.backend import StoredEntry
+from kvconnect.backends.url import format_size
+from kvconnect.cli.command import Subparsers
+from kvconnect.cli.selection import Selection
+from kvconnect.cli.visit import add_url, listed, visit, visiting
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["add_parser", "as_json", "run"]
+
+_SORT: dict[str, Callable[[StoredEntry], Any]] = {
+    "age": lambda entry: entry.created_at,
+    "used": lambda entry: entry.used_at,
+    "bytes": lambda entry: -entry.nbytes,
+    "priority": lambda entry: -entry.priority,
+    "key": lambda entry: entry.key,
+}
+_UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
+_ROW = "{:<16}  {:>10}  {:>5}  {:>5}  {:>4}  {:>6}  {:>5}  {:<8}  {:<8}"
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``ls``."""
+    parser = subparsers.add_parser(
+        "ls",
+        help="list the blocks in a store",
+        description="List the blocks in a store. A listing that is not sorted is printed as it is "
+        "read, however long it is; it does not count as use of the blocks.",
+    )
+    add_url(parser)
+    parser.add_argument(
+        "--sort",
+        choices=sorted(_SORT),
+        help="oldest, longest unused, largest or most important first",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first so many")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per block")
+    Selection.add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the listing."""
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ConfigurationError(f"--limit {arguments.limit}: must be at least 1")
+    selection = Selection.from_arguments(arguments)
+    visit(_list(arguments, selection))
+
+
+async def _list(arguments: argparse.Namespace, selection: Selection) -> None:
+    show = _print_json if arguments.json else _print_row
+    async with visiting(arguments.url, "read") as store:
+        listed(arguments.url, store)
+        if not arguments.json:
+            names = ("KEY", "BYTES", "AGE", "USED", "PRIO", "TOKENS", "GROUP", "MODEL", "SPACE")
+            print(_ROW.format(*names))
+        async for entry in _chosen(store.scan(), selection, arguments.sort, arguments.limit):
+            show(entry)
+
+
+async def _chosen(
+    entries: AsyncIterator[StoredEntry], selection: Selection, sort: str | None, limit: int | None
+) -> AsyncIterator[StoredEntry]:
+    if sort is None:
+        left = limit
+        async for entry in entries:
+            if selection.fits(entry):
+                yield entry
+                if left is not None and (left := left - 1) == 0:
+                    return
+        return
+    value = _SORT[sort]
+    kept: list[StoredEntry] = []
+    async for entry in entries:
+        if selection.fits(entry):
+            kept.append(entry)
+            if limit is not None and len(kept) >= 2 * limit + 1024:
+                kept = heapq.nsmallest(limit, kept, key=value)
+    for entry in sorted(kept, key=value)[:limit]:
+        yield entry
+
+
+def _print_row(entry: StoredEntry) -> None:
+    now = time.time()
+    tokens = "" if entry.tokens is None else str(len(entry.tokens))
+    row = _ROW.format(
+        entry.key.hex()[:16],
+        format_size(entry.nbytes),
+        _ago(now - entry.created_at),
+        _ago(now - entry.used_at),
+        entry.priority,
+        tokens,
+        entry.group,
+        entry.model.hex()[:8],
+        entry.namespace.hex()[:8],
+    )
+    print(row.rstrip())
+
+
+def _print_json(entry: StoredEntry) -> None:
+    print(json.dumps(as_json(entry)))
+
+
+def as_json(entry: StoredEntry) -> dict[str, object]:
+    """`entry` without its tokens, which are a prompt."""
+    return {
+        "key": entry.key.hex(),
+        "bytes": entry.nbytes,
+        "created_at": entry.created_at,
+        "used_at": entry.used_at,
+        "priority": entry.priority,
+        "parent": None if entry.parent is None else entry.parent.hex(),
+        "num_tokens": None if entry.tokens is None else len(entry.tokens),
+        "group": entry.group,
+        "model": entry.model.hex(),
+        "namespace": entry.namespace.hex(),
+    }
+
+
+def _ago(seconds: float) -> str:
+    for factor, unit in _UNITS:
+        if seconds >= factor:
+            return f"{int(seconds // factor)}{unit}"
+    return "now"

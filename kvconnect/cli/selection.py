@@ -1,0 +1,105 @@
+"""Which stored blocks a command is about: ``--older-than 7d --model DIR --salt TEXT``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconnect.backend import StoredEntry
+from kvconnect.backends.url import parse_duration
+from kvconnect.digest import model_digest
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import Namespace, model_tag
+
+__all__ = ["Selection"]
+
+_HEX = re.compile(r"[0-9a-fA-F]{4,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Blocks that fit every criterion that is given.
+
+    Attributes:
+        created_before, used_before: Unix seconds.
+        model: hexadecimal digits that the block's model begins with.
+        namespaces: digests of salt and adapter.
+        groups: pool groups.
+    """
+
+    created_before: float | None = None
+    used_before: float | None = None
+    model: str | None = None
+    namespaces: frozenset[bytes] | None = None
+    groups: frozenset[int] | None = None
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        """The options that `from_arguments` reads."""
+        group = parser.add_argument_group(
+            "which blocks", "A block is meant if it fits all that is given. TIME is 30m, 12h, 7d, …"
+        )
+        group.add_argument("--older-than", metavar="TIME", help="stored so long ago, or longer")
+        group.add_argument("--unused-for", metavar="TIME", help="last used so long ago, or longer")
+        group.add_argument(
+            "--model", metavar="DIR|DIGEST", help="of this model; or the first digits of its digest"
+        )
+        group.add_argument("--salt", metavar="TEXT", help="of requests with this cache_salt")
+        group.add_argument(
+            "--lora", metavar="ID", help="of requests with this adapter (and --salt, or none)"
+        )
+        group.add_argument("--group", type=int, metavar="N", help="of this pool group")
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> Selection:
+        """What the options say.
+
+        Raises:
+            ConfigurationError: names the option and what is right.
+        """
+        now = time.time()
+        older, unused = arguments.older_than, arguments.unused_for
+        return cls(
+            created_before=now - parse_duration(older, field="--older-than") if older else None,
+            used_before=now - parse_duration(unused, field="--unused-for") if unused else None,
+            model=None if arguments.model is None else _model(arguments.model),
+            namespaces=_namespaces(arguments.salt, arguments.lora),
+            groups=None if arguments.group is None else frozenset({arguments.group}),
+        )
+
+    @property
+    def everything(self) -> bool:
+        """Whether no criterion is given."""
+        return self == Selection()
+
+    def fits(self, entry: StoredEntry) -> bool:
+        """Whether `entry` is meant."""
+        return (
+            (self.created_before is None or entry.created_at <= self.created_before)
+            and (self.used_before is None or entry.used_at <= self.used_before)
+            and (self.model is None or entry.model.hex().startswith(self.model))
+            and (self.namespaces is None or entry.namespace in self.namespaces)
+            and (self.groups is None or entry.group in self.groups)
+        )
+
+
+def _model(text: str) -> str:
+    if Path(text).is_dir():
+        return model_tag(model_digest(text)).hex()
+    if _HEX.fullmatch(text):
+        return text.lower()
+    raise ConfigurationError(
+        f"--model {text}: neither a directory nor at least 4 hexadecimal digits of a digest, as "
+        f"'kvconnect ls' shows them"
+    )
+
+
+def _namespaces(salt: str | None, lora: str | None) -> frozenset[bytes] | None:
+    if salt is None and lora is None:
+        return None
+    # An adapter may have been given as a number or as text.
+    numbers = [int(lora)] if lora is not None and lora.isdecimal() else []
+    return frozenset(Namespace(salt, one).encode() for one in (lora, *numbers))

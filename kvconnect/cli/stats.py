@@ -1,0 +1,125 @@
+"""``kvconnect stats``: what a store holds, in numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvconnect.backend import StoredEntry
+from kvconnect.backends.url import format_size
+from kvconnect.cli.command import Subparsers
+from kvconnect.cli.progress import Progress
+from kvconnect.cli.visit import add_url, parts, visit, visiting
+
+__all__ = ["add_parser", "run"]
+
+_ENTRIES_PER_UPDATE = 1024
+_SHOWN = 20
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``stats``."""
+    parser = subparsers.add_parser(
+        "stats",
+        help="sum up what is in a store",
+        description="What a store says of itself and, where it can list its blocks, how they "
+        "are divided between models, namespaces and pool groups.",
+    )
+    add_url(parser)
+    parser.add_argument("--quick", action="store_true", help="do not list the blocks")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the numbers."""
+    visit(_sum_up(arguments))
+
+
+@dataclass(slots=True)
+class _Census:
+    """Blocks and bytes, in all and by model, namespace and group."""
+
+    blocks: int = 0
+    nbytes: int = 0
+    oldest: float | None = None
+    last_used: float | None = None
+    by: dict[str, tuple[Counter[str], Counter[str]]] = field(
+        default_factory=lambda: {
+            name: (Counter(), Counter()) for name in ("model", "namespace", "group")
+        }
+    )
+
+    def add(self, entry: StoredEntry) -> None:
+        self.blocks += 1
+        self.nbytes += entry.nbytes
+        self.oldest = min(entry.created_at, self.oldest or entry.created_at)
+        self.last_used = max(entry.used_at, self.last_used or entry.used_at)
+        values = (entry.model.hex(), entry.namespace.hex(), str(entry.group))
+        for (blocks, nbytes), value in zip(self.by.values(), values, strict=True):
+            blocks[value] += 1
+            nbytes[value] += entry.nbytes
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "blocks": self.blocks,
+            "bytes": self.nbytes,
+            "oldest": self.oldest,
+            "last_used": self.last_used,
+            **{
+                f"by_{name}": {
+                    value: {"blocks": count, "bytes": nbytes[value]}
+                    for value, count in blocks.most_common()
+                }
+                for name, (blocks, nbytes) in self.by.items()
+            },
+        }
+
+
+async def _sum_up(arguments: argparse.Namespace) -> None:
+    async with visiting(arguments.url, "read") as store:
+        numbers = await store.stats()
+        census = None
+        if not arguments.quick and any(part.store.enumerable for part in parts(store)):
+            census = _Census()
+            with Progress("stats", int(numbers.get("blocks", 0)), "blocks") as progress:
+                async for entry in store.scan():
+                    census.add(entry)
+                    if census.blocks % _ENTRIES_PER_UPDATE == 0:
+                        progress.advance(_ENTRIES_PER_UPDATE)
+    if arguments.json:
+        listed = None if census is None else census.as_json()
+        print(json.dumps({"store": dict(numbers), "listed": listed}))
+    else:
+        _print_numbers(numbers)
+        if census is not None:
+            _print_census(census)
+
+
+def _print_numbers(numbers: Mapping[str, float]) -> None:
+    print("store")
+    for name, value in numbers.items():
+        if name.rpartition(".")[2] in {"bytes", "file_bytes", "capacity"}:
+            text = format_size(int(value))
+        else:
+            text = f"{value:g}"
+        print(f"  {name:<24} {text}")
+
+
+def _print_census(census: _Census) -> None:
+    print(f"listed: {census.blocks} blocks, {format_size(census.nbytes)}")
+    if census.oldest is not None and census.last_used is not None:
+        now = time.time()
+        print(f"  {'oldest':<24} {max(0.0, now - census.oldest) / 3600:.1f} h ago")
+        print(f"  {'last used':<24} {max(0.0, now - census.last_used) / 3600:.1f} h ago")
+    for name, (blocks, nbytes) in census.by.items():
+        print(f"by {name}")
+        for value, count in blocks.most_common(_SHOWN):
+            shown = value[:16] or "(not known)"
+            print(f"  {shown:<24} {count} blocks, {format_size(nbytes[value])}")
+        if len(blocks) > _SHOWN:
+            print(f"  … and {len(blocks) - _SHOWN} more; --json lists them all")

@@ -1,0 +1,100 @@
+"""Opening a store for a command: to look at what is in it, to delete from it, or to fill it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvconnect.backend import Backend
+from kvconnect.backends.disk import DiskBackend
+from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.registry import open_backend
+from kvconnect.backends.tiered import TieredBackend
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+
+__all__ = ["Part", "add_url", "listed", "parts", "visit", "visiting"]
+
+Purpose = Literal["read", "maintain", "store"]
+
+_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A store that holds frames itself: the whole, or one tier of it."""
+
+    name: str
+    store: GuardedBackend
+
+
+def add_url(parser: argparse.ArgumentParser, name: str = "url") -> None:
+    """The positional argument that names a store."""
+    parser.add_argument(
+        name, metavar=name.upper(), help="of a store, as in disk:///var/cache/kv or redis://host"
+    )
+
+
+def visit(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end; Ctrl-C and SIGTERM cancel it, and it closes what it opened."""
+    asyncio.run(work)
+
+
+@asynccontextmanager
+async def visiting(url: str, purpose: Purpose) -> AsyncIterator[GuardedBackend]:
+    """The store of `url`, open for raw frames. What a running engine has stored stays as it is.
+
+    To ``read`` leaves no trace, not even that blocks were used; to ``maintain`` only deletes what
+    is asked for; a ``store`` is what an engine would open, and is made if it is not there.
+
+    Raises:
+        ConfigurationError: a bad URL, or a store that nothing can be found in.
+        BackendUnavailable: it cannot be reached.
+    """
+    if purpose != "store" and StoreUrl.parse(url).scheme == "memory":
+        raise ConfigurationError(
+            f"{url}: a memory store belongs to the process that opened it; "
+            f"from outside there is nothing in it"
+        )
+    backend = open_backend(url, deadline_s=_DEADLINE_S, raw=True)
+    if purpose != "store":
+        _open_for(backend.inner, purpose)
+    await backend.open([])
+    try:
+        if purpose == "maintain" and (await backend.stats()).get("read_only"):
+            raise BackendUnavailable(f"{url}: cannot be written to")
+        yield backend
+    finally:
+        await backend.close()
+
+
+def parts(store: GuardedBackend) -> list[Part]:
+    """The stores that hold frames: the tiers of a tiered one that answer, or `store` itself."""
+    if isinstance(store.inner, TieredBackend):
+        return [Part(tier.name, tier.guard) for tier in store.inner.tiers if tier.alive]
+    return [Part(store.name, store)]
+
+
+def listed(url: str, store: GuardedBackend) -> list[Part]:
+    """The parts that can list what they hold.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    found = [part for part in parts(store) if part.store.enumerable]
+    if not found:
+        raise ConfigurationError(f"{StoreUrl.parse(url)}: this store cannot list what it holds")
+    return found
+
+
+def _open_for(backend: Backend, purpose: Literal["read", "maintain"]) -> None:
+    if isinstance(backend, DiskBackend):
+        backend.open_for(purpose)
+    elif isinstance(backend, TieredBackend):
+        backend.look_only()
+        for tier in backend.tiers:
+            _open_for(tier.guard.inner, purpose)

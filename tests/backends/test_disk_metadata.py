@@ -1,0 +1,223 @@
+"""What the disk and the memory store keep with a block, and who may look at it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvconnect.backends import open_backend
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+
+
+def full(block, **changes):
+    known = {
+        "tokens": np.arange(5, dtype=np.int32),
+        "priority": 71,
+        "namespace": b"n" * 32,
+        "model": b"m" * 32,
+        "group": 3,
+    }
+    return replace(block, **{**known, **changes})
+
+
+def files(path):
+    return {file.name: file.stat().st_size for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+async def test_scan_tells_all_that_was_saved(make_bare, kit, reopened):
+    parent, key = kit.keys("entry", count=2)
+    store = make_bare()
+    async with kit.opened(store):
+        await store.save([full(kit.block(key, parent, nbytes=5000)), kit.block(parent)])
+        if not reopened:
+            await check_entries(store, kit, parent, key)
+    if reopened and store.durable:
+        async with kit.opened(make_bare()) as store:
+            await check_entries(store, kit, parent, key)
+
+
+async def check_entries(store, kit, parent, key):
+    scanned = {entry.key: entry async for entry in store.scan()}
+    described = await store.describe([key, kit.key("absent"), parent])
+    assert described[1] is None
+    for entry in (scanned[key], described[0]):
+        assert (entry.nbytes, entry.priority, entry.parent) == (5000, 71, parent)
+        assert (entry.namespace, entry.model, entry.group) == (b"n" * 32, b"m" * 32, 3)
+        assert entry.tokens.tolist() == [0, 1, 2, 3, 4]
+        assert entry.tokens.dtype == np.int32
+        assert 0 < entry.created_at <= entry.used_at
+    for entry in (scanned[parent], described[2]):
+        assert (entry.parent, entry.tokens, entry.model, entry.group) == (None, None, b"", 0)
+
+
+async def test_describing_is_no_use(kit, make_disk, tmp_path):
+    store = open_backend(f"memory:?capacity={2 * kit.frame_nbytes}")
+    old, new, third = kit.keys("use", count=3)
+    async with kit.opened(store):
+        await store.save([kit.block(old)])
+        await store.save([kit.block(new)])
+        await store.describe([old])
+        await store.save([kit.block(third)])
+        assert await kit.stored(store, [old, new, third]) == [False, True, True]
+
+
+# ---------------------------------------------------------------------------------------- format
+
+
+@pytest.fixture
+async def old_store(make_disk, kit):
+    """A store whose index an older version has made, without the column ``model``."""
+    store = make_disk()
+    keys = kit.keys("old", count=4)
+    async with kit.opened(store):
+        await store.save(kit.chain(keys))
+    path = store._settings.path
+    with closing(sqlite3.connect(path / "index.sqlite3")) as db:
+        db.execute("ALTER TABLE blocks DROP COLUMN model")
+        db.commit()
+    return path, keys
+
+
+async def test_store_of_an_older_version_goes_on(make_disk, kit, old_store):
+    _, keys = old_store
+    new = kit.key("new")
+    async with kit.opened(make_disk()) as store:
+        assert await kit.stored(store, keys) == [True] * 4
+        await store.save([full(kit.block(new))])
+        models = {entry.key: entry.model async for entry in store.scan()}
+    assert models == {**dict.fromkeys(keys, b""), new: b"m" * 32}
+
+
+async def test_store_of_an_older_version_can_be_looked_at(make_disk, old_store):
+    path, keys = old_store
+    store = make_disk()
+    store.open_for("read")
+    await store.open([])
+    assert {entry.key: entry.model async for entry in store.scan()} == dict.fromkeys(keys, b"")
+    await store.close()
+    with closing(sqlite3.connect(path / "index.sqlite3")) as db:
+        columns = {name for _, name, *_ in db.execute("PRAGMA table_info(blocks)")}
+    assert "model" not in columns
+
+
+async def test_damaged_rows_do_not_end_a_listing(make_disk, kit):
+    store = make_disk()
+    keys = kit.keys("damaged", count=4)
+    async with kit.opened(store):
+        await store.save([full(kit.block(key)) for key in keys])
+        with closing(sqlite3.connect(store._settings.path / "index.sqlite3")) as db:
+            db.execute("UPDATE blocks SET created='yesterday' WHERE key=?", (keys[0],))
+            db.execute("UPDATE blocks SET tokens=x'010203', parent='p' WHERE key=?", (keys[1],))
+            db.execute("UPDATE blocks SET key='text' WHERE key=?", (keys[2],))
+            db.commit()
+        listed = {entry.key: entry async for entry in store.scan()}
+        assert listed.keys() == {keys[1], keys[3]}
+        assert listed[keys[1]].tokens is None
+        assert listed[keys[1]].parent is None
+
+
+# ---------------------------------------------------------------------------------------- access
+
+
+async def test_reading_leaves_no_trace(make_disk, kit):
+    keys = kit.keys("trace", count=4)
+    store = make_disk()
+    async with kit.opened(store):
+        await store.save(kit.chain(keys))
+    path = store._settings.path
+    before = files(path)
+    with closing(sqlite3.connect(path / "index.sqlite3")) as db:
+        used = db.execute("SELECT used FROM blocks ORDER BY id").fetchall()
+    # Not even a capacity that has room for nothing makes it drop something.
+    reader = make_disk(capacity=kit.frame_nbytes, ttl=1e-6)
+    reader.open_for("read")
+    async with kit.opened(reader):
+        pass
+    reader = make_disk(capacity=kit.frame_nbytes)
+    reader.open_for("read")
+    async with kit.opened(reader):
+        assert await kit.stored(reader, keys) == [True] * 4
+        assert await reader.save([kit.block(kit.key("new"))]) == 0
+    with closing(sqlite3.connect(path / "index.sqlite3")) as db:
+        assert db.execute("SELECT used FROM blocks ORDER BY id").fetchall() == used
+    kept = {name: size for name, size in files(path).items() if not name.endswith(("-shm", "-wal"))}
+    assert kept == before
+
+
+async def test_maintenance_deletes_what_it_is_told_to_and_no_more(make_disk, kit):
+    keys = kit.keys("maintain", count=40)
+    async with kit.opened(make_disk()) as engine:
+        await engine.save(kit.chain(keys))
+        tool = make_disk(capacity=kit.frame_nbytes)
+        tool.open_for("maintain")
+        async with kit.opened(tool):
+            await tool.delete(keys[30:])
+        assert await kit.stored(engine, keys) == [True] * 30 + [False] * 10
+        assert await engine.save(kit.chain(keys)) == 40
+        assert await kit.stored(engine, keys) == [True] * 40
+
+
+async def test_maintenance_gives_back_data_files_without_blocks(make_disk, kit):
+    keys = kit.keys("files", count=8)
+    async with kit.opened(make_disk()) as engine:
+        await engine.save(kit.chain(keys))
+        path = engine._settings.path
+        assert [name for name in files(path) if name.startswith("segment-")]
+        tool = make_disk()
+        tool.open_for("maintain")
+        async with kit.opened(tool):
+            await tool.delete(keys)
+        assert not [name for name in files(path) if name.startswith("segment-")]
+        assert await kit.stored(engine, keys) == [False] * 8
+        assert await engine.save(kit.chain(keys)) == 8
+        assert await kit.stored(engine, keys) == [True] * 8
+
+
+@pytest.mark.parametrize("access", ["read", "maintain"])
+async def test_looking_at_a_store_does_not_make_one(make_disk, tmp_path, access):
+    store = make_disk()
+    store.open_for(access)
+    with pytest.raises(ConfigurationError, match=r"there is none in .*; give another"):
+        await store.open([])
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("access", ["read", "maintain"])
+async def test_looking_at_a_damaged_index_does_not_start_it_anew(make_disk, kit, access):
+    async with kit.opened(make_disk()) as store:
+        await store.save([kit.block(kit.key("x"))])
+    index = store._settings.path / "index.sqlite3"
+    with index.open("r+b") as file:
+        file.truncate(5000)
+        file.seek(100)
+        file.write(os.urandom(4900))
+    before = index.read_bytes()
+    tool = make_disk()
+    tool.open_for(access)
+    with pytest.raises(BackendUnavailable, match="damaged"):
+        await tool.open([])
+    assert index.read_bytes() == before
+
+
+async def test_without_a_capacity_a_store_keeps_what_there_is_and_does_not_grow(
+    make_disk, kit, monkeypatch
+):
+    keys = kit.keys("default", count=400)
+    async with kit.opened(make_disk(capacity=400 * kit.frame_nbytes)) as store:
+        await store.save(kit.chain(keys))
+        held = (await store.stats())["blocks"]
+        stored = [entry.key async for entry in store.scan()]
+        size = (await store.stats())["file_bytes"]
+    monkeypatch.setattr("kvconnect.backends.disk_directory._DEFAULT_CAPACITY", kit.frame_nbytes)
+    for turn in range(3):
+        async with kit.opened(make_disk(capacity=None)) as store:
+            if turn == 0:
+                assert await kit.stored(store, stored) == [True] * held
+            assert await store.save([kit.block(key) for key in kit.keys(turn, count=50)]) == 50
+            assert (await store.stats())["file_bytes"] == size
