@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from kvconnect import frame
 from kvconnect.backend import MAX_CHILDREN, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.tiered_lookups import TierLookups
-from kvconnect.backends.tiered_tier import Tier, Write, is_frame, whole_frame
+from kvconnect.backends.tiered_tier import Tier, Write
 from kvconnect.backends.tiered_url import TieredSettings, parse_tiered
 from kvconnect.backends.url import StoreUrl
-from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
+from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count
@@ -300,8 +302,11 @@ async def _promote(
     for key, data, entry in zip(keys, frames, known, strict=True):
         if entry is not None:
             blocks.append(_block(entry, data))
-        elif not source.variable_length or is_frame(data):
-            blocks.append(StoredBlock(key, whole_frame(data)))
+        elif not source.variable_length:
+            blocks.append(StoredBlock(key, data))
+        else:
+            with suppress(BadFrame):  # no frame: nothing says how long the value is
+                blocks.append(StoredBlock(key, frame.whole(data)))
     await asyncio.gather(*(tier.backlog.add(blocks) for tier in faster))
 
 

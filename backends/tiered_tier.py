@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from kvconnect import frame
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.backends.calls import mapped, together
+from kvconnect.backends.framing import pieces
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.tiered_backlog import Backlog
 from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, ConfigurationError
@@ -21,19 +21,16 @@ from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count, warn_once
 
-__all__ = ["Tier", "Write", "is_frame", "whole_frame"]
+__all__ = ["Tier", "Write"]
 
 Write = Literal["through", "behind"]
 
-# As in the guard: one piece is checked while the next is read.
-_PIECE_NBYTES = 16 << 20
+# Hashing less than this takes less time than handing it to a thread.
 _INLINE_NBYTES = 256 << 10
 # Between two questions to a tier that did not answer, and how long such a question may take.
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _PROBE_S = 1.0
-_MAGIC = b"KVCFRAME"
-_PAYLOAD_NBYTES_AT = 16
 _DRAIN_S = 5.0
 _MAX_OWED = 1 << 16
 
@@ -144,13 +141,13 @@ class Tier:
         if not self.alive:
             return 0
         sound = 0
-        pieces = list(_pieces(into))
-        filled = await self._fill(keys[pieces[0]], into[pieces[0]]) if pieces else 0
-        for number, piece in enumerate(pieces):
-            size = piece.stop - piece.start
-            ended = filled < size or number + 1 == len(pieces)
-            ahead = slice(0, 0) if ended else pieces[number + 1]
-            got = slice(piece.start, piece.start + filled)
+        parts = list(pieces(into))
+        filled = await self._fill(keys[parts[0]], into[parts[0]]) if parts else 0
+        for number, part in enumerate(parts):
+            size = part.stop - part.start
+            ended = filled < size or number + 1 == len(parts)
+            ahead = slice(0, 0) if ended else parts[number + 1]
+            got = slice(part.start, part.start + filled)
             good, filled = await together(
                 self._check(keys[got], into[got]), self._fill(keys[ahead], into[ahead])
             )
@@ -300,35 +297,11 @@ class Tier:
         warn_once(f"tiered.failed.{self.name}", f"tier {self.name}: {error}")
 
 
-def is_frame(buffer: Tensor) -> bool:
-    """Whether a frame begins in `buffer`, sound or not."""
-    return buffer.numel() >= frame.HEADER_NBYTES and bytes(buffer[:8].tolist()) == _MAGIC
-
-
-def whole_frame(buffer: Tensor) -> Tensor:
-    """The part of `buffer` that the frame in it takes, by what its header says; all if unclear."""
-    if not is_frame(buffer):
-        return buffer
-    (payload,) = struct.unpack_from("<Q", buffer.numpy().data, _PAYLOAD_NBYTES_AT)
-    nbytes = frame.frame_nbytes(payload)
-    return buffer[:nbytes] if nbytes <= buffer.numel() else buffer
-
-
 def _bad_frames(keys: Sequence[BlockKey], frames: Sequence[Tensor]) -> dict[int, BadFrame]:
     bad: dict[int, BadFrame] = {}
     for index, (key, data) in enumerate(zip(keys, frames, strict=True)):
         try:
-            frame.check(whole_frame(data), key, None)
+            frame.check(frame.whole(data), key, None)
         except BadFrame as error:
             bad[index] = error
     return bad
-
-
-def _pieces(buffers: Sequence[Tensor]) -> Iterator[slice]:
-    """Slices over `buffers` of about `_PIECE_NBYTES` each."""
-    start = nbytes = 0
-    for index, buffer in enumerate(buffers):
-        nbytes += buffer.numel()
-        if nbytes >= _PIECE_NBYTES or index + 1 == len(buffers):
-            yield slice(start, index + 1)
-            start, nbytes = index + 1, 0

@@ -15,7 +15,8 @@ from tier_store import DictTier
 
 from kvconnect import frame
 from kvconnect.backend import StoredBlock
-from kvconnect.backends import open_backend, tiered_tier
+from kvconnect.backends import breaker, open_backend, tiered_tier
+from kvconnect.backends.breaker import BreakerState
 from kvconnect.backends.tiered import TieredBackend
 from kvconnect.backends.tiered_url import TieredSettings
 from kvconnect.errors import BackendUnavailable
@@ -129,6 +130,14 @@ class Tiers(RuleBasedStateMachine):
         for tier in self.tiers:
             tier.recover()
 
+        async def answered():
+            closed = BreakerState.CLOSED
+            while any(tier.guard._calls.state != closed for tier in tiers):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+        tiers = self.store.inner.tiers
+        self.do(answered())
+
     @rule()
     def let_background_work(self):
         async def idle():
@@ -155,6 +164,8 @@ def _quick_probes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiered_tier, "_FIRST_PAUSE_S", 0.0)
         patch.setattr(tiered_tier, "_LONGEST_PAUSE_S", 0.0)
+        patch.setattr(breaker, "_FIRST_PAUSE_S", 0.001)
+        patch.setattr(breaker, "_LAST_PAUSE_S", 0.001)
         yield
 
 
