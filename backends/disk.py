@@ -107,6 +107,11 @@ class DiskBackend(Backend):
         self.at: Callable[[str], None] = ignore
         """Called on reaching a named point of a save; tests end the process there."""
 
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._settings.path
+
     def open_for(self, access: Access) -> None:
         """Before `open`: for what, if not to be a store; see `Access`.
 

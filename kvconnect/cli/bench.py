@@ -7,7 +7,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kvconnect.backends.url import parse_size
 from kvconnect.cli.command import Subparsers
+from kvconnect.errors import ConfigurationError
 
 __all__ = ["add_parser"]
 
@@ -37,6 +39,42 @@ def add_parser(subparsers: Subparsers) -> None:
     engine.add_argument("--repeats", type=int, default=3, metavar="N")
     engine.set_defaults(run=run_engine)
     _add_blocks(benchmarks)
+    _add_store(benchmarks)
+
+
+def _add_store(benchmarks: Subparsers) -> None:
+    store = benchmarks.add_parser(
+        "store",
+        help="a store's put, get and lookup against memcpy, raw files or raw sockets",
+        description="""\
+Measure a store: put, get and lookup of large values, bare and through everything that is put around
+it, beside what the machine does with the same bytes in the same run. LMCache moves the same values
+in the interpreter given.""",
+    )
+    store.add_argument(
+        "url", metavar="URL", help="as in disk:///var/cache/kv; what it holds already stays"
+    )
+    store.add_argument(
+        "--sizes",
+        default="2MiB,32MiB",
+        metavar="SIZE,…",
+        help="of the values (default: 2MiB,32MiB)",
+    )
+    store.add_argument(
+        "--total", default="512MiB", metavar="SIZE", help="of all of them (default: 512MiB)"
+    )
+    store.add_argument("--rounds", type=int, default=5, metavar="N", help="medians of so many")
+    store.add_argument(
+        "--in-flight", type=int, default=2, metavar="N", help="calls at once (default: 2)"
+    )
+    store.add_argument(
+        "--peer-python",
+        type=Path,
+        metavar="PYTHON",
+        help="bin/python of an environment with LMCache",
+    )
+    store.add_argument("--json", action="store_true", help="print one JSON object")
+    store.set_defaults(run=run_store)
 
 
 def _add_blocks(benchmarks: Subparsers) -> None:
@@ -133,6 +171,36 @@ def run_blocks(arguments: argparse.Namespace) -> None:
         figures += growth(field.parties[OWN], plan, _tell)
     figures += memory(plan, _tell)
     print(render("blocks", figures, as_json=arguments.json))
+
+
+def run_store(arguments: argparse.Namespace) -> None:
+    """Measure a store.
+
+    Raises:
+        ConfigurationError: names the option and what is right.
+    """
+    from kvconnect.bench.store import bench_store
+    from kvconnect.bench.store_payloads import StorePlan
+    from kvconnect.bench.store_peer import bench_peer
+    from kvconnect.bench.store_report import render
+
+    for name in ("rounds", "in_flight"):
+        if getattr(arguments, name) < 1:
+            option = name.replace("_", "-")
+            raise ConfigurationError(f"--{option} {getattr(arguments, name)}: must be at least 1")
+    sizes = tuple(parse_size(size, field="--sizes") for size in arguments.sizes.split(","))
+    for size in sizes:
+        if size % 4096:
+            raise ConfigurationError(f"--sizes {size}: must be multiples of 4096")
+    plan = StorePlan(
+        sizes=sizes,
+        total_nbytes=parse_size(arguments.total, field="--total"),
+        rounds=arguments.rounds,
+        in_flight=arguments.in_flight,
+    )
+    figures = bench_store(arguments.url, plan, _tell)
+    figures += bench_peer(arguments.url, plan, arguments.peer_python, _tell)
+    print(render(f"store {arguments.url}", figures, as_json=arguments.json))
 
 
 def _tell(what: str) -> None:

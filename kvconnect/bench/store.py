@@ -1,0 +1,193 @@
+"""``kvconnect bench store``: how fast a store is, against what the machine can do.
+
+Every round measures the floor, the store itself and the store as engines use it, through
+`open_backend`, one after the other on the same bytes; what slows a round down slows all three.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvconnect.backend import Backend
+from kvconnect.backends.registry import open_backend
+from kvconnect.backends.url import StoreUrl
+from kvconnect.bench.store_floor import Floor, checksum_seconds, make_floor
+from kvconnect.bench.store_payloads import Payloads, StorePlan
+from kvconnect.bench.store_report import StoreFigure, median_ratio, percentile
+
+__all__ = ["StorePlan", "bench_store"]
+
+Tell = Callable[[str], None]
+
+_BARE, _GUARDED = "bare", "guarded"
+_OPERATIONS = ("put", "get", "lookup")
+_DEADLINE_S = 120.0
+
+
+def bench_store(url: str, plan: StorePlan, tell: Tell) -> list[StoreFigure]:
+    """Measure the store of `url`; blocks for a minute or so.
+
+    The store may hold other blocks; those of the benchmark are deleted at the end.
+
+    Args:
+        url: of the store; it must have room for ``plan.total_nbytes``.
+        plan: what to measure.
+        tell: is told what happens.
+
+    Raises:
+        ConfigurationError, RetryLater: the store cannot be opened, or failed.
+        RuntimeError: it has no room, or gave back other bytes.
+    """
+    figures: list[StoreFigure] = []
+    for size in plan.sizes:
+        payloads = Payloads(size, max(2, plan.total_nbytes // size))
+        tell(f"{payloads.count} values of {size / 2**20:g} MiB, {plan.rounds} rounds")
+        figures += asyncio.run(_measure(url, plan, payloads, tell))
+    return figures
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """What was measured of one operation done one way, round by round."""
+
+    rates: list[float] = field(default_factory=list)
+    floors: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+
+
+async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) -> list[StoreFigure]:
+    store = open_backend(url, deadline_s=_DEADLINE_S)
+    await store.open([payloads.layout])
+    floor: Floor | None = None
+    ways = {_BARE: store.inner, _GUARDED: store}
+    found = {(how, what): _Rounds() for how in ways for what in _OPERATIONS}
+    try:
+        floor = make_floor(url, store.inner, payloads)
+        if floor is None:
+            tell(f"there is no floor to compare a store of this kind with: {StoreUrl.parse(url)}")
+        for number in range(plan.rounds + 1):
+            # The first round touches memory and allocates files: it does not count.
+            counted = found if number else {key: _Rounds() for key in found}
+            floors = _floor_seconds(floor, plan, payloads)
+            for how, way in ways.items():
+                await _round(way, plan, payloads, {w: counted[how, w] for w in _OPERATIONS})
+                _note_floors(counted, how, floors, plan, payloads)
+    finally:
+        await store.inner.delete(payloads.keys)
+        await store.close()
+        if floor is not None:
+            floor.close()
+    name = StoreUrl.parse(url).scheme
+    return [
+        _figure(name, how, what, payloads, rounds, floor) for (how, what), rounds in found.items()
+    ]
+
+
+async def _round(
+    store: Backend, plan: StorePlan, payloads: Payloads, found: dict[str, _Rounds]
+) -> None:
+    """Put, look up and get everything once."""
+    await store.delete(payloads.keys)
+    batches = list(payloads.batches(plan.batch_nbytes))
+
+    async def put(part: slice) -> None:
+        _expect(await store.save(payloads.blocks[part]), part, "stored")
+
+    async def get(part: slice) -> None:
+        keys = payloads.keys[part]
+        _expect(await store.load(keys, payloads.into[part]), part, "loaded")
+
+    found["put"].rates.append(payloads.total / await _all(map(put, batches), plan.in_flight))
+    payloads.spoil()
+    found["get"].rates.append(payloads.total / await _all(map(get, batches), plan.in_flight))
+    payloads.check()
+    asked = (payloads.keys * plan.lookup_keys)[: plan.lookup_keys]
+    lookups = [await _timed(store.lookup(asked)) for _ in range(4 * plan.latencies)]
+    found["lookup"].latencies += lookups
+    found["lookup"].rates.append(plan.lookup_keys / statistics.median(lookups))
+    ones = [slice(at, at + 1) for at in range(min(plan.latencies, payloads.count))]
+    found["get"].latencies += [await _timed(get(one)) for one in ones]
+    await store.delete(payloads.keys[: len(ones)])
+    found["put"].latencies += [await _timed(put(one)) for one in ones]
+
+
+def _floor_seconds(
+    floor: Floor | None, plan: StorePlan, payloads: Payloads
+) -> dict[str, float | None]:
+    if floor is None:
+        return {}
+    return {
+        "put": floor.put(),
+        "get": floor.get(),
+        "lookup": floor.lookup(plan.lookup_keys),
+        "checksum": 0.0 if floor.overlaps else checksum_seconds(payloads),
+    }
+
+
+def _note_floors(
+    found: dict[tuple[str, str], _Rounds],
+    how: str,
+    seconds: dict[str, float | None],
+    plan: StorePlan,
+    payloads: Payloads,
+) -> None:
+    extra = (seconds.get("checksum") or 0.0) if how == _GUARDED else 0.0
+    for what in ("put", "get"):
+        if (spent := seconds.get(what)) is not None:
+            found[how, what].floors.append(payloads.total / (spent + extra))
+    if (spent := seconds.get("lookup")) is not None:
+        found[how, "lookup"].floors.append(plan.lookup_keys / spent)
+
+
+def _figure(
+    store: str, how: str, what: str, payloads: Payloads, rounds: _Rounds, floor: Floor | None
+) -> StoreFigure:
+    compared = floor is not None and bool(rounds.floors)
+    name = "" if floor is None else floor.name
+    if how == _GUARDED and floor is not None and not floor.overlaps and what != "lookup":
+        name += " + checksum"
+    if what == "lookup":
+        name = {"memcpy": "dict", "O_DIRECT slots": "one query"}.get(name, name)
+    return StoreFigure(
+        store,
+        what,
+        how,
+        payloads.nbytes,
+        statistics.median(rounds.rates),
+        percentile(rounds.latencies, 50) * 1e3,
+        percentile(rounds.latencies, 99) * 1e3,
+        statistics.median(rounds.floors) if compared else None,
+        name,
+        median_ratio(rounds.rates, rounds.floors) if compared else None,
+    )
+
+
+async def _all(calls: Iterable[Awaitable[None]], in_flight: int) -> float:
+    """Seconds until all of `calls` are done, so many at once."""
+    waiting = iter(calls)
+
+    async def work() -> None:
+        for call in waiting:
+            await call
+
+    start = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(in_flight)))
+    return time.perf_counter() - start
+
+
+async def _timed(call: Awaitable[object]) -> float:
+    start = time.perf_counter()
+    await call
+    return time.perf_counter() - start
+
+
+def _expect(count: int, part: slice, what: str) -> None:
+    if count != part.stop - part.start:
+        raise RuntimeError(
+            f"{count} of {part.stop - part.start} values were {what}: the store has too little "
+            f"room, or others use it meanwhile"
+        )

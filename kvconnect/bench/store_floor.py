@@ -1,0 +1,227 @@
+"""What the machine can do under a store: the same bytes moved in the plainest way there is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import statistics
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import xxhash
+
+from kvconnect.backend import Backend
+from kvconnect.backends.direct_io import open_direct, view
+from kvconnect.backends.disk import DiskBackend
+from kvconnect.backends.memory import MemoryBackend
+from kvconnect.bench.store_payloads import Payloads
+
+__all__ = ["Floor", "checksum_seconds", "make_floor"]
+
+T = TypeVar("T")
+
+_THREADS = (1, 2, 4)
+_REPEATS = 16
+
+
+class Floor(ABC):
+    """Moves `payloads` once, as fast as it goes; nothing is indexed, checked or kept.
+
+    Attributes:
+        name: what it is.
+        overlaps: a checksum pass hides behind the I/O; else it comes on top of it.
+    """
+
+    name = ""
+    overlaps = False
+
+    def __init__(self, payloads: Payloads) -> None:
+        self.payloads = payloads
+
+    @abstractmethod
+    def put(self) -> float:
+        """Seconds to bring all values there; blocks."""
+
+    @abstractmethod
+    def get(self) -> float:
+        """Seconds to bring all values back; blocks."""
+
+    def lookup(self, keys: int) -> float | None:
+        """Seconds to find so many keys; ``None``: not measured."""
+        return None
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+def make_floor(url: str, store: Backend, payloads: Payloads) -> Floor | None:
+    """The floor of an open `store`; ``None``: there is none for its kind."""
+    if isinstance(store, MemoryBackend):
+        return MemoryFloor(payloads)
+    if isinstance(store, DiskBackend):
+        return DiskFloor(payloads, store.path)
+    if url.startswith(("redis:", "rediss:")):
+        return RedisFloor(payloads, url)
+    return None
+
+
+def checksum_seconds(payloads: Payloads) -> float:
+    """Seconds of one checksum pass over all values; blocks."""
+    views = [view(block.data) for block in payloads.blocks]
+    return min(_on_threads(threads, xxhash.xxh3_128_digest, views) for threads in (1, 2))
+
+
+class MemoryFloor(Floor):
+    """Copying between two places of memory that were touched before, on one thread or two."""
+
+    name = "memcpy"
+
+    def __init__(self, payloads: Payloads) -> None:
+        super().__init__(payloads)
+        whole = np.ones(payloads.total, np.uint8)
+        self._kept = [whole[at : at + payloads.nbytes] for at in self._starts()]
+        self._index = {key: number for number, key in enumerate(payloads.keys)}
+
+    def put(self) -> float:
+        """All values, one after the other."""
+        sources = [block.data.numpy() for block in self.payloads.blocks]
+        return self._copy(sources, self._kept)
+
+    def get(self) -> float:
+        """The same back."""
+        return self._copy(self._kept, [data.numpy() for data in self.payloads.into])
+
+    def lookup(self, keys: int) -> float:
+        """In a dict."""
+        asked = (self.payloads.keys * keys)[:keys]
+        return _median_seconds(lambda: [self._index.get(key) for key in asked])
+
+    def _starts(self) -> range:
+        return range(0, self.payloads.total, self.payloads.nbytes)
+
+    @staticmethod
+    def _copy(sources: list[np.ndarray[Any, Any]], targets: list[np.ndarray[Any, Any]]) -> float:
+        pairs = list(zip(targets, sources, strict=True))
+        return min(_on_threads(threads, lambda pair: np.copyto(*pair), pairs) for threads in (1, 2))
+
+
+class DiskFloor(Floor):
+    """A slot for each value in one preallocated file, read and written past the page cache.
+
+    With whichever number of threads is fastest here. Keys are found in a SQLite table.
+    """
+
+    name = "O_DIRECT slots"
+    overlaps = True
+
+    def __init__(self, payloads: Payloads, directory: Path) -> None:
+        super().__init__(payloads)
+        self._scratch = tempfile.TemporaryDirectory(dir=directory, prefix="bench-")
+        self._file = open_direct(Path(self._scratch.name) / "slots", os.O_RDWR | os.O_CREAT)
+        os.posix_fallocate(self._file, 0, payloads.total)
+        self._db = sqlite3.connect(Path(self._scratch.name) / "index", isolation_level=None)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("CREATE TABLE keys(key BLOB PRIMARY KEY, slot INTEGER) WITHOUT ROWID")
+        rows = [(key, number) for number, key in enumerate(payloads.keys)]
+        self._db.executemany("INSERT INTO keys VALUES(?, ?)", rows)
+        self._pools = [ThreadPoolExecutor(threads) for threads in _THREADS]
+        for pool in self._pools:
+            self._write(pool)  # the first write to what was only allocated takes longer
+
+    def put(self) -> float:
+        """Write all slots."""
+        return min(self._write(pool) for pool in self._pools)
+
+    def get(self) -> float:
+        """Read all slots."""
+        return min(self._read(pool) for pool in self._pools)
+
+    def lookup(self, keys: int) -> float:
+        """One query."""
+        asked = (self.payloads.keys * keys)[:keys]
+        query = f"SELECT key FROM keys WHERE key IN ({','.join('?' * keys)})"  # noqa: S608  marks
+        return _median_seconds(lambda: self._db.execute(query, asked).fetchall())
+
+    def close(self) -> None:
+        """Delete the file."""
+        for pool in self._pools:
+            pool.shutdown()
+        self._db.close()
+        os.close(self._file)
+        self._scratch.cleanup()
+
+    def _write(self, pool: ThreadPoolExecutor) -> float:
+        size = self.payloads.nbytes
+        sources = [view(block.data) for block in self.payloads.blocks]
+
+        def write(number: int) -> int:
+            return os.pwrite(self._file, sources[number], number * size)
+
+        return _seconds(lambda: list(pool.map(write, range(len(sources)))))
+
+    def _read(self, pool: ThreadPoolExecutor) -> float:
+        size = self.payloads.nbytes
+        targets = [view(data) for data in self.payloads.into]
+        with contextlib.suppress(OSError):  # where there is no direct I/O
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def read(number: int) -> int:
+            return os.preadv(self._file, [targets[number]], number * size)
+
+        return _seconds(lambda: list(pool.map(read, range(len(targets)))))
+
+
+class RedisFloor(Floor):
+    """Raw sockets: one connection, requests written by hand."""
+
+    name = "raw sockets"
+
+    def __init__(self, payloads: Payloads, url: str) -> None:
+        super().__init__(payloads)
+        parts = urlsplit(url)
+        self._place: dict[str, Any] = {
+            "host": parts.hostname or "localhost",
+            "port": parts.port or 6379,
+            "password": None if parts.password is None else unquote(parts.password),
+            "username": unquote(parts.username or "default"),
+            "db": int(parts.path.strip("/") or 0),
+        }
+        self._get = 0.0
+
+    def put(self) -> float:
+        """SET of all values; measures their GET as well."""
+        measure = import_module("kvconnect.bench.store_floor_redis").redis_floor
+        count = max(1, min(self.payloads.count, (128 << 20) // self.payloads.nbytes))
+        found = measure(**self._place, value_nbytes=self.payloads.nbytes, count=count, repeats=1)
+        share = self.payloads.total / found.nbytes
+        self._get = found.get_seconds * share
+        return float(found.set_seconds * share)
+
+    def get(self) -> float:
+        """GET of all values, as measured with the last `put`."""
+        return self._get
+
+
+def _on_threads(threads: int, work: Callable[[T], object], items: Sequence[T]) -> float:
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(id, range(threads)))  # they are there when the time starts
+        return _seconds(lambda: list(pool.map(work, items)))
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    return statistics.median(_seconds(work) for _ in range(_REPEATS))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,114 @@
+"""What the benchmark of stores moves: frames of one size, in memory that is cold."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvconnect.backend import StoredBlock
+from kvconnect.frame import HEADER_NBYTES, FrameHeader, seal
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["Payloads", "StorePlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """What to measure.
+
+    Attributes:
+        sizes: of the values, in bytes; multiples of 4096.
+        total_nbytes: of all values together: more than the processor's caches hold, so that every
+            value comes from memory or from the device.
+        rounds: medians of so many.
+        in_flight: calls at once.
+        batch_nbytes: of the values of one call, as the connector makes them.
+        lookup_keys: of one lookup.
+        latencies: calls with one value each, in every round, of which the percentiles are taken.
+    """
+
+    sizes: tuple[int, ...] = (2 << 20, 32 << 20)
+    total_nbytes: int = 512 << 20
+    rounds: int = 5
+    in_flight: int = 2
+    batch_nbytes: int = 8 << 20
+    lookup_keys: int = 64
+    latencies: int = 16
+
+
+@dataclass(slots=True, eq=False)
+class Payloads:
+    """`count` values of `nbytes` bytes, and as many buffers for them; all memory was touched.
+
+    Attributes:
+        layout: of blocks whose frames are exactly so long.
+        blocks: a chain; `data` are sealed frames of random bytes, page-aligned.
+        into: where they are loaded to.
+    """
+
+    nbytes: int
+    count: int
+    layout: KvCacheLayout = field(init=False)
+    blocks: list[StoredBlock] = field(init=False)
+    into: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        payload = self.nbytes - HEADER_NBYTES
+        self.layout = KvCacheLayout(1, 1, payload // 4, payload // 4, 2, torch.uint8)
+        frames = _pages(self.nbytes, self.count)
+        self.into = _pages(self.nbytes, self.count)
+        generator = np.random.default_rng(self.nbytes)
+        self.blocks = []
+        parent: BlockKey | None = None
+        for number, data in enumerate(frames):
+            data.copy_(torch.from_numpy(generator.integers(0, 256, self.nbytes, np.uint8)))
+            name = f"bench {self.nbytes} {number}".encode()
+            key = BlockKey(hashlib.blake2b(name, digest_size=32).digest())
+            fingerprint = self.layout.fingerprint()
+            seal(data, FrameHeader(2, self.layout.block_nbytes, fingerprint, key))
+            self.blocks.append(StoredBlock(key, data, parent))
+            parent = key
+
+    @property
+    def total(self) -> int:
+        """Bytes of all values."""
+        return self.nbytes * self.count
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """Of all blocks."""
+        return [block.key for block in self.blocks]
+
+    def batches(self, nbytes: int) -> Iterator[slice]:
+        """Which values go in one call of about `nbytes`."""
+        step = max(1, nbytes // self.nbytes)
+        for start in range(0, self.count, step):
+            yield slice(start, min(start + step, self.count))
+
+    def check(self) -> None:
+        """Whether `into` holds what `blocks` do.
+
+        Raises:
+            RuntimeError: a store gave back other bytes.
+        """
+        for block, data in zip(self.blocks, self.into, strict=True):
+            if not torch.equal(block.data, data):
+                raise RuntimeError(f"block {block.key.hex()[:16]} came back with other bytes")
+
+    def spoil(self) -> None:
+        """Make `into` hold something else, so that `check` means something."""
+        for data in self.into:
+            data[:: 1 << 16].fill_(0xEE)
+
+
+def _pages(nbytes: int, count: int) -> list[Tensor]:
+    whole = torch.frombuffer(mmap.mmap(-1, nbytes * count), dtype=torch.uint8)
+    whole.fill_(1)
+    return [whole[start : start + nbytes] for start in range(0, whole.numel(), nbytes)]

@@ -1,0 +1,82 @@
+"""How the figures of a store are shown: each beside its floor."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from kvconnect.bench.report import machine
+
+__all__ = ["StoreFigure", "median_ratio", "percentile", "render"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFigure:
+    """One operation of one store.
+
+    Attributes:
+        store: which.
+        operation: put, get or lookup.
+        how: ``bare``, ``guarded`` (through `open_backend`), or a peer's name.
+        value_nbytes: of each value.
+        rate: bytes per second, of lookups keys per second; the median of the rounds.
+        p50_ms, p99_ms: of calls with one value, or one lookup; ``None``: not measured.
+        floor: what `rate` is compared with; ``None``: there is nothing to compare it with.
+        floor_name: what that is.
+        ratio: `rate` by `floor`, the median of the rounds' own ratios.
+    """
+
+    store: str
+    operation: str
+    how: str
+    value_nbytes: int
+    rate: float
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    floor: float | None = None
+    floor_name: str = ""
+    ratio: float | None = None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest of `values` that so many percent of them do not exceed."""
+    ordered = sorted(values)
+    rank = -(-len(ordered) * percent // 100)
+    return ordered[max(0, int(rank) - 1)]
+
+
+def render(title: str, figures: Sequence[StoreFigure], *, as_json: bool = False) -> str:
+    """The figures as a table, or as one JSON object."""
+    if as_json:
+        body = [asdict(figure) for figure in figures]
+        return json.dumps({"benchmark": title, "machine": machine(), "figures": body})
+    width = max((len(figure.how) for figure in figures), default=0)
+    head = f"  {'':>7}  {'':<6}  {'':<{width}}  {'rate':>14}  {'p50 ms':>8}  {'p99 ms':>8}"
+    lines = [f"{title} ({machine()})", f"{head}  {'floor':>14}  ratio"]
+    for figure in figures:
+        lookup = figure.operation == "lookup"
+        cells = [
+            "" if lookup else f"{figure.value_nbytes / 2**20:g} MiB",
+            f"{figure.operation:<6}",
+            f"{figure.how:<{width}}",
+            f"{_rate(figure.rate, lookup=lookup):>14}",
+            f"{'' if figure.p50_ms is None else format(figure.p50_ms, '.3f'):>8}",
+            f"{'' if figure.p99_ms is None else format(figure.p99_ms, '.3f'):>8}",
+            f"{'' if figure.floor is None else _rate(figure.floor, lookup=lookup):>14}",
+            f"{'' if figure.ratio is None else format(figure.ratio, '.2f'):>5}",
+            figure.floor_name if figure.floor is not None else "",
+        ]
+        cells[0] = f"{cells[0]:>7}"
+        lines.append("  " + "  ".join(cells))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _rate(rate: float, *, lookup: bool) -> str:
+    return f"{rate / 1e3:,.0f}k keys/s" if lookup else f"{rate / 1e9:.2f} GB/s"
+
+
+def median_ratio(rates: Sequence[float], floors: Sequence[float]) -> float:
+    """The median of the ratios of one round each: what slows a round down slows both."""
+    return statistics.median(rate / floor for rate, floor in zip(rates, floors, strict=True))
