@@ -24,9 +24,13 @@ ENTRY_POINT_GROUP = "kvconnect.backends"
 _BUILT_IN = {
     "disk": "kvconnect.backends.disk:from_url",
     "memory": "kvconnect.backends.memory:from_url",
+    "redis": "kvconnect.backends.redis:from_url",
+    "redis+cluster": "kvconnect.backends.redis:from_url",
+    "redis+sentinel": "kvconnect.backends.redis:from_url",
+    "rediss": "kvconnect.backends.redis:from_url",
     "tiered": "kvconnect.backends.tiered:from_url",
 }
-_PLANNED = ("nixl", "redis", "redis+cluster", "rediss", "s3")
+_PLANNED = ("nixl", "s3")
 
 
 def schemes() -> tuple[str, ...]:
@@ -121,7 +125,13 @@ def _factory(scheme: str) -> BackendFactory:
     built_in = _BUILT_IN.get(scheme)
     if built_in is not None:
         module, _, name = built_in.partition(":")
-        factory: BackendFactory = getattr(import_module(module), name)
+        try:
+            factory: BackendFactory = getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            # The extra is named as the module is: kvconnect.backends.redis.
+            raise MissingExtra(
+                f"store scheme '{scheme}' ({error})", module.split(".")[-1]
+            ) from error
         return factory
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=scheme):
         try:

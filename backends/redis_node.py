@@ -1,0 +1,163 @@
+"""One server: its connections, which redis-py makes, and the threads that work on them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from kvconnect.backends.redis_client import connection_options
+from kvconnect.backends.redis_settings import Address, RedisSettings
+from kvconnect.backends.redis_wire import Wire
+from kvconnect.errors import BackendUnavailable
+
+__all__ = ["RedisNode"]
+
+T = TypeVar("T")
+
+# Small commands have threads of their own: a lookup does not wait behind megabytes.
+_ASKING_THREADS = 2
+_JOIN_S = 1.0
+
+
+class _Job:
+    """Work on a connection that can be ended from another thread, by ending the connection."""
+
+    __slots__ = ("_aborted", "_lock", "_sock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._aborted = False
+
+    def attach(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._aborted:
+                raise BackendUnavailable("given up before it began")
+            self._sock = sock
+
+    def detach(self) -> None:
+        with self._lock:
+            self._sock = None
+
+    def abort(self) -> None:
+        """Nothing is received for it any more once this returns, and its thread ends."""
+        with self._lock:
+            self._aborted = True
+            if self._sock is not None:
+                try:
+                    # Not SSLSocket's: that one makes it a plain socket under the reader's hands.
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+                except OSError:
+                    return  # it is gone already
+
+
+class RedisNode:
+    """A server and ``settings.connections`` threads that move values to and from it.
+
+    A connection is used by one job at a time, and goes back only if the job ended well, with
+    nothing unread. All methods run on the event loop; `work` runs on a thread.
+    """
+
+    def __init__(self, address: Address, settings: RedisSettings) -> None:
+        self.address = address
+        self._timeout = settings.timeout
+        encrypted = redis.SSLConnection if settings.tls else redis.Connection
+        self._pool = redis.ConnectionPool(
+            connection_class=encrypted,
+            host=address.host,
+            port=address.port,
+            retry=Retry(NoBackoff(), 0),
+            **connection_options(settings),
+        )
+        name = f"kvconnect-redis-{address.port}"
+        self._moving = ThreadPoolExecutor(settings.connections, thread_name_prefix=name)
+        self._asking = ThreadPoolExecutor(_ASKING_THREADS, thread_name_prefix=name)
+        self._jobs: dict[Future[Any], _Job] = {}
+        self._closed = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs on its connections."""
+        return not self._jobs
+
+    async def run(self, work: Callable[[Wire], T], *, moves_values: bool) -> T:
+        """The result of `work` on a connection.
+
+        Ends only when nothing can touch what `work` uses, also when it is cancelled: then the
+        connection is ended under it.
+
+        Raises:
+            BackendUnavailable: the connection was lost, timed out or cannot be made.
+            redis.RedisError: the same, while connecting, or the server refuses the connection.
+        """
+        if self._closed:
+            raise BackendUnavailable("is closed")
+        job = _Job()
+        future = (self._moving if moves_values else self._asking).submit(self._work, job, work)
+        self._jobs[future] = job
+        try:
+            return await _outcome(future, job)
+        finally:
+            del self._jobs[future]
+
+    async def close(self) -> None:
+        """End all work, connections and threads. Threads that still connect end by themselves."""
+        self._closed = True
+        running = dict(self._jobs)
+        for pool in (self._moving, self._asking):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for job in running.values():
+            job.abort()
+        if running:
+            ends = [asyncio.wrap_future(future) for future in running]
+            done, _ = await asyncio.wait(ends, timeout=_JOIN_S)
+            for end in done:
+                if not end.cancelled():
+                    end.exception()  # told to who waits for it
+        self._pool.disconnect(inuse_connections=False)
+
+    def _work(self, job: _Job, work: Callable[[Wire], T]) -> T:
+        connection = self._pool.get_connection()
+        ended_well = False
+        try:
+            sock = connection._sock  # noqa: SLF001  no public way to it
+            if sock is None:
+                raise BackendUnavailable("the connection was lost")
+            job.attach(sock)
+            wire = Wire(sock, self._timeout)
+            result = work(wire)
+            wire.done()
+            ended_well = True
+        finally:
+            job.detach()
+            if not ended_well or self._closed:
+                connection.disconnect()  # type: ignore[no-untyped-call]
+            self._pool.release(connection)
+        return result
+
+
+async def _outcome(future: Future[T], job: _Job) -> T:
+    cancelled: asyncio.CancelledError | None = None
+    waiting = asyncio.wrap_future(future)
+    while not waiting.done():
+        try:
+            await asyncio.wait({waiting})
+        except asyncio.CancelledError as error:
+            cancelled = error
+            if not future.cancel():
+                job.abort()
+    if waiting.cancelled() and cancelled is None:
+        raise BackendUnavailable("is closed")
+    if cancelled is not None:
+        if not waiting.cancelled():
+            waiting.exception()
+        raise cancelled
+    return waiting.result()

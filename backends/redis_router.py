@@ -1,0 +1,202 @@
+"""Work on many keys: sent to the servers that hold them, in parallel, and after them when moved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from kvconnect.backends.redis_client import explained
+from kvconnect.backends.redis_node import RedisNode
+from kvconnect.backends.redis_settings import Address, RedisSettings
+from kvconnect.backends.redis_topology import topology_of
+from kvconnect.backends.redis_transfer import (
+    Ask,
+    Outcome,
+    Put,
+    Redirect,
+    Refused,
+    Want,
+    ask,
+    fetch,
+    put,
+)
+from kvconnect.backends.redis_value import Head
+from kvconnect.backends.redis_wire import Reply, Wire
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+
+__all__ = ["RedisRouter"]
+
+# Values of less than this are not worth a second connection.
+_STRIPE_NBYTES = 8 << 20
+_MAX_REDIRECTS = 5
+
+
+Item: TypeAlias = Ask | Want | Put
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where to try; `asking`: only this once, the key is on its way there."""
+
+    address: Address
+    asking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    target: _Target
+    numbers: list[int]
+
+
+class RedisRouter:
+    """The servers of one store. Belongs to the event loop."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self._settings = settings
+        self._topology = topology_of(settings)
+        self._nodes: dict[Address, RedisNode] = {}
+        self._closed = self._was_open = False
+
+    @property
+    def servers(self) -> tuple[Address, ...]:
+        """All servers that hold keys."""
+        return self._topology.servers
+
+    def spread(self, names: Sequence[bytes]) -> bool:
+        """Whether `names` are held by more than one server."""
+        return len(self.servers) > 1 and len({self._topology.address_of(n) for n in names}) > 1
+
+    async def open(self) -> None:
+        """Find the servers.
+
+        Raises:
+            ConfigurationError: they were reached, and the settings are wrong for them.
+            BackendUnavailable: they were not reached.
+        """
+        await self._topology.discover()
+
+    def opened(self) -> None:
+        """From now on no error is blamed on the settings: they were right once."""
+        self._was_open = True
+
+    async def refresh(self) -> None:
+        """Find out who holds what, if that is in doubt; let go of servers that hold nothing."""
+        await self._topology.refresh()
+        for address in set(self._nodes) - set(self.servers):
+            if self._nodes[address].idle:
+                await self._nodes.pop(address).close()
+
+    async def ask(self, asks: Sequence[Ask]) -> list[Reply]:
+        """The answers to small commands, in order; errors among them are answers."""
+        return await self._run(ask, asks)
+
+    async def fetch(self, wants: Sequence[Want]) -> list[Head | Outcome]:
+        """Fetch values; of each server's, those behind the first that is not there are left."""
+        return await self._run(fetch, wants)
+
+    async def put(self, puts: Sequence[Put]) -> list[Refused | Outcome]:
+        """Store values; of each server's, those behind the first that is refused are left."""
+        return await self._run(put, puts)
+
+    async def _run(self, work: Callable[..., list[Any]], items: Sequence[Item]) -> list[Any]:
+        """The answers to `items`, in order.
+
+        Ends only when nothing can touch what `items` refer to, also if it fails or is cancelled.
+
+        Raises:
+            BackendUnavailable: a server failed; the others have done their part.
+        """
+        if not items:
+            return []
+        await self.refresh()
+        answers: list[Any] = [None] * len(items)
+        targets = {
+            number: _Target(self._topology.address_of(item.name))
+            for number, item in enumerate(items)
+        }
+        for _ in range(_MAX_REDIRECTS):
+            groups: dict[_Target, list[int]] = {}
+            for number, target in targets.items():
+                groups.setdefault(target, []).append(number)
+            jobs = [
+                _Job(target, numbers)
+                for target, group in groups.items()
+                for numbers in self._stripes(items, group)
+            ]
+            results = await _all([self._do(work, items, job) for job in jobs])
+            targets = {}
+            for job, found in zip(jobs, results, strict=True):
+                for number, answer in zip(job.numbers, found, strict=True):
+                    if isinstance(answer, Redirect):
+                        targets[number] = self._follow(answer)
+                    else:
+                        answers[number] = answer
+            if not targets:
+                return answers
+        raise BackendUnavailable(f"{self._settings}: sent from one server to another without end")
+
+    async def _do(
+        self, work: Callable[..., list[Any]], items: Sequence[Item], job: _Job
+    ) -> list[Any]:
+        some = [items[number] for number in job.numbers]
+        asking = job.target.asking
+        return await self.on(
+            job.target.address,
+            lambda wire, server: work(wire, some, server, asking=asking),
+            moves_values=not isinstance(some[0], Ask),
+        )
+
+    def _follow(self, redirect: Redirect) -> _Target:
+        if not redirect.asking:
+            self._topology.moved(redirect.slot, redirect.address)
+        return _Target(redirect.address, redirect.asking)
+
+    async def on(
+        self, address: Address, work: Callable[[Wire, Address], R], *, moves_values: bool = False
+    ) -> R:
+        """The result of `work` on a connection to one server."""
+        if self._closed:
+            raise BackendUnavailable(f"{self._settings}: is closed")
+        node = self._nodes.get(address)
+        if node is None:
+            node = self._nodes[address] = RedisNode(address, self._settings)
+        try:
+            with explained(self._settings, address):
+                return await node.run(lambda wire: work(wire, address), moves_values=moves_values)
+        except BackendUnavailable:
+            self._topology.suspect()
+            raise
+        except ConfigurationError as error:
+            if self._was_open:
+                raise BackendUnavailable(str(error)) from error
+            raise
+
+    async def close(self) -> None:
+        """End all connections; calls in flight fail."""
+        self._closed = True
+        nodes = list(self._nodes.values())
+        self._nodes.clear()
+        await asyncio.gather(self._topology.close(), *(node.close() for node in nodes))
+
+    def suspect(self) -> None:
+        """A server does not do what it should: find out who does before the next call."""
+        self._topology.suspect()
+
+    def _stripes(self, items: Sequence[Item], numbers: list[int]) -> list[list[int]]:
+        nbytes = sum(items[number].nbytes for number in numbers)
+        count = max(1, min(self._settings.connections, nbytes // _STRIPE_NBYTES, len(numbers)))
+        size = -(-len(numbers) // count)
+        return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
+    """All results. If one fails, raises only once the others have ended too: they use buffers."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -1,0 +1,145 @@
+"""Blocks on their way into Redis: parts first, what makes them a block last."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvconnect.backend import StoredBlock
+from kvconnect.backends.redis_blocks import RedisBlocks
+from kvconnect.backends.redis_router import RedisRouter
+from kvconnect.backends.redis_transfer import (
+    Ask,
+    Outcome,
+    Put,
+    Refused,
+    command,
+    sound,
+)
+from kvconnect.backends.redis_value import NONCE_NBYTES, Head, metadata_of
+from kvconnect.keys import BlockKey
+from kvconnect.trace import count, warn_once
+
+__all__ = ["RedisWriter"]
+
+# Parts of a writer that died are gone after this; it is also what one block may take to write.
+_ORPHAN_TTL_MS = 600_000
+# Parts outlive what names them.
+_PART_SLACK_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Writing:
+    """A block that is about to be stored."""
+
+    number: int
+    block: StoredBlock
+    head: Head
+    metadata: bytes
+    parts: tuple[bytes, ...]
+
+
+class RedisWriter:
+    """Stores blocks behind `router`. Belongs to the event loop.
+
+    A server that refuses writes (``maxmemory``, a disk that is full, a replica) stores fewer, and
+    is warned of once; until it takes them again, only a byte is offered to it first.
+    """
+
+    def __init__(
+        self, router: RedisRouter, blocks: RedisBlocks, probe: bytes, ttl_s: float | None
+    ) -> None:
+        self._router = router
+        self._blocks = blocks
+        self._probe = probe
+        self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1e3))
+        self._refused = False
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """Store `blocks`; how many leading ones are stored now."""
+        first: dict[BlockKey, int] = {}
+        for number, block in enumerate(blocks):
+            first.setdefault(block.key, number)
+        keys = list(first)
+        states = dict(zip(keys, await self._blocks.states(keys), strict=True))
+        stored = {key for key, state in states.items() if isinstance(state, Head)}
+        broken = [key for key, state in states.items() if state is Outcome.BROKEN]
+        if broken:
+            await self._blocks.delete(broken)
+        absent = [
+            self._writing(first[key], blocks[first[key]]) for key in keys if key not in stored
+        ]
+        if absent and await self._takes_writes():
+            stored |= await self._write(absent)
+        return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
+
+    def _writing(self, number: int, block: StoredBlock) -> _Writing:
+        metadata = metadata_of(block)
+        head = Head.of(block.data.numel(), len(metadata), secrets.token_bytes(NONCE_NBYTES))
+        parts = tuple(self._blocks.names.parts(block.key, head))
+        return _Writing(number, block, head, metadata, parts)
+
+    async def _write(self, writings: Sequence[_Writing]) -> set[BlockKey]:
+        """Those of `writings` that are stored; leading ones, but for what servers refuse alone."""
+        whole = await self._write_parts(writings)
+        puts = [self._put(one) for one in whole]
+        results = await self._router.put(puts)
+        self._note(results)
+        done = [one for one, result in zip(whole, results, strict=True) if result is Outcome.DONE]
+        lost = [one for one, result in zip(whole, results, strict=True) if result is Outcome.ABSENT]
+        # Another writer was faster: its block is as good, our parts have no name.
+        await self._blocks.unlink([name for one in lost for name in one.parts])
+        stored = {one.block.key for one in lost}
+        return stored | {one.block.key for one in await self._keep_parts(done)}
+
+    async def _write_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
+        """Store all parts but the first; those of `writings` that may be completed."""
+        ttl_ms = _ORPHAN_TTL_MS if self._ttl_ms is None else self._ttl_ms + _PART_SLACK_MS
+        puts: list[tuple[int, Put]] = []
+        for at, one in enumerate(writings):
+            view = one.block.data.numpy().data
+            for part, name in enumerate(one.parts, 1):
+                puts.append((at, Put(name, (view[one.head.part(part)],), ttl_ms)))
+        results = await self._router.put([single for _, single in puts])
+        self._note(results)
+        pairs = zip(puts, results, strict=True)
+        missing = {at for (at, _), result in pairs if result is not Outcome.DONE}
+        useless = [name for at in missing for name in writings[at].parts]
+        await self._blocks.unlink(useless)
+        return [one for at, one in enumerate(writings) if at < min(missing, default=len(writings))]
+
+    async def _keep_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
+        """Those of `writings` whose parts are there for as long as what names them."""
+        if self._ttl_ms is not None:
+            return list(writings)
+        names = [(at, name) for at, one in enumerate(writings) for name in one.parts]
+        asks = [Ask(name, command(b"PERSIST", name)) for _, name in names]
+        replies = await self._router.ask(asks)
+        pairs = zip(names, replies, strict=True)
+        gone = {at for (at, _), reply in pairs if sound(reply) != 1}
+        return [one for at, one in enumerate(writings) if at not in gone]
+
+    def _put(self, one: _Writing) -> Put:
+        data = one.block.data.numpy().data[one.head.part(0)]
+        name = self._blocks.names.block(one.block.key)
+        return Put(
+            name, (one.head.pack() + one.metadata, data), self._ttl_ms, replace=not one.parts
+        )
+
+    async def _takes_writes(self) -> bool:
+        if self._refused:
+            probes = [Put(self._probe, (b"",), 1)]
+            self._note(await self._router.put(probes))
+        return not self._refused
+
+    def _note(self, results: Sequence[Refused | Outcome]) -> None:
+        refusals = [result for result in results if isinstance(result, Refused)]
+        if results:
+            self._refused = bool(refusals)
+        if refusals:
+            count("redis.refused")
+            reason = refusals[0].reason
+            warn_once(f"redis.refused {reason.split()[0]}", f"Redis stores nothing now: {reason}")
+            if reason.startswith("READONLY"):
+                self._router.suspect()

@@ -1,0 +1,209 @@
+"""Where a Redis is and how it is used: what the URL says, taken apart and checked."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["SCHEMES", "Address", "Mode", "RedisSettings", "Tls"]
+
+DEFAULT_PREFIX = "kvconnect:"
+DEFAULT_CONNECTIONS = 4
+DEFAULT_TIMEOUT = 5.0
+MAX_CONNECTIONS = 64
+_COMMON = ("connections", "prefix", "timeout", "tls_ca", "tls_cert", "tls_key", "tls_verify", "ttl")
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.%]+)\]|(?P<name>[^\[\]:@/]+))(?::(?P<port>\d+))?")
+
+
+class Mode(enum.Enum):
+    """How the server that holds a key is found."""
+
+    SINGLE = "redis"
+    SENTINEL = "redis+sentinel"
+    CLUSTER = "redis+cluster"
+
+
+SCHEMES = {
+    "redis": Mode.SINGLE,
+    "rediss": Mode.SINGLE,
+    "redis+sentinel": Mode.SENTINEL,
+    "redis+cluster": Mode.CLUSTER,
+}
+_DEFAULT_PORTS = {Mode.SINGLE: 6379, Mode.SENTINEL: 26379, Mode.CLUSTER: 6379}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Address:
+    """One server."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How connections are encrypted.
+
+    Attributes:
+        ca: file of certificates to trust instead of the system's.
+        cert, key: files of the client's own certificate, where the server wants one.
+        verify: check the server's certificate and its name.
+    """
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    verify: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings:
+    """What a Redis URL says.
+
+    Attributes:
+        hosts: the server, the sentinels, or some nodes of the cluster.
+        service: the name the sentinels know the server by.
+        prefix: before every key.
+        ttl: seconds after which a block is gone; ``None``: never.
+        connections: bulk connections to each server.
+        timeout: seconds without a byte from a server, after which a connection is given up.
+        tls: ``None``: not encrypted.
+    """
+
+    hosts: tuple[Address, ...]
+    mode: Mode = Mode.SINGLE
+    service: str = ""
+    db: int = 0
+    username: str | None = None
+    password: str | None = None
+    sentinel_username: str | None = None
+    sentinel_password: str | None = None
+    prefix: str = DEFAULT_PREFIX
+    ttl: float | None = None
+    connections: int = DEFAULT_CONNECTIONS
+    timeout: float = DEFAULT_TIMEOUT
+    tls: Tls | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.connections <= MAX_CONNECTIONS:
+            raise ConfigurationError(
+                f"connections={self.connections}: must be from 1 to {MAX_CONNECTIONS}"
+            )
+        if not self.prefix or any(letter in "{}" or letter <= " " for letter in self.prefix):
+            # What stands in braces would send all keys to one node of a cluster.
+            raise ConfigurationError(
+                f"prefix={self.prefix!r}: must not be empty nor contain spaces, '{{' or '}}'"
+            )
+        if self.ttl is not None and self.ttl < 1e-3:
+            raise ConfigurationError(f"ttl={self.ttl}: must be at least one millisecond")
+
+    def __str__(self) -> str:
+        return f"{self.mode.value}://{','.join(map(str, self.hosts))}"
+
+    @classmethod
+    def parse(cls, url: StoreUrl) -> RedisSettings:
+        """What `url` says.
+
+        Raises:
+            ConfigurationError: names the part of `url` that is wrong, and what is right.
+        """
+        mode = SCHEMES[url.scheme]
+        more = () if mode is Mode.SINGLE else ("tls",)
+        sentinel = ("sentinel_password", "sentinel_user") if mode is Mode.SENTINEL else ()
+        url.allow(*_COMMON, *more, *sentinel)
+        userinfo, _, location = url.location.rpartition("@")
+        username, colon, password = userinfo.partition(":")
+        service, db = _path(url, mode)
+        encrypted = url.scheme == "rediss" or (more and url.choice("tls", "no", "yes") == "yes")
+        if not encrypted:
+            _refuse_tls(url)
+        return cls(
+            hosts=_hosts(url, location, mode),
+            mode=mode,
+            service=service,
+            db=db,
+            username=unquote(username) or None,
+            password=unquote(password) if colon else None,
+            sentinel_username=url.query.get("sentinel_user"),
+            sentinel_password=url.query.get("sentinel_password"),
+            prefix=url.query.get("prefix", DEFAULT_PREFIX),
+            ttl=url.duration("ttl"),
+            connections=_whole(url, "connections", DEFAULT_CONNECTIONS),
+            timeout=url.duration("timeout") or DEFAULT_TIMEOUT,
+            tls=_tls(url) if encrypted else None,
+        )
+
+
+def _hosts(url: StoreUrl, location: str, mode: Mode) -> tuple[Address, ...]:
+    texts = location.split(",")
+    if mode is Mode.SINGLE and len(texts) > 1:
+        raise ConfigurationError(
+            f"{url}: {url.scheme} takes one host; several are the nodes of redis+cluster:// or the "
+            "sentinels of redis+sentinel://"
+        )
+    hosts = []
+    for text in texts:
+        match = _HOST.fullmatch(text)
+        if match is None:
+            raise ConfigurationError(f"{url}: host '{text}': host or host:port is needed")
+        port = int(match["port"] or _DEFAULT_PORTS[mode])
+        if not 0 < port < 65536:
+            raise ConfigurationError(f"{url}: port {port}: must be from 1 to 65535")
+        hosts.append(Address(unquote(match["v6"] or match["name"]), port))
+    return tuple(hosts)
+
+
+def _path(url: StoreUrl, mode: Mode) -> tuple[str, int]:
+    """Name of the service and number of the database: ``/0``, and for sentinels ``/mymaster/0``."""
+    parts = [part for part in url.path.split("/") if part]
+    service = ""
+    if mode is Mode.SENTINEL:
+        if not parts:
+            raise ConfigurationError(
+                f"{url}: the name of the service is needed: {url.scheme}://sentinel:26379/mymaster"
+            )
+        service = parts.pop(0)
+    if len(parts) > 1 or (parts and not parts[0].isdecimal()):
+        raise ConfigurationError(
+            f"{url}: path '{url.path}': the number of a database is needed, as in /0"
+        )
+    db = int(parts[0]) if parts else 0
+    if mode is Mode.CLUSTER and db:
+        raise ConfigurationError(f"{url}: path '{url.path}': a cluster has no database but 0")
+    return service, db
+
+
+def _whole(url: StoreUrl, name: str, default: int) -> int:
+    text = url.query.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigurationError(f"{name}={text}: a whole number is needed")
+    return int(text)
+
+
+def _tls(url: StoreUrl) -> Tls:
+    files = {name: url.query.get(f"tls_{name}") for name in ("ca", "cert", "key")}
+    for name, file in files.items():
+        if file is not None and not Path(file).is_file():
+            raise ConfigurationError(f"tls_{name}={file}: there is no such file")
+    if files["key"] is not None and files["cert"] is None:
+        raise ConfigurationError(
+            f"tls_key={files['key']}: is the key of tls_cert, which is missing"
+        )
+    verify = url.choice("tls_verify", "yes", "no") == "yes"
+    return Tls(files["ca"], files["cert"], files["key"], verify)
+
+
+def _refuse_tls(url: StoreUrl) -> None:
+    for name in url.query:
+        if name.startswith("tls_"):
+            remedy = "rediss://" if url.scheme == "redis" else "tls=yes"
+            raise ConfigurationError(f"{url}: {name} is given, but no TLS; write {remedy}")

@@ -1,0 +1,213 @@
+"""Which server holds a key: the one there is, the master that sentinels name, or a cluster's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+
+from kvconnect.backends.redis_client import connection_options, explained, transport_options
+from kvconnect.backends.redis_settings import Address, Mode, RedisSettings
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.trace import warn_once
+
+__all__ = ["Topology", "topology_of"]
+
+# What is in doubt is asked for so often at most …
+_REFRESH_S = 1.0
+# … and calls wait for the answer so long at most: a frozen node must not hold up the others.
+_PATIENCE_S = 0.25
+
+
+class Topology(ABC):
+    """Who holds what, as last heard. Belongs to the event loop."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self._settings = settings
+        self._stale = True
+        self._due_at = 0.0
+        self._asking: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def address_of(self, name: bytes) -> Address:
+        """The server that holds the key `name`."""
+
+    @property
+    @abstractmethod
+    def servers(self) -> tuple[Address, ...]:
+        """All servers that hold keys."""
+
+    @abstractmethod
+    async def discover(self) -> None:
+        """Ask who holds what."""
+
+    def moved(self, slot: int, address: Address) -> None:
+        """A server says so."""
+        self.suspect()
+
+    def suspect(self) -> None:
+        """A server failed: ask again before the next call."""
+        self._stale = True
+
+    async def refresh(self) -> None:
+        """Ask again, if there is reason to.
+
+        What was known stays in use until there is an answer.
+
+        Raises:
+            BackendUnavailable: nothing is known, and nobody answers.
+        """
+        if self._stale and self._asking is None and time.monotonic() >= self._due_at:
+            self._asking = asyncio.create_task(self._ask_again())
+        if self._asking is not None:
+            patience = _PATIENCE_S if self.servers else None
+            await asyncio.wait({self._asking}, timeout=patience)
+        if not self.servers:
+            raise BackendUnavailable(f"{self._settings}: no server is known to hold the keys")
+
+    async def close(self) -> None:
+        """Ask no more."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
+
+    async def _ask_again(self) -> None:
+        try:
+            await self.discover()
+            self._stale = False
+        except (BackendUnavailable, ConfigurationError) as error:
+            warn_once(f"redis.topology {self._settings}", str(error))
+        finally:
+            self._due_at = time.monotonic() + _REFRESH_S
+            self._asking = None
+
+
+class _Single(Topology):
+    def address_of(self, name: bytes) -> Address:
+        return self._settings.hosts[0]
+
+    @property
+    def servers(self) -> tuple[Address, ...]:
+        return self._settings.hosts
+
+    async def discover(self) -> None:
+        return
+
+
+class _Sentinels(Topology):
+    _master: Address | None = None
+
+    def address_of(self, name: bytes) -> Address:
+        if self._master is None:
+            raise BackendUnavailable(f"{self._settings}: no sentinel named a master yet")
+        return self._master
+
+    @property
+    def servers(self) -> tuple[Address, ...]:
+        return () if self._master is None else (self._master,)
+
+    async def discover(self) -> None:
+        settings = self._settings
+        hosts = [(host.host, host.port) for host in settings.hosts]
+        options: dict[str, Any] = {
+            **transport_options(settings),
+            "username": settings.sentinel_username,
+            "password": settings.sentinel_password,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        if settings.tls is not None:
+            options |= {**_tls_only(settings), "ssl": True}
+        sentinel = Sentinel(hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+        try:
+            with explained(settings, str(settings)):
+                host, port = await self._ask(sentinel)
+        finally:
+            for client in sentinel.sentinels:
+                await client.aclose()
+        self._master = Address(str(host), int(port))
+
+    async def _ask(self, sentinel: Sentinel) -> tuple[str, int]:
+        service = self._settings.service
+        try:
+            found: tuple[str, int] = await sentinel.discover_master(service)
+        except redis.asyncio.sentinel.MasterNotFoundError as error:
+            names: set[str] = set()
+            for client in sentinel.sentinels:
+                try:
+                    names |= {str(name) for name in await client.sentinel_masters()}
+                except redis.RedisError:
+                    continue
+            if names and service not in names:
+                known = ", ".join(sorted(names))
+                raise ConfigurationError(
+                    f"{self._settings}: service '{service}' is unknown there; they know {known}"
+                ) from error
+            raise
+        return found
+
+
+class _Cluster(Topology):
+    def __init__(self, settings: RedisSettings) -> None:
+        super().__init__(settings)
+        self._slots: dict[int, Address] = {}
+
+    def address_of(self, name: bytes) -> Address:
+        slot = key_slot(name)
+        address = self._slots.get(slot)
+        if address is None:
+            self.suspect()
+            raise BackendUnavailable(f"{self._settings}: no node serves slot {slot}")
+        return address
+
+    @property
+    def servers(self) -> tuple[Address, ...]:
+        return tuple(sorted(set(self._slots.values())))
+
+    def moved(self, slot: int, address: Address) -> None:
+        self._slots[slot] = address
+        self.suspect()
+
+    async def discover(self) -> None:
+        settings = self._settings
+        options = connection_options(settings)
+        del options["db"]
+        known = dict.fromkeys((*self.servers, *settings.hosts))
+        cluster = RedisCluster(
+            startup_nodes=[ClusterNode(host.host, host.port) for host in known],
+            require_full_coverage=False,
+            ssl=settings.tls is not None,
+            **options,
+        )
+        try:
+            with explained(settings, str(settings)):
+                # Not the client's own `initialize`: that also asks for COMMAND, which costs more
+                # than all the rest and which not every user may.
+                await cluster.nodes_manager.initialize()
+            self._slots = {
+                slot: Address(str(nodes[0].host), int(nodes[0].port))
+                for slot, nodes in cluster.nodes_manager.slots_cache.items()
+            }
+        finally:
+            await cluster.nodes_manager.aclose()
+            await cluster.nodes_manager.aclose("startup_nodes")
+
+
+def topology_of(settings: RedisSettings) -> Topology:
+    """The one for the mode of `settings`; nothing is asked yet."""
+    kinds: dict[Mode, Callable[[RedisSettings], Topology]]
+    kinds = {Mode.SINGLE: _Single, Mode.SENTINEL: _Sentinels, Mode.CLUSTER: _Cluster}
+    return kinds[settings.mode](settings)
+
+
+def _tls_only(settings: RedisSettings) -> dict[str, Any]:
+    options = connection_options(settings)
+    return {name: value for name, value in options.items() if name.startswith("ssl_")}

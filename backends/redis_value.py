@@ -1,0 +1,203 @@
+"""What is stored under which name in Redis.
+
+::
+
+    <prefix>b:<key>            head | metadata | the frame, or its first part
+    <prefix>p:<key>:<nonce>:1  the second part of a frame too long for one value, and so on
+    <prefix>c:<key>            sorted set by time: keys and tokens of the blocks that follow
+
+No value is above `MAX_VALUE_NBYTES`. The parts of a frame are stored first and the head last, and
+the head names them by a number drawn for this one writing: what a reader finds is one frame, of
+one writer, or none. Parts have names of their own, so that a cluster spreads them over its nodes.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.keys import KEY_NBYTES, BlockKey
+from kvconnect.tokens import TokenArray
+
+__all__ = [
+    "HEAD_NBYTES",
+    "MAX_VALUE_NBYTES",
+    "PART_NBYTES",
+    "Head",
+    "Names",
+    "child_from",
+    "entry_from",
+    "member_of",
+    "metadata_of",
+]
+
+MAX_VALUE_NBYTES = 4 << 20
+"""A value of 2 MiB moves three times as fast as one of 32 MiB."""
+
+PART_NBYTES = 2 << 20
+"""Bytes of the frame in each value of a frame that does not fit one."""
+
+_MAGIC = b"KVR1"
+# magic, bytes of metadata, bytes of the frame, bytes of it in each value, nonce, Unix seconds
+_HEAD = struct.Struct("<4sIQI8sd")
+HEAD_NBYTES = _HEAD.size
+NONCE_NBYTES = 8
+_MAX_METADATA_NBYTES = 1 << 20
+# priority, group, has a parent, bytes of namespace and model, tokens + 1 (0: not known)
+_METADATA = struct.Struct("<BiBHHI")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a block's value begins with.
+
+    Attributes:
+        frame_nbytes: of the whole frame.
+        part_nbytes: of it in each value; the last may have fewer.
+        nonce: in the names of the parts.
+        created_at: Unix seconds.
+    """
+
+    metadata_nbytes: int
+    frame_nbytes: int
+    part_nbytes: int
+    nonce: bytes
+    created_at: float
+
+    @classmethod
+    def of(cls, frame_nbytes: int, metadata_nbytes: int, nonce: bytes) -> Head:
+        """The head of a frame that is about to be stored."""
+        whole = HEAD_NBYTES + metadata_nbytes + frame_nbytes <= MAX_VALUE_NBYTES
+        part_nbytes = frame_nbytes if whole else PART_NBYTES
+        return cls(metadata_nbytes, frame_nbytes, part_nbytes, nonce, time.time())
+
+    @classmethod
+    def parse(cls, data: bytes | memoryview) -> Head | None:
+        """The head that `data` begins with; ``None`` if it is not a sound one."""
+        if len(data) < HEAD_NBYTES:
+            return None
+        magic, *fields = _HEAD.unpack_from(data)
+        head = cls(*fields)
+        plausible = head.part_nbytes >= head.frame_nbytes or head.part_nbytes == PART_NBYTES
+        if magic != _MAGIC or not plausible or head.metadata_nbytes > _MAX_METADATA_NBYTES:
+            return None
+        return head
+
+    def pack(self) -> bytes:
+        """As bytes."""
+        return _HEAD.pack(
+            _MAGIC,
+            self.metadata_nbytes,
+            self.frame_nbytes,
+            self.part_nbytes,
+            self.nonce,
+            self.created_at,
+        )
+
+    @property
+    def num_parts(self) -> int:
+        """Values that the frame takes, the one with the head included."""
+        return max(1, -(-self.frame_nbytes // max(1, self.part_nbytes)))
+
+    @property
+    def value_nbytes(self) -> int:
+        """Of the value with the head."""
+        return HEAD_NBYTES + self.metadata_nbytes + min(self.part_nbytes, self.frame_nbytes)
+
+    def part(self, number: int) -> slice:
+        """The bytes of the frame that part `number` holds."""
+        start = number * self.part_nbytes
+        return slice(start, min(start + self.part_nbytes, self.frame_nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names that a block has in Redis."""
+
+    prefix: bytes
+
+    def block(self, key: BlockKey) -> bytes:
+        """Of its value, or the first of them."""
+        return b"%sb:%s" % (self.prefix, key.hex().encode())
+
+    def parts(self, key: BlockKey, head: Head) -> list[bytes]:
+        """Of its other values."""
+        stem = b"%sp:%s:%s:" % (self.prefix, key.hex().encode(), head.nonce.hex().encode())
+        return [stem + b"%d" % number for number in range(1, head.num_parts)]
+
+    def children(self, parent: BlockKey | None) -> bytes:
+        """Of the index of the blocks that follow `parent`."""
+        return b"%sc:%s" % (self.prefix, b"-" if parent is None else parent.hex().encode())
+
+    def key(self, name: bytes) -> BlockKey | None:
+        """The block whose value `name` is; ``None`` for other names."""
+        stem = self.prefix + b"b:"
+        if not name.startswith(stem) or len(name) != len(stem) + 2 * KEY_NBYTES:
+            return None
+        try:
+            return BlockKey(bytes.fromhex(name[len(stem) :].decode("ascii")))
+        except ValueError:
+            return None
+
+
+def metadata_of(block: StoredBlock) -> bytes:
+    """What `scan` tells of `block` besides its key, as bytes."""
+    fields = _METADATA.pack(
+        block.priority,
+        block.group,
+        block.parent is not None,
+        len(block.namespace),
+        len(block.model),
+        0 if block.tokens is None else len(block.tokens) + 1,
+    )
+    return b"".join((fields, block.parent or b"", block.namespace, block.model, _packed(block)))
+
+
+def entry_from(key: BlockKey, head: Head, metadata: bytes, used_at: float) -> StoredEntry | None:
+    """What `scan` lists; ``None`` if the metadata is damaged."""
+    if len(metadata) != head.metadata_nbytes or len(metadata) < _METADATA.size:
+        return None
+    priority, group, has_parent, namespace, model, count = _METADATA.unpack_from(metadata)
+    lengths = (KEY_NBYTES if has_parent else 0, namespace, model, 4 * max(0, count - 1))
+    at, fields = _METADATA.size, []
+    for length in lengths:
+        fields.append(metadata[at : at + length])
+        at += length
+    if at != len(metadata):
+        return None
+    return StoredEntry(
+        key,
+        head.frame_nbytes,
+        priority,
+        head.created_at,
+        used_at,
+        BlockKey(fields[0]) if has_parent else None,
+        _tokens(fields[3]) if count else None,
+        fields[1],
+        fields[2],
+        group,
+    )
+
+
+def member_of(block: StoredBlock) -> bytes:
+    """`block` in the index of its parent's children."""
+    return block.key + _packed(block)
+
+
+def child_from(member: bytes) -> Child | None:
+    """The block that `member` of an index stands for; ``None`` if it is none."""
+    if len(member) < KEY_NBYTES or len(member) % 4:
+        return None
+    return Child(BlockKey(member[:KEY_NBYTES]), _tokens(member[KEY_NBYTES:]))
+
+
+def _packed(block: StoredBlock) -> bytes:
+    return b"" if block.tokens is None else block.tokens.astype("<i4", copy=False).tobytes()
+
+
+def _tokens(data: bytes) -> TokenArray:
+    return np.frombuffer(data, "<i4").astype(np.int32)

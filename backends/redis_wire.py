@@ -1,0 +1,189 @@
+"""Commands and answers on the socket of one connection, bulk bytes without a copy in between.
+
+Values go from the caller's memory to the socket (``sendmsg``) and from the socket to the caller's
+memory (``recv_into``). Small answers are parsed by hiredis. Everything here blocks: it runs on
+threads. Whatever is raised, the connection is of no more use: an answer may be half read.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import hiredis
+
+from kvconnect.errors import BackendUnavailable
+
+__all__ = ["Bytes", "Reply", "Wire"]
+
+Bytes: TypeAlias = bytes | memoryview
+
+Reply: TypeAlias = object
+"""Of a small command: bytes, int, None, a list of these, or a `hiredis.ReplyError`."""
+
+_HOLD_NBYTES = 16 << 10
+_MAX_LINE_NBYTES = 8 << 10
+_MAX_BULK_NBYTES = 512 << 20
+_MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
+
+
+class Wire:
+    """The two directions of one connection, for one job.
+
+    Args:
+        sock: connected, nothing unread on it. Plain sockets are made blocking, with `timeout` left
+            to the system: so that one call reads a whole value.
+        timeout: seconds without a byte, after which it is given up.
+    """
+
+    def __init__(self, sock: socket.socket, timeout: float) -> None:
+        self._sock = sock
+        self._timeout = timeout
+        self._plain = not isinstance(sock, ssl.SSLSocket)
+        self._wait_all = socket.MSG_WAITALL if self._plain else 0
+        self._hold = memoryview(bytearray(_HOLD_NBYTES))
+        self._start = self._end = 0
+        self._reader = hiredis.Reader(protocolError=BackendUnavailable)
+        if self._plain:
+            sock.settimeout(None)
+            limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        else:
+            sock.settimeout(timeout)
+
+    def send(self, buffers: Sequence[Bytes]) -> None:
+        """Send all of `buffers`, one after the other.
+
+        Raises:
+            OSError: the server took nothing for `timeout` seconds, or the connection is lost.
+        """
+        if not self._plain:
+            self._send_encrypted(buffers)
+            return
+        left = [memoryview(data) for data in buffers if len(data)]
+        at = 0
+        while at < len(left):
+            try:
+                sent = self._sock.sendmsg(left[at : at + _MAX_BUFFERS])
+            except BlockingIOError as error:
+                raise self._timed_out() from error
+            while at < len(left) and sent >= left[at].nbytes:
+                sent -= left[at].nbytes
+                at += 1
+            if sent:
+                left[at] = left[at][sent:]
+
+    def replies(self, count: int) -> list[Reply]:
+        """The next `count` small answers; errors among them are returned, not raised."""
+        found: list[Reply] = []
+        while len(found) < count:
+            reply = self._reader.gets()
+            if reply is not False:
+                found.append(reply)
+                continue
+            if self._start == self._end:
+                self._fill()
+            self._reader.feed(bytes(self._hold[self._start : self._end]))
+            self._start = self._end
+        return found
+
+    def line(self) -> bytes:
+        """The next line, without its end."""
+        searched = 0
+        while True:
+            ready = bytes(self._hold[self._start + searched : self._end])
+            found = ready.find(b"\r\n")
+            if found >= 0:
+                line = bytes(self._hold[self._start : self._start + searched + found])
+                self._start += len(line) + 2
+                return line
+            searched = max(0, self._end - self._start - 1)  # its end may be torn apart
+            if searched > _MAX_LINE_NBYTES:
+                raise self._garbled("a line without end")
+            self._fill()
+
+    def bulk_nbytes(self) -> int | hiredis.ReplyError | None:
+        """Length of the value that follows; ``None``: there is none; or the error sent instead."""
+        line = self.line()
+        if line.startswith(b"-"):
+            return hiredis.ReplyError(line[1:].decode("utf-8", "replace"))
+        if not line.startswith(b"$") or not line[1:].removeprefix(b"-").isdigit():
+            raise self._garbled(f"{line[:32]!r} where a value was due")
+        nbytes = int(line[1:])
+        if nbytes == -1:
+            return None
+        if not 0 <= nbytes <= _MAX_BULK_NBYTES:
+            raise self._garbled(f"a value of {nbytes} bytes")
+        return nbytes
+
+    def exactly(self, nbytes: int) -> bytes:
+        """The next `nbytes` bytes, a few."""
+        data = bytearray(nbytes)
+        self.into(memoryview(data))
+        return bytes(data)
+
+    def into(self, view: memoryview) -> None:
+        """Fill `view` with the next bytes."""
+        at = min(len(view), self._end - self._start)
+        view[:at] = self._hold[self._start : self._start + at]
+        self._start += at
+        while at < len(view):
+            at += self._receive(view[at:], self._wait_all)
+
+    def skip(self, nbytes: int) -> None:
+        """Read `nbytes` bytes and forget them."""
+        while nbytes:
+            if self._start == self._end:
+                self._fill()
+            step = min(nbytes, self._end - self._start)
+            self._start += step
+            nbytes -= step
+
+    def end_bulk(self) -> None:
+        """Read what ends a value."""
+        if self.exactly(2) != b"\r\n":
+            raise self._garbled("a value longer than it was said to be")
+
+    def done(self) -> None:
+        """Make sure that nothing is left: what is there now would be taken for another's answer."""
+        if self._start != self._end or self._reader.has_data():
+            raise self._garbled("more than was asked for")
+
+    def _fill(self) -> None:
+        """Receive at least one byte after those that wait in the hold."""
+        if self._start:
+            waiting = self._end - self._start
+            self._hold[:waiting] = bytes(self._hold[self._start : self._end])
+            self._start, self._end = 0, waiting
+        self._end += self._receive(self._hold[self._end :], 0)
+
+    def _receive(self, view: memoryview, flags: int) -> int:
+        try:
+            received = self._sock.recv_into(view, view.nbytes, flags)
+        except BlockingIOError as error:
+            raise self._timed_out() from error
+        if not received:
+            raise BackendUnavailable("the server closed the connection")
+        return received
+
+    def _send_encrypted(self, buffers: Sequence[Bytes]) -> None:
+        small: list[bytes] = []  # one record for many small commands
+        for data in buffers:
+            if len(data) < _HOLD_NBYTES:
+                small.append(bytes(data))
+                continue
+            self._sock.sendall(b"".join(small))
+            self._sock.sendall(data)
+            small.clear()
+        self._sock.sendall(b"".join(small))
+
+    def _timed_out(self) -> BackendUnavailable:
+        return BackendUnavailable(f"not one byte for {self._timeout:g} s")
+
+    @staticmethod
+    def _garbled(what: str) -> BackendUnavailable:
+        return BackendUnavailable(f"the server's answer makes no sense: {what}")
