@@ -108,6 +108,8 @@ class RedisBackend(Backend):
             BackendUnavailable: each block is wholly stored or not at all.
         """
         writer, index = _opened(self._writer), _opened(self._index)
+        if all(block.tokens is None for block in blocks):
+            return await writer.save(blocks)
         saved, listed = await asyncio.gather(
             writer.save(blocks), index.add(blocks), return_exceptions=True
         )

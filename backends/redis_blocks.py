@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-import hiredis
 from torch import Tensor
 
 from kvconnect.backends.redis_router import RedisRouter
-from kvconnect.backends.redis_transfer import Ask, Outcome, Want, command, sound
-from kvconnect.backends.redis_value import HEAD_NBYTES, Head, Names
+from kvconnect.backends.redis_transfer import (
+    Ask,
+    Outcome,
+    Want,
+    command,
+    head_command,
+    sound,
+    state_of,
+)
+from kvconnect.backends.redis_value import Head, Names
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
@@ -111,11 +118,8 @@ class RedisBlocks:
                 sound(reply)
 
     async def _heads(self, keys: Sequence[BlockKey]) -> list[State]:
-        asks = []
-        for key in keys:
-            name = self.names.block(key)
-            asks.append(Ask(name, command(b"GETRANGE", name, 0, HEAD_NBYTES - 1)))
-        return [_state(reply) for reply in await self._router.ask(asks)]
+        asks = [head_command(self.names.block(key)) for key in keys]
+        return [state_of(reply) for reply in await self._router.ask(asks)]
 
     async def _drop(self, keys: Sequence[BlockKey]) -> None:
         count("redis.broken", blocks=len(keys))
@@ -123,15 +127,6 @@ class RedisBlocks:
             await self.delete(keys)
         except BackendUnavailable:
             return  # the blocks before are good; this one costs another try if it is asked for
-
-
-def _state(reply: object) -> State:
-    if isinstance(reply, bytes):
-        return Head.parse(reply) or (Outcome.BROKEN if reply else Outcome.ABSENT)
-    if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("WRONGTYPE"):
-        return Outcome.BROKEN
-    sound(reply)
-    raise BackendUnavailable(f"Redis: {reply!r} where bytes were due")
 
 
 def _leading(results: Sequence[object]) -> list[Head]:

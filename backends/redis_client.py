@@ -15,9 +15,7 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 __all__ = ["connection_options", "explained", "permissions", "transport_options"]
 
 _AUTH = ("WRONGPASS", "NOAUTH", "AUTH", "invalid username", "Authentication")
-_LOOK_AT_PASSWORD = (
-    "look at user and password in the URL (redis://user:password@host, percent-encoded)"
-)
+_LOOK_AT_USER = "look at user and password in the URL (redis://user:password@host, percent-encoded)"
 
 
 def connection_options(settings: RedisSettings) -> dict[str, Any]:
@@ -96,9 +94,9 @@ def _remedy(error: Exception, text: str, settings: RedisSettings) -> str | None:
         plain = "redis://" if settings.mode is Mode.SINGLE else "tls=no"
         return f"if it does not speak TLS, write {plain}; else look at tls_cert= and tls_key="
     if isinstance(error, exceptions.AuthenticationError):
-        return _LOOK_AT_PASSWORD
+        return _LOOK_AT_USER
     said = {
-        **dict.fromkeys(_AUTH, _LOOK_AT_PASSWORD),
+        **dict.fromkeys(_AUTH, _LOOK_AT_USER),
         "NOPERM": permissions(settings),
         "DB index": f"path /{settings.db}: the server has no such database",
         "cluster support disabled": "it is no cluster; write redis://",

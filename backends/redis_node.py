@@ -128,7 +128,7 @@ class RedisNode:
         connection = self._pool.get_connection()
         ended_well = False
         try:
-            sock = connection._sock  # noqa: SLF001  no public way to it
+            sock: Any = connection._sock  # noqa: SLF001  no public way to it
             if sock is None:
                 raise BackendUnavailable("the connection was lost")
             job.attach(sock)
@@ -145,19 +145,19 @@ class RedisNode:
 
 
 async def _outcome(future: Future[T], job: _Job) -> T:
-    cancelled: asyncio.CancelledError | None = None
     waiting = asyncio.wrap_future(future)
-    while not waiting.done():
-        try:
-            await asyncio.wait({waiting})
-        except asyncio.CancelledError as error:
-            cancelled = error
-            if not future.cancel():
-                job.abort()
-    if waiting.cancelled() and cancelled is None:
-        raise BackendUnavailable("is closed")
-    if cancelled is not None:
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError as error:
+        if waiting.cancelled():
+            raise BackendUnavailable("is closed") from error
+        if not future.cancel():
+            job.abort()
+        while not waiting.done():
+            try:
+                await asyncio.wait({waiting})
+            except asyncio.CancelledError:
+                continue  # it is being cancelled already
         if not waiting.cancelled():
-            waiting.exception()
-        raise cancelled
-    return waiting.result()
+            waiting.exception()  # of the connection that was ended
+        raise

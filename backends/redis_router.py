@@ -114,30 +114,33 @@ class RedisRouter:
             return []
         await self.refresh()
         answers: list[Any] = [None] * len(items)
-        targets = {
-            number: _Target(self._topology.address_of(item.name))
-            for number, item in enumerate(items)
-        }
+        groups = self._group(items)
         for _ in range(_MAX_REDIRECTS):
-            groups: dict[_Target, list[int]] = {}
-            for number, target in targets.items():
-                groups.setdefault(target, []).append(number)
             jobs = [
                 _Job(target, numbers)
                 for target, group in groups.items()
                 for numbers in self._stripes(items, group)
             ]
             results = await _all([self._do(work, items, job) for job in jobs])
-            targets = {}
+            groups = {}
             for job, found in zip(jobs, results, strict=True):
                 for number, answer in zip(job.numbers, found, strict=True):
                     if isinstance(answer, Redirect):
-                        targets[number] = self._follow(answer)
+                        groups.setdefault(self._follow(answer), []).append(number)
                     else:
                         answers[number] = answer
-            if not targets:
+            if not groups:
                 return answers
         raise BackendUnavailable(f"{self._settings}: sent from one server to another without end")
+
+    def _group(self, items: Sequence[Item]) -> dict[_Target, list[int]]:
+        servers = self.servers
+        if len(servers) == 1:
+            return {_Target(servers[0]): list(range(len(items)))}
+        groups: dict[Address, list[int]] = {}
+        for number, item in enumerate(items):
+            groups.setdefault(self._topology.address_of(item.name), []).append(number)
+        return {_Target(address): numbers for address, numbers in groups.items()}
 
     async def _do(
         self, work: Callable[..., list[Any]], items: Sequence[Item], job: _Job
@@ -187,7 +190,8 @@ class RedisRouter:
         self._topology.suspect()
 
     def _stripes(self, items: Sequence[Item], numbers: list[int]) -> list[list[int]]:
-        nbytes = sum(items[number].nbytes for number in numbers)
+        moved = (items[number] for number in numbers)
+        nbytes = sum(0 if isinstance(item, Ask) else item.nbytes for item in moved)
         count = max(1, min(self._settings.connections, nbytes // _STRIPE_NBYTES, len(numbers)))
         size = -(-len(numbers) // count)
         return [numbers[start : start + size] for start in range(0, len(numbers), size)]
@@ -195,6 +199,8 @@ class RedisRouter:
 
 async def _all(calls: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
     """All results. If one fails, raises only once the others have ended too: they use buffers."""
+    if len(calls) == 1:
+        return [await calls[0]]
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

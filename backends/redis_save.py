@@ -33,7 +33,6 @@ _PART_SLACK_MS = 60_000
 class _Writing:
     """A block that is about to be stored."""
 
-    number: int
     block: StoredBlock
     head: Head
     metadata: bytes
@@ -61,24 +60,39 @@ class RedisWriter:
         first: dict[BlockKey, int] = {}
         for number, block in enumerate(blocks):
             first.setdefault(block.key, number)
-        keys = list(first)
-        states = dict(zip(keys, await self._blocks.states(keys), strict=True))
-        stored = {key for key, state in states.items() if isinstance(state, Head)}
-        broken = [key for key, state in states.items() if state is Outcome.BROKEN]
-        if broken:
-            await self._blocks.delete(broken)
-        absent = [
-            self._writing(first[key], blocks[first[key]]) for key in keys if key not in stored
-        ]
-        if absent and await self._takes_writes():
-            stored |= await self._write(absent)
+        if not await self._takes_writes():
+            return len(await self._blocks.leading([block.key for block in blocks]))
+        writings = [self._writing(blocks[number]) for number in first.values()]
+        stored = await self._save_single([one for one in writings if not one.parts])
+        stored |= await self._save_parted([one for one in writings if one.parts])
         return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
 
-    def _writing(self, number: int, block: StoredBlock) -> _Writing:
+    def _writing(self, block: StoredBlock) -> _Writing:
         metadata = metadata_of(block)
         head = Head.of(block.data.numel(), len(metadata), secrets.token_bytes(NONCE_NBYTES))
-        parts = tuple(self._blocks.names.parts(block.key, head))
-        return _Writing(number, block, head, metadata, parts)
+        return _Writing(block, head, metadata, tuple(self._blocks.names.parts(block.key, head)))
+
+    async def _save_single(self, writings: Sequence[_Writing]) -> set[BlockKey]:
+        """Those of `writings`, of one value each, that are there now."""
+        results = await self._router.put([self._put(one, look_first=True) for one in writings])
+        self._note(results)
+        pairs = list(zip(writings, results, strict=True))
+        stored = {one.block.key for one, r in pairs if r in {Outcome.DONE, Outcome.THERE}}
+        broken = [one for one, result in pairs if result is Outcome.BROKEN]
+        if broken:
+            await self._blocks.delete([one.block.key for one in broken])
+            results = await self._router.put([self._put(one) for one in broken])
+            pairs = list(zip(broken, results, strict=True))
+            stored |= {one.block.key for one, result in pairs if result is Outcome.DONE}
+        return stored
+
+    async def _save_parted(self, writings: Sequence[_Writing]) -> set[BlockKey]:
+        """Those of `writings`, of several values each, that are there now."""
+        keys = [one.block.key for one in writings]
+        pairs = list(zip(writings, await self._blocks.states(keys), strict=True))
+        await self._blocks.delete([one.block.key for one, s in pairs if s is Outcome.BROKEN])
+        stored = {one.block.key for one, state in pairs if isinstance(state, Head)}
+        return stored | await self._write([one for one, s in pairs if not isinstance(s, Head)])
 
     async def _write(self, writings: Sequence[_Writing]) -> set[BlockKey]:
         """Those of `writings` that are stored; leading ones, but for what servers refuse alone."""
@@ -87,7 +101,7 @@ class RedisWriter:
         results = await self._router.put(puts)
         self._note(results)
         done = [one for one, result in zip(whole, results, strict=True) if result is Outcome.DONE]
-        lost = [one for one, result in zip(whole, results, strict=True) if result is Outcome.ABSENT]
+        lost = [one for one, result in zip(whole, results, strict=True) if result is Outcome.THERE]
         # Another writer was faster: its block is as good, our parts have no name.
         await self._blocks.unlink([name for one in lost for name in one.parts])
         stored = {one.block.key for one in lost}
@@ -120,12 +134,12 @@ class RedisWriter:
         gone = {at for (at, _), reply in pairs if sound(reply) != 1}
         return [one for at, one in enumerate(writings) if at not in gone]
 
-    def _put(self, one: _Writing) -> Put:
+    def _put(self, one: _Writing, *, look_first: bool = False) -> Put:
         data = one.block.data.numpy().data[one.head.part(0)]
         name = self._blocks.names.block(one.block.key)
-        return Put(
-            name, (one.head.pack() + one.metadata, data), self._ttl_ms, replace=not one.parts
-        )
+        start = one.head.pack() + one.metadata
+        replace = not one.parts
+        return Put(name, (start, data), self._ttl_ms, replace=replace, look_first=look_first)
 
     async def _takes_writes(self) -> bool:
         if self._refused:

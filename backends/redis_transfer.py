@@ -7,9 +7,10 @@ other, few enough that little is moved in vain after a miss and that a server ho
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import hiredis
 
@@ -30,13 +31,20 @@ __all__ = [
     "ask",
     "command",
     "fetch",
+    "head_command",
     "put",
     "sound",
+    "state_of",
 ]
 
 _WINDOW_NBYTES = 4 << 20
+_AHEAD_NBYTES = 1 << 20
 _ASK_WINDOW = 512
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
+_GET_HEAD = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%s\r\n$1\r\n0\r\n$%d\r\n%d\r\n" % (
+    len(str(HEAD_NBYTES - 1)),
+    HEAD_NBYTES - 1,
+)
 _REFUSALS = ("OOM", "MISCONF", "READONLY", "NOREPLICAS")
 
 
@@ -45,7 +53,8 @@ class Outcome(enum.Enum):
 
     DONE = enum.auto()
     ABSENT = enum.auto()
-    """Of a fetch: there is none. Of a put that must not replace: there is one."""
+    THERE = enum.auto()
+    """There is one already; it was not replaced."""
     UNFIT = enum.auto()
     """It is not as long as its place."""
     BROKEN = enum.auto()
@@ -78,9 +87,8 @@ class Refused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A small command.
+class Ask(NamedTuple):
+    """A small command. A tuple: a lookup makes one for every block.
 
     Attributes:
         name: the key it is about.
@@ -89,11 +97,6 @@ class Ask:
 
     name: bytes
     packed: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Of values that are moved."""
-        return 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,12 +126,14 @@ class Put:
         pieces: the value, one after the other.
         ttl_ms: after which it is gone; ``None``: never.
         replace: also if there is one.
+        look_first: look for a block of that name, and send nothing if it is there.
     """
 
     name: bytes
     pieces: tuple[Bytes, ...]
     ttl_ms: int | None = None
     replace: bool = True
+    look_first: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -157,6 +162,24 @@ def sound(reply: Reply) -> Reply:
     return reply
 
 
+def head_command(name: bytes) -> Ask:
+    """Asks for what `state_of` reads; the value counts as used."""
+    return Ask(name, _GET_HEAD % (len(name), name))
+
+
+def state_of(reply: Reply) -> Head | Outcome:
+    """The head of the value, ``ABSENT`` or ``BROKEN``.
+
+    Raises:
+        BackendUnavailable: the server does not say.
+    """
+    if isinstance(reply, bytes):
+        return Head.parse(reply) or (Outcome.BROKEN if reply else Outcome.ABSENT)
+    if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("WRONGTYPE"):
+        return Outcome.BROKEN
+    raise BackendUnavailable(f"the server says {sound(reply)!r} where bytes were due")
+
+
 def ask(
     wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
 ) -> list[Reply | Redirect]:
@@ -166,7 +189,10 @@ def ask(
         part = asks[start : start + _ASK_WINDOW]
         wire.send([b"".join((_ASKING if asking else b"") + one.packed for one in part)])
         replies = wire.replies(len(part) * (1 + asking))
-        found += [_redirected(reply, server) for reply in replies[asking :: 1 + asking]]
+        found += [
+            reply if type(reply) is bytes else _redirected(reply, server)
+            for reply in replies[asking :: 1 + asking]
+        ]
     return found
 
 
@@ -174,86 +200,148 @@ def fetch(
     wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool = False
 ) -> list[Fetched]:
     """Fill what `wants` say, in order; after the first that is not there, nothing is touched."""
-    found: list[Fetched] = []
-    sent = under_way = 0
-    missed = False
-    while len(found) < len(wants):
-        requests = []
-        while not missed and sent < len(wants) and (under_way < _WINDOW_NBYTES or not under_way):
-            requests.append((_ASKING if asking else b"") + command(b"GET", wants[sent].name))
-            under_way += max(1, wants[sent].nbytes)
-            sent += 1
-        if requests:
-            wire.send([b"".join(requests)])
-        if len(found) == sent:
-            found += [Outcome.NOT_TRIED] * (len(wants) - sent)
-            break
-        want = wants[len(found)]
-        if asking:
-            wire.line()
-        result = _fetch_one(wire, want, server, forget=missed)
-        under_way -= max(1, want.nbytes)
-        missed = missed or not (isinstance(result, Head) or result is Outcome.DONE)
-        found.append(result)
-    return found
+    return _Fetch(wire, wants, server, asking=asking).run()
 
 
 def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = False) -> list[Stored]:
     """Store `puts`, in order; after the first that is refused no more are tried."""
-    found: list[Stored] = []
-    waiting: list[int] = []  # bytes of those sent and not answered
+    found: list[Stored] = [Outcome.NOT_TRIED] * len(puts)
+    looked_for = [number for number, one in enumerate(puts) if one.look_first]
+    heads = ask(
+        wire, [head_command(puts[number].name) for number in looked_for], server, asking=asking
+    )
+    for number, reply in zip(looked_for, heads, strict=True):
+        found[number] = _found_there(reply)
+    waiting: deque[int] = deque()
+    under_way = 0
     refused = False
-    for one in puts:
-        if refused:
-            break
+
+    def settle() -> None:
+        nonlocal under_way, refused
+        number = waiting.popleft()
+        found[number] = _stored(wire, server, asking=asking)
+        under_way -= puts[number].nbytes
+        refused = refused or isinstance(found[number], Refused)
+
+    for number, one in enumerate(puts):
+        if refused or found[number] is not Outcome.NOT_TRIED:
+            continue
         head, tail = _set_command(one)
         wire.send([(_ASKING if asking else b"") + head, *one.pieces, tail])
-        waiting.append(one.nbytes)
-        while sum(waiting) > _WINDOW_NBYTES:
-            found.append(_stored(wire, server, asking=asking))
-            del waiting[0]
-            refused = refused or isinstance(found[-1], Refused)
-    found += [_stored(wire, server, asking=asking) for _ in waiting]
-    return found + [Outcome.NOT_TRIED] * (len(puts) - len(found))
+        waiting.append(number)
+        under_way += one.nbytes
+        while under_way > _WINDOW_NBYTES:
+            settle()
+    while waiting:
+        settle()
+    return found
 
 
-def _fetch_one(wire: Wire, want: Want, server: Address, *, forget: bool) -> Fetched:
-    nbytes = wire.bulk_nbytes()
-    if nbytes is None:
-        return Outcome.ABSENT
-    if isinstance(nbytes, hiredis.ReplyError):
-        answer = _redirected(nbytes, server)
-        if isinstance(answer, Redirect):
-            return answer
-        if str(nbytes).startswith("WRONGTYPE"):
+def _found_there(reply: Reply | Redirect) -> Stored:
+    if isinstance(reply, Redirect):
+        return reply
+    state = state_of(reply)
+    if isinstance(state, Head):
+        # Whether its other values are there is not known here.
+        return Outcome.THERE if state.num_parts == 1 else Outcome.BROKEN
+    return Outcome.BROKEN if state is Outcome.BROKEN else Outcome.NOT_TRIED
+
+
+class _Fetch:
+    """Values on their way from one server.
+
+    The next one is asked for while the end of this one arrives. Earlier than that is slower: the
+    server copies a value for every request that it has read.
+    """
+
+    def __init__(self, wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool) -> None:
+        self._wire = wire
+        self._wants = wants
+        self._server = server
+        self._asking = asking
+        self._sent = 0
+        self._under_way = 0  # bytes asked for and not here, as far as buffers tell their number
+        self._due = 0  # those of the value that arrives now
+        self._missed = False
+
+    def run(self) -> list[Fetched]:
+        found: list[Fetched] = []
+        for number, want in enumerate(self._wants):
+            self._request()
+            if number == self._sent:
+                return found + [Outcome.NOT_TRIED] * (len(self._wants) - number)
+            self._due = _weight(want)
+            if self._asking:
+                self._wire.line()
+            result = self._receive(want)
+            self._under_way -= self._due
+            self._missed |= not (isinstance(result, Head) or result is Outcome.DONE)
+            found.append(result)
+        return found
+
+    def _request(self) -> None:
+        requests = []
+        while (
+            self._sent < len(self._wants) and self._under_way < _AHEAD_NBYTES and not self._missed
+        ):
+            want = self._wants[self._sent]
+            requests.append((_ASKING if self._asking else b"") + command(b"GET", want.name))
+            self._under_way += _weight(want)
+            self._sent += 1
+        if requests:
+            self._wire.send([b"".join(requests)])
+
+    def _receive(self, want: Want) -> Fetched:
+        nbytes = self._wire.bulk_nbytes()
+        if nbytes is None:
+            return Outcome.ABSENT
+        if isinstance(nbytes, hiredis.ReplyError):
+            answer = _redirected(nbytes, self._server)
+            if isinstance(answer, Redirect):
+                return answer
+            if str(nbytes).startswith("WRONGTYPE"):
+                return Outcome.BROKEN
+            raise BackendUnavailable(f"the server says: {nbytes}")
+        if self._missed:
+            result: Fetched = Outcome.NOT_TRIED
+            self._wire.skip(nbytes)
+        elif want.headed:
+            result = self._receive_headed(want, nbytes)
+        elif nbytes == len(want.into):
+            result = Outcome.DONE
+            self._arrive(want.into)
+        else:
+            result = Outcome.BROKEN
+            self._wire.skip(nbytes)
+        self._wire.end_bulk()
+        return result
+
+    def _receive_headed(self, want: Want, nbytes: int) -> Head | Outcome:
+        start = self._wire.exactly(min(nbytes, HEAD_NBYTES))
+        head = Head.parse(start)
+        if head is None or head.value_nbytes != nbytes:
+            self._wire.skip(nbytes - len(start))
             return Outcome.BROKEN
-        raise BackendUnavailable(f"the server says: {nbytes}")
-    if forget:
-        result: Fetched = Outcome.NOT_TRIED
-        wire.skip(nbytes)
-    elif want.headed:
-        result = _fetch_headed(wire, want, nbytes)
-    elif nbytes == len(want.into):
-        result = Outcome.DONE
-        wire.into(want.into)
-    else:
-        result = Outcome.BROKEN
-        wire.skip(nbytes)
-    wire.end_bulk()
-    return result
+        if head.frame_nbytes > len(want.into):
+            self._wire.skip(nbytes - len(start))
+            return Outcome.UNFIT
+        self._wire.skip(head.metadata_nbytes)
+        self._arrive(want.into[head.part(0)])
+        return head
+
+    def _arrive(self, view: memoryview) -> None:
+        early = self._under_way - _AHEAD_NBYTES
+        if 0 < early < len(view):
+            self._wire.into(view[:early])
+            self._under_way -= early
+            self._due -= early
+            self._request()
+            view = view[early:]
+        self._wire.into(view)
 
 
-def _fetch_headed(wire: Wire, want: Want, nbytes: int) -> Head | Outcome:
-    head = Head.parse(start := wire.exactly(min(nbytes, HEAD_NBYTES)))
-    if head is None or head.value_nbytes != nbytes:
-        wire.skip(nbytes - len(start))
-        return Outcome.BROKEN
-    if head.frame_nbytes > len(want.into):
-        wire.skip(nbytes - len(start))
-        return Outcome.UNFIT
-    wire.skip(head.metadata_nbytes)
-    wire.into(want.into[head.part(0)])
-    return head
+def _weight(want: Want) -> int:
+    return max(1, len(want.into))
 
 
 def _set_command(one: Put) -> tuple[bytes, bytes]:
@@ -278,7 +366,7 @@ def _stored(wire: Wire, server: Address, *, asking: bool) -> Stored:
         return answer
     if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(_REFUSALS):
         return Refused(str(reply))
-    return Outcome.ABSENT if sound(reply) is None else Outcome.DONE
+    return Outcome.THERE if sound(reply) is None else Outcome.DONE
 
 
 def _redirected(reply: Reply, server: Address) -> Reply | Redirect:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,9 +52,8 @@ _MAX_METADATA_NBYTES = 1 << 20
 _METADATA = struct.Struct("<BiBHHI")
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What a block's value begins with.
+class Head(NamedTuple):
+    """What a block's value begins with. A tuple: a lookup makes one for every block.
 
     Attributes:
         frame_nbytes: of the whole frame.
@@ -81,11 +81,11 @@ class Head:
         if len(data) < HEAD_NBYTES:
             return None
         magic, *fields = _HEAD.unpack_from(data)
-        head = cls(*fields)
-        plausible = head.part_nbytes >= head.frame_nbytes or head.part_nbytes == PART_NBYTES
-        if magic != _MAGIC or not plausible or head.metadata_nbytes > _MAX_METADATA_NBYTES:
+        metadata_nbytes, frame_nbytes, part_nbytes, *_ = fields
+        plausible = part_nbytes == frame_nbytes or part_nbytes == PART_NBYTES < frame_nbytes
+        if magic != _MAGIC or not plausible or metadata_nbytes > _MAX_METADATA_NBYTES:
             return None
-        return head
+        return cls(*fields)
 
     def pack(self) -> bytes:
         """As bytes."""
