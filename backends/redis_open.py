@@ -7,12 +7,12 @@ import hiredis
 from kvconnect.backends.redis_client import permissions
 from kvconnect.backends.redis_scan import info
 from kvconnect.backends.redis_settings import Address, Mode, RedisSettings
-from kvconnect.backends.redis_transfer import command, sound
+from kvconnect.backends.redis_transfer import REFUSALS, command, sound
 from kvconnect.backends.redis_wire import Reply, Wire
 from kvconnect.errors import ConfigurationError
 from kvconnect.trace import warn_once
 
-__all__ = ["check_server"]
+__all__ = ["check_server", "takes_writes"]
 
 _OLDEST = (6, 2)
 
@@ -42,6 +42,22 @@ def check_server(settings: RedisSettings, probe: bytes, wire: Wire, server: Addr
             f"Redis at {server}: maxmemory-policy is noeviction: once its maxmemory is used up it "
             "stores no more blocks; allkeys-lru drops old ones instead",
         )
+
+
+def takes_writes(probe: bytes, nbytes: int, wire: Wire, server: Address) -> bool:
+    """Whether a server that refused to store a value would store one of `nbytes` now.
+
+    As far as it tells: servers that drop old keys for new ones may, and so may those of a cluster.
+    """
+    wire.send([command(b"SET", probe, b"", b"PX", 1)])
+    (reply,) = wire.replies(1)
+    if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(REFUSALS):
+        return False
+    memory = info(wire, "memory")
+    limit = int(memory.get("maxmemory", 0))
+    # What arrives counts as used before the server decides.
+    room = limit - int(memory.get("used_memory", 0)) - 2 * nbytes
+    return not limit or memory.get("maxmemory_policy") != "noeviction" or room > 0
 
 
 def _send_and_check(wire: Wire, commands: list[bytes], settings: RedisSettings) -> None:

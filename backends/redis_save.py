@@ -5,10 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.redis_blocks import RedisBlocks
+from kvconnect.backends.redis_open import takes_writes
 from kvconnect.backends.redis_router import RedisRouter
+from kvconnect.backends.redis_settings import Address
 from kvconnect.backends.redis_transfer import (
     Ask,
     Outcome,
@@ -43,7 +46,7 @@ class RedisWriter:
     """Stores blocks behind `router`. Belongs to the event loop.
 
     A server that refuses writes (``maxmemory``, a disk that is full, a replica) stores fewer, and
-    is warned of once; until it takes them again, only a byte is offered to it first.
+    is warned of once; until it takes them again it is asked first, and nothing is moved in vain.
     """
 
     def __init__(
@@ -53,14 +56,16 @@ class RedisWriter:
         self._blocks = blocks
         self._probe = probe
         self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1e3))
-        self._refused = False
+        self._refused: set[Address] = set()
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Store `blocks`; how many leading ones are stored now."""
+        if not blocks:
+            return 0
         first: dict[BlockKey, int] = {}
         for number, block in enumerate(blocks):
             first.setdefault(block.key, number)
-        if not await self._takes_writes():
+        if not await self._takes_writes(max(block.data.numel() for block in blocks)):
             return len(await self._blocks.leading([block.key for block in blocks]))
         writings = [self._writing(blocks[number]) for number in first.values()]
         stored = await self._save_single([one for one in writings if not one.parts])
@@ -97,15 +102,32 @@ class RedisWriter:
     async def _write(self, writings: Sequence[_Writing]) -> set[BlockKey]:
         """Those of `writings` that are stored; leading ones, but for what servers refuse alone."""
         whole = await self._write_parts(writings)
-        puts = [self._put(one) for one in whole]
-        results = await self._router.put(puts)
+        done, there = await self._complete(whole)
+        if there:
+            keys = [one.block.key for one in there]
+            pairs = list(zip(there, await self._blocks.states(keys), strict=True))
+            # An empty value passes for none when it is looked for.
+            junk = [one for one, state in pairs if not isinstance(state, Head)]
+            await self._blocks.unlink([self._blocks.names.block(one.block.key) for one in junk])
+            more, _ = await self._complete(junk)
+            done += more
+            # Another writer was faster: its block is as good, our parts have no name.
+            there = [one for one, state in pairs if isinstance(state, Head)]
+            await self._blocks.unlink([name for one in there for name in one.parts])
+        return {one.block.key for one in (*there, *await self._keep_parts(done))}
+
+    async def _complete(
+        self, writings: Sequence[_Writing]
+    ) -> tuple[list[_Writing], list[_Writing]]:
+        """Make blocks of parts; those that are blocks now, and those whose name was taken."""
+        results = await self._router.put([self._put(one) for one in writings])
         self._note(results)
-        done = [one for one, result in zip(whole, results, strict=True) if result is Outcome.DONE]
-        lost = [one for one, result in zip(whole, results, strict=True) if result is Outcome.THERE]
-        # Another writer was faster: its block is as good, our parts have no name.
-        await self._blocks.unlink([name for one in lost for name in one.parts])
-        stored = {one.block.key for one in lost}
-        return stored | {one.block.key for one in await self._keep_parts(done)}
+        pairs = list(zip(writings, results, strict=True))
+        done = [one for one, result in pairs if result is Outcome.DONE]
+        there = [one for one, result in pairs if result is Outcome.THERE]
+        refused = [one for one, result in pairs if result not in {Outcome.DONE, Outcome.THERE}]
+        await self._blocks.unlink([name for one in refused for name in one.parts])
+        return done, there
 
     async def _write_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
         """Store all parts but the first; those of `writings` that may be completed."""
@@ -141,19 +163,22 @@ class RedisWriter:
         replace = not one.parts
         return Put(name, (start, data), self._ttl_ms, replace=replace, look_first=look_first)
 
-    async def _takes_writes(self) -> bool:
+    async def _takes_writes(self, nbytes: int) -> bool:
+        """Whether servers that refused a write may take one of `nbytes` now."""
+        for server in list(self._refused):
+            if await self._router.on(server, partial(takes_writes, self._probe, nbytes)):
+                self._refused.discard(server)
         if self._refused:
-            probes = [Put(self._probe, (b"",), 1)]
-            self._note(await self._router.put(probes))
+            count("redis.refused")
         return not self._refused
 
     def _note(self, results: Sequence[Refused | Outcome]) -> None:
-        refusals = [result for result in results if isinstance(result, Refused)]
-        if results:
-            self._refused = bool(refusals)
-        if refusals:
+        for refusal in results:
+            if not isinstance(refusal, Refused) or refusal.server in self._refused:
+                continue
             count("redis.refused")
-            reason = refusals[0].reason
-            warn_once(f"redis.refused {reason.split()[0]}", f"Redis stores nothing now: {reason}")
+            reason, server = refusal.reason, refusal.server
+            warn_once(f"redis.refused {server}", f"Redis at {server} stores nothing now: {reason}")
+            self._refused.add(server)
             if reason.startswith("READONLY"):
                 self._router.suspect()

@@ -20,6 +20,7 @@ from kvconnect.backends.redis_wire import Bytes, Reply, Wire
 from kvconnect.errors import BackendUnavailable
 
 __all__ = [
+    "REFUSALS",
     "Ask",
     "Fetched",
     "Outcome",
@@ -45,7 +46,7 @@ _GET_HEAD = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%s\r\n$1\r\n0\r\n$%d\r\n%d\r\n" %
     len(str(HEAD_NBYTES - 1)),
     HEAD_NBYTES - 1,
 )
-_REFUSALS = ("OOM", "MISCONF", "READONLY", "NOREPLICAS")
+REFUSALS = ("OOM", "MISCONF", "READONLY", "NOREPLICAS")
 
 
 class Outcome(enum.Enum):
@@ -85,6 +86,7 @@ class Refused:
     """
 
     reason: str
+    server: Address
 
 
 class Ask(NamedTuple):
@@ -364,8 +366,8 @@ def _stored(wire: Wire, server: Address, *, asking: bool) -> Stored:
     answer = _redirected(reply, server)
     if isinstance(answer, Redirect):
         return answer
-    if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(_REFUSALS):
-        return Refused(str(reply))
+    if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(REFUSALS):
+        return Refused(str(reply), server)
     return Outcome.THERE if sound(reply) is None else Outcome.DONE
 
 

@@ -130,7 +130,10 @@ class StoreUrl:
             location = "//"
         generic = {"codec": self.codec, "key_file": self.key_file}
         given = {**self.query, **{name: value for name, value in generic.items() if value}}
-        query = "&".join(f"{name}={without_passwords(value)}" for name, value in given.items())
+        query = "&".join(
+            f"{name}={'***' if name.endswith('password') else without_passwords(value)}"
+            for name, value in given.items()
+        )
         return f"{self.scheme}:{location}{self.path}{'?' if query else ''}{query}"
 
     def allow(self, *names: str) -> None:

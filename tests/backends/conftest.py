@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from redis_server import own_redis, redis_cluster, redis_server  # noqa: F401  fixtures
 from torch import Tensor
 
 from kvconnect import frame
@@ -125,13 +126,16 @@ def kit() -> Kit:
     return Kit()
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(params=["memory", "disk", "redis"])
 def make_bare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Backend]:
     """Makes a store that is not open yet; ``make_bare(capacity=…)``."""
 
     def make(*, capacity: int = 64 << 20) -> Backend:
         if request.param == "memory":
             return MemoryBackend(capacity)
+        if request.param == "redis":  # its capacity is the server's
+            server = request.getfixturevalue("redis_server")
+            return open_backend(f"{server.url}?prefix={tmp_path.name}-{id(tmp_path)}:").inner
         return DiskBackend(tmp_path / "store", capacity=capacity)
 
     return make

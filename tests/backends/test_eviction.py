@@ -9,6 +9,9 @@ from kvconnect.errors import ConfigurationError
 # The disk store keeps up to an eighth of a small capacity for its index.
 SLOTS = 64
 
+# Others have no capacity of their own.
+pytestmark = pytest.mark.parametrize("make_bare", ["memory", "disk"], indirect=True)
+
 
 @pytest.fixture
 async def small(make_bare, kit):

@@ -1,0 +1,421 @@
+"""The Redis store on one real server: parts, lifetime, refusals, damage, the index of tails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kvconnect.backend import MAX_CHILDREN, StoredBlock
+from kvconnect.backends import open_backend
+from kvconnect.backends.redis_value import MAX_VALUE_NBYTES, Names
+from kvconnect.errors import BackendUnavailable
+from kvconnect.trace import metrics
+
+MIB = 1 << 20
+SPLIT = 9 * MIB + 17  # five values
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return f"{tmp_path.name}-{id(tmp_path)}:"
+
+
+@pytest.fixture
+async def make_store(redis_server, prefix):
+    """Opens stores, all on the same blocks."""
+    stores = []
+
+    async def make(**options):
+        query = "&".join(f"{name}={value}" for name, value in options.items())
+        stores.append(open_backend(f"{redis_server.url}?prefix={prefix}&{query}".rstrip("&")).inner)
+        await stores[-1].open([])
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+@pytest.fixture
+async def store(make_store):
+    return await make_store()
+
+
+@pytest.fixture
+def names(prefix):
+    return Names(prefix.encode())
+
+
+async def is_whole(store, kit, key, nbytes):
+    buffer = kit.buffer(nbytes)
+    loaded = await store.load([key], [buffer])
+    assert not loaded or kit.holds(buffer, key, framed=False)
+    return bool(loaded)
+
+
+@pytest.mark.parametrize("nbytes", [4 * MIB - 200, 4 * MIB, 4 * MIB + 1, SPLIT, 32 * MIB])
+async def test_no_value_is_above_four_mebibytes(store, kit, redis_server, prefix, nbytes):
+    key = kit.key(nbytes)
+    assert await store.save([kit.block(key, nbytes=nbytes)]) == 1
+    assert await store.lookup([key]) == 1
+    assert await is_whole(store, kit, key, nbytes)
+    lengths = [redis_server.admin.strlen(name) for name in redis_server.names(prefix)]
+    assert max(lengths) <= MAX_VALUE_NBYTES
+    assert sum(lengths) < nbytes + 200
+    await store.delete([key])
+    assert redis_server.names(prefix) == []
+
+
+async def test_shorter_value_fills_the_beginning_of_its_buffer(store, kit):
+    for nbytes in (0, 100, SPLIT):
+        key = kit.key("short", nbytes)
+        await store.save([kit.block(key, nbytes=nbytes)])
+        buffer = kit.buffer(nbytes + 5000)
+        assert await store.load([key], [buffer]) == 1
+        assert torch.equal(buffer[:nbytes], kit.content(key, nbytes))
+        assert kit.untouched(buffer[nbytes:])
+
+
+async def test_longer_value_than_its_buffer_is_a_miss_that_stays(store, kit):
+    for nbytes in (100, SPLIT):
+        key = kit.key("long", nbytes)
+        await store.save([kit.block(key, nbytes=nbytes)])
+        buffer = kit.buffer(nbytes - 1)
+        assert await store.load([key], [buffer]) == 0
+        assert kit.untouched(buffer)
+        assert await is_whole(store, kit, key, nbytes)
+
+
+async def test_blocks_of_one_and_of_many_values_mix_in_a_batch(store, kit):
+    sizes = [100, SPLIT, 0, 5 * MIB, 4096, SPLIT]
+    keys = kit.keys("mixed", count=len(sizes))
+    blocks = [kit.block(key, nbytes=n) for key, n in zip(keys, sizes, strict=True)]
+    assert await store.save(blocks) == len(sizes)
+    into = [kit.buffer(n) for n in sizes]
+    assert await store.load(keys, into) == len(sizes)
+    assert all(kit.holds(b, key, framed=False) for b, key in zip(into, keys, strict=True))
+
+
+@pytest.mark.parametrize("nbytes", [100, SPLIT])
+async def test_blocks_are_gone_after_their_time(make_store, kit, redis_server, prefix, nbytes):
+    store = await make_store(ttl="300ms")
+    key = kit.key("ttl", nbytes)
+    await store.save([kit.block(key, nbytes=nbytes, tokens=[1])])
+    assert await store.lookup([key]) == 1
+    ttls = {name: redis_server.admin.pttl(name) for name in redis_server.names(prefix)}
+    assert all(0 < ttl <= 60_300 for ttl in ttls.values())
+    redis_server.admin.pexpire(f"{prefix}b:{key.hex()}", 1)
+    await asyncio.sleep(0.005)
+    assert await store.lookup([key]) == 0
+    assert await store.children(None) == []
+    assert not await is_whole(store, kit, key, nbytes)
+
+
+async def test_without_ttl_nothing_of_a_block_expires(store, kit, redis_server, prefix):
+    await store.save([kit.block(kit.key("for ever"), nbytes=SPLIT)])
+    values = redis_server.names(prefix)
+    assert len(values) == 5
+    assert [redis_server.admin.pttl(name) for name in values] == [-1] * 5
+
+
+async def test_writer_that_dies_before_the_end_leaves_no_block_and_nothing_for_ever(
+    make_store, kit, redis_server, prefix, names
+):
+    dying, other = await make_store(), await make_store()
+    key = kit.key("dying")
+    put = dying._router.put
+
+    async def until_the_last(puts):
+        if any(one.name == names.block(key) for one in puts):
+            raise BackendUnavailable("killed")
+        return await put(puts)
+
+    dying._router.put = until_the_last
+    with pytest.raises(BackendUnavailable):
+        await dying.save([kit.block(key, nbytes=SPLIT)])
+    assert await other.lookup([key]) == 0
+    left = redis_server.names(prefix)
+    assert len(left) == 4
+    assert all(0 < redis_server.admin.ttl(name) <= 600 for name in left)
+    assert await other.save([kit.block(key, nbytes=SPLIT)]) == 1
+    assert await is_whole(other, kit, key, SPLIT)
+
+
+async def test_faster_writer_wins_and_the_other_leaves_no_parts(
+    make_store, kit, redis_server, prefix
+):
+    slow, fast = await make_store(), await make_store()
+    key = kit.key("race")
+    put = slow._router.put
+
+    async def after_the_fast(puts):
+        result = await put(puts)
+        if len(puts) > 1:  # the parts
+            await fast.save([kit.block(key, nbytes=SPLIT)])
+        return result
+
+    slow._router.put = after_the_fast
+    assert await slow.save([kit.block(key, nbytes=SPLIT)]) == 1
+    assert len(redis_server.names(prefix)) == 5
+    assert await is_whole(slow, kit, key, SPLIT)
+
+
+async def test_two_writers_of_the_same_blocks_leave_one_copy(make_store, kit, redis_server, prefix):
+    stores = [await make_store() for _ in range(3)]
+    sizes = [100, SPLIT, 5 * MIB]
+    keys = kit.keys("both", count=3)
+    blocks = [kit.block(key, nbytes=n) for key, n in zip(keys, sizes, strict=True)]
+    assert await asyncio.gather(*(store.save(blocks) for store in stores)) == [3] * 3
+    assert len(redis_server.names(prefix)) == 1 + 5 + 3
+    for key, nbytes in zip(keys, sizes, strict=True):
+        assert await is_whole(stores[0], kit, key, nbytes)
+
+
+@pytest.mark.parametrize("part", range(1, 5))
+async def test_block_without_one_of_its_parts_is_a_miss_and_can_be_saved_again(
+    store, kit, redis_server, prefix, part
+):
+    key, before = kit.keys("evicted", count=2)
+    await store.save([kit.block(before, nbytes=SPLIT), kit.block(key, nbytes=SPLIT)])
+    gone = [n for n in redis_server.names(f"{prefix}p:{key.hex()}") if n.endswith(f":{part}")]
+    assert redis_server.admin.delete(*gone) == 1
+    assert await store.lookup([before, key]) == 1
+    into = [kit.buffer(SPLIT), kit.buffer(SPLIT)]
+    assert await store.load([before, key], into) == 1
+    assert kit.holds(into[0], before, framed=False)
+    assert redis_server.names(f"{prefix}b:{key.hex()}") == []
+    assert await store.save([kit.block(key, nbytes=SPLIT)]) == 1
+    assert await is_whole(store, kit, key, SPLIT)
+    assert len(redis_server.names(prefix)) == 10
+
+
+async def test_saving_mends_a_block_without_all_its_parts(store, kit, redis_server, prefix):
+    key = kit.key("mend")
+    await store.save([kit.block(key, nbytes=SPLIT)])
+    redis_server.admin.delete(redis_server.names(f"{prefix}p:")[0])
+    assert await store.save([kit.block(key, nbytes=SPLIT)]) == 1
+    assert await is_whole(store, kit, key, SPLIT)
+    assert len(redis_server.names(prefix)) == 5
+
+
+def truncated(admin, name, nbytes):
+    admin.set(name, admin.get(name)[:nbytes])
+
+
+DAMAGE = {
+    "empty": lambda admin, name: admin.set(name, b""),
+    "garbage": lambda admin, name: admin.set(name, b"x" * 5000),
+    "cut": lambda admin, name: truncated(admin, name, -1),
+    "cut in the head": lambda admin, name: truncated(admin, name, 10),
+    "longer": lambda admin, name: admin.append(name, b"x"),
+    "a list": lambda admin, name: (admin.delete(name), admin.rpush(name, b"x")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("nbytes", [4000, SPLIT])
+async def test_damaged_value_is_never_a_hit_and_dropped(
+    store, kit, redis_server, prefix, damage, nbytes
+):
+    key = kit.key("damaged")
+    await store.save([kit.block(key, nbytes=nbytes)])
+    damage(redis_server.admin, f"{prefix}b:{key.hex()}")
+    buffer = kit.buffer(nbytes + 5000)
+    assert await store.load([key], [buffer]) == 0
+    assert kit.untouched(buffer)
+    assert await store.lookup([key]) == 0
+    assert await store.save([kit.block(key, nbytes=nbytes)]) == 1
+    assert await is_whole(store, kit, key, nbytes)
+
+
+@pytest.mark.parametrize("damage", ["garbage", "a list"])
+async def test_saving_replaces_what_is_no_block(store, kit, redis_server, prefix, damage):
+    key = kit.key("replaced")
+    DAMAGE[damage](redis_server.admin, f"{prefix}b:{key.hex()}")
+    assert await store.lookup([key]) == 0
+    assert await store.save([kit.block(key, nbytes=4000)]) == 1
+    assert await is_whole(store, kit, key, 4000)
+
+
+async def test_full_server_stores_what_fits_and_goes_on_when_there_is_room(
+    make_store, kit, own_redis
+):
+    store = open_backend(f"{own_redis.url}?connections=1").inner
+    await store.open([])
+    try:
+        keys = kit.keys("full", count=40)
+        blocks = [kit.block(key, nbytes=MIB) for key in keys]
+        own_redis.admin.config_set("maxmemory", "20mb")
+        saved = await store.save(blocks)
+        assert 5 < saved < 25
+        assert await store.lookup(keys) >= saved
+        for key in keys[:saved]:
+            assert await is_whole(store, kit, key, MIB)
+        refused = metrics.snapshot()["redis.refused"]
+        received = own_redis.admin.info()["total_net_input_bytes"]
+        assert await store.save(blocks[saved:]) == 0
+        assert await store.save([kit.block(kit.key("parted"), nbytes=SPLIT)]) == 0
+        assert own_redis.admin.info()["total_net_input_bytes"] - received < 100_000
+        assert await store.save(blocks[:2]) == 2
+        assert metrics.snapshot()["redis.refused"] > refused
+        await store.delete(keys[:10])
+        assert await store.save(blocks[:2]) == 2
+        own_redis.admin.config_set("maxmemory", "0")
+        assert await store.save(blocks) == 40
+    finally:
+        await store.close()
+
+
+async def test_parts_that_were_stored_when_the_server_was_full_go_again(kit, own_redis):
+    store = open_backend(f"{own_redis.url}?connections=1").inner
+    await store.open([])
+    try:
+        own_redis.admin.config_set("maxmemory", "20mb")
+        blocks = [kit.block(key, nbytes=SPLIT) for key in kit.keys("full", count=4)]
+        saved = await store.save(blocks)
+        assert 0 < saved < 4
+        assert len(own_redis.names("kvconnect:")) == 5 * saved
+        assert await is_whole(store, kit, blocks[0].key, SPLIT)
+    finally:
+        await store.close()
+
+
+async def test_server_with_a_policy_makes_room_itself(kit, own_redis):
+    own_redis.admin.config_set("maxmemory", "20mb")
+    own_redis.admin.config_set("maxmemory-policy", "allkeys-lru")
+    store = open_backend(own_redis.url).inner
+    await store.open([])
+    try:
+        keys = kit.keys("lru", count=60)
+        for key in keys:
+            assert await store.save([kit.block(key, nbytes=MIB)]) == 1
+        assert (await store.stats())["blocks"] < 20
+        assert (await store.stats())["maxmemory"] == 20 * MIB
+        assert await is_whole(store, kit, keys[-1], MIB)
+    finally:
+        await store.close()
+
+
+async def test_children_are_the_newest_of_very_many(store, kit):
+    parent = kit.key("popular")
+    keys = kit.keys("child", count=MAX_CHILDREN + 50)
+    for start in range(0, len(keys), 100):
+        await store.save(
+            [kit.block(k, parent, nbytes=10, tokens=[1, 2]) for k in keys[start : start + 100]]
+        )
+    found = await store.children(parent)
+    assert [child.key for child in found[:10]] == keys[:-11:-1]
+    assert {child.key for child in found} == set(keys[-MAX_CHILDREN:])
+
+
+async def test_children_that_are_gone_leave_the_index(store, kit, redis_server, prefix):
+    parent, one, other = kit.keys("gone", count=3)
+    await store.save([kit.block(k, parent, nbytes=10, tokens=[7]) for k in (one, other)])
+    await store.delete([one])
+    assert [child.key for child in await store.children(parent)] == [other]
+    assert redis_server.admin.zcard(f"{prefix}c:{parent.hex()}") == 1
+
+
+async def test_damaged_index_lists_what_is_sound(store, kit, redis_server, prefix):
+    parent, one = kit.keys("damaged index", count=2)
+    await store.save([kit.block(one, parent, nbytes=10, tokens=[7])])
+    redis_server.admin.zadd(f"{prefix}c:{parent.hex()}", {b"junk": 9e9, b"k" * 33: 9e9})
+    assert [child.key for child in await store.children(parent)] == [one]
+
+
+async def test_index_comes_back_as_blocks_are_saved_again(store, kit, redis_server, prefix):
+    parent, one = kit.keys("evicted index", count=2)
+    block = kit.block(one, parent, nbytes=10, tokens=[7])
+    await store.save([block])
+    redis_server.admin.delete(f"{prefix}c:{parent.hex()}")
+    assert await store.children(parent) == []
+    await store.save([block])
+    assert [child.key for child in await store.children(parent)] == [one]
+
+
+async def test_index_expires(store, kit, redis_server, prefix):
+    await store.save([kit.block(kit.key(1), kit.key(2), nbytes=10, tokens=[7])])
+    assert 0 < redis_server.admin.ttl(f"{prefix}c:{kit.key(2).hex()}") <= 30 * 86400
+
+
+async def test_scan_tells_all_that_was_saved(store, kit):
+    key, parent = kit.keys("scanned", count=2)
+    many = list(range(2000))  # metadata longer than what is read at first
+    before = time.time()
+    block = StoredBlock(
+        key,
+        kit.content(key, SPLIT),
+        parent,
+        np.asarray(many, np.int32),
+        80,
+        b"n" * 32,
+        b"m" * 16,
+        2,
+    )
+    await store.save([block, kit.block(parent, nbytes=5)])
+    entries = {entry.key: entry async for entry in store.scan()}
+    assert set(entries) == {key, parent}
+    entry = entries[key]
+    assert (entry.nbytes, entry.priority, entry.parent, entry.group) == (SPLIT, 80, parent, 2)
+    assert (entry.namespace, entry.model, entry.tokens.tolist()) == (b"n" * 32, b"m" * 16, many)
+    assert before - 1 <= entry.created_at <= time.time() + 1
+    assert before - 2 <= entry.used_at <= time.time() + 1
+    assert entries[parent].tokens is None
+
+
+async def test_scan_and_stats_see_their_own_prefix_only(
+    make_store, store, kit, redis_server, prefix
+):
+    redis_server.admin.set(f"{prefix}b:junk", b"x")
+    redis_server.admin.set(f"{prefix}b:{kit.key('empty').hex()}", b"")
+    redis_server.admin.set(f"{prefix[:-1]}x:b:{kit.key('other').hex()}", b"x")
+    key = kit.key("mine")
+    await store.save([kit.block(key, nbytes=10)])
+    assert [entry.key async for entry in store.scan()] == [key]
+
+
+async def test_prefix_of_special_characters_is_taken_literally(redis_server, kit, prefix):
+    store = open_backend(f"{redis_server.url}?prefix=%2A%5B{prefix}%3F:").inner
+    await store.open([])
+    await store.save([kit.block(kit.key(1), nbytes=10)])
+    assert [entry.key async for entry in store.scan()] == [kit.key(1)]
+    await store.close()
+
+
+async def test_lookup_counts_as_use(store, kit, redis_server, prefix):
+    key = kit.key("used")
+    await store.save([kit.block(key, nbytes=SPLIT)])
+    with redis_server.configured(maxmemory_policy="allkeys-lfu"):
+        entries = [entry async for entry in store.scan()]  # such servers tell no idle time
+        assert entries[0].used_at == entries[0].created_at
+        values = redis_server.names(prefix)
+        before = [redis_server.admin.object("freq", name) for name in values]
+        for _ in range(50):
+            await store.lookup([key])
+        after = [redis_server.admin.object("freq", name) for name in values]
+    assert all(late > early for early, late in zip(before, after, strict=True))
+
+
+async def test_long_lookup_stops_where_the_first_is_absent(store, kit):
+    keys = kit.keys("long", count=1500)
+    blocks = [kit.block(key, nbytes=1) for key in keys]
+    assert await store.save(blocks) == 1500
+    assert await store.lookup(keys) == 1500
+    await store.delete([keys[700]])
+    assert await store.lookup(keys) == 700
+
+
+async def test_several_connections_move_one_batch(make_store, kit):
+    store = await make_store(connections=3)
+    keys = kit.keys("stripes", count=30)
+    assert await store.save([kit.block(key, nbytes=MIB) for key in keys]) == 30
+    assert len(store._router._nodes) == 1
+    into = [kit.buffer(MIB) for _ in keys]
+    assert await store.load(keys, into) == 30
+    assert all(kit.holds(b, key, framed=False) for b, key in zip(into, keys, strict=True))
+    await store.delete([keys[20]])
+    assert await store.load(keys, into) == 20
