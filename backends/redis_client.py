@@ -62,7 +62,7 @@ def explained(settings: RedisSettings, server: Address | str) -> Iterator[None]:
         raise
     except BackendUnavailable as error:
         raise BackendUnavailable(f"Redis at {server}: {error}") from error
-    except (exceptions.RedisError, OSError) as error:
+    except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
         raise _ours(error, settings, server) from error
 
 
@@ -79,7 +79,7 @@ def _ours(
     if isinstance(error, exceptions.TimeoutError | TimeoutError):
         return BackendUnavailable(f"{at}: no answer for {settings.timeout:g} s ({text})")
     hint = ""
-    if settings.tls is None and "closed" in text:
+    if settings.tls is None and ("closed" in text or "reset" in text):
         hint = "; if it wants TLS, write " + (
             "rediss://" if settings.mode is Mode.SINGLE else "tls=yes"
         )
@@ -99,7 +99,7 @@ def _remedy(error: Exception, text: str, settings: RedisSettings) -> str | None:
         **dict.fromkeys(_AUTH, _LOOK_AT_USER),
         "NOPERM": permissions(settings),
         "DB index": f"path /{settings.db}: the server has no such database",
-        "cluster support disabled": "it is no cluster; write redis://",
+        "Cluster mode is not enabled": "it is no cluster; write redis://",
     }
     return next((remedy for part, remedy in said.items() if part in text), None)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import redis
@@ -30,33 +32,38 @@ _JOIN_S = 1.0
 class _Job:
     """Work on a connection that can be ended from another thread, by ending the connection."""
 
-    __slots__ = ("_aborted", "_lock", "_sock")
+    __slots__ = ("_aborted", "_connection", "_lock")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sock: socket.socket | None = None
+        self._connection: redis.Connection | None = None
         self._aborted = False
 
-    def attach(self, sock: socket.socket) -> None:
+    def attach(self, connection: redis.Connection) -> None:
+        """From now on `abort` ends `connection`, from when it has a socket.
+
+        Raises:
+            BackendUnavailable: it was called before.
+        """
         with self._lock:
             if self._aborted:
-                raise BackendUnavailable("given up before it began")
-            self._sock = sock
+                raise BackendUnavailable("was given up")
+            self._connection = connection
 
     def detach(self) -> None:
+        """`abort` ends nothing any more."""
         with self._lock:
-            self._sock = None
+            self._connection = None
 
     def abort(self) -> None:
         """Nothing is received for it any more once this returns, and its thread ends."""
         with self._lock:
             self._aborted = True
-            if self._sock is not None:
-                try:
+            sock = None if self._connection is None else _socket_of(self._connection)
+            if sock is not None:
+                with suppress(OSError):  # it is gone already
                     # Not SSLSocket's: that one makes it a plain socket under the reader's hands.
-                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-                except OSError:
-                    return  # it is gone already
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 class RedisNode:
@@ -68,19 +75,12 @@ class RedisNode:
 
     def __init__(self, address: Address, settings: RedisSettings) -> None:
         self.address = address
-        self._timeout = settings.timeout
-        encrypted = redis.SSLConnection if settings.tls else redis.Connection
-        self._pool = redis.ConnectionPool(
-            connection_class=encrypted,
-            host=address.host,
-            port=address.port,
-            retry=Retry(NoBackoff(), 0),
-            **connection_options(settings),
-        )
+        self._settings = settings
         name = f"kvconnect-redis-{address.port}"
         self._moving = ThreadPoolExecutor(settings.connections, thread_name_prefix=name)
         self._asking = ThreadPoolExecutor(_ASKING_THREADS, thread_name_prefix=name)
         self._jobs: dict[Future[Any], _Job] = {}
+        self._idle: list[redis.Connection] = []  # appended to and popped from on any thread
         self._closed = False
 
     @property
@@ -122,26 +122,70 @@ class RedisNode:
             for end in done:
                 if not end.cancelled():
                     end.exception()  # told to who waits for it
-        self._pool.disconnect(inuse_connections=False)
+        while self._idle:
+            self._idle.pop().disconnect()  # type: ignore[no-untyped-call]
 
     def _work(self, job: _Job, work: Callable[[Wire], T]) -> T:
-        connection = self._pool.get_connection()
+        connection = self._connected(job)
         ended_well = False
         try:
-            sock: Any = connection._sock  # noqa: SLF001  no public way to it
-            if sock is None:
-                raise BackendUnavailable("the connection was lost")
-            job.attach(sock)
-            wire = Wire(sock, self._timeout)
+            wire = Wire(_socket_of(connection), self._settings.timeout)
             result = work(wire)
             wire.done()
             ended_well = True
         finally:
             job.detach()
-            if not ended_well or self._closed:
+            if ended_well and not self._closed:
+                self._idle.append(connection)
+            else:
                 connection.disconnect()  # type: ignore[no-untyped-call]
-            self._pool.release(connection)
         return result
+
+    def _connected(self, job: _Job) -> redis.Connection:
+        """A connection on which nothing is unread, the job's."""
+        connection = self._reused() or self._made()
+        try:
+            job.attach(connection)
+            connection.connect()  # type: ignore[no-untyped-call]  # does nothing if it is
+            job.attach(connection)  # it may have been aborted before there was a socket to end
+        except BaseException:
+            job.detach()
+            connection.disconnect()  # type: ignore[no-untyped-call]
+            raise
+        return connection
+
+    def _reused(self) -> redis.Connection | None:
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                break  # another thread was faster
+            if _is_quiet(_socket_of(connection)):
+                return connection
+            connection.disconnect()  # type: ignore[no-untyped-call]
+        return None
+
+    def _made(self) -> redis.Connection:
+        kind = redis.Connection if self._settings.tls is None else redis.SSLConnection
+        return kind(
+            host=self.address.host,
+            port=self.address.port,
+            retry=Retry(NoBackoff(), 0),
+            **connection_options(self._settings),
+        )
+
+
+def _socket_of(connection: redis.Connection) -> Any:
+    return connection._sock  # noqa: SLF001  there is no public way to it
+
+
+def _is_quiet(sock: socket.socket | None) -> bool:
+    """Whether nothing is unread on `sock`, and neither end has closed it."""
+    if sock is None or sock.fileno() < 0:
+        return False
+    poll = select.poll()
+    poll.register(sock, select.POLLIN | select.POLLRDHUP)
+    return not poll.poll(0)
 
 
 async def _outcome(future: Future[T], job: _Job) -> T:

@@ -1,0 +1,135 @@
+"""Servers that misbehave: canned answers, and a relay that breaks what passes it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+
+
+class Relay:
+    """Passes bytes to and from a server, changed by `change`; a thread per direction.
+
+    Attributes:
+        port: to connect to.
+        change: gets what the server says, and how much it had said before on this connection;
+            returns what is passed on, or ``None`` to cut the connection.
+        step: bytes that are passed on at once.
+    """
+
+    def __init__(self, target: int, *, tls: ssl.SSLContext | None = None) -> None:
+        self.change: Callable[[bytes, int], bytes | None] = lambda data, _: data
+        self.step = 1 << 20
+        self._target = target
+        self._tls = tls
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open: set[socket.socket] = {self._listener}
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        """End all connections there are."""
+        for sock in self._open - {self._listener}:
+            self._end(sock)
+
+    def close(self) -> None:
+        for sock in list(self._open):
+            self._end(sock)
+        for thread in self._threads:
+            thread.join(5)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, client: socket.socket) -> None:
+        self._open.add(client)
+        try:
+            if self._tls is not None:
+                self._open.discard(client)
+                client = self._tls.wrap_socket(client, server_side=True)
+                self._open.add(client)
+            server = socket.create_connection(("127.0.0.1", self._target))
+        except OSError:
+            self._end(client)
+            return
+        self._open.add(server)
+        up = threading.Thread(target=self._pass, args=(client, server, None), daemon=True)
+        up.start()
+        self._pass(server, client, self.change)
+        up.join()
+
+    def _pass(self, source, target, change) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                out = data if change is None else self.change(data, passed)
+                passed += len(data)
+                if out is None:
+                    break
+                for start in range(0, len(out), self.step):
+                    target.sendall(out[start : start + self.step])
+        self._end(source)
+        self._end(target)
+
+    def _end(self, sock: socket.socket) -> None:
+        self._open.discard(sock)
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        sock.close()
+
+
+class Script:
+    """A server that answers each command as `answer` says; ``None``: not at all."""
+
+    def __init__(self, answer: Callable[[list[bytes]], bytes | None]) -> None:
+        self.answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open = [self._listener]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        for sock in self._open:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self._open.append(client)
+            self._threads.append(threading.Thread(target=self._serve, args=(client,), daemon=True))
+            self._threads[-1].start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for command in _commands(client.makefile("rb")):
+                answer = self.answer(command)
+                if answer is not None:
+                    client.sendall(answer)
+        client.close()
+
+
+def _commands(stream) -> Iterator[list[bytes]]:
+    while line := stream.readline():
+        words = []
+        for _ in range(int(line[1:])):
+            nbytes = int(stream.readline()[1:])
+            words.append(stream.read(nbytes + 2)[:-2])
+        yield words

@@ -1,0 +1,191 @@
+"""The Redis store on a real cluster of three nodes, and behind a real sentinel."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.crc import key_slot
+from redis_server import RedisGroup
+
+from kvconnect.backends import open_backend
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return f"{tmp_path.name}-{id(tmp_path)}:"
+
+
+@pytest.fixture
+async def store(redis_cluster, prefix):
+    made = open_backend(f"{redis_cluster.url}?prefix={prefix}&timeout=2s").inner
+    await made.open([])
+    yield made
+    await made.close()
+
+
+async def load(store, kit, keys, sizes):
+    into = [kit.buffer(nbytes) for nbytes in sizes]
+    loaded = await store.load(keys, into)
+    assert all(kit.holds(b, key, framed=False) for b, key in zip(into[:loaded], keys, strict=False))
+    assert all(kit.untouched(b) for b in into[loaded:])
+    return loaded
+
+
+async def test_blocks_and_their_parts_are_on_all_nodes(store, kit, redis_cluster, prefix):
+    sizes = [100, 2 * MIB, 9 * MIB] * 5
+    keys = kit.keys("spread", count=len(sizes))
+    blocks = [kit.block(k, nbytes=n, tokens=[1]) for k, n in zip(keys, sizes, strict=True)]
+    assert await store.save(blocks) == len(sizes)
+    assert await store.lookup(keys) == len(sizes)
+    assert await load(store, kit, keys, sizes) == len(sizes)
+    assert len(await store.children(None)) == len(sizes)
+    assert all(len(node.names(f"{prefix}b:")) >= 2 for node in redis_cluster.nodes)
+    assert all(len(node.names(f"{prefix}p:")) >= 4 for node in redis_cluster.nodes)
+    assert sorted([entry.key async for entry in store.scan()]) == sorted(keys)
+    assert (await store.stats())["blocks"] == len(keys)
+    await store.delete(keys)
+    assert [name for name in redis_cluster.names(prefix) if f"{prefix}c:" not in name] == []
+
+
+async def test_counts_are_of_leading_blocks_whatever_node_they_are_on(store, kit):
+    keys = kit.keys("leading", count=12)
+    sizes = [MIB] * 12
+    await store.save([kit.block(key, nbytes=MIB) for key in (*keys[:5], *keys[6:])])
+    assert await store.lookup(keys) == 5
+    assert await load(store, kit, keys, sizes) == 5  # and touches no buffer behind
+
+
+async def test_one_node_is_enough_to_find_the_others(redis_cluster, kit, prefix):
+    port = redis_cluster.nodes[1].port
+    store = open_backend(f"redis+cluster://127.0.0.1:1,127.0.0.1:{port}?prefix={prefix}").inner
+    await store.open([])
+    assert len(store._router.servers) == 3
+    keys = kit.keys("found", count=6)
+    assert await store.save([kit.block(key, nbytes=10) for key in keys]) == 6
+    await store.close()
+
+
+async def test_slot_that_moves_is_followed(store, kit, redis_cluster, prefix):
+    key = kit.key("moving")
+    name = f"{prefix}b:{key.hex()}"
+    slot, source = key_slot(name.encode()), redis_cluster.node_of(name)
+    target = next(node for node in redis_cluster.nodes if node is not source)
+    ids = {
+        node: node.admin.execute_command("CLUSTER MYID").decode() for node in redis_cluster.nodes
+    }
+
+    def give(owner):
+        for node in redis_cluster.nodes:
+            node.admin.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[owner])
+
+    await store.save([kit.block(key, nbytes=MIB)])
+    target.admin.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[source])
+    source.admin.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
+    try:
+        assert await load(store, kit, [key], [MIB]) == 1  # not moved yet
+        source.admin.execute_command("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+        assert await load(store, kit, [key], [MIB]) == 1  # ASK
+        assert await store.lookup([key]) == 1
+        await store.delete([key])
+        assert await store.save([kit.block(key, nbytes=MIB)]) == 1
+        assert target.names(f"{prefix}b:") == [name]
+        give(target)
+        assert await load(store, kit, [key], [MIB]) == 1  # MOVED
+        await store.delete([key])
+        assert await store.save([kit.block(key, nbytes=MIB)]) == 1
+        assert target.names(f"{prefix}b:") == [name]
+    finally:
+        target.admin.delete(name)
+        give(source)
+    assert await load(store, kit, [key], [MIB]) == 0
+
+
+async def test_frozen_node_holds_up_nobody_but_who_needs_it(store, kit, redis_cluster, prefix):
+    keys = kit.keys("node", count=30)
+    await store.save([kit.block(key, nbytes=1000) for key in keys])
+    frozen = redis_cluster.nodes[0]
+    theirs, others = [], []
+    for key in keys:
+        there = redis_cluster.node_of(f"{prefix}b:{key.hex()}") is frozen
+        (theirs if there else others).append(key)
+    loop = asyncio.get_running_loop()
+    with frozen.frozen():
+        waiting = asyncio.ensure_future(store.lookup(theirs[:1]))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            start = loop.time()
+            assert await store.lookup(others) == len(others)
+            assert await load(store, kit, others, [1000] * len(others)) == len(others)
+            assert loop.time() - start < 1.5
+    assert await waiting == 1
+    assert await store.lookup(keys) == 30
+
+
+async def test_node_that_is_gone_is_an_error_for_its_keys(redis_cluster, kit, prefix):
+    store = open_backend(f"{redis_cluster.url}?prefix={prefix}&timeout=300ms").inner
+    await store.open([])
+    keys = kit.keys("gone", count=9)
+    await store.save([kit.block(key, nbytes=1000) for key in keys])
+    gone = redis_cluster.node_of(f"{prefix}b:{keys[0].hex()}")
+    gone.freeze()
+    try:
+        with pytest.raises(BackendUnavailable, match=str(gone.port)):
+            await store.lookup(keys)
+        with pytest.raises(BackendUnavailable, match=str(gone.port)):
+            await store.load(keys, [kit.buffer(1000) for _ in keys])
+    finally:
+        gone.thaw()
+    assert await load(store, kit, keys, [1000] * 9) == 9
+    await store.close()
+
+
+@pytest.fixture
+def group(tmp_path):
+    made = RedisGroup(tmp_path / "group")
+    try:
+        yield made.start()
+    finally:
+        made.stop()
+
+
+async def test_sentinels_lead_to_the_master_and_to_the_next_one(group, kit):
+    store = open_backend(f"{group.url}?timeout=500ms").inner
+    await store.open([])
+    keys = kit.keys("sentinel", count=3)
+    blocks = [kit.block(key, nbytes=MIB) for key in keys]
+    assert await store.save(blocks) == 3
+    assert len(group.master.names("kvconnect:")) == 3
+    assert group.master.admin.wait(1, 5000) == 1
+    group.master.stop()
+    lost = 0
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                if await store.save([kit.block(kit.key("after", lost), nbytes=MIB)]):
+                    break
+            except BackendUnavailable:
+                lost += 1
+            await asyncio.sleep(0.05)
+    assert await load(store, kit, keys, [MIB] * 3) == 3
+    assert len(group.replica.names("kvconnect:")) == 4
+    await store.close()
+
+
+async def test_sentinels_that_do_not_know_the_service_say_what_they_know(group):
+    store = open_backend(group.url.replace("/kv", "/kw")).inner
+    with pytest.raises(ConfigurationError, match="service 'kw' is unknown there; they know kv"):
+        await store.open([])
+
+
+async def test_sentinels_that_are_gone_do_not_stop_the_master(group, kit):
+    store = open_backend(f"{group.url}?timeout=300ms").inner
+    await store.open([])
+    await store.save([kit.block(kit.key(1), nbytes=10)])
+    group.sentinel.stop()
+    store._router.suspect()
+    assert await store.lookup([kit.key(1)]) == 1
+    await store.close()

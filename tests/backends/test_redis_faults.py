@@ -1,0 +1,364 @@
+"""A Redis server that freezes, dies, lies or is cut off: an error in time, and right afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+from redis_faults import Relay, Script
+
+from kvconnect.backends import open_backend
+from kvconnect.backends.redis_value import Head
+from kvconnect.errors import BackendTimeout, BackendUnavailable
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return f"{tmp_path.name}-{id(tmp_path)}:"
+
+
+@pytest.fixture
+async def make_store(prefix):
+    """Opens bare stores at a port."""
+    stores = []
+
+    async def make(port, **options):
+        options = {"timeout": "300ms", "prefix": prefix, **options}
+        query = "&".join(f"{name}={value}" for name, value in options.items())
+        stores.append(open_backend(f"redis://127.0.0.1:{port}?{query}").inner)
+        await stores[-1].open([])
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+@pytest.fixture
+def relay(redis_server):
+    made = Relay(redis_server.port)
+    yield made
+    made.close()
+
+
+async def load(store, kit, keys, nbytes):
+    into = [kit.buffer(nbytes) for _ in keys]
+    loaded = await store.load(keys, into)
+    assert all(kit.holds(b, key, framed=False) for b, key in zip(into[:loaded], keys, strict=False))
+    assert all(kit.untouched(b) for b in into[loaded:])
+    return loaded
+
+
+OPERATIONS = {
+    "lookup": lambda store, kit, keys: store.lookup(keys),
+    "load": lambda store, kit, keys: store.load(keys, [kit.buffer(MIB) for _ in keys]),
+    "save": lambda store, kit, keys: store.save([kit.block(kit.key("new"), nbytes=MIB)]),
+    "delete": lambda store, kit, keys: store.delete([kit.key("absent")]),
+    "children": lambda store, kit, keys: store.children(keys[0]),
+    "stats": lambda store, kit, keys: store.stats(),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+async def test_frozen_server_is_given_up_and_works_when_it_thaws(
+    make_store, kit, own_redis, operation
+):
+    store = await make_store(own_redis.port)
+    keys = kit.keys("frozen", count=3)
+    assert await store.save([kit.block(key, nbytes=MIB) for key in keys]) == 3
+    with own_redis.frozen():
+        start = time.monotonic()
+        with pytest.raises(BackendUnavailable, match=r"not one byte|no answer"):
+            await operation(store, kit, keys)
+        assert time.monotonic() - start < 2
+    assert await load(store, kit, keys, MIB) == 3
+    assert await store.lookup(keys) == 3
+
+
+async def test_late_answer_lands_in_no_buffer_that_was_handed_on(kit, own_redis, make_store):
+    bare = await make_store(own_redis.port, timeout="20s")
+    guarded = open_backend(bare, deadline_s=0.3)
+    guarded._layouts, guarded._verify = (), False  # opened already
+    keys = kit.keys("late", count=4)
+    await bare.save([kit.block(key, nbytes=MIB) for key in keys])
+    into = [kit.buffer(MIB) for _ in keys]
+    with own_redis.frozen():
+        with pytest.raises(BackendTimeout) as caught:
+            await guarded.load(keys, into)
+        assert not caught.value.pending.done()
+        closing = asyncio.ensure_future(guarded.close())
+        await asyncio.wrap_future(caught.value.pending)
+        for buffer in into:
+            buffer.fill_(7)
+        await closing
+    own_redis.admin.ping()
+    await asyncio.sleep(0.05)
+    assert all(bool((buffer == 7).all()) for buffer in into)
+
+
+async def test_cancelled_load_ends_only_when_nothing_touches_its_buffers(kit, relay, make_store):
+    store = await make_store(relay.port, timeout="20s")
+    key = kit.key("cancelled")
+    await store.save([kit.block(key, nbytes=2 * MIB)])
+    arriving, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def hold(data, passed):
+        if passed > 200_000:
+            loop.call_soon_threadsafe(arriving.set)
+            go_on.wait(10)
+        return data
+
+    relay.change = hold
+    buffer = kit.buffer(2 * MIB)
+    loading = asyncio.ensure_future(store.load([key], [buffer]))
+    await arriving.wait()
+    loading.cancel()
+    await asyncio.wait({loading})
+    assert loading.cancelled()
+    buffer.fill_(7)
+    go_on.set()
+    relay.change = lambda data, _: data
+    assert await load(store, kit, [key], 2 * MIB) == 1
+    assert bool((buffer == 7).all())
+
+
+async def test_closing_ends_calls_in_flight_and_every_thread(kit, own_redis, make_store):
+    store = await make_store(own_redis.port, timeout="20s")
+    keys = kit.keys("closing", count=8)
+    await store.save([kit.block(key, nbytes=MIB) for key in keys])
+    own_redis.freeze()
+    try:
+        calls = [
+            asyncio.ensure_future(call)
+            for key in keys
+            for call in (store.lookup([key]), store.load([key], [kit.buffer(MIB)]))
+        ]
+        await asyncio.sleep(0.1)
+        start = time.monotonic()
+        await store.close()
+        assert time.monotonic() - start < 1
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(result, BackendUnavailable) for result in results)
+    finally:
+        own_redis.thaw()
+    deadline = time.monotonic() + 2
+    while any(str(own_redis.port) in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_killed_server_is_an_error_and_an_empty_one_a_miss(kit, own_redis, make_store):
+    store = await make_store(own_redis.port)
+    keys = kit.keys("killed", count=3)
+    blocks = [kit.block(key, nbytes=MIB) for key in keys]
+    assert await store.save(blocks) == 3
+    own_redis.stop()
+    for operation in OPERATIONS.values():
+        with pytest.raises(BackendUnavailable):
+            await operation(store, kit, keys)
+    own_redis.start()
+    assert await store.lookup(keys) == 0
+    assert await load(store, kit, keys, MIB) == 0
+    assert await store.save(blocks) == 3
+    assert await load(store, kit, keys, MIB) == 3
+
+
+async def test_server_that_comes_back_with_its_data_has_the_blocks(kit, own_redis, make_store):
+    store = await make_store(own_redis.port)
+    keys = kit.keys("kept", count=3)
+    assert await store.save([kit.block(key, nbytes=5 * MIB, tokens=[1]) for key in keys]) == 3
+    own_redis.admin.save()
+    own_redis.stop()
+    own_redis.start()
+    assert await store.lookup(keys) == 3
+    assert await load(store, kit, keys, 5 * MIB) == 3
+    assert len(await store.children(None)) == 3
+
+
+async def test_server_killed_while_blocks_are_saved_has_whole_ones_or_none(
+    kit, own_redis, make_store
+):
+    own_redis.stop()
+    own_redis.command += ["--appendonly", "yes"]
+    own_redis.start()
+    store = await make_store(own_redis.port)
+    acknowledged = []
+
+    async def save_until_it_dies():
+        for number in range(1000):
+            key = kit.key("dying", number)
+            if await store.save([kit.block(key, nbytes=5 * MIB)]):
+                acknowledged.append(key)
+
+    saving = asyncio.ensure_future(save_until_it_dies())
+    await asyncio.sleep(0.15)
+    own_redis.stop()
+    with pytest.raises(BackendUnavailable):
+        await saving
+    own_redis.start()
+    assert acknowledged
+    for key in acknowledged:
+        assert await load(store, kit, [key], 5 * MIB) == 1
+    await load(store, kit, [kit.key("dying", len(acknowledged))], 5 * MIB)
+
+
+@pytest.mark.parametrize("after", [0, 1, 40, 65_536, 131_072, MIB, 2 * MIB, 5 * MIB])
+async def test_connection_cut_within_an_answer(kit, relay, make_store, after):
+    store = await make_store(relay.port, connections=1)
+    keys = kit.keys("cut", after, count=3)
+    await store.save([kit.block(key, nbytes=2 * MIB) for key in keys])
+    so_far = 0
+
+    def cut(data, _):
+        nonlocal so_far
+        so_far += len(data)
+        return data if so_far <= after else None
+
+    relay.change = cut
+    with pytest.raises(BackendUnavailable):
+        await store.load(keys, [kit.buffer(2 * MIB) for _ in keys])
+    relay.change = lambda data, _: data
+    assert await load(store, kit, keys, 2 * MIB) == 3
+    assert await store.lookup(keys) == 3
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 12, 70_000, 2 * MIB + 5])
+async def test_garbled_answer_is_an_error_or_told_by_the_content_and_never_the_next_ones(
+    kit, relay, make_store, at
+):
+    store = await make_store(relay.port, connections=1)
+    keys = kit.keys("garbled", at, count=3)
+    await store.save([kit.block(key, nbytes=2 * MIB) for key in keys])
+    so_far = 0
+
+    def garble(data, _):
+        nonlocal so_far
+        start, so_far = so_far, so_far + len(data)
+        if start <= at < so_far:
+            data = bytearray(data)
+            data[at - start] ^= 0xFF
+        return bytes(data)
+
+    relay.change = garble
+    into = [kit.buffer(2 * MIB) for _ in keys]
+    with contextlib.suppress(BackendUnavailable):
+        assert await store.load(keys, into) in {0, 1, 3}
+    assert all(kit.margins_whole(buffer) for buffer in into)
+    relay.change = lambda data, _: data
+    found = [await load(store, kit, [key], 2 * MIB) for key in keys]
+    assert sum(found) >= 2  # a garbled head is a damaged block, which is dropped
+
+
+async def test_connection_that_died_idle_costs_nothing(kit, relay, make_store):
+    store = await make_store(relay.port)
+    key = kit.key("idle")
+    await store.save([kit.block(key, nbytes=MIB)])
+    assert await store.lookup([key]) == 1
+    relay.cut()
+    await asyncio.sleep(0.05)
+    assert await store.lookup([key]) == 1
+    assert await load(store, kit, [key], MIB) == 1
+
+
+async def test_one_byte_at_a_time_is_slow_and_right(kit, relay, make_store):
+    store = await make_store(relay.port)
+    key = kit.key("slow")
+    await store.save([kit.block(key, nbytes=300)])
+    relay.step = 1
+    assert await load(store, kit, [key], 300) == 1
+
+
+async def test_replica_takes_no_blocks_and_gives_those_it_has(kit, own_redis, make_store):
+    store = await make_store(own_redis.port)
+    keys = kit.keys("replica", count=2)
+    assert await store.save([kit.block(keys[0], nbytes=MIB, tokens=[1])]) == 1
+    own_redis.admin.replicaof("127.0.0.1", "1")
+    own_redis.admin.config_set("replica-serve-stale-data", "yes")
+    assert await store.save([kit.block(keys[1], nbytes=MIB, tokens=[1])]) == 0
+    assert await load(store, kit, keys, MIB) == 1
+    own_redis.admin.replicaof("NO", "ONE")
+    assert await store.save([kit.block(keys[1], nbytes=MIB)]) == 1
+
+
+async def test_server_that_cannot_persist_takes_no_blocks(kit, own_redis, make_store):
+    store = await make_store(own_redis.port)
+    key = kit.key("misconf")
+    own_redis.admin.config_set("save", "3600 1")
+    (own_redis.folder / "dump.rdb").mkdir()  # there is no way to write it
+    own_redis.admin.set("x", "y")
+    own_redis.admin.bgsave()
+    deadline = time.monotonic() + 5
+    while own_redis.admin.info("persistence")["rdb_last_bgsave_status"] != "err":
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    assert await store.save([kit.block(key, nbytes=MIB)]) == 0
+    own_redis.admin.config_set("save", "")
+    assert await store.save([kit.block(key, nbytes=MIB)]) == 1
+
+
+@pytest.fixture
+def scripted():
+    """A server that is a Redis until it is told what to say."""
+    server = Script(lambda command: b"+PONG\r\n" if command[0] == b"PING" else b"$0\r\n\r\n")
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "error", ["LOADING Redis is loading", "MASTERDOWN Link is down", "BUSY script", "ERR what"]
+)
+async def test_errors_are_errors_and_no_misses(kit, scripted, make_store, error):
+    store = await make_store(scripted.port)
+    scripted.answer = lambda _: f"-{error}\r\n".encode()
+    for operation in OPERATIONS.values():
+        with pytest.raises(BackendUnavailable, match=error.split()[1]):
+            await operation(store, kit, [kit.key(1)])
+
+
+async def test_server_that_sends_its_client_in_a_circle(kit, scripted, make_store):
+    store = await make_store(scripted.port)
+    scripted.answer = lambda _: b"-MOVED 1 127.0.0.1:%d\r\n" % scripted.port
+    with pytest.raises(BackendUnavailable, match="without end"):
+        await store.lookup([kit.key(1)])
+
+
+async def test_answers_of_another_kind_are_errors(kit, scripted, make_store):
+    store = await make_store(scripted.port)
+    for answer in (b":1\r\n", b"*0\r\n", b"$-1\r\n", b"+what\r\n"):
+        scripted.answer = lambda _, answer=answer: answer
+        for name in ("lookup", "children", "stats"):
+            try:
+                found = await OPERATIONS[name](store, kit, [kit.key(1)])
+            except BackendUnavailable:
+                continue
+            assert found in (0, [], ())
+
+
+async def test_two_answers_to_one_question_are_noticed_before_the_next(kit, scripted, make_store):
+    store = await make_store(scripted.port)
+    key = kit.key(1)
+    value = Head(0, 4, 4, b"nonce678", 1.0).pack() + b"evil"
+    scripted.answer = lambda _: b"$%d\r\n%s\r\n" % (len(value), value) * 2
+    for _ in range(3):
+        with contextlib.suppress(BackendUnavailable):
+            await store.load([key], [kit.buffer(4)])
+    scripted.answer = lambda _: b"$-1\r\n"
+    await asyncio.sleep(0.05)
+    assert await store.load([key], [kit.buffer(4)]) == 0
+
+
+async def test_unreachable_again_is_an_error_within_the_time_for_connecting(kit, make_store, relay):
+    store = await make_store(relay.port)
+    with socket.create_server(("127.0.0.1", 0), backlog=1):
+        relay.close()
+        start = time.monotonic()
+        with pytest.raises(BackendUnavailable):
+            await store.lookup([kit.key(1)])
+        assert time.monotonic() - start < 2
