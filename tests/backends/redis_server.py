@@ -188,7 +188,7 @@ class RedisGroup:
         self.folder = folder
         self.master = RedisServer(folder / "master", "--repl-diskless-sync-delay", "0")
         self.replica = RedisServer(
-            folder / "replica", "--replicaof", f"127.0.0.1 {self.master.port}"
+            folder / "replica", "--replicaof", "127.0.0.1", str(self.master.port)
         )
         (folder / "sentinel").mkdir(parents=True)
         file = folder / "sentinel" / "conf"
