@@ -28,9 +28,10 @@ _BUILT_IN = {
     "redis+cluster": "kvconnect.backends.redis:from_url",
     "redis+sentinel": "kvconnect.backends.redis:from_url",
     "rediss": "kvconnect.backends.redis:from_url",
+    "s3": "kvconnect.backends.s3:from_url",
     "tiered": "kvconnect.backends.tiered:from_url",
 }
-_PLANNED = ("nixl", "s3")
+_PLANNED = ("nixl",)
 
 
 def schemes() -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from redis_server import own_redis, redis_cluster, redis_server  # noqa: F401  fixtures
+from s3_server import BUCKET, S3Server
 from torch import Tensor
 
 from kvconnect import frame
@@ -18,6 +20,8 @@ from kvconnect.backend import Backend, StoredBlock
 from kvconnect.backends import GuardedBackend, open_backend
 from kvconnect.backends.disk import DiskBackend
 from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.s3 import S3Backend
+from kvconnect.backends.s3_settings import S3Settings
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
@@ -126,7 +130,27 @@ def kit() -> Kit:
     return Kit()
 
 
-@pytest.fixture(params=["memory", "disk", "redis"])
+@pytest.fixture
+def s3_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Some, and nothing else of what this machine's user has set for AWS."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+
+
+@pytest.fixture
+def s3_server(s3_credentials: None) -> Iterator[S3Server]:
+    """A service with an empty bucket."""
+    server = S3Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "disk", "redis", "s3"])
 def make_bare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Backend]:
     """Makes a store that is not open yet; ``make_bare(capacity=…)``."""
 
@@ -136,6 +160,9 @@ def make_bare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., B
         if request.param == "redis":  # its capacity is the server's
             server = request.getfixturevalue("redis_server")
             return open_backend(f"{server.url}?prefix={tmp_path.name}-{id(tmp_path)}:").inner
+        if request.param == "s3":
+            endpoint = request.getfixturevalue("s3_server").endpoint
+            return S3Backend(S3Settings(bucket=BUCKET, prefix="kv", endpoint_url=endpoint))
         return DiskBackend(tmp_path / "store", capacity=capacity)
 
     return make

@@ -1,0 +1,89 @@
+"""A boto3 client for the S3 store."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any
+
+import boto3
+import botocore.session
+from botocore.config import Config
+from botocore.httpsession import get_cert_path
+from botocore.utils import get_environ_proxies
+
+from kvconnect.backends.s3_settings import S3Settings
+from kvconnect.backends.s3_transport import Transport
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["make_client"]
+
+_ATTEMPTS = 3
+_CONNECT_TIMEOUT_S = 3.0
+_DEFAULT_REGION = "us-east-1"
+
+
+def make_client(settings: S3Settings) -> tuple[Any, Transport | None]:
+    """A boto3 client, and the transport below it: ``None`` behind a proxy, which boto3 serves.
+
+    Takes a tenth of a second, and reads boto3's configuration files; connects to nothing.
+
+    Raises:
+        ConfigurationError: the certificates cannot be read.
+        BotoCoreError: the profile or region does not exist.
+    """
+    session = boto3.Session(profile_name=settings.profile, region_name=settings.region)
+    # Something has to be signed; other services than AWS do not look at it.
+    region = session.region_name or (_DEFAULT_REGION if settings.endpoint_url else None)
+    certificates = settings.ca_bundle or _configured(session, "ca_bundle")
+    client = session.client(
+        "s3",
+        region_name=region,
+        endpoint_url=settings.endpoint_url,
+        config=_config(settings),
+        verify=certificates,
+    )
+    meta = client.meta
+    # Only now is it known where the client goes: the environment or a profile may say.
+    if settings.sign_payload is None:
+        tls = meta.endpoint_url.startswith("https:")
+        meta.config.s3["payload_signing_enabled"] = not tls
+    config: Any = meta.config  # the types lack half of it
+    if config.proxies or get_environ_proxies(meta.endpoint_url) or config.client_cert:
+        return client, None
+    transport = Transport(
+        connect_timeout=min(_CONNECT_TIMEOUT_S, settings.timeout_s),
+        read_timeout=settings.timeout_s,
+        tls=_tls(certificates),
+    )
+    meta.events.register("before-send.s3", transport)
+    return client, transport
+
+
+def _config(settings: S3Settings) -> Config:
+    # Hashing and checksums cost several times the upload itself. TLS guards the way there, and
+    # every block has a checksum of its own, which is looked at when it is loaded.
+    return Config(
+        connect_timeout=min(_CONNECT_TIMEOUT_S, settings.timeout_s),
+        read_timeout=settings.timeout_s,
+        max_pool_connections=2 * settings.concurrency,
+        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={
+            "addressing_style": settings.addressing_style,
+            "payload_signing_enabled": bool(settings.sign_payload),
+        },
+    )
+
+
+def _configured(session: boto3.Session, name: str) -> str | None:
+    core: botocore.session.Session = session._session  # noqa: SLF001 (boto3 has no other way)
+    value = core.get_config_variable(name)
+    return None if value is None else str(value)
+
+
+def _tls(certificates: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=certificates or get_cert_path(verify=True))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(f"ca_bundle={certificates}: {error}") from error

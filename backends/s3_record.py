@@ -1,0 +1,232 @@
+"""What the store keeps about blocks, beside their bytes.
+
+A record is ``magic | length | checksum | JSON``. It stands at the beginning of the object of a
+block that is alone, before the block's bytes; or it is all there is of the object that stands for a
+block whose bytes are in a payload object, with those of its neighbours. Each of these has the same
+record, which lists them all: whoever has asked for one block knows about the others.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import struct
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvconnect.backend import Child, StoredBlock
+from kvconnect.errors import Recompute
+from kvconnect.keys import KEY_NBYTES, BlockKey
+from kvconnect.tokens import TokenArray
+
+__all__ = ["PREAMBLE_NBYTES", "BadRecord", "Member", "Record", "pack", "record_nbytes", "unpack"]
+
+_MAGIC = b"KVCS3REC"
+_PREAMBLE = struct.Struct("<8sII8s")  # magic, length of the JSON, nothing, its checksum
+PREAMBLE_NBYTES = _PREAMBLE.size
+_MOST_NBYTES = 16 << 20
+
+
+class BadRecord(Recompute):
+    """What is stored under the name of a record is none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """One block of a record.
+
+    Attributes:
+        offset: of its bytes in the payload.
+        nbytes: of its value.
+        parent, tokens, priority, namespace, model, group: as in `StoredBlock`.
+    """
+
+    key: BlockKey
+    offset: int
+    nbytes: int
+    parent: BlockKey | None = None
+    tokens: TokenArray | None = None
+    priority: int = 0
+    namespace: bytes = b""
+    model: bytes = b""
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """Blocks that share an object.
+
+    Attributes:
+        members: in the order of their bytes.
+        created_at: Unix seconds, by the writer's clock.
+        payload: name of the payload object; ``None``: the bytes of the only member follow the
+            record.
+    """
+
+    members: tuple[Member, ...]
+    created_at: float
+    payload: str | None = None
+
+    @classmethod
+    def of(cls, blocks: Sequence[StoredBlock], created_at: float, payload: str | None) -> Record:
+        """The record of `blocks`, whose bytes lie one after the other."""
+        members, offset = [], 0
+        for block in blocks:
+            members.append(_member(block, offset))
+            offset += block.data.numel()
+        return cls(tuple(members), created_at, payload)
+
+    def find(self, key: BlockKey) -> Member | None:
+        """The member `key`."""
+        return next((member for member in self.members if member.key == key), None)
+
+    def without(self, keys: Collection[BlockKey]) -> Record:
+        """The same without `keys`; the others' bytes stay where they are."""
+        return replace(self, members=tuple(m for m in self.members if m.key not in keys))
+
+    def children(self, key: BlockKey) -> list[Child]:
+        """The members with tokens whose parent is `key`."""
+        return [
+            Child(member.key, member.tokens)
+            for member in self.members
+            if member.parent == key and member.tokens is not None
+        ]
+
+    def encode(self) -> bytes:
+        """As `decode` reads it."""
+        blocks = [_to_json(member) for member in self.members]
+        return pack({"at": self.created_at, "payload": self.payload, "blocks": blocks})
+
+    @classmethod
+    def decode(cls, data: bytes) -> Record:
+        """The record at the beginning of `data`.
+
+        Raises:
+            BadRecord: damaged, cut short, or something else.
+        """
+        try:
+            content = unpack(data)
+            payload = content["payload"]
+            members = tuple(_from_json(block) for block in content["blocks"])
+            if payload is not None and not (isinstance(payload, str) and payload.isalnum()):
+                raise BadRecord("its payload has no name of ours")
+            if not members or (payload is None and (len(members) > 1 or members[0].offset)):
+                raise BadRecord(f"{len(members)} blocks cannot follow it")
+            return cls(members, float(content["at"]), payload)
+        except (KeyError, TypeError, ValueError, AttributeError, binascii.Error) as error:
+            raise BadRecord(f"not a record: {error!r}") from error
+
+
+def record_nbytes(data: bytes) -> int:
+    """Bytes of the record that begins with `data`, of at least `PREAMBLE_NBYTES`.
+
+    Raises:
+        BadRecord: `data` is no beginning of a record.
+    """
+    if len(data) < PREAMBLE_NBYTES:
+        raise BadRecord(f"{len(data)} bytes are no record")
+    magic, length, _, _ = _PREAMBLE.unpack_from(data)
+    if magic != _MAGIC or length > _MOST_NBYTES:
+        raise BadRecord("not a record: wrong magic number")
+    return PREAMBLE_NBYTES + int(length)
+
+
+def pack(content: dict[str, Any]) -> bytes:
+    """`content` as JSON with its length and checksum before it."""
+    body = json.dumps(content, separators=(",", ":")).encode()
+    return _PREAMBLE.pack(_MAGIC, len(body), 0, xxhash.xxh3_64_digest(body)) + body
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """What `pack` was given; `data` may go on behind it.
+
+    Raises:
+        BadRecord: damaged, cut short, or something else.
+    """
+    end = record_nbytes(data)
+    body = data[PREAMBLE_NBYTES:end]
+    if len(data) < end or _PREAMBLE.unpack_from(data)[3] != xxhash.xxh3_64_digest(body):
+        raise BadRecord("checksum mismatch")
+    content = json.loads(body)
+    if not isinstance(content, dict):
+        raise BadRecord("not an object")
+    return content
+
+
+def _member(block: StoredBlock, offset: int) -> Member:
+    return Member(
+        block.key,
+        offset,
+        block.data.numel(),
+        block.parent,
+        block.tokens,
+        block.priority,
+        block.namespace,
+        block.model,
+        block.group,
+    )
+
+
+def _to_json(member: Member) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "key": member.key.hex(),
+        "offset": member.offset,
+        "nbytes": member.nbytes,
+        "priority": member.priority,
+    }
+    if member.parent is not None:
+        content["parent"] = member.parent.hex()
+    if member.tokens is not None:
+        content["tokens"] = tokens_to_text(member.tokens)
+    if member.namespace:
+        content["namespace"] = member.namespace.hex()
+    if member.model:
+        content["model"] = member.model.hex()
+    if member.group:
+        content["group"] = member.group
+    return content
+
+
+def _from_json(content: dict[str, Any]) -> Member:
+    offset, nbytes = int(content["offset"]), int(content["nbytes"])
+    if offset < 0 or nbytes < 0:
+        raise BadRecord("a block lies before its payload")
+    tokens = content.get("tokens")
+    return Member(
+        key_from_text(content["key"]),
+        offset,
+        nbytes,
+        key_from_text(content["parent"]) if "parent" in content else None,
+        None if tokens is None else tokens_from_text(tokens),
+        int(content["priority"]),
+        bytes.fromhex(content.get("namespace", "")),
+        bytes.fromhex(content.get("model", "")),
+        int(content.get("group", 0)),
+    )
+
+
+def key_from_text(text: str) -> BlockKey:
+    """The key of `text`, in hexadecimal.
+
+    Raises:
+        BadRecord: `text` is none.
+    """
+    key = bytes.fromhex(text)
+    if len(key) != KEY_NBYTES:
+        raise BadRecord(f"{len(key)} bytes are no key")
+    return BlockKey(key)
+
+
+def tokens_to_text(tokens: TokenArray) -> str:
+    """`tokens` as little-endian int32, in base64."""
+    return base64.b64encode(tokens.astype("<i4").tobytes()).decode()
+
+
+def tokens_from_text(text: str) -> TokenArray:
+    """What `tokens_to_text` was given."""
+    return np.frombuffer(base64.b64decode(text, validate=True), "<i4").astype(np.int32)

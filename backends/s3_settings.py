@@ -1,0 +1,169 @@
+"""What an ``s3:`` URL says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["AddressingStyle", "S3Settings"]
+
+AddressingStyle = Literal["auto", "path", "virtual"]
+
+_PARAMETERS = (
+    *("endpoint_url", "region", "profile", "addressing_style", "ca_bundle", "sign_payload"),
+    *("blocks_per_object", "part_size", "concurrency", "timeout", "storage_class", "sse"),
+    *("sse_kms_key_id", "ttl", "lookup_ttl", "miss_ttl"),
+)
+_BLOCKS_PER_OBJECT = 8
+_PART_NBYTES = 4 << 20
+_CONCURRENCY = 16
+_TIMEOUT_S = 10.0
+_LOOKUP_TTL_S = 60.0
+_MISS_TTL_S = 2.0
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Settings:
+    """Where the store is and how to use it. Credentials are boto3's: environment, profile, role.
+
+    Attributes:
+        bucket: exists already.
+        prefix: of all object names, without a slash at its end; may be empty.
+        endpoint_url: of an S3-compatible service; ``None``: AWS.
+        region: ``None``: boto3's, and ``us-east-1`` at an `endpoint_url` where boto3 knows none.
+        profile: of the AWS configuration files.
+        addressing_style: whether the bucket stands in the host name or in the path.
+        ca_bundle: file of certificates to trust instead of the usual ones.
+        sign_payload: hash what is uploaded; ``None``: without TLS only.
+        blocks_per_object: neighbouring blocks of one save that share an object.
+        part_nbytes: longer reads are split into parts of so many bytes, read at the same time.
+        concurrency: requests at the same time.
+        timeout_s: after so many seconds without a byte a connection is given up.
+        storage_class, sse, sse_kms_key_id: of the objects written.
+        ttl_s: blocks older than so many seconds are not found.
+        lookup_ttl_s, miss_ttl_s: how long it is remembered that a block is there, or is not.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    addressing_style: AddressingStyle = "auto"
+    ca_bundle: str | None = None
+    sign_payload: bool | None = None
+    blocks_per_object: int = _BLOCKS_PER_OBJECT
+    part_nbytes: int = _PART_NBYTES
+    concurrency: int = _CONCURRENCY
+    timeout_s: float = _TIMEOUT_S
+    storage_class: str | None = None
+    sse: str | None = None
+    sse_kms_key_id: str | None = None
+    ttl_s: float | None = None
+    lookup_ttl_s: float = _LOOKUP_TTL_S
+    miss_ttl_s: float = _MISS_TTL_S
+
+    def __post_init__(self) -> None:
+        if "@" in self.bucket:
+            raise ConfigurationError(
+                f"s3 store: credentials before '{self.bucket.rpartition('@')[2]}' are not taken "
+                "from the URL; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or profile="
+            )
+        if not _BUCKET.fullmatch(self.bucket):
+            raise ConfigurationError(
+                f"s3 store: bucket '{self.bucket}' is no bucket name; write s3://bucket/prefix"
+            )
+        _check_endpoint(self.endpoint_url)
+        _within("blocks_per_object", self.blocks_per_object, 1, 256)
+        _within("concurrency", self.concurrency, 1, 256)
+        _within("part_size", self.part_nbytes, 64 << 10, 5 << 30)
+
+    def __str__(self) -> str:
+        at = f" at {self.endpoint_url}" if self.endpoint_url else ""
+        return f"s3 store s3://{self.bucket}/{self.prefix}{at}"
+
+    def name(self, kind: str, *parts: str) -> str:
+        """The name of an object, or what such names begin with."""
+        # The format's version: another one reads and writes other objects.
+        return "/".join((*((self.prefix,) if self.prefix else ()), "v1", kind, *parts))
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> S3Settings:
+        """Take `url` apart.
+
+        Raises:
+            ConfigurationError: names the parameter, its value and what is right.
+        """
+        url.allow(*_PARAMETERS)
+        if url.query.get("sse_kms_key_id") and not url.query.get("sse"):
+            raise ConfigurationError("sse_kms_key_id: needs sse=aws:kms")
+        sign = url.choice("sign_payload", "auto", "yes", "no")
+        text = url.query.get
+        return cls(
+            bucket=url.location,
+            prefix=url.path.strip("/"),
+            endpoint_url=text("endpoint_url"),
+            region=text("region"),
+            profile=text("profile"),
+            addressing_style=_addressing(url),
+            ca_bundle=text("ca_bundle"),
+            sign_payload=None if sign == "auto" else sign == "yes",
+            blocks_per_object=_number(url, "blocks_per_object", _BLOCKS_PER_OBJECT),
+            part_nbytes=url.size("part_size") or _PART_NBYTES,
+            concurrency=_number(url, "concurrency", _CONCURRENCY),
+            timeout_s=url.duration("timeout") or _TIMEOUT_S,
+            storage_class=text("storage_class"),
+            sse=text("sse"),
+            sse_kms_key_id=text("sse_kms_key_id"),
+            ttl_s=url.duration("ttl"),
+            lookup_ttl_s=_seconds(url, "lookup_ttl", _LOOKUP_TTL_S),
+            miss_ttl_s=_seconds(url, "miss_ttl", _MISS_TTL_S),
+        )
+
+
+def _addressing(url: StoreUrl) -> AddressingStyle:
+    styles: tuple[AddressingStyle, ...] = ("auto", "path", "virtual")
+    chosen = url.choice("addressing_style", *styles)
+    return next(style for style in styles if style == chosen)
+
+
+def _number(url: StoreUrl, name: str, default: int) -> int:
+    text = url.query.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise ConfigurationError(f"{name}={text}: a whole number such as {default} is needed")
+    return int(text)
+
+
+def _seconds(url: StoreUrl, name: str, default: float) -> float:
+    # Unlike other durations these may be 0: nothing is remembered.
+    if url.query.get(name) in {"0", "0s"}:
+        return 0.0
+    given = url.duration(name)
+    return default if given is None else given
+
+
+def _within(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigurationError(f"{name}={value}: must be between {low} and {high}")
+
+
+def _check_endpoint(endpoint_url: str | None) -> None:
+    if endpoint_url is None:
+        return
+    try:
+        parts = urlsplit(endpoint_url)
+        good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigurationError(
+            f"endpoint_url={endpoint_url}: a URL such as https://minio.example:9000 is needed"
+        )

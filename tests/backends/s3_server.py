@@ -1,0 +1,245 @@
+"""S3 servers on this machine: moto, which knows the protocol, and one that can be made to fail."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+BUCKET = "cache"
+
+
+@contextmanager
+def moto_server() -> Iterator[str]:
+    """moto with an empty bucket `BUCKET`; its endpoint's URL."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    client.create_bucket(Bucket=BUCKET)
+    client.close()
+    try:
+        yield endpoint
+    finally:
+        server.stop()
+
+
+@dataclass(slots=True)
+class Request:
+    """What a fault is told, and what a test can look at."""
+
+    method: str
+    name: str
+    headers: dict[str, str]
+    query: dict[str, list[str]]
+
+    @property
+    def kind(self) -> str:
+        """The store's kind of object: ``k`` of a block, ``g`` payload, ``c`` children."""
+        parts = self.name.split("/")
+        return parts[parts.index("v1") + 1] if "v1" in parts else ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the server sends.
+
+    Attributes:
+        promise: Content-Length, if not the body's.
+        drip_s: seconds between two bytes of the body.
+    """
+
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    promise: int | None = None
+    drip_s: float = 0.0
+
+
+def refusal(status: int, code: str) -> Answer:
+    """An error as S3 tells it."""
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
+    return Answer(status, body.encode(), {"Content-Type": "application/xml"})
+
+
+class S3Server:
+    """A bucket in memory, with as much of the protocol as the store uses.
+
+    Attributes:
+        objects: name → (bytes, etag, when written).
+        requests: every request so far.
+        fault: asked first; its answer, if it gives one, is sent instead. It may also wait.
+        ahead_s: how far its clock is ahead.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self.objects: dict[str, tuple[bytes, str, float]] = {}
+        self.requests: list[Request] = []
+        self.fault: Callable[[Request], Answer | None] = lambda _: None
+        self.after: Callable[[Request, Answer], Answer | None] = lambda _, answer: answer
+        self.ahead_s = 0.0
+        self.stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def counts(self) -> Counter[str]:
+        """Requests so far, as ``GET k``, ``PUT g``, …; forgets them."""
+        with self._lock:
+            requests, self.requests = self.requests, []
+        return Counter(f"{request.method} {request.kind}" for request in requests)
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(name for name in self.objects if f"v1/{kind}/" in name)
+
+    def answer(self, request: Request, body: bytes) -> Answer | None:
+        with self._lock:
+            self.requests.append(request)
+        planted = self.fault(request)
+        if planted is not None:
+            return planted
+        with self._lock:
+            return self.after(request, self._answer(request, body))
+
+    def _answer(self, request: Request, body: bytes) -> Answer:
+        if not request.name:
+            return self._list(request) if "list-type" in request.query else Answer(200)
+        method = {"GET": self._get, "HEAD": self._get, "DELETE": self._delete}.get(request.method)
+        return self._put(request, body) if method is None else method(request)
+
+    def _get(self, request: Request) -> Answer:
+        found = self.objects.get(request.name)
+        if found is None:
+            return refusal(404, "NoSuchKey")
+        data, etag, at = found
+        headers = {"ETag": etag, "Last-Modified": formatdate(at, usegmt=True)}
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
+        if match is None:
+            return Answer(200, data, headers)
+        first, last = int(match[1]), min(int(match[2] or len(data)), len(data) - 1)
+        if first >= len(data):
+            return refusal(416, "InvalidRange")
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        return Answer(206, data[first : last + 1], headers)
+
+    def _put(self, request: Request, body: bytes) -> Answer:
+        found = self.objects.get(request.name)
+        if request.headers.get("if-none-match") == "*" and found is not None:
+            return refusal(412, "PreconditionFailed")
+        wanted = request.headers.get("if-match")
+        if wanted is not None and found is None:
+            return refusal(404, "NoSuchKey")
+        if wanted is not None and found is not None and found[1] != wanted:
+            return refusal(412, "PreconditionFailed")
+        etag = f'"{hashlib.md5(body, usedforsecurity=False).hexdigest()}"'
+        self.objects[request.name] = (body, etag, time.time() + self.ahead_s)
+        return Answer(200, headers={"ETag": etag})
+
+    def _delete(self, request: Request) -> Answer:
+        self.objects.pop(request.name, None)
+        return Answer(204)
+
+    def _list(self, request: Request) -> Answer:
+        prefix = request.query.get("prefix", [""])[0]
+        after = request.query.get("continuation-token", [""])[0]
+        names = [name for name in sorted(self.objects) if name.startswith(prefix) and name > after]
+        page, rest = names[:1000], names[1000:]
+        items = "".join(
+            f"<Contents><Key>{escape(name)}</Key><Size>{len(self.objects[name][0])}</Size>"
+            f"<LastModified>{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(self.objects[name][2]))}"
+            f"</LastModified></Contents>"
+            for name in page
+        )
+        token = f"<NextContinuationToken>{page[-1]}</NextContinuationToken>" if rest else ""
+        return Answer(
+            200,
+            f"<ListBucketResult><IsTruncated>{'true' if rest else 'false'}</IsTruncated>{token}"
+            f"{items}</ListBucketResult>".encode(),
+            {"Content-Type": "application/xml"},
+        )
+
+
+def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+        wbufsize = -1
+
+        def serve(self) -> None:
+            parts = urlsplit(self.path)
+            bucket, _, name = unquote(parts.path).lstrip("/").partition("/")
+            headers = {key.lower(): value for key, value in self.headers.items()}
+            body = self.rfile.read(int(headers.get("content-length", 0)))
+            request = Request(self.command, name, headers, parse_qs(parts.query))
+            answer = server.answer(request, body) if bucket == BUCKET else None
+            if bucket != BUCKET:
+                answer = refusal(404, "NoSuchBucket")
+            if answer is None:  # closed without a word
+                self.close_connection = True
+                return
+            self._send(answer)
+
+        def _send(self, answer: Answer) -> None:
+            length = len(answer.body) if answer.promise is None else answer.promise
+            self.send_response(answer.status)
+            for name, value in answer.headers.items():
+                self.send_header(name, value)
+            if answer.status != 204:
+                self.send_header("Content-Length", str(length))
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            if answer.drip_s:
+                for byte in answer.body:
+                    self.wfile.write(bytes([byte]))
+                    self.wfile.flush()
+                    if server.stopping.wait(answer.drip_s):
+                        break
+            else:
+                self.wfile.write(answer.body)
+            if length != len(answer.body):
+                self.close_connection = True
+
+        def handle(self) -> None:
+            with suppress(OSError):  # the client went away
+                super().handle()
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return formatdate(time.time() + server.ahead_s, usegmt=True)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        do_GET = do_HEAD = do_PUT = do_DELETE = do_POST = serve  # noqa: N815
+
+    return Handler
