@@ -121,6 +121,23 @@ class S3Finder:
             await self._ask(_probes(keys[known:], answers, step), answers)
         return [found for key in keys[:known] if isinstance(found := answers[key], Found)]
 
+    async def present(self, keys: Sequence[BlockKey]) -> list[Found]:
+        """Those of `keys` that are stored, and perhaps not all: of objects with few blocks.
+
+        Raises:
+            BackendUnavailable: the service cannot be asked.
+        """
+        found = await self.leading(keys)
+        # Behind the first absent one there is mostly nothing; where there is, all are asked for.
+        answers: dict[BlockKey, Found | Absent] = {}
+        rest = keys[len(found) + 1 :]
+        self._remembered(rest, answers)
+        for step in (self._settings.blocks_per_object, 1):
+            await self._ask([key for key in rest[::step] if key not in answers], answers)
+            if not any(isinstance(answer, Found) for answer in answers.values()):
+                break
+        return [*found, *(one for one in answers.values() if isinstance(one, Found))]
+
     async def find(self, key: BlockKey) -> Found | None:
         """`key`, if it is stored."""
         found = await self.leading([key])
@@ -203,7 +220,8 @@ class S3Finder:
             self._cache.put(key, answer, self._settings.miss_ttl_s)
             return
         for found in _neighbours(answer):
-            if found.member.key == key or self._cache.get(found.member.key) is None:
+            # The newer answer is right, but one that was read itself tells more than a neighbour's.
+            if found.etag is not None or not isinstance(self._cache.get(found.member.key), Found):
                 self._cache.put(found.member.key, found, self._settings.lookup_ttl_s)
 
 

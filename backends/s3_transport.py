@@ -49,10 +49,12 @@ class Transport:
     Args:
         connect_timeout: seconds.
         read_timeout: seconds without a byte.
-        tls: for ``https``.
+        tls: for ``https``; ``None``: Python's own.
     """
 
-    def __init__(self, *, connect_timeout: float, read_timeout: float, tls: ssl.SSLContext) -> None:
+    def __init__(
+        self, *, connect_timeout: float, read_timeout: float, tls: ssl.SSLContext | None
+    ) -> None:
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
         self._tls = tls

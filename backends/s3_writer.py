@@ -66,15 +66,10 @@ class S3Writer:
         """
         unique = {block.key: block for block in reversed(blocks)}
         ordered = [unique[key] for key in dict.fromkeys(block.key for block in blocks)]
-        # Of those behind the first absent one, the conditions of the writes tell.
-        found = await self._finder.leading([block.key for block in ordered])
+        # What this does not find, the conditions of the writes do.
+        found = await self._finder.present([block.key for block in ordered])
         stored = {one.member.key for one in found}
-        missing = [
-            block
-            for block in ordered
-            if block.key not in stored and not isinstance(self._finder.remembered(block.key), Found)
-        ]
-        stored.update(block.key for block in ordered if block not in missing)
+        missing = [block for block in ordered if block.key not in stored]
         error = None
         objects = [asyncio.ensure_future(self._save_object(one)) for one in self._objects(missing)]
         for result in await settled(objects):
@@ -121,7 +116,8 @@ class S3Writer:
         if lost:
             # Another writer was faster with these: their bytes here are not used.
             await self._shrink({payload: record}, lost)
-            found = [one for one in found if one.member.key in lost]
+            left = record.without(lost)
+            found = [replace(one, record=left) if one.record is record else one for one in found]
         return found
 
     async def _point(self, record: Record, views: Sequence[memoryview | bytes]) -> list[Found]:

@@ -150,6 +150,18 @@ def s3_server(s3_credentials: None) -> Iterator[S3Server]:
     server.stop()
 
 
+@pytest.fixture
+def make_s3(s3_server: S3Server) -> Callable[..., S3Backend]:
+    """Makes S3 stores in one bucket; what they remember of it is forgotten at once."""
+
+    def make(**options: object) -> S3Backend:
+        forgetful = {"lookup_ttl_s": 0.0, "miss_ttl_s": 0.0, "timeout_s": 5.0}
+        place = {"bucket": BUCKET, "prefix": "kv", "endpoint_url": s3_server.endpoint}
+        return S3Backend(S3Settings(**{**forgetful, **place, **options}))  # type: ignore[arg-type]
+
+    return make
+
+
 @pytest.fixture(params=["memory", "disk", "redis", "s3"])
 def make_bare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Backend]:
     """Makes a store that is not open yet; ``make_bare(capacity=…)``."""

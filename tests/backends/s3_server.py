@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import threading
 import time
@@ -20,10 +21,11 @@ BUCKET = "cache"
 
 @contextmanager
 def moto_server() -> Iterator[str]:
-    """moto with an empty bucket `BUCKET`; its endpoint's URL."""
+    """Runs moto with an empty bucket `BUCKET`; its endpoint's URL."""
     import boto3
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -174,18 +176,21 @@ class S3Server:
         after = request.query.get("continuation-token", [""])[0]
         names = [name for name in sorted(self.objects) if name.startswith(prefix) and name > after]
         page, rest = names[:1000], names[1000:]
-        items = "".join(
-            f"<Contents><Key>{escape(name)}</Key><Size>{len(self.objects[name][0])}</Size>"
-            f"<LastModified>{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(self.objects[name][2]))}"
-            f"</LastModified></Contents>"
-            for name in page
-        )
+        items = "".join(self._item(name, *self.objects[name]) for name in page)
         token = f"<NextContinuationToken>{page[-1]}</NextContinuationToken>" if rest else ""
         return Answer(
             200,
             f"<ListBucketResult><IsTruncated>{'true' if rest else 'false'}</IsTruncated>{token}"
             f"{items}</ListBucketResult>".encode(),
             {"Content-Type": "application/xml"},
+        )
+
+    @staticmethod
+    def _item(name: str, data: bytes, etag: str, at: float) -> str:
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+        return (
+            f"<Contents><Key>{escape(name)}</Key><Size>{len(data)}</Size><ETag>{etag}</ETag>"
+            f"<LastModified>{when}</LastModified></Contents>"
         )
 
 
