@@ -147,7 +147,7 @@ class S3Bucket:
                     if failure.absent:
                         return None
                     if failure.status == 416:  # an empty object has no first byte
-                        return Fetched(b"", "", 0, 0.0)
+                        return self._fetch_empty(name)
                     raise
                 except _BODY_ERRORS:
                     if attempt + 1 == _BODY_ATTEMPTS:
@@ -166,6 +166,15 @@ class S3Bucket:
         if len(data) != span[1] + 1:
             raise IncompleteReadError(actual_bytes=len(data), expected_bytes=span[1] + 1)
         return Fetched(data, response["ETag"], span[2], _age(response))
+
+    def _fetch_empty(self, name: str) -> Fetched | None:
+        try:
+            response = self._client.head_object(Bucket=self._bucket, Key=name)
+        except ClientError as error:
+            if S3Failure.of(error).absent:
+                return None
+            raise
+        return Fetched(b"", response["ETag"], response["ContentLength"], _age(response))
 
     def read(self, name: str, start: int, views: Sequence[memoryview]) -> None:
         """Fill `views`, one after the other, with the bytes of an object from `start` on.

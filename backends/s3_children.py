@@ -8,13 +8,16 @@ It is a hint: a block that it fails to list is only not found as part of a longe
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from functools import reduce
+from typing import Any, TypeAlias
 
 from kvconnect.backend import MAX_CHILDREN, Child
 from kvconnect.backends.s3_bucket import Conflict, S3Bucket
 from kvconnect.backends.s3_cache import AnswerCache
-from kvconnect.backends.s3_jobs import Jobs
+from kvconnect.backends.s3_jobs import Jobs, settled
 from kvconnect.backends.s3_record import (
     BadRecord,
     key_from_text,
@@ -32,7 +35,10 @@ __all__ = ["S3Children"]
 _MOST_CACHED = 1024
 _MOST_NBYTES = 4 << 20
 _TRIES = 8
+_PAUSE_S = 0.01
 _LOCKS = 64
+
+_Change: TypeAlias = Callable[[list[Child]], list[Child]]
 
 
 class S3Children:
@@ -44,6 +50,7 @@ class S3Children:
         self._jobs = jobs
         self._cache: AnswerCache[BlockKey | None, list[Child]] = AnswerCache(_MOST_CACHED)
         self._changes = 0
+        self._waiting: dict[BlockKey | None, tuple[list[_Change], asyncio.Task[None]]] = {}
         # Writers of this process take turns; between processes the conditions of the writes decide.
         self._locks = [asyncio.Lock() for _ in range(_LOCKS)]
 
@@ -92,35 +99,41 @@ class S3Children:
 
         await self._change(parent, reduced)
 
-    async def _change(
-        self, parent: BlockKey | None, change: Callable[[list[Child]], list[Child]]
-    ) -> None:
+    async def _change(self, parent: BlockKey | None, change: _Change) -> None:
+        # What comes while another change of this list is on its way is done in one go after it.
+        waiting = self._waiting.get(parent)
+        if waiting is None:
+            changes: list[_Change] = []
+            task = asyncio.get_running_loop().create_task(self._change_all(parent, changes))
+            waiting = self._waiting[parent] = changes, task
+        waiting[0].append(change)
+        (error,) = await settled([waiting[1]])
+        if error is not None:
+            raise error
+
+    async def _change_all(self, parent: BlockKey | None, changes: list[_Change]) -> None:
         lock = self._locks[0 if parent is None else parent[0] % _LOCKS]
         async with lock:
+            del self._waiting[parent]
             try:
-                await self._jobs.run(lambda: self._rewrite(parent, change))
+                await self._jobs.run(lambda: self._rewrite(parent, changes))
             finally:
                 self._changes += 1
                 self._cache.drop(parent)
 
     # ------------------------------------------------------------------ on threads
 
-    def _rewrite(
-        self, parent: BlockKey | None, change: Callable[[list[Child]], list[Child]]
-    ) -> None:
-        for _ in range(_TRIES):
+    def _rewrite(self, parent: BlockKey | None, changes: Sequence[_Change]) -> None:
+        for attempt in range(_TRIES):
             old, etag = self._read(parent)
-            new = change(old)
+            new = reduce(lambda children, change: change(children), changes, old)
             if new is old:
                 return
             try:
-                if new:
-                    self._bucket.put(self._name(parent), [_encode(new)], replaces=etag)
-                else:
-                    self._bucket.remove(self._name(parent))
+                self._bucket.put(self._name(parent), [_encode(new)], replaces=etag)
                 return
             except Conflict:
-                continue
+                time.sleep(random.uniform(0, _PAUSE_S * 2**attempt))
         warn_once("s3.children", f"{self._settings}: too many writers of one list of tails")
 
     def _read(self, parent: BlockKey | None) -> tuple[list[Child], str]:

@@ -27,7 +27,7 @@ from kvconnect.tokens import TokenArray
 __all__ = ["PREAMBLE_NBYTES", "BadRecord", "Member", "Record", "pack", "record_nbytes", "unpack"]
 
 _MAGIC = b"KVCS3REC"
-_PREAMBLE = struct.Struct("<8sII8s")  # magic, length of the JSON, nothing, its checksum
+_PREAMBLE = struct.Struct("<8sI8s")  # magic, length of the JSON, its checksum
 PREAMBLE_NBYTES = _PREAMBLE.size
 _MOST_NBYTES = 16 << 20
 
@@ -130,7 +130,7 @@ def record_nbytes(data: bytes) -> int:
     """
     if len(data) < PREAMBLE_NBYTES:
         raise BadRecord(f"{len(data)} bytes are no record")
-    magic, length, _, _ = _PREAMBLE.unpack_from(data)
+    magic, length, _ = _PREAMBLE.unpack_from(data)
     if magic != _MAGIC or length > _MOST_NBYTES:
         raise BadRecord("not a record: wrong magic number")
     return PREAMBLE_NBYTES + int(length)
@@ -139,7 +139,7 @@ def record_nbytes(data: bytes) -> int:
 def pack(content: dict[str, Any]) -> bytes:
     """`content` as JSON with its length and checksum before it."""
     body = json.dumps(content, separators=(",", ":")).encode()
-    return _PREAMBLE.pack(_MAGIC, len(body), 0, xxhash.xxh3_64_digest(body)) + body
+    return _PREAMBLE.pack(_MAGIC, len(body), xxhash.xxh3_64_digest(body)) + body
 
 
 def unpack(data: bytes) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def unpack(data: bytes) -> dict[str, Any]:
     """
     end = record_nbytes(data)
     body = data[PREAMBLE_NBYTES:end]
-    if len(data) < end or _PREAMBLE.unpack_from(data)[3] != xxhash.xxh3_64_digest(body):
+    if len(data) < end or _PREAMBLE.unpack_from(data)[2] != xxhash.xxh3_64_digest(body):
         raise BadRecord("checksum mismatch")
     content = json.loads(body)
     if not isinstance(content, dict):

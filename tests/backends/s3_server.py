@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import socket
 import threading
 import time
 from collections import Counter
@@ -94,6 +95,7 @@ class S3Server:
         self.after: Callable[[Request, Answer], Answer | None] = lambda _, answer: answer
         self.ahead_s = 0.0
         self.stopping = threading.Event()
+        self.connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self._server.daemon_threads = True
@@ -114,6 +116,9 @@ class S3Server:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        for connection in list(self.connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def counts(self) -> Counter[str]:
         """Requests so far, as ``GET k``, ``PUT g``, …; forgets them."""
@@ -236,8 +241,10 @@ def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
 
         def handle(self) -> None:
+            server.connections.add(self.connection)
             with suppress(OSError):  # the client went away
                 super().handle()
+            server.connections.discard(self.connection)
 
         def date_time_string(self, timestamp: float | None = None) -> str:
             return formatdate(time.time() + server.ahead_s, usegmt=True)

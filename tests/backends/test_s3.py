@@ -234,7 +234,7 @@ async def test_overlapping_saves_of_two_stores_keep_every_block_once(make_s3, ki
             assert await store.lookup(keys) == 3
             assert await kit.stored(store, keys) == [n != 3 for n in range(12)]
         await one.delete(keys)
-        assert not s3_server.objects
+        assert {name.split("/")[2] for name in s3_server.objects} <= {"c"}
 
 
 async def test_writer_that_lost_every_block_leaves_nothing_behind(make_s3, kit, s3_server):

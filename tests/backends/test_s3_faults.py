@@ -1,0 +1,463 @@
+"""A service that fails costs time, nothing else: results are clear, and it works again after."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+from s3_server import Answer, S3Server, refusal
+
+from kvconnect.backends import open_backend
+from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
+
+
+@pytest.fixture
+async def store(make_s3, kit):
+    async with kit.opened(make_s3()) as backend:
+        yield backend
+
+
+@pytest.fixture
+async def saved(store, kit):
+    """Keys of a group of blocks and of one that is alone."""
+    keys = kit.keys("saved", count=9)
+    await store.save(kit.chain(keys))
+    return keys
+
+
+def connections():
+    return sum(c.status != psutil.CONN_LISTEN for c in psutil.Process().net_connections())
+
+
+class Frozen:
+    """A fault: requests (of a method) wait until `thaw` is set; `reached` counts them."""
+
+    def __init__(self, method=None):
+        self.method = method
+        self.thaw = threading.Event()
+        self.reached = threading.Semaphore(0)
+
+    def __call__(self, request):
+        if self.method in {None, request.method}:
+            self.reached.release()
+            self.thaw.wait(20)
+
+    async def wait_for(self, count):
+        for _ in range(count):
+            assert await asyncio.to_thread(self.reached.acquire, timeout=20)
+
+
+def only(method, kind, answer):
+    """A fault: `answer` to those requests."""
+    return lambda r: answer(r) if r.method == method and r.kind == kind else None
+
+
+def once(fault):
+    """The same, the first time only."""
+    left = [1]
+
+    def first(request):
+        answer = fault(request) if left else None
+        if answer is not None:
+            left.clear()
+        return answer
+
+    return first
+
+
+async def works(store, kit, keys):
+    into = kit.buffers(len(keys))
+    assert await store.load(keys, into) == len(keys)
+    assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
+    more = kit.keys("works", time.monotonic(), count=3)
+    assert await store.save(kit.chain(more)) == 3
+    assert await store.lookup(more) == 3
+
+
+# ---------------------------------------------------------------------- answers that are errors
+
+REFUSALS = [
+    (403, "AccessDenied", "may not use it"),
+    (403, "RequestTimeTooSkewed", "clock"),
+    (403, "ExpiredToken", "expired"),
+    (404, "NoSuchBucket", "no such bucket"),
+    (400, "InvalidRequest", "InvalidRequest"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "told"), REFUSALS)
+async def test_refusal_is_told_and_no_miss(store, kit, saved, s3_server, status, code, told):
+    s3_server.fault = lambda _: refusal(status, code)
+    more = kit.keys("more", count=3)
+    for call in (
+        lambda: store.lookup(saved),
+        lambda: store.load(saved, kit.buffers(9)),
+        lambda: store.save(kit.chain(more)),
+        lambda: store.delete(saved),
+        lambda: store.children(saved[0]),
+        store.stats,
+    ):
+        with pytest.raises(BackendUnavailable, match=told):
+            await call()
+    s3_server.fault = lambda _: None
+    await works(store, kit, saved)
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (500, "InternalError")])
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+async def test_service_that_is_busy_once_is_asked_again(
+    store, kit, saved, s3_server, status, code, method
+):
+    s3_server.fault = once(lambda r: refusal(status, code) if r.method == method else None)
+    await works(store, kit, saved)
+
+
+async def test_service_that_stays_busy_is_told(store, kit, saved, s3_server, monkeypatch):
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    s3_server.fault = lambda _: refusal(503, "SlowDown")
+    with pytest.raises(BackendUnavailable, match="SlowDown"):
+        await store.lookup(saved)
+    with pytest.raises(BackendUnavailable, match="SlowDown"):
+        await store.save(kit.chain(kit.keys("busy", count=2)))
+    s3_server.fault = lambda _: None
+    await works(store, kit, saved)
+
+
+@pytest.mark.parametrize("kind", ["k", "g"])
+async def test_success_with_an_error_for_a_body_is_a_failure(
+    store, kit, saved, s3_server, kind, monkeypatch
+):
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    body = refusal(200, "InternalError")
+    s3_server.fault = only("GET", kind, lambda _: body)
+    with pytest.raises(BackendUnavailable):
+        await store.load(saved, kit.buffers(9))
+    s3_server.fault = only("PUT", kind, lambda _: body)
+    with pytest.raises(BackendUnavailable):
+        await store.save(kit.chain(kit.keys("error body", kind, count=3)))
+    s3_server.fault = lambda _: None
+    await works(store, kit, saved)
+
+
+def range_of(status, headers):
+    """Changes an answer's status and headers."""
+
+    def change(request, answer):
+        if request.method == "GET" and request.kind == "g":
+            return Answer(status, answer.body, {**answer.headers, **headers})
+        return answer
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (200, {"Content-Range": ""}),
+        (206, {"Content-Range": ""}),
+        (206, {"Content-Range": "bytes 1-4096/99999999"}),
+        (206, {"Content-Range": "bytes 0-9/99999999"}),
+    ],
+)
+async def test_wrong_range_is_a_failure(store, kit, saved, s3_server, status, headers):
+    s3_server.after = range_of(status, headers)
+    into = kit.buffers(8)
+    with pytest.raises(BackendUnavailable, match="range"):
+        await store.load(saved[:8], into)
+    assert all(kit.margins_whole(buffer) for buffer in into)
+    s3_server.after = lambda _, answer: answer
+    await works(store, kit, saved)
+
+
+async def test_payload_that_ends_early_is_a_miss_and_makes_room_for_a_new_one(
+    store, kit, saved, s3_server
+):
+    (name,) = s3_server.names("g")
+    data, etag, at = s3_server.objects[name]
+    s3_server.objects[name] = (data[: 3 * kit.frame_nbytes - 1], etag, at)
+    assert await store.load(saved[:8], kit.buffers(8)) == 0
+    assert await store.lookup(saved) == 0
+    assert await store.save(kit.chain(saved)) == 9
+    await works(store, kit, saved)
+
+
+# ---------------------------------------------------------------------- bodies and connections
+
+
+@pytest.mark.parametrize("kind", ["k", "g"])
+async def test_body_that_breaks_off_once_is_read_again(store, kit, saved, s3_server, kind):
+    def cut(request, answer):
+        if request.method == "GET" and request.kind == kind:
+            s3_server.after = lambda _, answer: answer
+            half = answer.body[: len(answer.body) // 2]
+            return Answer(answer.status, half, answer.headers, promise=len(answer.body))
+        return answer
+
+    s3_server.after = cut
+    await works(store, kit, saved)
+
+
+@pytest.mark.parametrize("kind", ["k", "g"])
+async def test_body_that_always_breaks_off_is_a_failure(store, kit, saved, s3_server, kind):
+    def cut(request, answer):
+        if request.method != "GET" or request.kind != kind:
+            return answer
+        return Answer(answer.status, answer.body[:-1], answer.headers, promise=len(answer.body))
+
+    s3_server.after = cut
+    into = kit.buffers(9)
+    with pytest.raises(BackendUnavailable):
+        await store.load(saved, into)
+    assert all(kit.margins_whole(buffer) for buffer in into)
+    s3_server.after = lambda _, answer: answer
+    await works(store, kit, saved)
+
+
+async def test_connections_that_the_server_closed_are_not_used_again(store, kit, saved, s3_server):
+    def closing(request, answer):
+        return Answer(answer.status, answer.body, {**answer.headers, "Connection": "close"})
+
+    s3_server.after = closing
+    for _ in range(3):
+        await works(store, kit, saved)
+    assert store._parts.bucket.transport.num_open == 0
+
+
+async def test_server_that_hangs_up_without_an_answer_is_a_failure(
+    store, kit, saved, s3_server, monkeypatch
+):
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    s3_server.after = lambda *_: None
+    with pytest.raises(BackendUnavailable):
+        await store.lookup(saved)
+    s3_server.after = lambda _, answer: answer
+    await works(store, kit, saved)
+
+
+async def test_frozen_server_is_a_failure_after_its_timeout(make_s3, kit, s3_server, monkeypatch):
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    async with kit.opened(make_s3(timeout_s=0.2)) as store:
+        s3_server.fault = frozen = Frozen()
+        with pytest.raises(BackendUnavailable, match="timeout"):
+            await store.lookup([kit.key("frozen")])
+        frozen.thaw.set()
+        s3_server.fault = lambda _: None
+        await works(store, kit, [])
+
+
+async def test_bytes_that_drip_end_in_time(make_s3, kit, s3_server):
+    key = kit.key("drip")
+    async with kit.opened(make_s3(timeout_s=0.5)) as store:
+        await store.save([kit.block(key)])
+
+        def drip(request, answer):
+            if request.method == "GET":
+                answer.drip_s = 0.1
+            return answer
+
+        s3_server.after = drip
+        started = time.monotonic()
+        with pytest.raises(BackendUnavailable):
+            await store.load([key], kit.buffers(1))
+        assert time.monotonic() - started < 15
+        s3_server.after = lambda _, answer: answer
+        await works(store, kit, [key])
+
+
+async def test_server_that_starts_again_is_used_again(kit, make_s3, s3_server, monkeypatch):
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    async with kit.opened(make_s3()) as store:
+        keys = kit.keys("again", count=4)
+        await store.save(kit.chain(keys))
+        port, objects = s3_server.port, s3_server.objects
+        s3_server.stop()
+        with pytest.raises(BackendUnavailable, match=str(port)):
+            await store.lookup(keys)
+        other = S3Server(port)
+        other.objects = objects
+        try:
+            await works(store, kit, keys)
+        finally:
+            other.stop()
+
+
+# ---------------------------------------------------------------------- foreign and damaged objects
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"KVCS3REC" + bytes(16), b'{"blocks": []}' * 99])
+async def test_object_that_is_no_record_is_a_miss_and_is_replaced(store, kit, s3_server, data):
+    keys = kit.keys("foreign", count=8)
+    for key in keys[:3]:
+        name = f"kv/v1/k/{key.hex()}"
+        s3_server.objects[name] = (data, '"e"', time.time())
+    assert await store.lookup(keys) == 0
+    assert await store.load(keys, kit.buffers(8)) == 0
+    assert await store.save(kit.chain(keys)) == 8
+    await works(store, kit, keys)
+
+
+async def test_every_flipped_bit_of_a_record_is_a_miss(store, kit, s3_server):
+    key = kit.key("flipped")
+    await store.save([kit.block(key, nbytes=64)])
+    ((name, (data, etag, at)),) = s3_server.objects.items()
+    for position in range(0, len(data) - 64, 7):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << position % 8
+        s3_server.objects[name] = (bytes(damaged), etag, at)
+        assert await store.lookup([key]) == 0
+
+
+async def test_list_of_children_that_is_damaged_is_begun_anew(store, kit, s3_server):
+    parent = kit.key("parent")
+    s3_server.objects[f"kv/v1/c/{parent.hex()}"] = (b"what?", '"e"', time.time())
+    assert await store.children(parent) == []
+    key = kit.key("child")
+    await store.save([kit.block(key, parent, tokens=[1])])
+    assert [child.key for child in await store.children(parent)] == [key]
+
+
+async def test_service_without_conditional_writes_is_written_to_without(store, kit, s3_server):
+    def unknown(request):
+        if {"if-none-match", "if-match"} & request.headers.keys():
+            return refusal(501, "NotImplemented")
+        return None
+
+    s3_server.fault = unknown
+    keys = kit.keys("unconditional", count=9)
+    assert await store.save(kit.chain(keys)) == 9
+    await works(store, kit, keys)
+
+
+# ---------------------------------------------------------------------- open
+
+
+async def opening(backend):
+    started = time.monotonic()
+    try:
+        await backend.open([])
+    finally:
+        assert time.monotonic() - started < 2 * 5 + 1
+        await backend.close()
+
+
+async def test_missing_bucket_is_named_at_open(make_s3):
+    with pytest.raises(ConfigurationError, match=r"s3://elsewhere/.*no such bucket"):
+        await opening(make_s3(bucket="elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("InvalidAccessKeyId", "access key"),
+        ("SignatureDoesNotMatch", "secret key"),
+        ("AccessDenied", "ListBucket"),
+        ("RequestTimeTooSkewed", "clock"),
+    ],
+)
+async def test_refused_credentials_are_named_at_open(make_s3, s3_server, code, told):
+    s3_server.fault = lambda _: refusal(403, code)
+    with pytest.raises(ConfigurationError, match=told):
+        await opening(make_s3())
+
+
+async def test_bucket_that_may_be_read_but_not_looked_at_is_opened(make_s3, kit, s3_server):
+    s3_server.fault = lambda r: refusal(403, "AccessDenied") if r.method == "HEAD" else None
+    async with kit.opened(make_s3()) as store:
+        await works(store, kit, [])
+
+
+async def test_missing_credentials_are_named_at_open(make_s3, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(ConfigurationError, match="AWS_ACCESS_KEY_ID"):
+        await opening(make_s3())
+
+
+async def test_missing_profile_is_named_at_open(make_s3):
+    with pytest.raises(ConfigurationError, match="nobody"):
+        await opening(make_s3(profile="nobody"))
+
+
+async def test_missing_certificates_are_named_at_open(make_s3, tmp_path):
+    with pytest.raises(ConfigurationError, match="ca_bundle"):
+        await opening(
+            make_s3(endpoint_url="https://127.0.0.1:1", ca_bundle=str(tmp_path / "none.pem"))
+        )
+
+
+async def test_endpoint_that_refuses_is_named_at_open(make_s3, monkeypatch):
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(BackendUnavailable, match=str(port)):
+        await opening(make_s3(endpoint_url=f"http://127.0.0.1:{port}"))
+
+
+async def test_endpoint_that_never_answers_is_named_at_open(make_s3, monkeypatch):
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(BackendUnavailable, match=endpoint):
+            await opening(make_s3(endpoint_url=endpoint, timeout_s=0.2))
+
+
+async def test_open_ends_with_the_deadline_and_can_be_closed(make_s3, s3_server):
+    s3_server.fault = frozen = Frozen()
+    store = open_backend(make_s3(timeout_s=20.0), deadline_s=0.5)
+    started = time.monotonic()
+    with pytest.raises(BackendTimeout):
+        await store.open([])
+    await store.close()
+    assert time.monotonic() - started < 4
+    frozen.thaw.set()
+
+
+# ---------------------------------------------------------------------- close
+
+
+async def test_close_ends_calls_in_flight_and_leaves_nothing_open(make_s3, kit, s3_server):
+    before, threads = connections(), threading.active_count()
+    store = make_s3(timeout_s=30.0)
+    await store.open([kit.layout])
+    s3_server.fault = frozen = Frozen()
+    keys = kit.keys("closing", count=40)
+    calls = [
+        asyncio.ensure_future(store.lookup(keys)),
+        asyncio.ensure_future(store.save(kit.chain(keys))),
+        *(asyncio.ensure_future(store.load([key], kit.buffers(1))) for key in keys),
+    ]
+    await frozen.wait_for(8)
+    started = time.monotonic()
+    await store.close()
+    await store.close()
+    assert time.monotonic() - started < 5
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, BackendUnavailable) for result in results)
+    frozen.thaw.set()
+    s3_server.stop()
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads or connections() > before:
+        assert time.monotonic() < deadline, (threading.enumerate(), connections(), before)
+        await asyncio.sleep(0.02)
+
+
+async def test_cancelled_load_ends_only_when_nothing_writes_to_its_buffers(store, kit, s3_server):
+    key = kit.key("cancelled")
+    await store.save([kit.block(key)])
+    s3_server.fault = frozen = Frozen("GET")
+    into = kit.buffers(1)
+    call = asyncio.ensure_future(store.load([key], into))
+    await frozen.wait_for(1)
+    call.cancel()
+    await asyncio.sleep(0.05)
+    assert not call.done()
+    frozen.thaw.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert store._parts.transfers.running == 0
