@@ -83,9 +83,7 @@ def _best(run: Callable[[int], None], repeats: int) -> float:
     return min(statistics.median(times) for times in seconds.values())
 
 
-def _set(
-    sock: socket.socket, names: list[bytes], sources: list[np.ndarray], window: int
-) -> None:
+def _set(sock: socket.socket, names: list[bytes], sources: list[np.ndarray], window: int) -> None:
     waiting = 0
     for name, source in zip(names, sources, strict=True):
         head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, source.nbytes)
