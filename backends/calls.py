@@ -135,6 +135,8 @@ class Calls:
         try:
             result = await self.run_always(operation, start, holds_buffers=holds_buffers)
         except RetryLater as error:
+            if not isinstance(error, BackendTimeout):
+                count("store.failure", self._labels)
             self._breaker.failed(error)
             raise
         self._breaker.succeeded()

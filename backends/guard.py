@@ -188,7 +188,7 @@ class GuardedBackend(Backend):
         self._opened()
         with self._trace("lookup", blocks=len(keys)) as span:
             found = await self._calls.run("lookup", lambda _: self._lookup(keys))
-            span.set(found=found)
+            span.set(found=found, misses=int(found < len(keys)))
         return found
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:

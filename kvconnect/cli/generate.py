@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from kvconnect.engine.output import RequestOutput
 
 __all__ = ["add_parser", "run"]
+
+logger = logging.getLogger("kvconnect")
 
 _JSON_FIELDS = (
     "request_id",
@@ -167,6 +171,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="so many at most; with --speculative (default: 5)",
     )
     group.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="answer Prometheus there meanwhile (0: any free port; -v says which)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -186,13 +196,23 @@ def run(arguments: argparse.Namespace) -> None:
         ignore_eos=arguments.ignore_eos,
     )
     retention = parse_retention(arguments.retention)
-    with _open_llm(arguments) as llm:
+    with _metrics(arguments.metrics_port), _open_llm(arguments) as llm:
         for output in _answers(llm, prompts, sampling, arguments.cache_salt, retention):
             if arguments.json:
                 fields = {name: getattr(output, name) for name in _JSON_FIELDS}
                 print(json.dumps(fields), flush=True)
             else:
                 _print(output)
+
+
+def _metrics(port: int | None) -> AbstractContextManager[object]:
+    if port is None:
+        return nullcontext()
+    from kvconnect.prometheus import serve
+
+    server = serve(port)
+    logger.info("metrics on port %d", server.port)
+    return server
 
 
 def _read_prompts(arguments: argparse.Namespace) -> Iterator[str]:

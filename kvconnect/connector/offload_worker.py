@@ -21,7 +21,7 @@ from kvconnect.connector.step_load import StepLoad
 from kvconnect.connector.store import OffloadStore
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import UsageError
-from kvconnect.trace import count, warn_once
+from kvconnect.trace import count, metrics, warn_once
 
 __all__ = ["OffloadWorker"]
 
@@ -40,7 +40,7 @@ class _Leaving:
 
 
 def _silent() -> None:
-    """Nobody wants to be woken yet."""
+    """Nobody wants to be woken yet, and there are no gauges to hide."""
 
 
 class OffloadWorker(KvCacheConnectorWorker):
@@ -67,6 +67,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._leaving: dict[int, _Leaving] = {}
         self._step_load: StepLoad | None = None
         self._saves: SaveQueue | None = None
+        self._hide_gauges: Callable[[], None] = _silent
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
@@ -99,6 +100,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         staging.on_free(self._slots_freed)
         store.save_now = self._save_now
         store.room = lambda: staging.available(Direction.SAVE)
+        self._hide_gauges = metrics.add_gauges(staging.sizes)
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called from the store's thread."""
@@ -273,6 +275,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         if self._saves is not None:
             self._drain(self._saves, store)
         store.save_now = lambda _: None
+        self._hide_gauges()
         store.release()
 
     def _drain(self, queue: SaveQueue, store: OffloadStore) -> None:

@@ -79,6 +79,12 @@ class StagingPool:
         """Slots that nobody uses."""
         return len(self._free)
 
+    def sizes(self) -> dict[str, float]:
+        """Bytes in use by each direction, and free, as gauges."""
+        used = {one.value: self._used[one] * self.slot_nbytes for one in Direction}
+        used["free"] = self.num_slots * self.slot_nbytes - sum(used.values())
+        return {f"connector.staging.{name}": float(nbytes) for name, nbytes in used.items()}
+
     def available(self, direction: Direction) -> int:
         """How many slots `direction` could take now."""
         with self._changed:

@@ -27,6 +27,7 @@ from kvconnect.engine.scheduler import Scheduler
 from kvconnect.engine.stops import FinishReason
 from kvconnect.errors import EngineClosed, OutOfBlocks
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
+from kvconnect.trace import count, metrics
 
 __all__ = ["Abort", "Close", "Engine"]
 
@@ -82,6 +83,7 @@ class Engine:
         self._live: dict[int, LiveRequest] = {}
         self._closing = False
         self.stats = EngineStats(max_blocks=kv.get_max_resource_count())
+        self._recount_blocks()
 
     def run(self) -> None:
         """Step until told to close, abort what still runs, drain the connector.
@@ -90,6 +92,7 @@ class Engine:
         also the cause of the `EngineClosed` that later ones get.
         """
         error: BaseException | None = None
+        hide = metrics.add_gauges(self._sizes)
         try:
             self._step_until_closed()
         except BaseException as caught:  # noqa: BLE001  handed to everybody who waits
@@ -100,6 +103,7 @@ class Engine:
         except Exception as caught:  # noqa: BLE001  nobody else is there to take it
             error = error or caught
             _log.error("the connector did not shut down: %s", caught, exc_info=caught)
+        hide()
         self._turn_away(error)
 
     def _step_until_closed(self) -> None:
@@ -348,6 +352,18 @@ class Engine:
         stats.reused_device_tokens += request.reused_device_tokens
         stats.reused_host_tokens += request.reused_host_tokens
         stats.reused_store_tokens += request.reused_store_tokens
+        count(
+            "engine.request",
+            prompt_tokens=request.prompt_len,
+            device_tokens=request.reused_device_tokens - request.reused_host_tokens,
+            host_tokens=request.reused_host_tokens,
+            store_tokens=request.reused_store_tokens,
+        )
+
+    def _sizes(self) -> dict[str, float]:
+        """On any thread: as they were at the end of the last step."""
+        free, most = self.stats.free_blocks, self.stats.max_blocks
+        return {"engine.blocks.free": free, "engine.blocks.used": max(0, most - free)}
 
     def _turn_away(self, error: BaseException | None) -> None:
         """Nothing more is taken in; whoever still waits is told why."""

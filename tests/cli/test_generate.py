@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
+
+from kvconnect.trace import metrics
 
 FIELDS = [
     *("request_id", "prompt_tokens", "computed_tokens", "reused_device_tokens"),
@@ -202,3 +206,43 @@ def test_a_prompt_is_required_and_given_in_one_way(kvconnect, model: Path):
         code, _, err = kvconnect("generate", model, *arguments)
         assert code == 2
         assert "--prompt" in err
+
+
+def test_a_store_with_codecs_serves_who_has_its_key(answer, kvconnect, model, tmp_path: Path):
+    for name in ("ours", "theirs"):
+        (tmp_path / name).write_text(name * 32)
+    url = f"disk://{tmp_path}/kv?capacity=16MiB&codec=zstd+aes-gcm&key_file={tmp_path}/"
+    run = ("--tokens-per-block", 16, "--prompt", TEXT, "--store")
+    (cold,) = answer(*run, url + "ours")
+    (other,) = answer(*run, url + "theirs")
+    (warm,) = answer(*run, url + "ours")
+    assert [one["reused_store_tokens"] for one in (cold, other, warm)] == [0, 0, len(TEXT) - 1]
+    assert warm["output_token_ids"] == cold["output_token_ids"]
+    code, _, err = kvconnect("generate", model, *run, url + "nowhere")
+    assert code == 2
+    assert "nowhere: cannot be read: No such file" in err
+
+
+def test_metrics_are_served_while_it_runs(answer, kvconnect, model):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    scraped = []
+
+    def scrape(event):
+        if event.name == "engine.request":
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
+                scraped.append(page.read().decode())
+
+    remove = metrics.add_hook(scrape)
+    try:
+        answer("--prompt", "short", "--metrics-port", port)
+    finally:
+        remove()
+    assert "kvconnect_prompt_tokens_total" in scraped[0]
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", port))
+        taken.listen()
+        code, _, err = kvconnect("generate", model, "--prompt", "x", "--metrics-port", port)
+    assert code == 2
+    assert f"metrics port {port}" in err

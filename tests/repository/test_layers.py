@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-VOCABULARY = "errors tokens config layout keys digest backend frame trace request"
+VOCABULARY = "errors tokens config layout keys digest backend frame trace request prometheus"
 LAYERS = (
     *("cli server", "bench simulate", "integrations", "testing", "engine", "connector"),
     *("backends", "transfer", "cache", "kernels", VOCABULARY),

@@ -1,0 +1,216 @@
+"""What Prometheus is told: the same names everywhere, and numbers that mean what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvconnect import prometheus
+from kvconnect import trace as trace_module
+from kvconnect.errors import ConfigurationError, MissingExtra
+from kvconnect.prometheus import METRICS, Collector, serve
+from kvconnect.trace import Metrics, count, trace
+
+ROOT = Path(__file__).parents[2]
+DISK = (("store", "DiskBackend"),)
+REDIS = (("store", "RedisBackend"),)
+
+
+@pytest.fixture
+def metrics(monkeypatch) -> Metrics:
+    fresh = Metrics()
+    monkeypatch.setattr(trace_module, "metrics", fresh)
+    monkeypatch.setattr(prometheus, "metrics", fresh)
+    return fresh
+
+
+def value(name, **labels):
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    return registry.get_sample_value(name, labels)
+
+
+def names(text):
+    return set(re.findall(r"kvconnect_[a-z_]+", text))
+
+
+# ------------------------------------------------------------------------------------- the names
+
+
+def test_the_documented_table_is_what_is_exported():
+    rows = re.findall(
+        r"^\| `(kvconnect_\w+)` \| (\w+) \| ?(.*?) ?\| (.+) \|$",
+        (ROOT / "docs/metrics.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    documented = [
+        (name, kind, tuple(re.findall(r"`(\w+)`", labels)), meaning)
+        for name, kind, labels, meaning in rows
+    ]
+    assert documented == [(one.name, one.kind, one.labels, one.help) for one in METRICS]
+
+
+def test_the_dashboard_shows_every_metric_and_no_other():
+    folder = ROOT / "examples/observability/grafana/dashboards"
+    dashboard = json.loads((folder / "kvconnect.json").read_text(encoding="utf-8"))
+    queries = [
+        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
+    ]
+    assert names(" ".join(queries)) == {one.name for one in METRICS}
+    variables = [one["query"]["query"] for one in dashboard["templating"]["list"]]
+    assert names(" ".join(variables)) <= {one.name for one in METRICS}
+
+
+def test_the_dashboard_uses_labels_that_its_metrics_have():
+    folder = ROOT / "examples/observability/grafana/dashboards"
+    dashboard = json.loads((folder / "kvconnect.json").read_text(encoding="utf-8"))
+    labels = {one.name: {"instance", *one.labels} for one in METRICS}
+    seen = 0
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            used = re.findall(r"(kvconnect_[a-z_]+)\{([^}]*)\}", target["expr"])
+            for name, matchers in used:
+                assert set(re.findall(r"(\w+)=~?", matchers)) <= labels[name], target["expr"]
+                seen += 1
+            grouped = {
+                label
+                for group in re.findall(r"by \(([\w, ]+)\)", target["expr"])
+                for label in group.split(", ")
+            }
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert shown <= grouped, target
+            assert grouped <= set().union(*(labels[name] for name, _ in used)), target
+    assert seen > 20
+
+
+def test_counters_and_only_they_end_in_total():
+    assert all(one.name.endswith("_total") == (one.kind == "counter") for one in METRICS)
+
+
+# ------------------------------------------------------------------------------------- the numbers
+
+
+def test_hit_tokens_are_told_by_tier(metrics: Metrics):
+    for _ in range(2):
+        count("engine.request", prompt_tokens=100, device_tokens=10, host_tokens=20, store_tokens=5)
+    assert value("kvconnect_requests_total") == 2
+    assert value("kvconnect_prompt_tokens_total") == 200
+    tiers = {tier: value("kvconnect_hit_tokens_total", tier=tier) for tier in ("device", "host")}
+    assert tiers == {"device": 20, "host": 40}
+    assert value("kvconnect_hit_tokens_total", tier="store") == 10
+
+
+def test_calls_bytes_and_seconds_are_told_by_store_and_operation(metrics: Metrics):
+    for labels, nbytes in ((DISK, 4096), (REDIS, 10)):
+        with trace("store.load", labels, blocks=3) as span:
+            span.set(loaded=2, bytes=nbytes)
+    with trace("store.save", DISK, blocks=3) as span:
+        span.set(saved=3, bytes=7)
+    load = {"store": "DiskBackend", "operation": "load"}
+    assert value("kvconnect_store_calls_total", **load) == 1
+    assert value("kvconnect_store_bytes_total", **load) == 4096
+    assert value("kvconnect_store_blocks_total", **load) == 2
+    assert value("kvconnect_store_seconds_total", **load) > 0
+    assert value("kvconnect_store_bytes_total", store="RedisBackend", operation="load") == 10
+    assert value("kvconnect_store_blocks_total", store="DiskBackend", operation="save") == 3
+
+
+def test_a_miss_a_failure_a_timeout_and_a_bad_frame_stay_different(metrics: Metrics):
+    with trace("store.lookup", DISK) as span:
+        span.set(misses=1)
+    kinds = ("failure", "timeout", "refused", "bad_frame", "other_codec")
+    for number, kind in enumerate(kinds, 1):
+        for _ in range(number):
+            count(f"store.{kind}", DISK)
+    told = [
+        value("kvconnect_store_failures_total", store="DiskBackend", kind=kind) for kind in kinds
+    ]
+    assert told == [1, 2, 3, 4, 5]
+    assert value("kvconnect_store_misses_total", store="DiskBackend") == 1
+
+
+def test_sizes_of_stores_of_one_kind_are_added_and_the_worst_breaker_is_told(metrics: Metrics):
+    for state, nbytes in ((0, 100), (2, 50), (1, 1)):
+        sizes = {
+            "store.breaker_state": float(state),
+            "store.bytes": float(nbytes),
+            "store.capacity": 1000.0,
+            "store.running": 3.0,
+            "store.abandoned": 1.0,
+        }
+        metrics.add_gauges(lambda sizes=sizes: sizes, DISK)
+    store = {"store": "DiskBackend"}
+    assert value("kvconnect_store_breaker_state", **store) == 2
+    assert value("kvconnect_store_used_bytes", **store) == 151
+    assert value("kvconnect_store_capacity_bytes", **store) == 3000
+    assert value("kvconnect_store_calls_in_flight", **store, state="in_time") == 6
+    assert value("kvconnect_store_calls_in_flight", **store, state="abandoned") == 3
+
+
+def test_two_engines_are_one_process(metrics: Metrics):
+    for used in (3.0, 4.0):
+        metrics.add_gauges(
+            lambda used=used: {"engine.blocks.used": used, "engine.blocks.free": 1.0}
+        )
+    assert value("kvconnect_device_blocks", state="used") == 7
+    assert value("kvconnect_device_blocks", state="free") == 2
+
+
+def test_a_gauge_that_cannot_be_read_hides_no_other(metrics: Metrics, caplog):
+    metrics.add_gauges(lambda: 1 / 0, DISK)
+    metrics.add_gauges(lambda: {"connector.staging.free": 9.0})
+    assert value("kvconnect_staging_bytes", use="free") == 9
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_removed_gauge_is_gone(metrics: Metrics):
+    remove = metrics.add_gauges(lambda: {"connector.staging.free": 9.0})
+    remove()
+    assert value("kvconnect_staging_bytes", use="free") is None
+
+
+# ------------------------------------------------------------------------------------- serving
+
+
+def scrape(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+def test_a_scrape_gets_every_metric_with_its_type(metrics: Metrics):
+    count("engine.request", prompt_tokens=3)
+    with serve(0, "127.0.0.1") as server:
+        text = scrape(server.port)
+    families = {one.name: one for one in text_string_to_metric_families(text)}
+    assert set(families) == {one.name.removesuffix("_total") for one in METRICS}
+    for one in METRICS:
+        family = families[one.name.removesuffix("_total")]
+        assert (family.type, family.documentation) == (one.kind, one.help)
+    assert "python_info" not in text  # nothing but ours
+
+
+def test_a_port_that_is_taken_is_named():
+    with serve(0, "127.0.0.1") as server:
+        with pytest.raises(ConfigurationError, match=f"metrics port {server.port}: cannot"):
+            serve(server.port, "127.0.0.1")
+        port = server.port
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+
+
+def test_an_impossible_port_is_named():
+    with pytest.raises(ConfigurationError, match="metrics port 99999"):
+        serve(99999)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'kvconnect\[metrics\]'"):
+        serve(0)
