@@ -241,8 +241,9 @@ def test_metrics_are_served_while_it_runs(answer, kvconnect, model):
         remove()
     assert "kvconnect_prompt_tokens_total" in scraped[0]
     with socket.socket() as taken:
-        taken.bind(("0.0.0.0", port))
+        taken.bind(("0.0.0.0", 0))
         taken.listen()
+        port = taken.getsockname()[1]
         code, _, err = kvconnect("generate", model, "--prompt", "x", "--metrics-port", port)
     assert code == 2
     assert f"metrics port {port}" in err
