@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any
 
+from botocore.awsrequest import AWSPreparedRequest
 from botocore.exceptions import (
     ClientError,
     ConnectionClosedError,
@@ -20,8 +20,8 @@ from botocore.exceptions import (
 
 from kvconnect.backends.s3_client import make_client
 from kvconnect.backends.s3_errors import S3Failure, failures, failures_at_open
+from kvconnect.backends.s3_quick import QuickRequests, Reply
 from kvconnect.backends.s3_settings import S3Settings
-from kvconnect.backends.s3_transport import Transport
 from kvconnect.backends.s3_upload import Upload
 from kvconnect.errors import BackendUnavailable
 
@@ -35,6 +35,13 @@ _BODY_ERRORS = (
     ReadTimeoutError,
     ResponseStreamingError,
 )
+_HEADERS = {
+    "IfMatch": "If-Match",
+    "IfNoneMatch": "If-None-Match",
+    "StorageClass": "x-amz-storage-class",
+    "ServerSideEncryption": "x-amz-server-side-encryption",
+    "SSEKMSKeyId": "x-amz-server-side-encryption-aws-kms-key-id",
+}
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -85,16 +92,21 @@ class S3Bucket:
     def __init__(self, settings: S3Settings) -> None:
         self._settings = settings
         self._bucket = settings.bucket
-        writing = {
-            "StorageClass": settings.storage_class,
-            "ServerSideEncryption": settings.sse,
-            "SSEKMSKeyId": settings.sse_kms_key_id,
+        self._writing = {
+            name: value
+            for name, value in (
+                ("StorageClass", settings.storage_class),
+                ("ServerSideEncryption", settings.sse),
+                ("SSEKMSKeyId", settings.sse_kms_key_id),
+            )
+            if value
         }
-        self._writing = {name: value for name, value in writing.items() if value}
         self._has_conditions = True
-        self.transport: Transport | None
+        self._quick: QuickRequests | None = None
         with failures_at_open(settings):
-            self._client, self.transport = make_client(settings)
+            client = make_client(settings)
+        self._client, self._credentials = client.boto3, client.credentials
+        self.transport = client.transport
 
     def close(self) -> None:
         """End requests in flight with an error, and close all connections."""
@@ -114,23 +126,38 @@ class S3Bucket:
             ConfigurationError: no such bucket, no credentials, or they are refused.
             BackendUnavailable: nobody answers, or with an error of its own.
         """
+        name = self._settings.name("k", "absent")
         with failures_at_open(self._settings):
-            try:
-                self._client.head_bucket(Bucket=self._bucket)
-            except ClientError as error:
-                if S3Failure.of(error).status >= 500:
-                    raise
-                # An answer to HEAD has no body that says why; and one who may only read objects
-                # is refused it, too.
-                self._check_object()
+            # Not HEAD for the bucket: an answer to HEAD has no body that says what is wrong.
+            sent = self._watched(name)
+        if self.transport is not None and self._credentials is not None and sent is not None:
+            self._quick = QuickRequests.like(
+                sent.url,
+                str(sent.headers.get("Authorization", "")),
+                name,
+                self._credentials,
+                self._client.meta.config,
+                self.transport,
+            )
 
-    def _check_object(self) -> None:
+    def _watched(self, name: str) -> AWSPreparedRequest | None:
+        """Ask for an object that is not there; the request as boto3 made it in the end."""
+        sent: list[AWSPreparedRequest] = []
+        events = self._client.meta.events
+
+        def watch(request: AWSPreparedRequest, **_: object) -> None:
+            # The transport leaves it as it is; another bucket region makes boto3 ask again.
+            sent.append(request)
+
+        events.register_first("before-send.s3.GetObject", watch)
         try:
-            name = self._settings.name("k", "absent")
             self._client.get_object(Bucket=self._bucket, Key=name)["Body"].close()
         except ClientError as error:
             if not S3Failure.of(error).absent:
                 raise
+        finally:
+            events.unregister("before-send.s3.GetObject", watch)
+        return sent[-1] if sent else None
 
     def fetch(self, name: str, limit: int) -> Fetched | None:
         """The first `limit` bytes of an object, or all it has; ``None``: there is no such object.
@@ -143,10 +170,7 @@ class S3Bucket:
                 try:
                     return self._fetch(name, limit)
                 except ClientError as error:
-                    failure = S3Failure.of(error)
-                    if failure.absent:
-                        return None
-                    if failure.status == 416:  # an empty object has no first byte
+                    if S3Failure.of(error).status == 416:  # an empty object has no first byte
                         return self._fetch_empty(name)
                     raise
                 except _BODY_ERRORS:
@@ -154,18 +178,33 @@ class S3Bucket:
                         raise
         raise self._broken(name)
 
-    def _fetch(self, name: str, limit: int) -> Fetched:
-        response = self._client.get_object(
-            Bucket=self._bucket, Key=name, Range=f"bytes=0-{limit - 1}"
-        )
-        with closing(response["Body"]) as body:
-            span = self._span(response)
-            if span[0] != 0 or span[1] >= limit:
-                raise self._wrong_range(response)
+    def _fetch(self, name: str, limit: int) -> Fetched | None:
+        reply = self._get(name, 0, limit)
+        if reply is None:
+            return None
+        with closing(reply.body) as body:
+            first, last, total = self._span(reply)
+            if first != 0 or last >= limit:
+                raise self._wrong_range(reply)
             data = body.read()
-        if len(data) != span[1] + 1:
-            raise IncompleteReadError(actual_bytes=len(data), expected_bytes=span[1] + 1)
-        return Fetched(data, response["ETag"], span[2], _age(response))
+        if len(data) != last + 1:
+            raise IncompleteReadError(actual_bytes=len(data), expected_bytes=last + 1)
+        return Fetched(data, reply.headers["etag"], total, _age(reply.headers))
+
+    def _get(self, name: str, start: int, end: int) -> Reply | None:
+        """Bytes ``start..end`` of an object; ``None``: it is not there."""
+        span = f"bytes={start}-{end - 1}"
+        quick = None if self._quick is None else self._quick.get(name, span)
+        if quick is not None:
+            return None if quick.status == 404 else quick
+        try:
+            response = self._client.get_object(Bucket=self._bucket, Key=name, Range=span)
+        except ClientError as error:
+            if S3Failure.of(error).absent:
+                return None
+            raise
+        meta = response["ResponseMetadata"]
+        return Reply(meta["HTTPStatusCode"], meta["HTTPHeaders"], response["Body"])
 
     def _fetch_empty(self, name: str) -> Fetched | None:
         try:
@@ -174,7 +213,8 @@ class S3Bucket:
             if S3Failure.of(error).absent:
                 return None
             raise
-        return Fetched(b"", response["ETag"], response["ContentLength"], _age(response))
+        headers = response["ResponseMetadata"]["HTTPHeaders"]
+        return Fetched(b"", response["ETag"], response["ContentLength"], _age(headers))
 
     def read(self, name: str, start: int, views: Sequence[memoryview]) -> None:
         """Fill `views`, one after the other, with the bytes of an object from `start` on.
@@ -189,8 +229,7 @@ class S3Bucket:
                     self._read(name, start, views)
                     return
                 except ClientError as error:
-                    failure = S3Failure.of(error)
-                    if failure.absent or failure.status == 416:
+                    if S3Failure.of(error).status == 416:
                         raise Gone(name) from error
                     raise
                 except _BODY_ERRORS:
@@ -199,15 +238,15 @@ class S3Bucket:
 
     def _read(self, name: str, start: int, views: Sequence[memoryview]) -> None:
         end = start + sum(view.nbytes for view in views)
-        response = self._client.get_object(
-            Bucket=self._bucket, Key=name, Range=f"bytes={start}-{end - 1}"
-        )
-        with closing(response["Body"]) as body:
-            span = self._span(response)
-            if span[0] == start and span[1] + 1 < end and span[1] + 1 == span[2]:
-                raise Gone(f"{name} has {span[2]} bytes")
-            if span[0] != start or span[1] + 1 != end:
-                raise self._wrong_range(response)
+        reply = self._get(name, start, end)
+        if reply is None:
+            raise Gone(name)
+        with closing(reply.body) as body:
+            first, last, total = self._span(reply)
+            if first == start and last + 1 < end and last + 1 == total:
+                raise Gone(f"{name} has {total} bytes")
+            if first != start or last + 1 != end:
+                raise self._wrong_range(reply)
             for view in views:
                 filled = 0
                 while filled < view.nbytes:
@@ -233,18 +272,10 @@ class S3Bucket:
         condition = {}
         if replaces is not None and self._has_conditions:
             condition = {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"}
+        options = {**condition, **self._writing}
         with failures(self._settings, "writing"):
             try:
-                response = self._client.put_object(
-                    Bucket=self._bucket,
-                    Key=name,
-                    Body=Upload(views),
-                    **condition,
-                    **self._writing,
-                )
-                if "ETag" not in response:
-                    raise BackendUnavailable(f"{self._settings}: writing {name}: no receipt")
-                return str(response["ETag"])
+                return self._put(name, Upload(views), options)
             except ClientError as error:
                 failure = S3Failure.of(error)
                 # 409: another writer of this object was faster, or it was deleted meanwhile.
@@ -256,6 +287,17 @@ class S3Bucket:
         # A service without conditional writes: the last writer wins, of equal content.
         self._has_conditions = False
         return self.put(name, views, replaces=None)
+
+    def _put(self, name: str, body: Upload, options: Mapping[str, str]) -> str:
+        headers = {_HEADERS[option]: value for option, value in options.items()}
+        etag = None if self._quick is None else self._quick.put(name, body, headers)
+        if etag is None:
+            body.seek(0)
+            response = self._client.put_object(Bucket=self._bucket, Key=name, Body=body, **options)
+            etag = response.get("ETag")
+        if not etag:
+            raise BackendUnavailable(f"{self._settings}: writing {name}: no receipt")
+        return str(etag)
 
     def remove(self, name: str) -> None:
         """Delete an object; none is no error."""
@@ -279,34 +321,34 @@ class S3Bucket:
                 for found in page.get("Contents", ())
             ]
 
-    def _span(self, response: dict[str, Any]) -> tuple[int, int, int]:
-        """First and last byte of a response, and length of the whole object."""
-        status = response["ResponseMetadata"]["HTTPStatusCode"]
-        match = _CONTENT_RANGE.fullmatch(response.get("ContentRange", ""))
-        if status != 206 or match is None or "ETag" not in response:
-            raise self._wrong_range(response)
+    def _span(self, reply: Reply) -> tuple[int, int, int]:
+        """First and last byte of a reply, and length of the whole object."""
+        match = _CONTENT_RANGE.fullmatch(reply.headers.get("content-range", ""))
+        if reply.status != 206 or match is None or "etag" not in reply.headers:
+            raise self._wrong_range(reply)
         first, last, total = map(int, match.groups())
-        if response.get("ContentLength") != last - first + 1:
-            raise self._wrong_range(response)
+        if reply.headers.get("content-length") != str(last - first + 1):
+            raise self._wrong_range(reply)
         return first, last, total
 
-    def _wrong_range(self, response: dict[str, Any]) -> BackendUnavailable:
-        status = response["ResponseMetadata"]["HTTPStatusCode"]
-        found = response.get("ContentRange", "none")
+    def _wrong_range(self, reply: Reply) -> BackendUnavailable:
+        found = reply.headers.get("content-range", "none")
         return BackendUnavailable(
-            f"{self._settings}: asked for a range, the service answered {status} with range "
-            f"'{found}' of {response.get('ContentLength')} bytes"
+            f"{self._settings}: asked for a range, the service answered {reply.status} with range "
+            f"'{found}' of {reply.headers.get('content-length')} bytes"
         )
 
     def _broken(self, name: str) -> BackendUnavailable:
         return BackendUnavailable(f"{self._settings}: reading {name}: its body breaks off")
 
 
-def _age(response: dict[str, Any]) -> float:
+def _age(headers: Mapping[str, str]) -> float:
+    modified, now = _when(headers.get("last-modified")), _when(headers.get("date"))
+    return 0.0 if modified is None else max(0.0, (now or time.time()) - modified)
+
+
+def _when(text: str | None) -> float | None:
     try:
-        sent_at = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
-        now = sent_at.timestamp()
-    except (KeyError, ValueError):
-        now = time.time()
-    modified = response.get("LastModified")
-    return 0.0 if modified is None else max(0.0, now - modified.timestamp())
+        return None if text is None else parsedate_to_datetime(text).timestamp()
+    except ValueError:
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,25 +14,42 @@ from botocore.httpsession import get_cert_path
 from botocore.loaders import Loader, create_loader
 from botocore.utils import get_environ_proxies
 
+from kvconnect.backends.s3_quick import Credentials
 from kvconnect.backends.s3_settings import S3Settings
 from kvconnect.backends.s3_transport import Transport
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["make_client"]
+__all__ = ["S3Client", "make_client"]
 
-_ATTEMPTS = 3
+# Beside the first attempt, which is not always boto3's.
+_ATTEMPTS = 2
 _CONNECT_TIMEOUT_S = 3.0
 _DEFAULT_REGION = "us-east-1"
 
 
-def make_client(settings: S3Settings) -> tuple[Any, Transport | None]:
-    """A boto3 client, and the transport below it: ``None`` behind a proxy, which boto3 serves.
+@dataclass(frozen=True, slots=True)
+class S3Client:
+    """boto3 and what it is made of.
+
+    Attributes:
+        boto3: its client.
+        credentials: which the client signs with; ``None``: there are none.
+        transport: below it; ``None``: boto3's own.
+    """
+
+    boto3: Any
+    credentials: Credentials | None
+    transport: Transport | None
+
+
+def make_client(settings: S3Settings) -> S3Client:
+    """A boto3 client, with the transport below it unless there is a proxy, which boto3 serves.
 
     Takes a tenth of a second the first time, and reads boto3's configuration; connects to nothing.
 
     Raises:
         ConfigurationError: the certificates cannot be read.
-        BotoCoreError: the profile or region does not exist.
+        BotoCoreError: the profile or region does not exist, or there are no credentials.
     """
     core = botocore.session.get_session()
     core.register_component("data_loader", _loader())
@@ -55,14 +73,14 @@ def make_client(settings: S3Settings) -> tuple[Any, Transport | None]:
         meta.config.s3["payload_signing_enabled"] = not tls
     config: Any = meta.config  # the types lack half of it
     if config.proxies or get_environ_proxies(meta.endpoint_url) or config.client_cert:
-        return client, None
+        return S3Client(client, session.get_credentials(), None)
     transport = Transport(
         connect_timeout=min(_CONNECT_TIMEOUT_S, settings.timeout_s),
         read_timeout=settings.timeout_s,
         tls=_tls(certificates) if meta.endpoint_url.startswith("https:") else None,
     )
     meta.events.register("before-send.s3", transport)
-    return client, transport
+    return S3Client(client, session.get_credentials(), transport)
 
 
 def _config(settings: S3Settings) -> Config:

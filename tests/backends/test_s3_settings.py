@@ -101,18 +101,18 @@ def test_secret_in_a_url_is_not_repeated():
     ],
 )
 def test_bucket_is_addressed_as_the_service_wants_it(s3_credentials, options, address):
-    client, _ = make_client(S3Settings(bucket="bucket", **options))
+    client = make_client(S3Settings(bucket="bucket", **options))
     sent = []
 
     def refuse(request, **_):
         sent.append(request.url)
         raise InterruptedError
 
-    client.meta.events.register_first("before-send.s3", refuse)
+    client.boto3.meta.events.register_first("before-send.s3", refuse)
     with pytest.raises(InterruptedError):
-        client.get_object(Bucket="bucket", Key="k")
+        client.boto3.get_object(Bucket="bucket", Key="k")
     assert sent == [address]
-    client.close()
+    client.boto3.close()
 
 
 @pytest.mark.parametrize(
@@ -125,24 +125,24 @@ def test_bucket_is_addressed_as_the_service_wants_it(s3_credentials, options, ad
     ],
 )
 def test_payload_is_hashed_without_tls_only(s3_credentials, endpoint, given, signed):
-    client, _ = make_client(S3Settings(bucket="b23", endpoint_url=endpoint, sign_payload=given))
-    assert client.meta.config.s3["payload_signing_enabled"] == signed
-    client.close()
+    client = make_client(S3Settings(bucket="b23", endpoint_url=endpoint, sign_payload=given))
+    assert client.boto3.meta.config.s3["payload_signing_enabled"] == signed
+    client.boto3.close()
 
 
 def test_endpoint_may_come_from_the_environment(s3_credentials, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://from.environment:1")
-    client, _ = make_client(S3Settings(bucket="bucket", region="us-east-1"))
-    assert client.meta.endpoint_url == "http://from.environment:1"
-    assert client.meta.config.s3["payload_signing_enabled"]
-    client.close()
+    client = make_client(S3Settings(bucket="bucket", region="us-east-1"))
+    assert client.boto3.meta.endpoint_url == "http://from.environment:1"
+    assert client.boto3.meta.config.s3["payload_signing_enabled"]
+    client.boto3.close()
 
 
 def test_proxy_is_left_to_boto3(s3_credentials, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    client, transport = make_client(S3Settings(bucket="bucket", endpoint_url="http://host"))
-    assert transport is None
-    client.close()
+    client = make_client(S3Settings(bucket="bucket", endpoint_url="http://host"))
+    assert client.transport is None
+    client.boto3.close()
 
 
 def test_upload_reads_as_its_buffers_one_after_the_other():

@@ -1,0 +1,141 @@
+"""The few requests that a request of the engine waits for, without boto3's machinery around them.
+
+boto3 spends a millisecond of Python on each request, most of it on finding out the same things
+again. Here they are found out once, by looking at a request that boto3 made, and later ones are
+only signed, by the same code. Whatever is not plain sailing is left to boto3: its errors, retries
+and redirects are the ones that count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.exceptions import BotoCoreError
+
+from kvconnect.backends.s3_transport import Transport
+from kvconnect.backends.s3_upload import Upload
+
+__all__ = ["Body", "Credentials", "QuickRequests", "Reply"]
+
+# The header begins with an algorithm and the scope of a key: its name, a date, a region, a service.
+_SIGNED = re.compile(r"AWS4-HMAC-SHA256 Credential=.+/\d{8}/([^/]+)/s3/aws4_request,.*")
+_CODE = re.compile(rb"<Code>(\w+)</Code>")
+
+
+class Body(Protocol):
+    """What is read of a reply."""
+
+    def read(self) -> bytes:
+        """All of it."""
+
+    def readinto(self, view: memoryview, /) -> int:
+        """Fill the beginning of `view`; 0 at the end."""
+
+    def close(self) -> None:
+        """Let go of the connection."""
+
+
+class Credentials(Protocol):
+    """boto3's, which renews them by itself."""
+
+    def get_frozen_credentials(self) -> Any:
+        """A key that is good now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A good answer.
+
+    Attributes:
+        status: of HTTP.
+        headers: their names in lower case.
+        body: not read yet.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: Body
+
+
+class QuickRequests:
+    """Gets and puts objects of one bucket. Thread-safe; blocks.
+
+    Args:
+        base: URL of the bucket; object names follow.
+        region: to sign for.
+        credentials: to sign with.
+        config: boto3's, which says whether bodies are hashed.
+        transport: sends.
+    """
+
+    def __init__(
+        self, base: str, region: str, credentials: Credentials, config: object, transport: Transport
+    ) -> None:
+        self._base = base
+        self._region = region
+        self._credentials = credentials
+        self._config = config
+        self._transport = transport
+
+    @classmethod
+    def like(
+        cls,
+        url: str,
+        authorization: str,
+        name: str,
+        credentials: Credentials,
+        config: object,
+        transport: Transport,
+    ) -> QuickRequests | None:
+        """Requests like that of boto3 for object `name`; ``None``: it was not signed as usual."""
+        base, signed = url.removesuffix(quote(name, safe="/~")), _SIGNED.fullmatch(authorization)
+        if base == url or signed is None:
+            return None
+        return cls(base, signed[1], credentials, config, transport)
+
+    def get(self, name: str, span: str) -> Reply | None:
+        """Bytes `span` of an object.
+
+        Returns:
+            ``None`` if boto3 should ask again. Of statuses only 206 and, without a body, 404 (there
+            is no such object) come back.
+        """
+        reply = self._send("GET", name, {"Range": span}, None)
+        if reply is None or reply.status == 206:
+            return reply
+        with closing(reply.body):
+            code = _CODE.search(reply.body.read())
+        absent = reply.status == 404 and code is not None and code[1] == b"NoSuchKey"
+        return reply if absent else None
+
+    def put(self, name: str, body: Upload, headers: Mapping[str, str]) -> str | None:
+        """Write an object; its etag, or ``None`` if boto3 should do it (again)."""
+        reply = self._send("PUT", name, headers, body)
+        if reply is None:
+            return None
+        with closing(reply.body):
+            said = reply.body.read()
+        return reply.headers.get("etag") if reply.status == 200 and not said else None
+
+    def _send(
+        self, method: str, name: str, headers: Mapping[str, str], body: Upload | None
+    ) -> Reply | None:
+        url = self._base + quote(name, safe="/~")
+        try:
+            request = AWSRequest(method=method, url=url, headers=dict(headers), data=body)
+            request.context["client_config"] = self._config
+            frozen = self._credentials.get_frozen_credentials()
+            S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
+            answer = self._transport(request.prepare())
+        except BotoCoreError:
+            return None
+        names: Any = answer.headers
+        found = {key.lower(): value for key, value in names.items()}
+        return Reply(answer.status_code, found, answer.raw)
