@@ -133,7 +133,7 @@ class S3Bucket:
         if self.transport is not None and self._credentials is not None and sent is not None:
             self._quick = QuickRequests.like(
                 sent.url,
-                str(sent.headers.get("Authorization", "")),
+                _text(sent.headers.get("Authorization", "")),
                 name,
                 self._credentials,
                 self._client.meta.config,
@@ -340,6 +340,10 @@ class S3Bucket:
 
     def _broken(self, name: str) -> BackendUnavailable:
         return BackendUnavailable(f"{self._settings}: reading {name}: its body breaks off")
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else value
 
 
 def _age(headers: Mapping[str, str]) -> float:

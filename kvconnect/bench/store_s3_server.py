@@ -72,6 +72,8 @@ class _Server:
     def _put(self, client: socket.socket, name: bytes, head: bytes, pending: bytes) -> bytes:
         match = _LENGTH.search(head)
         length = int(match[1]) if match else 0
+        if b"\r\nexpect:" in head.lower():
+            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         data = bytearray(length)
         given = min(length, len(pending))
         data[:given] = pending[:given]

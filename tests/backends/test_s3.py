@@ -80,7 +80,35 @@ async def test_moto_lets_the_first_of_two_writers_stay(moto, s3_credentials, kit
         assert await loaded(other, kit, keys) == 6
 
 
+async def test_moto_is_served_by_boto3_alone_where_it_must_be(moto, s3_credentials, kit):
+    # As behind a proxy: neither our transport nor our way to make requests.
+    store = S3Backend(S3Settings(bucket=BUCKET, prefix="plain", endpoint_url=moto, miss_ttl_s=0))
+    keys = kit.keys("plain", count=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvconnect.backends.s3_client.get_environ_proxies", lambda _: {"http": "x"})
+        await store.open([])
+    assert store._parts.bucket.transport is None
+    assert await store.save(kit.chain(keys)) == 5
+    assert await loaded(store, kit, [*keys]) == 5
+    assert await store.load([kit.key("absent")], kit.buffers(1)) == 0
+    await store.delete(keys)
+    assert await store.lookup(keys) == 0
+    await store.close()
+
+
 # ---------------------------------------------------------------------- finding
+
+
+async def test_everyday_requests_need_none_of_boto3s_machinery(store, kit, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("boto3 was asked")
+
+    monkeypatch.setattr("botocore.client.BaseClient._make_api_call", refuse)
+    keys = kit.keys("quick", count=9)
+    assert await store.lookup(keys) == 0
+    assert await store.save(kit.chain(keys)) == 9
+    assert await store.save(kit.chain(keys)[4:]) == 5
+    assert await loaded(store, kit, keys) == 9
 
 
 async def test_neighbours_share_an_object_and_are_read_in_one_request(store, kit, s3_server):
