@@ -276,7 +276,7 @@ def _exchange(
     headers = dict(request.headers.items())
     names = {name.lower() for name in headers}
     if "host" not in names:
-        connection.putheader("Host", url.netloc.rpartition("@")[2])
+        connection.putheader("Host", _host(url))
     for name, value in headers.items():
         # The body is sent at once: nobody waits for "100 Continue".
         if name.lower() != "expect":
@@ -297,6 +297,13 @@ def _exchange(
         response.will_close = True
         return response
     return connection.getresponse()
+
+
+def _host(url: SplitResult) -> str:
+    # As it was signed: without the port if that is the scheme's.
+    host = url.netloc.rpartition("@")[2]
+    usual = {"http": ":80", "https": ":443"}.get(url.scheme, "")
+    return host.removesuffix(usual)
 
 
 def _chunks(body: Any) -> Iterator[bytes | memoryview]:

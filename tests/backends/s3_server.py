@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import logging
 import re
 import socket
@@ -18,6 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 BUCKET = "cache"
+SECRET = "secret"
 
 
 @contextmanager
@@ -76,6 +78,42 @@ def refusal(status: int, code: str) -> Answer:
     """An error as S3 tells it."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
     return Answer(status, body.encode(), {"Content-Type": "application/xml"})
+
+
+def signed_by(secret: str, method: str, target: str, headers: dict[str, str], body: bytes) -> bool:
+    """Whether a request, as it arrived, is signed (AWS signature version 4, from its document)."""
+    match = re.fullmatch(
+        r"AWS4-HMAC-SHA256 Credential=[^/]+/(\d+)/([^/]+)/s3/aws4_request, "
+        r"SignedHeaders=([^,]+), Signature=([0-9a-f]{64})",
+        headers.get("authorization", ""),
+    )
+    if match is None:
+        return False
+    date, region, names, signature = match.groups()
+    content = headers["x-amz-content-sha256"]
+    if content not in {"UNSIGNED-PAYLOAD", hashlib.sha256(body).hexdigest()}:
+        return False
+    path, _, query = target.partition("?")
+    canonical = "\n".join(
+        [
+            method,
+            path,
+            "&".join(
+                sorted(part if "=" in part else part + "=" for part in query.split("&") if part)
+            ),
+            *(f"{name}:{' '.join(headers[name].split())}" for name in names.split(";")),
+            "",
+            names,
+            content,
+        ]
+    )
+    key = b"AWS4" + secret.encode()
+    for part in (date, region, "s3", "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    scope = f"{date}/{region}/s3/aws4_request"
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    to_sign = f"AWS4-HMAC-SHA256\n{headers['x-amz-date']}\n{scope}\n{digest}"
+    return hmac.compare_digest(hmac.digest(key, to_sign.encode(), "sha256").hex(), signature)
 
 
 class S3Server:
@@ -210,6 +248,9 @@ def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
             bucket, _, name = unquote(parts.path).lstrip("/").partition("/")
             headers = {key.lower(): value for key, value in self.headers.items()}
             body = self.rfile.read(int(headers.get("content-length", 0)))
+            if not signed_by(SECRET, self.command, self.path, headers, body):
+                self._send(refusal(403, "SignatureDoesNotMatch"))
+                return
             request = Request(self.command, name, headers, parse_qs(parts.query))
             answer = server.answer(request, body) if bucket == BUCKET else None
             if bucket != BUCKET:

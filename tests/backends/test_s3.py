@@ -99,6 +99,16 @@ async def test_moto_is_served_by_boto3_alone_where_it_must_be(moto, s3_credentia
 # ---------------------------------------------------------------------- finding
 
 
+@pytest.mark.parametrize("prefix", ["", "a/b", "with space/é+%~", "x" * 200])
+async def test_any_prefix_is_signed_right(make_s3, kit, prefix):
+    keys = kit.keys("prefix", count=3)
+    async with kit.opened(make_s3(prefix=prefix)) as store:
+        assert await store.save(kit.chain(keys)) == 3
+        assert await loaded(store, kit, keys) == 3
+        assert (await store.stats())["blocks"] == 3
+        assert len([entry async for entry in store.scan()]) == 3
+
+
 async def test_everyday_requests_need_none_of_boto3s_machinery(store, kit, monkeypatch):
     def refuse(*_):
         raise AssertionError("boto3 was asked")

@@ -371,6 +371,12 @@ async def test_bucket_that_may_be_read_but_not_looked_at_is_opened(make_s3, kit,
         await works(store, kit, [])
 
 
+async def test_wrong_secret_is_named_at_open(make_s3, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "guessed")
+    with pytest.raises(ConfigurationError, match="secret key is wrong"):
+        await opening(make_s3())
+
+
 async def test_missing_credentials_are_named_at_open(make_s3, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
