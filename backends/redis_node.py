@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis
@@ -66,6 +67,12 @@ class _Job:
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
+@dataclass(frozen=True, slots=True)
+class _Link:
+    connection: redis.Connection
+    wire: Wire
+
+
 class RedisNode:
     """A server and ``settings.connections`` threads that move values to and from it.
 
@@ -80,7 +87,7 @@ class RedisNode:
         self._moving = ThreadPoolExecutor(settings.connections, thread_name_prefix=name)
         self._asking = ThreadPoolExecutor(_ASKING_THREADS, thread_name_prefix=name)
         self._jobs: dict[Future[Any], _Job] = {}
-        self._idle: list[redis.Connection] = []  # appended to and popped from on any thread
+        self._idle: list[_Link] = []  # appended to and popped from on any thread
         self._closed = False
 
     @property
@@ -123,46 +130,48 @@ class RedisNode:
                 if not end.cancelled():
                     end.exception()  # told to who waits for it
         while self._idle:
-            self._idle.pop().disconnect()  # type: ignore[no-untyped-call]
+            _end(self._idle.pop().connection)
 
     def _work(self, job: _Job, work: Callable[[Wire], T]) -> T:
-        connection = self._connected(job)
+        link = self._linked(job)
         ended_well = False
         try:
-            wire = Wire(_socket_of(connection), self._settings.timeout)
-            result = work(wire)
-            wire.done()
+            result = work(link.wire)
+            link.wire.done()
             ended_well = True
         finally:
             job.detach()
             if ended_well and not self._closed:
-                self._idle.append(connection)
+                self._idle.append(link)
             else:
-                connection.disconnect()  # type: ignore[no-untyped-call]
+                _end(link.connection)
         return result
 
-    def _connected(self, job: _Job) -> redis.Connection:
+    def _linked(self, job: _Job) -> _Link:
         """A connection on which nothing is unread, the job's."""
-        connection = self._reused() or self._made()
+        link = self._reused()
+        connection = self._made() if link is None else link.connection
         try:
             job.attach(connection)
-            connection.connect()  # type: ignore[no-untyped-call]  # does nothing if it is
-            job.attach(connection)  # it may have been aborted before there was a socket to end
+            if link is None:
+                connection.connect()  # type: ignore[no-untyped-call]
+                job.attach(connection)  # it may have been aborted when there was no socket to end
+                link = _Link(connection, Wire(_socket_of(connection), self._settings.timeout))
         except BaseException:
             job.detach()
-            connection.disconnect()  # type: ignore[no-untyped-call]
+            _end(connection)
             raise
-        return connection
+        return link
 
-    def _reused(self) -> redis.Connection | None:
+    def _reused(self) -> _Link | None:
         while self._idle:
             try:
-                connection = self._idle.pop()
+                link = self._idle.pop()
             except IndexError:
                 break  # another thread was faster
-            if _is_quiet(_socket_of(connection)):
-                return connection
-            connection.disconnect()  # type: ignore[no-untyped-call]
+            if _is_quiet(_socket_of(link.connection)):
+                return link
+            _end(link.connection)
         return None
 
     def _made(self) -> redis.Connection:
@@ -173,6 +182,10 @@ class RedisNode:
             retry=Retry(NoBackoff(), 0),
             **connection_options(self._settings),
         )
+
+
+def _end(connection: redis.Connection) -> None:
+    connection.disconnect()  # type: ignore[no-untyped-call]
 
 
 def _socket_of(connection: redis.Connection) -> Any:

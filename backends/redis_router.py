@@ -28,8 +28,8 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 __all__ = ["RedisRouter"]
 
-# Values of less than this are not worth a second connection.
-_STRIPE_NBYTES = 8 << 20
+# Values of less than this are not worth a second connection: a server has one thread for all.
+_STRIPE_NBYTES = 32 << 20
 _MAX_REDIRECTS = 5
 
 

@@ -31,7 +31,7 @@ _MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
 
 
 class Wire:
-    """The two directions of one connection, for one job.
+    """The two directions of one connection.
 
     Args:
         sock: connected, nothing unread on it. Plain sockets are made blocking, with `timeout` left
@@ -128,11 +128,17 @@ class Wire:
 
     def into(self, view: memoryview) -> None:
         """Fill `view` with the next bytes."""
-        at = min(len(view), self._end - self._start)
-        view[:at] = self._hold[self._start : self._start + at]
-        self._start += at
+        at = 0
         while at < len(view):
-            at += self._receive(view[at:], self._wait_all)
+            if self._start == self._end:
+                if len(view) - at >= _HOLD_NBYTES:
+                    at += self._receive(view[at:], self._wait_all)
+                    continue
+                self._fill()  # what comes after it with the same call
+            step = min(len(view) - at, self._end - self._start)
+            view[at : at + step] = self._hold[self._start : self._start + step]
+            self._start += step
+            at += step
 
     def skip(self, nbytes: int) -> None:
         """Read `nbytes` bytes and forget them."""
@@ -155,7 +161,9 @@ class Wire:
 
     def _fill(self) -> None:
         """Receive at least one byte after those that wait in the hold."""
-        if self._start:
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start:
             waiting = self._end - self._start
             self._hold[:waiting] = bytes(self._hold[self._start : self._end])
             self._start, self._end = 0, waiting

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvconnect.backend import MAX_CHILDREN, StoredBlock
-from kvconnect.backends import open_backend
+from kvconnect.backends import open_backend, redis_router
 from kvconnect.backends.redis_value import MAX_VALUE_NBYTES, Names
 from kvconnect.errors import BackendUnavailable
 from kvconnect.trace import metrics
@@ -409,11 +409,13 @@ async def test_long_lookup_stops_where_the_first_is_absent(store, kit):
     assert await store.lookup(keys) == 700
 
 
-async def test_several_connections_move_one_batch(make_store, kit):
+async def test_several_connections_move_one_batch(make_store, kit, monkeypatch):
+    monkeypatch.setattr(redis_router, "_STRIPE_NBYTES", 8 * MIB)
     store = await make_store(connections=3)
     keys = kit.keys("stripes", count=30)
     assert await store.save([kit.block(key, nbytes=MIB) for key in keys]) == 30
-    assert len(store._router._nodes) == 1
+    (node,) = store._router._nodes.values()
+    assert len(node._idle) >= 3
     into = [kit.buffer(MIB) for _ in keys]
     assert await store.load(keys, into) == 30
     assert all(kit.holds(b, key, framed=False) for b, key in zip(into, keys, strict=True))
