@@ -1,0 +1,141 @@
+"""bench store: figures of a store beside those of the machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from stored_blocks import chain, entries, fill
+
+from kvconnect.bench.store_payloads import Payloads
+from kvconnect.bench.store_report import StoreFigure, median_ratio, percentile, render
+from kvconnect.frame import check
+
+SMALL = ("--sizes", "64KiB,256KiB", "--total", "2MiB", "--rounds", "1")
+
+
+@pytest.mark.parametrize(
+    ("url", "floors"),
+    [
+        ("memory:?capacity=8MiB", {"memcpy", "memcpy + checksum", "dict"}),
+        ("disk:{tmp}/kv?capacity=32MiB", {"O_DIRECT slots", "one query"}),
+        ("tiered:?tiers=memory:?capacity=4MiB,disk:{tmp}/kv?capacity=32MiB&patience=5s", {""}),
+    ],
+)
+def test_each_figure_stands_beside_its_floor(kvconnect, tmp_path, url, floors):
+    code, out, err = kvconnect("bench", "store", url.format(tmp=tmp_path), *SMALL, "--json")
+    assert code == 0
+    assert "no floor" in err or floors != {""}
+    figures = json.loads(out)["figures"]
+    asked = {(one["operation"], one["how"], one["value_nbytes"]) for one in figures}
+    assert asked == {
+        (what, how, size)
+        for what in ("put", "get", "lookup")
+        for how in ("bare", "guarded")
+        for size in (64 << 10, 256 << 10)
+    }
+    assert {one["floor_name"] for one in figures} == floors
+    for one in figures:
+        assert one["rate"] > 0
+        assert 0 < one["p50_ms"] <= one["p99_ms"]
+        if floors == {""}:
+            assert one["ratio"] is None
+        else:
+            # Of one round, so exactly these two.
+            assert one["ratio"] == pytest.approx(one["rate"] / one["floor"])
+
+
+def test_a_store_in_use_keeps_its_blocks_and_nothing_else(kvconnect, tmp_path):
+    url = f"disk:{tmp_path}/kv?capacity=32MiB"
+    blocks = chain("a", 5)
+    fill(url, blocks)
+    assert kvconnect("bench", "store", url, *SMALL)[0] == 0
+    assert entries(url).keys() == {one.key for one in blocks}
+    assert not [path for path in (tmp_path / "kv").iterdir() if path.name.startswith("bench-")]
+
+
+def test_a_store_without_room_is_no_figure(kvconnect):
+    with pytest.raises(RuntimeError, match="the store has too little room"):
+        kvconnect("bench", "store", "memory:?capacity=1MiB", *SMALL)
+
+
+def test_a_store_that_gives_other_bytes_is_no_figure(kvconnect, monkeypatch):
+    async def lie(self, keys, into):
+        return len(keys)
+
+    monkeypatch.setattr("kvconnect.backends.memory.MemoryBackend.load", lie)
+    with pytest.raises(RuntimeError, match="came back with other bytes"):
+        kvconnect("bench", "store", "memory:?capacity=8MiB", *SMALL)
+
+
+def test_a_peer_that_is_not_there_is_left_out_with_a_sentence(kvconnect):
+    url = "memory:?capacity=8MiB"
+    code, out, err = kvconnect("bench", "store", url, *SMALL, "--peer-python", sys.executable)
+    assert code == 0
+    assert "LMCache is left out at 0.0625 MiB (" in err
+    assert "lmcache" in err
+    assert "guarded" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sizes", "5000"], "--sizes 5000: must be multiples of 4096"),
+        (["--sizes", "big"], "--sizes=big: a size such as"),
+        (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (["--in-flight", "0"], "--in-flight 0: must be at least 1"),
+        (["--peer-python", "/nowhere"], "--peer-python: '/nowhere' is no file"),
+    ],
+)
+def test_odd_options_are_refused(kvconnect, options, message):
+    code, _, err = kvconnect("bench", "store", "memory:?capacity=8MiB", *SMALL, *options)
+    assert code == 2
+    assert message in err
+
+
+def test_payloads_are_sound_frames_of_exactly_that_size():
+    payloads = Payloads(64 << 10, 4)
+    for block in payloads.blocks:
+        assert block.data.numel() == 64 << 10
+        assert block.data.data_ptr() % 4096 == 0
+        check(block.data, block.key, {payloads.layout.fingerprint()})
+    with pytest.raises(RuntimeError):
+        payloads.check()
+
+
+def test_percentiles_are_values_that_were_measured():
+    values = [float(value) for value in range(1, 101)]
+    assert (percentile(values, 50), percentile(values, 99)) == (50.0, 99.0)
+    assert percentile([3.0], 99) == 3.0
+
+
+def test_a_ratio_is_of_one_round():
+    # The second round was disturbed; so was its floor.
+    assert median_ratio([9.0, 1.0, 9.0], [10.0, 1.0, 10.0]) == 0.9
+
+
+def test_the_table_shows_what_there_is():
+    figures = [
+        StoreFigure("disk", "put", "bare", 2 << 20, 2e9, 1.0, 2.0, 4e9, "O_DIRECT slots", 0.5),
+        StoreFigure("disk", "lookup", "LMCache", 2 << 20, 5e6),
+    ]
+    lines = render("store", figures).splitlines()
+    assert lines[2].split() == (
+        [
+            "2",
+            "MiB",
+            "put",
+            "bare",
+            "2.00",
+            "GB/s",
+            "1.000",
+            "2.000",
+            "4.00",
+            "GB/s",
+            "0.50",
+            "O_DIRECT",
+            "slots",
+        ]
+    )
+    assert lines[3].split() == ["lookup", "LMCache", "5,000k", "keys/s"]
