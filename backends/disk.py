@@ -84,6 +84,9 @@ class DiskBackend(Backend):
 
     enumerable: ClassVar[bool] = True
     variable_length: ClassVar[bool] = True
+    durable: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
+    expires: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,1 +1,49 @@
-"""Tools that tell whether a backend keeps its promises, shipped for everybody's backends."""
+"""Tools that tell whether a backend keeps its promises, shipped for everybody's backends.
+
+``class TestMine(BackendConformance)`` for pytest, `check_backend` and ``kvconnect check URL``
+without; and the tools with which they make things fail. ``docs/writing-a-backend.md`` walks through
+one backend.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvconnect.testing.blocks import BlockMaker
+from kvconnect.testing.check import Outcome, Violation
+from kvconnect.testing.clock import ShiftedClock
+from kvconnect.testing.faulty_backend import FaultyBackend
+from kvconnect.testing.faulty_filesystem import FaultyFilesystem
+from kvconnect.testing.runner import Report, check_backend
+from kvconnect.testing.subject import Address, Subject, Unsupported, Usage
+from kvconnect.testing.tcp_proxy import TcpFault, TcpProxy
+
+if TYPE_CHECKING:
+    from kvconnect.testing.conformance import BackendConformance
+
+__all__ = [
+    "Address",
+    "BackendConformance",
+    "BlockMaker",
+    "FaultyBackend",
+    "FaultyFilesystem",
+    "Outcome",
+    "Report",
+    "ShiftedClock",
+    "Subject",
+    "TcpFault",
+    "TcpProxy",
+    "Unsupported",
+    "Usage",
+    "Violation",
+    "check_backend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The one name that needs pytest.
+    if name == "BackendConformance":
+        from kvconnect.testing.conformance import BackendConformance
+
+        return BackendConformance
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,116 @@
+"""Blocks whose content is known from their key, and buffers that show who wrote to them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvconnect import frame
+from kvconnect.backend import StoredBlock
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["BlockMaker"]
+
+_CANARY = 0xC5
+_MARGIN = 4096
+
+
+class BlockMaker:
+    """Makes keys, blocks and buffers. A block's bytes follow from its key, so anyone can check them.
+
+    Args:
+        seed: keys of different seeds differ.
+
+    Attributes:
+        layout: of the blocks that `block` makes, unless it is told their size.
+        frame_nbytes: of those blocks.
+    """
+
+    layout = KvCacheLayout(2, 2, 16, 16, 16, torch.float32)
+    frame_nbytes = frame.frame_nbytes(layout.block_nbytes)
+
+    def __init__(self, seed: object = 0) -> None:
+        self.seed = seed
+
+    def key(self, *parts: object) -> BlockKey:
+        """The key that is named by `parts`."""
+        name = repr((self.seed, *parts)).encode()
+        return BlockKey(hashlib.blake2b(name, digest_size=32).digest())
+
+    def keys(self, *parts: object, count: int) -> list[BlockKey]:
+        """`count` keys."""
+        return [self.key(*parts, number) for number in range(count)]
+
+    @staticmethod
+    def content(key: BlockKey, nbytes: int) -> Tensor:
+        """What the block of `key` holds if it is `nbytes` long."""
+        whole = np.frombuffer(key * (nbytes // len(key) + 1), np.uint8)[:nbytes]
+        return torch.from_numpy(whole.copy())
+
+    @staticmethod
+    def buffer(nbytes: int, *, shift: int = 0) -> Tensor:
+        """`nbytes` of canaries between canaries, page-aligned but for `shift`."""
+        whole = torch.full((nbytes + 3 * _MARGIN,), _CANARY, dtype=torch.uint8)
+        start = _MARGIN + -(whole.data_ptr() + _MARGIN) % _MARGIN + shift
+        return whole[start : start + nbytes]
+
+    @staticmethod
+    def untouched(buffer: Tensor) -> bool:
+        """Whether `buffer` still holds nothing but canaries."""
+        return bool((buffer == _CANARY).all())
+
+    @staticmethod
+    def margins_whole(buffer: Tensor) -> bool:
+        """Whether nothing around `buffer` was written to."""
+        whole = torch.tensor([], dtype=torch.uint8).set_(buffer.untyped_storage())
+        start, end = buffer.storage_offset(), buffer.storage_offset() + buffer.numel()
+        return bool((whole[:start] == _CANARY).all() and (whole[end:] == _CANARY).all())
+
+    def buffers(self, count: int, nbytes: int | None = None) -> list[Tensor]:
+        """`count` of them; without `nbytes` as long as a frame."""
+        return [self.buffer(self.frame_nbytes if nbytes is None else nbytes) for _ in range(count)]
+
+    def block(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None = None,
+        *,
+        nbytes: int | None = None,
+        shift: int = 0,
+        tokens: Sequence[int] | None = None,
+        priority: int = 35,
+    ) -> StoredBlock:
+        """A block that holds `content` of its key; without `nbytes`, as the payload of a frame."""
+        if nbytes is None:
+            data = self.buffer(self.frame_nbytes, shift=shift)
+            payload = frame.payload(data, self.layout.block_nbytes)
+        else:
+            data = payload = self.buffer(nbytes, shift=shift)
+        payload.copy_(self.content(key, payload.numel()))
+        array = None if tokens is None else np.asarray(tokens, np.int32)
+        return StoredBlock(key, data, parent, array, priority)
+
+    def chain(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        nbytes: int | None = None,
+        tokens: Sequence[int] | None = None,
+        priority: int = 35,
+    ) -> list[StoredBlock]:
+        """Blocks of `keys`, each the parent of the next."""
+        parents = [None, *keys]
+        return [
+            self.block(key, parent, nbytes=nbytes, tokens=tokens, priority=priority)
+            for key, parent in zip(keys, parents, strict=False)
+        ]
+
+    def holds(self, buffer: Tensor, key: BlockKey, *, framed: bool = True) -> bool:
+        """Whether `buffer` holds the block of `key`, and no margin was written to."""
+        data = frame.payload(buffer, self.layout.block_nbytes) if framed else buffer
+        return self.margins_whole(buffer) and torch.equal(data, self.content(key, data.numel()))

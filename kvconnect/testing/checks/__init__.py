@@ -1,0 +1,14 @@
+"""The checks, a module per group of the contract. Importing this registers them, in this order."""
+
+from kvconnect.testing.checks import contract as contract  # noqa: I001 - the order is that of the report
+from kvconnect.testing.checks import concurrency as concurrency
+from kvconnect.testing.checks import capabilities as capabilities
+from kvconnect.testing.checks import keys as keys
+from kvconnect.testing.checks import integrity as integrity
+from kvconnect.testing.checks import faults as faults
+from kvconnect.testing.checks import expiry as expiry
+from kvconnect.testing.checks import resources as resources
+from kvconnect.testing.checks import crash as crash
+from kvconnect.testing.checks import network as network
+from kvconnect.testing.checks import model as model
+from kvconnect.testing.checks import end_to_end as end_to_end

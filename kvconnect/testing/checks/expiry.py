@@ -1,0 +1,92 @@
+"""Time: blocks that expire, and clocks that jump."""
+
+from __future__ import annotations
+
+import time
+
+from kvconnect.testing.check import check, demand
+from kvconnect.testing.checks.contract import expect_stored
+from kvconnect.testing.clock import ShiftedClock
+from kvconnect.testing.subject import Subject
+
+_TTL_S = 60.0
+_DAY_S = 86400.0
+
+
+@check("time")
+async def ttl_border(subject: Subject) -> None:
+    """A block is there until its TTL is over, then it is absent and can be saved again."""
+    subject.require("expires")
+    blocks = subject.blocks("ttl")
+    keys = blocks.keys(count=4)
+    ttl_s = subject.ttl_s or _TTL_S
+    with ShiftedClock() as clock:
+        async with subject.opened(subject.make_expiring(ttl_s)) as store:
+            start = time.monotonic()
+            await store.save(blocks.chain(keys, tokens=[1]))
+            await subject.pass_time(clock, ttl_s * 0.5)
+            if time.monotonic() - start < ttl_s * 0.9:  # else the machine was too slow to tell
+                await expect_stored(store, blocks, keys)
+            await subject.pass_time(clock, ttl_s * 0.6)
+            demand(await store.lookup(keys) == 0, "lookup finds blocks that have expired")
+            for key in keys:
+                loaded = await store.load([key], blocks.buffers(1))
+                demand(loaded == 0, "a block that has expired is loaded")
+            if store.enumerable:
+                demand(not await store.children(keys[0]), "a block that has expired is listed")
+            demand(await store.save(blocks.chain(keys)) == 4, "expired blocks are not saved again")
+            await expect_stored(store, blocks, keys)
+
+
+async def _jump(subject: Subject, seconds: float) -> None:
+    blocks = subject.blocks("jump", seconds)
+    keys = blocks.keys(count=4)
+    with ShiftedClock() as clock:
+        async with subject.opened() as store:
+            await store.save(blocks.chain(keys))
+            clock.forward(seconds)
+            await expect_stored(store, blocks, keys)
+            more = blocks.keys("more", count=4)
+            saved = await store.save(blocks.chain(more))
+            demand(saved == 4, f"after the clock jumped, save stored {saved} of 4 blocks")
+            await expect_stored(store, blocks, [*keys, *more])
+
+
+@check("time")
+async def clock_jumps_forward(subject: Subject) -> None:
+    """A wall clock that jumps a month ahead loses nothing that has no TTL."""
+    await _jump(subject, 30 * _DAY_S)
+
+
+@check("time")
+async def clock_jumps_back(subject: Subject) -> None:
+    """A wall clock that jumps a month back loses nothing, and new blocks are kept."""
+    await _jump(subject, -30 * _DAY_S)
+
+
+@check("time")
+async def clock_jumps_in_a_full_store(subject: Subject) -> None:
+    """A full store goes on storing what is new while the wall clock jumps both ways."""
+    blocks = subject.blocks("full jump")
+    with ShiftedClock() as clock:
+        async with subject.opened(subject.make_small(40 * blocks.frame_nbytes)) as store:
+            for turn in range(12):
+                clock.forward(30 * _DAY_S * (-1) ** turn)
+                keys = blocks.keys(turn, count=8)
+                saved = await store.save(blocks.chain(keys))
+                demand(saved == 8, f"after {turn} jumps, save stored {saved} of 8 blocks")
+                await expect_stored(store, blocks, keys)
+
+
+@check("time")
+async def deadlines_are_monotonic(subject: Subject) -> None:
+    """A wall clock that jumps while a call runs neither ends it nor makes it last longer."""
+    blocks = subject.blocks("monotonic")
+    keys = blocks.keys(count=4)
+    with ShiftedClock() as clock:
+        async with subject.guarded(10.0) as store:
+            for seconds in (_DAY_S, -2 * _DAY_S, _DAY_S):
+                clock.forward(seconds)
+                demand(await store.save(blocks.chain(keys)) == 4, "a save failed: the clock jumped")
+                loaded = await store.load(keys, blocks.buffers(4))
+                demand(loaded == 4, f"a load filled {loaded} of 4: the clock jumped")

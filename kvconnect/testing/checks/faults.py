@@ -1,0 +1,133 @@
+"""A store that fails, seen through the framework: time is lost, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from kvconnect.backends.guard import GuardedBackend
+from kvconnect.errors import RetryLater
+from kvconnect.testing.blocks import BlockMaker
+from kvconnect.testing.check import check, demand
+from kvconnect.testing.faulty_backend import BackendFault, FaultyBackend
+from kvconnect.testing.subject import Subject
+
+__all__ = ["RECOVERY_S", "answer", "calls_in_time", "recovers"]
+
+T = TypeVar("T")
+
+RECOVERY_S = 10.0
+"""A store that works again is used again within so many seconds."""
+
+
+async def answer(call: Awaitable[T], deadline_s: float, what: str) -> T | None:
+    """What `call` returns, or ``None`` if it raised what callers expect; in time in any case."""
+    start = time.monotonic()
+    try:
+        return await call
+    except RetryLater:
+        return None
+    finally:
+        took, limit = time.monotonic() - start, 2 * deadline_s + 1
+        demand(took <= limit, f"{what} took {took:.1f} s; the deadline is {deadline_s:g} s")
+
+
+async def calls_in_time(
+    store: GuardedBackend, blocks: BlockMaker, deadline_s: float, what: str
+) -> None:
+    """Each kind of call ends in time, and what is loaded is right."""
+    keys = blocks.keys(count=3)
+    await answer(store.lookup(keys), deadline_s, f"{what}: lookup")
+    into = blocks.buffers(3)
+    loaded = await answer(store.load(keys, into), deadline_s, f"{what}: load")
+    for key, buffer in zip(keys[: loaded or 0], into, strict=False):
+        demand(blocks.holds(buffer, key), f"{what}: a wrong block was a hit")
+    for buffer in into:
+        demand(blocks.margins_whole(buffer), f"{what}: a load wrote outside of its buffer")
+    fresh = blocks.keys(what, count=2)
+    await answer(store.save(blocks.chain(fresh)), deadline_s, f"{what}: save")
+    await answer(store.delete(fresh[:1]), deadline_s, f"{what}: delete")
+
+
+async def recovers(store: GuardedBackend, blocks: BlockMaker, what: str) -> None:
+    """Within `RECOVERY_S` saves and loads work again."""
+    end = time.monotonic() + RECOVERY_S
+    turn = 0
+    while True:
+        turn += 1
+        keys = blocks.keys("recovered", what, turn, count=3)
+        try:
+            into = blocks.buffers(3)
+            if await store.save(blocks.chain(keys)) == 3 == await store.load(keys, into):
+                break
+            why = "save or load says fewer than there are"
+        except RetryLater as error:
+            why = str(error)
+        demand(time.monotonic() < end, f"{what}: not usable {RECOVERY_S:g} s afterwards: {why}")
+        await asyncio.sleep(0.05)
+    for key, buffer in zip(keys, into, strict=True):
+        demand(blocks.holds(buffer, key), f"{what}: a block is wrong afterwards")
+
+
+async def _suffer(subject: Subject, fault: BackendFault, deadline_s: float = 0.5) -> None:
+    faulty = FaultyBackend(
+        subject.bare(subject.make_backend()), seed=subject.seed, delay_s=1.5 * deadline_s
+    )
+    blocks = subject.blocks("suffer", fault)
+    async with subject.guarded(deadline_s, faulty) as store:
+        await answer(store.save(blocks.chain(blocks.keys(count=3))), deadline_s, "a save")
+        faulty.set(fault)
+        await calls_in_time(store, blocks, deadline_s, f"a store that does '{fault}'")
+        demand(faulty.hits, f"the fault '{fault}' was never met")
+        faulty.heal()
+        await recovers(store, blocks, f"a store that did '{fault}'")
+
+
+@check("faults")
+async def raises(subject: Subject) -> None:
+    """Whatever a store raises, calls end in time, and it is used again afterwards."""
+    await _suffer(subject, "raise")
+
+
+@check("faults")
+async def hangs(subject: Subject) -> None:
+    """Calls to a store that hangs end at their deadline, and it is used again afterwards."""
+    await _suffer(subject, "hang")
+
+
+@check("faults")
+async def answers_late(subject: Subject) -> None:
+    """A store that answers past the deadline writes to no buffer that was handed on."""
+    await _suffer(subject, "late")
+
+
+@check("faults")
+async def lies(subject: Subject) -> None:
+    """A store that says yes to everything yields misses."""
+    await _suffer(subject, "lie")
+
+
+@check("faults")
+async def miscounts(subject: Subject) -> None:
+    """A store whose counts cannot be is unavailable, and is used again afterwards."""
+    await _suffer(subject, "miscount")
+
+
+@check("faults")
+async def truncates(subject: Subject) -> None:
+    """A store that fills half of each buffer yields misses."""
+    await _suffer(subject, "truncate")
+
+
+@check("faults")
+async def flips_bits(subject: Subject) -> None:
+    """A store that flips bits yields misses."""
+    await _suffer(subject, "flip")
+
+
+@check("faults")
+async def swaps(subject: Subject) -> None:
+    """A store that mixes blocks up yields misses."""
+    await _suffer(subject, "swap")

@@ -1,0 +1,185 @@
+"""Whatever happens to the stored bytes, a load through the framework is right or a miss."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from kvconnect import frame
+from kvconnect.backends.guard import GuardedBackend
+from kvconnect.keys import FORMAT_VERSION, BlockKey
+from kvconnect.testing.blocks import BlockMaker
+from kvconnect.testing.check import Violation, check, demand
+from kvconnect.testing.subject import Subject, Unsupported
+from kvconnect.trace import metrics
+
+_END = frame.HEADER_NBYTES + BlockMaker.layout.block_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    store: GuardedBackend
+    blocks: BlockMaker
+    keys: list[BlockKey]
+
+
+@asynccontextmanager
+async def _saved(subject: Subject, name: str, count: int) -> AsyncIterator[_Saved]:
+    blocks = subject.blocks(name)
+    keys = blocks.keys(count=count)
+    async with subject.guarded() as store:
+        await store.save([blocks.block(key) for key in keys])
+        yield _Saved(store, blocks, keys)
+
+
+async def _expect_misses(saved: _Saved, what: str) -> None:
+    """None of the blocks is a hit; each is dropped, counted once, and can be saved again."""
+    store, blocks = saved.store, saved.blocks
+    before = _bad_frames()
+    for key in saved.keys:
+        (into,) = blocks.buffers(1)
+        loaded = await store.load([key], [into])
+        demand(not loaded or blocks.holds(into, key), f"{what}: a wrong block was a hit")
+        demand(not loaded, f"{what}: a block that was damaged is a hit")
+        demand(blocks.margins_whole(into), f"{what}: the load wrote outside of its buffer")
+        demand(await store.lookup([key]) == 0, f"{what}: lookup still says yes after the load")
+    found = _bad_frames() - before
+    demand(found <= len(saved.keys), f"{what}: {len(saved.keys)} bad blocks counted {found} times")
+    for key in saved.keys:
+        await store.load([key], blocks.buffers(1))
+    demand(_bad_frames() - before == found, f"{what}: a bad block was found a second time")
+    stored = await store.save([blocks.block(key) for key in saved.keys])
+    demand(stored == len(saved.keys), f"{what}: the blocks cannot be saved again")
+    into = blocks.buffers(len(saved.keys))
+    demand(await store.load(saved.keys, into) == len(saved.keys), f"{what}: not loaded again")
+    for key, buffer in zip(saved.keys, into, strict=True):
+        demand(blocks.holds(buffer, key), f"{what}: wrong after being saved again")
+
+
+def _bad_frames() -> float:
+    return metrics.snapshot().get("store.bad_frame", 0)
+
+
+async def _frames(subject: Subject, saved: _Saved) -> list[bytes]:
+    frames = [await subject.peek(saved.store.inner, key) for key in saved.keys]
+    found = [data for data in frames if data is not None]
+    if len(found) < len(frames):
+        raise Violation("peek() finds nothing under a key that was saved")
+    return found
+
+
+async def _flip(subject: Subject, name: str, places: Sequence[int]) -> None:
+    chance = random.Random(subject.seed)
+    async with _saved(subject, name, len(places)) as saved:
+        for key, place in zip(saved.keys, places, strict=True):
+            await subject.corrupt(saved.store.inner, key, place, 1 << chance.randrange(8))
+        await _expect_misses(saved, f"a flipped bit in the {name}")
+
+
+@check("integrity")
+async def flipped_header(subject: Subject) -> None:
+    """A flipped bit anywhere in a frame's header is a miss; the block is dropped once."""
+    chance = random.Random(subject.seed)
+    await _flip(subject, "header", [0, 127, *(chance.randrange(128) for _ in range(10))])
+
+
+@check("integrity")
+async def flipped_payload(subject: Subject) -> None:
+    """A flipped bit anywhere in the payload is a miss; the block is dropped once."""
+    chance = random.Random(subject.seed + 1)
+    await _flip(subject, "payload", [128, *(chance.randrange(128, _END) for _ in range(10))])
+
+
+@check("integrity")
+async def flipped_end(subject: Subject) -> None:
+    """A flipped bit in the last bytes of the payload is a miss."""
+    await _flip(subject, "last bytes", [_END - 1, _END - 2, _END - 8])
+
+
+@check("integrity")
+async def truncated(subject: Subject) -> None:
+    """A value cut to nothing, by one byte, or at any 4 KiB is a miss."""
+    whole = BlockMaker.frame_nbytes
+    lengths = [0, 1, whole - 1, *range(4096, whole, 4096)]
+    async with _saved(subject, "truncated", len(lengths)) as saved:
+        for key, data, length in zip(
+            saved.keys, await _frames(subject, saved), lengths, strict=True
+        ):
+            await subject.poke(saved.store.inner, key, data[:length])
+        await _expect_misses(saved, "a value cut short")
+
+
+@check("integrity")
+async def longer(subject: Subject) -> None:
+    """A value with bytes behind its end is a miss, or right; nothing beyond is written."""
+    async with _saved(subject, "longer", 3) as saved:
+        frames = await _frames(subject, saved)
+        for key, data, more in zip(saved.keys, frames, (1, 4096, 5000), strict=True):
+            try:
+                await subject.poke(saved.store.inner, key, data + b"\xa5" * more)
+            except Unsupported:
+                await subject.corrupt(saved.store.inner, key, 0)
+        await _expect_misses(saved, "a value longer than written")
+
+
+@check("integrity")
+async def swapped(subject: Subject) -> None:
+    """Two blocks in each other's place are misses: a right block under a wrong key is none."""
+    async with _saved(subject, "swapped", 2) as saved:
+        one, other = await _frames(subject, saved)
+        await subject.poke(saved.store.inner, saved.keys[0], other)
+        await subject.poke(saved.store.inner, saved.keys[1], one)
+        await _expect_misses(saved, "two blocks swapped")
+
+
+@check("integrity")
+async def older_generation(subject: Subject) -> None:
+    """What a place held before, under the key that it holds now, is a miss."""
+    async with _saved(subject, "older", 2) as saved:
+        old = await _frames(subject, saved)
+        await saved.store.delete(saved.keys)
+        newer = _Saved(saved.store, saved.blocks, saved.blocks.keys("newer", count=2))
+        await saved.store.save([saved.blocks.block(key) for key in newer.keys])
+        for key, data in zip(newer.keys, old, strict=True):
+            await subject.poke(saved.store.inner, key, data)
+        await _expect_misses(newer, "an older generation")
+
+
+@check("integrity")
+async def future_format(subject: Subject) -> None:
+    """A frame of a future format version, sound by its own rules, is a miss."""
+    async with _saved(subject, "future", 0) as saved:
+        keys = saved.blocks.keys(count=2)
+        with patch.object(frame, "FORMAT_VERSION", FORMAT_VERSION + 1):
+            await saved.store.save([saved.blocks.block(key) for key in keys])
+        await _expect_misses(_Saved(saved.store, saved.blocks, keys), "a future format")
+
+
+@check("integrity")
+async def garbage(subject: Subject) -> None:
+    """Random bytes, zeros, and another store's values are misses."""
+    chance = random.Random(subject.seed)
+    size = BlockMaker.frame_nbytes
+    async with _saved(subject, "garbage", 3) as saved:
+        for key, data in zip(
+            saved.keys, (chance.randbytes(size), bytes(size), b"\xff" * size), strict=True
+        ):
+            await subject.poke(saved.store.inner, key, data)
+        await _expect_misses(saved, "garbage")
+
+
+@check("integrity")
+async def one_of_many(subject: Subject) -> None:
+    """One bad block of a batch ends the run there; those before are right, those after stay."""
+    async with _saved(subject, "one of many", 6) as saved:
+        await subject.corrupt(saved.store.inner, saved.keys[3], 1000)
+        into = saved.blocks.buffers(6)
+        loaded = await saved.store.load(saved.keys, into)
+        demand(loaded == 3, f"with the fourth of six bad, load said {loaded}")
+        for key, buffer in zip(saved.keys[:3], into, strict=False):
+            demand(saved.blocks.holds(buffer, key), "a good block before a bad one is wrong")
+        found = [await saved.store.lookup([key]) for key in saved.keys]
+        demand(found == [1, 1, 1, 0, 1, 1], f"after one bad block of six, lookups say {found}")

@@ -1,0 +1,160 @@
+"""Keys: what they cover, and that a backend tells them apart."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from kvconnect.backend import StoredBlock
+from kvconnect.keys import BlockKey, Namespace, Shard, chain_key, root_key, store_key
+from kvconnect.layout import KvCacheLayout
+from kvconnect.testing import children
+from kvconnect.testing.check import check, demand
+from kvconnect.testing.checks.contract import expect_stored
+from kvconnect.testing.subject import Subject
+
+__all__ = ["digest", "variants"]
+
+_LAYOUT = KvCacheLayout(2, 2, 16, 16, 16, torch.float32)
+_TOKENS = np.arange(16, dtype=np.int32)
+
+
+def _key(
+    model: bytes = b"model, revision 1",
+    layout: KvCacheLayout = _LAYOUT,
+    namespace: Namespace | None = None,
+    shard: Shard | None = None,
+    tokens: np.ndarray = _TOKENS,
+    group: int = 0,
+) -> BlockKey:
+    root = root_key(model, [layout], namespace or Namespace())
+    return store_key(chain_key(root, tokens), group, shard or Shard())
+
+
+def variants() -> dict[str, BlockKey]:
+    """Store keys that differ from the first one in one ingredient each."""
+    return {
+        "nothing": _key(),
+        "model": _key(b"another model, revision 1"),
+        "revision": _key(b"model, revision 2"),
+        "dtype": _key(layout=replace(_LAYOUT, dtype=torch.bfloat16)),
+        "layers": _key(layout=replace(_LAYOUT, num_layers=3)),
+        "heads": _key(layout=replace(_LAYOUT, num_kv_heads=4)),
+        "head size": _key(layout=replace(_LAYOUT, key_dim=32, value_dim=32)),
+        "window": _key(layout=replace(_LAYOUT, window=64)),
+        "tokens per block": _key(layout=replace(_LAYOUT, tokens_per_block=32)),
+        "salt": _key(namespace=Namespace(cache_salt="one tenant")),
+        "another salt": _key(namespace=Namespace(cache_salt="another tenant")),
+        "adapter": _key(namespace=Namespace(lora_id="digest of an adapter")),
+        "extra key": _key(namespace=Namespace(extra_key="picture")),
+        "tensor-parallel rank": _key(shard=Shard(1, 2)),
+        "tensor-parallel size": _key(shard=Shard(0, 2)),
+        "pipeline rank": _key(shard=Shard(0, 1, 1, 2)),
+        "pipeline size": _key(shard=Shard(0, 1, 0, 2)),
+        "pool group": _key(group=1),
+        "tokens": _key(tokens=_TOKENS[::-1].copy()),
+        "chunking": _key(tokens=_TOKENS[:8]),
+    }
+
+
+def digest() -> str:
+    """The same in every process, whatever its hash seed."""
+    return hashlib.blake2b(b"".join(variants().values())).hexdigest()
+
+
+@check("keys")
+async def every_ingredient(subject: Subject) -> None:
+    """A block of another model, dtype, shard, layout, chunking, salt or adapter is not found."""
+    named = variants()
+    for (one, key), (other, its) in itertools.combinations(named.items(), 2):
+        demand(key != its, f"the keys of another {one} and of another {other} are equal")
+    blocks = subject.blocks("ingredients")
+    async with subject.opened() as store:
+        await store.delete(list(named.values()))
+        await store.save([blocks.block(named["nothing"], nbytes=512)])
+        for ingredient, key in list(named.items())[1:]:
+            found = await store.lookup([key])
+            demand(not found, f"a block of another {ingredient} is found")
+        await store.delete([named["nothing"]])
+
+
+@check("keys", limit_s=60)
+async def same_in_every_process(subject: Subject) -> None:
+    """Keys are the same in a process with another ``PYTHONHASHSEED``."""
+    told = await asyncio.to_thread(lambda: children.start(subject, "keys_of_everything").wait())
+    demand(told[0]["digest"] == digest(), "another process makes other keys of the same tokens")
+
+
+@check("keys")
+async def another_salt_never_hits(subject: Subject) -> None:
+    """Through everything that stands around it, a store finds nothing under another salt."""
+    blocks = subject.blocks("salt")
+    mine, theirs = variants()["salt"], variants()["another salt"]
+    async with subject.guarded() as store:
+        await store.delete([mine, theirs])
+        await store.save([blocks.block(mine)])
+        demand(await store.lookup([mine]) == 1, "a block is not found under its own salt")
+        demand(await store.lookup([theirs]) == 0, "a block is found under another salt")
+        demand(await store.load([theirs], blocks.buffers(1)) == 0, "another tenant's block is loaded")
+        await store.delete([mine])
+
+
+@check("keys")
+async def all_bits_count(subject: Subject) -> None:
+    """Keys that differ in one bit, wherever it is, are different blocks."""
+    blocks = subject.blocks("bits")
+    base = blocks.key("base")
+    keys = [base]
+    for byte in range(32):
+        changed = bytearray(base)
+        changed[byte] ^= 1 << (byte % 8)
+        keys.append(BlockKey(bytes(changed)))
+    # The same letter of another case, where keys are written as text.
+    keys += [BlockKey(b"a" * 32), BlockKey(b"A" * 32)]
+    async with subject.opened() as store:
+        await store.delete(keys)
+        for start in range(0, len(keys), 2):
+            await store.save([blocks.block(key, nbytes=256) for key in keys[start : start + 1]])
+        for number, key in enumerate(keys):
+            found = await store.lookup([key])
+            demand(found == (number + 1) % 2, "two keys that differ in one bit are one block")
+        await store.save([blocks.block(key, nbytes=256) for key in keys])
+        await expect_stored(store, blocks, keys, nbytes=256)
+        await store.delete(keys)
+
+
+@check("keys")
+async def any_bytes(subject: Subject) -> None:
+    """Keys may be any 32 bytes: zeros, line ends, quotes, slashes, dots, wildcards."""
+    blocks = subject.blocks("bytes")
+    odd = (b"\0", b"\xff", b"\n", b"\r\n", b"'\"", b"../", b"*?[a]", b"%s{}", b" ", b"\\", b":;|")
+    keys = [BlockKey((part * 32)[:32]) for part in odd]
+    keys += [BlockKey(bytes(31) + b"\1"), BlockKey(b"\1" + bytes(31))]
+    async with subject.opened() as store:
+        await store.delete(keys)
+        saved = await store.save([blocks.block(key, nbytes=256) for key in keys])
+        demand(saved == len(keys), f"only {saved} of {len(keys)} odd keys could be stored")
+        await expect_stored(store, blocks, keys, nbytes=256)
+        await store.delete(keys[:1])
+        demand(await store.lookup(keys[:1]) == 0, "a key of zeros cannot be deleted")
+        await expect_stored(store, blocks, keys[1:], nbytes=256)
+        await store.delete(keys)
+
+
+@check("keys")
+async def keys_are_not_copied(subject: Subject) -> None:
+    """A block's key is taken from the block, not from its content or tokens."""
+    blocks = subject.blocks("same content")
+    one, other = blocks.keys(count=2)
+    async with subject.opened() as store:
+        data = blocks.block(one, nbytes=4096).data
+        await store.save([StoredBlock(one, data, None, _TOKENS)])
+        demand(await store.lookup([other]) == 0, "equal content under another key is found")
+        await store.save([StoredBlock(other, data, None, _TOKENS)])
+        await store.delete([one])
+        demand(await store.lookup([other]) == 1, "deleting a block deleted one of equal content")

@@ -1,0 +1,328 @@
+"""What a store does when something runs out, fails, or goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconnect.backends.guard import GuardedBackend
+from kvconnect.errors import KvConnectError, RetryLater
+from kvconnect.testing import children
+from kvconnect.testing.blocks import BlockMaker
+from kvconnect.testing.check import check, demand
+from kvconnect.testing.checks.contract import expect_stored
+from kvconnect.testing.checks.faults import answer, recovers
+from kvconnect.testing.faulty_filesystem import FaultyFilesystem, FileOperation
+from kvconnect.testing.subject import Subject, Unsupported
+
+_DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Shimmed:
+    store: GuardedBackend
+    files: FaultyFilesystem
+    blocks: BlockMaker
+
+
+@asynccontextmanager
+async def _shimmed(subject: Subject, name: str) -> AsyncIterator[_Shimmed]:
+    directory = subject.directory
+    if directory is None:
+        raise Unsupported("the subject has no `directory`: it keeps no files that could fail")
+    with FaultyFilesystem(directory) as files:
+        async with subject.guarded(_DEADLINE_S) as store:
+            yield _Shimmed(store, files, subject.blocks(name))
+
+
+async def _calls(shimmed: _Shimmed, what: str) -> None:
+    """Some calls with the fault set: clear results in time, nothing wrong, nothing half there."""
+    store, blocks = shimmed.store, shimmed.blocks
+    for turn in range(3):
+        old, new = blocks.keys("old", count=4), blocks.keys(what, turn, count=4)
+        into = blocks.buffers(4)
+        loaded = await answer(store.load(old, into), _DEADLINE_S, f"{what}: load")
+        for key, buffer in zip(old[: loaded or 0], into, strict=False):
+            demand(blocks.holds(buffer, key), f"{what}: a loaded block is wrong")
+        await answer(store.save(blocks.chain(new)), _DEADLINE_S, f"{what}: save")
+        await answer(store.lookup(old + new), _DEADLINE_S, f"{what}: lookup")
+
+
+async def _fails(subject: Subject, operation: FileOperation, number: int) -> None:
+    what = f"{operation} fails with {errno.errorcode[number]}"
+    async with _shimmed(subject, what) as shimmed:
+        store, files, blocks = shimmed.store, shimmed.files, shimmed.blocks
+        old = blocks.keys("old", count=4)
+        await store.save(blocks.chain(old))
+        files.fail(operation, number)
+        await _calls(shimmed, what)
+        if not files.hits:
+            raise Unsupported(f"the store makes no {operation} that the shim sees")
+        files.heal()
+        await recovers(store, blocks, what)
+        await _whole_or_absent(shimmed, what)
+
+
+async def _whole_or_absent(shimmed: _Shimmed, what: str) -> None:
+    store, blocks = shimmed.store, shimmed.blocks
+    for key in [*blocks.keys("old", count=4), *blocks.keys(what, 0, count=4)]:
+        (into,) = blocks.buffers(1)
+        # A bad frame would be dropped and counted; here there must be none to drop.
+        found = await store.lookup([key])
+        loaded = await store.load([key], [into])
+        demand(loaded == found, f"{what}: a block is found that cannot be loaded: half written?")
+        demand(not loaded or blocks.holds(into, key), f"{what}: a block is wrong afterwards")
+
+
+@check("resources")
+async def failing_read(subject: Subject) -> None:
+    """EIO at reads: calls end clearly and in time, and the store works again afterwards."""
+    await _fails(subject, "read", errno.EIO)
+
+
+@check("resources")
+async def failing_write(subject: Subject) -> None:
+    """EIO at writes: a block is whole or absent, and the store works again afterwards."""
+    await _fails(subject, "write", errno.EIO)
+
+
+@check("resources")
+async def no_space_at_write(subject: Subject) -> None:
+    """ENOSPC at writes: a block is whole or absent, and the store works again afterwards."""
+    await _fails(subject, "write", errno.ENOSPC)
+
+
+@check("resources")
+async def failing_open(subject: Subject) -> None:
+    """EIO at opening files: calls end clearly, and the store works again afterwards."""
+    await _fails(subject, "open", errno.EIO)
+
+
+@check("resources")
+async def interrupted(subject: Subject) -> None:
+    """EINTR at reads and writes: results are right, or clear errors."""
+    async with _shimmed(subject, "interrupted") as shimmed:
+        store, files, blocks = shimmed.store, shimmed.files, shimmed.blocks
+        await store.save(blocks.chain(blocks.keys("old", count=4)))
+        for operation in ("read", "write"):
+            files.fail(operation, errno.EINTR, times=1)
+            await _calls(shimmed, f"an interrupted {operation}")
+        if not files.hits:
+            raise Unsupported("the store makes no read or write that the shim sees")
+        files.heal()
+        await recovers(store, blocks, "interrupted")
+
+
+@check("resources")
+async def short_transfers(subject: Subject) -> None:
+    """Reads and writes that move less than they are asked for are continued."""
+    async with _shimmed(subject, "short") as shimmed:
+        store, files, blocks = shimmed.store, shimmed.files, shimmed.blocks
+        files.short("write")
+        keys = blocks.keys(count=6)
+        saved = await store.save(blocks.chain(keys))
+        demand(saved == 6, f"with short writes, save stored {saved} of 6 blocks")
+        files.heal()
+        files.short("read")
+        into = blocks.buffers(6)
+        loaded = await store.load(keys, into)
+        demand(loaded == 6, f"with short writes and reads, load filled {loaded} of 6 blocks")
+        for key, buffer in zip(keys, into, strict=True):
+            demand(blocks.holds(buffer, key), "a block is wrong after a short read or write")
+        if not files.hits:
+            raise Unsupported("the store makes no read or write that the shim sees")
+
+
+@check("resources", limit_s=60)
+async def limited_file_size(subject: Subject) -> None:
+    """With no more room (``RLIMIT_FSIZE``) results are clear; with room again, saves work."""
+    if subject.directory is None:
+        raise Unsupported("the subject has no `directory`: it keeps no files that could be full")
+    limit = 24 * BlockMaker.frame_nbytes
+    work = {"name": "file size", "limit": limit, "count": 40}
+    told = await asyncio.to_thread(lambda: children.start(subject, "limited", **work).wait())
+    if not told[0]["opened"]:
+        return  # it says so at start-up, which is clear
+    first, then = told
+    demand(not first["wrong"], f"{first['wrong']} blocks are wrong on a disk without room")
+    demand(first["kept"] == first["saved"], f"{first['saved']} saved, {first['kept']} are there")
+    demand(then["again"] == 1, "with room again, a save stores nothing")
+    demand((then["kept"], then["wrong"]) == (1, 0), "with room again, a load finds nothing right")
+
+
+@contextlib.contextmanager
+def _mounted(options: str) -> contextlib.AbstractContextManager[Path]:  # type: ignore[misc]
+    path = Path(tempfile.mkdtemp(prefix="kvconnect-kit-"))
+    try:
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)],
+            capture_output=True, text=True, check=False,
+        )
+        if made.returncode:
+            raise Unsupported(f"cannot mount a small file system: {made.stderr.strip()}")
+        try:
+            yield path
+        finally:
+            subprocess.run(["umount", "-l", str(path)], check=False)
+    finally:
+        path.rmdir()
+
+
+@check("resources", needs_root=True)
+async def full_filesystem(subject: Subject) -> None:
+    """On a file system of 3 MiB that fills up, saves store fewer, and all that is stored is right."""
+    blocks = subject.blocks("small tmpfs")
+    with _mounted("size=3m") as path:
+        store = subject.bare(subject.make_in(path / "store"))
+        async with subject.guarded(_DEADLINE_S, store) as guarded:
+            kept = 0
+            for batch in range(20):
+                keys = blocks.keys(batch, count=20)
+                saved = await answer(guarded.save(blocks.chain(keys)), _DEADLINE_S, "a full disk")
+                into = blocks.buffers(saved or 0)
+                loaded = await guarded.load(keys[: saved or 0], into)
+                demand(loaded == (saved or 0), f"full disk: {saved} saved, {loaded} can be loaded")
+                for key, buffer in zip(keys[:loaded], into, strict=True):
+                    demand(blocks.holds(buffer, key), "full disk: a block is wrong")
+                kept += loaded
+            demand(kept, "nothing at all could be stored on 3 MiB")
+
+
+@check("resources", needs_root=True)
+async def read_only_filesystem(subject: Subject) -> None:
+    """On a read-only file system blocks can be loaded, and saves store nothing without harm."""
+    blocks = subject.blocks("read only")
+    keys, more = blocks.keys(count=4), blocks.keys("more", count=2)
+    with _mounted("size=8m") as path:
+        async with subject.opened(subject.make_in(path / "store")) as bare:
+            pass
+        async with subject.guarded(_DEADLINE_S, subject.make_in(path / "store")) as store:
+            await store.save(blocks.chain(keys))
+        subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+        store = None
+        async with subject.guarded(_DEADLINE_S, subject.make_in(path / "store")) as store:
+            into = blocks.buffers(4)
+            loaded = await store.load(keys, into)
+            demand(loaded == 4, f"read-only: load filled {loaded} of 4 blocks")
+            for key, buffer in zip(keys, into, strict=True):
+                demand(blocks.holds(buffer, key), "read-only: a block is wrong")
+            saved = await answer(store.save(blocks.chain(more)), _DEADLINE_S, "read-only: save")
+            demand(not saved, f"read-only: save says {saved}")
+            demand(await store.lookup(more) == 0, "read-only: a block that was not saved is found")
+        del bare
+
+
+@check("resources", limit_s=60)
+async def no_descriptors(subject: Subject) -> None:
+    """With no file descriptor left calls end clearly; with some again, everything works."""
+    told = await asyncio.to_thread(
+        lambda: children.start(subject, "few_files", name="descriptors").wait()
+    )
+    (result,) = told
+    demand(not result["wrong"], f"{result['wrong']} blocks are wrong after EMFILE")
+    if subject.bare(subject.make_backend()).durable:
+        demand(result["kept"] == 4, f"after EMFILE {result['kept']} of 4 blocks are there")
+    demand(result["again"] == 2, f"after EMFILE save stored {result['again']} of 2 blocks")
+
+
+@check("resources")
+async def vanished_directory(subject: Subject) -> None:
+    """A directory that is removed under way costs its blocks, no more; with it back, all works."""
+    directory = subject.directory
+    if directory is None:
+        raise Unsupported("the subject has no `directory` that could vanish")
+    blocks = subject.blocks("vanished")
+    keys = blocks.keys(count=4)
+    async with subject.guarded(_DEADLINE_S) as store:
+        await store.save(blocks.chain(keys))
+        shutil.rmtree(directory)
+        found = await answer(store.lookup(keys), _DEADLINE_S, "vanished directory: lookup")
+        loaded = await answer(store.load(keys, blocks.buffers(4)), _DEADLINE_S, "vanished: load")
+        demand(not loaded, "blocks of a directory that is gone are loaded")
+        demand(not found or loaded is None, "blocks of a directory that is gone are found")
+        await answer(store.save(blocks.chain(keys)), _DEADLINE_S, "vanished directory: save")
+        directory.mkdir(parents=True, exist_ok=True)
+        await recovers(store, blocks, "vanished directory")
+
+
+@check("resources")
+async def capacity(subject: Subject) -> None:
+    """A bounded store that is given ten times what fits never holds more than its capacity."""
+    blocks = subject.blocks("capacity")
+    limit = 40 * blocks.frame_nbytes
+    async with subject.opened(subject.make_small(limit)) as store:
+        for turn in range(50):
+            keys = blocks.keys(turn, count=8)
+            saved = await store.save(blocks.chain(keys))
+            demand(saved == 8, f"a full store stored {saved} of 8 new blocks: it must make room")
+            usage = await subject.usage(store)
+            most = limit + blocks.frame_nbytes
+            demand(usage.found <= most, f"{usage.found:.0f} bytes are there, {limit} may be")
+            demand(usage.claimed <= most, f"it says it uses {usage.claimed:.0f} of {limit} bytes")
+        await expect_stored(store, blocks, keys)
+
+
+@check("resources", limit_s=60)
+async def capacity_of_several(subject: Subject) -> None:
+    """Three processes that fill one bounded store stay within its capacity, a block each."""
+    subject.require("shared")
+    nbytes = 64 << 10
+    limit = 48 * nbytes
+    work = {"nbytes": nbytes, "batch": 4, "count": 160, "capacity": limit}
+    found: list[float] = []
+    async with subject.opened(subject.make_small(limit)) as store:
+        await subject.usage(store)
+
+        def run() -> None:
+            crowd = [
+                children.start(subject, "save", name=f"crowd {number}", **work)
+                for number in range(3)
+            ]
+            for child in crowd:
+                for _ in child.listen():
+                    usage = asyncio.run_coroutine_threadsafe(subject.usage(store), loop).result(30)
+                    found.append(usage.found)
+
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(run)
+    most = limit + 3 * nbytes
+    demand(max(found) <= most, f"{max(found):.0f} bytes were there, {limit} may be")
+
+
+@check("resources")
+async def too_large(subject: Subject) -> None:
+    """What does not fit at all is refused quickly, and nothing else is lost for it."""
+    blocks = subject.blocks("too large")
+    limit = 40 * blocks.frame_nbytes
+    keys = blocks.keys(count=80)
+    async with subject.opened(subject.make_small(limit)) as store:
+        try:
+            huge = blocks.block(blocks.key("huge"), nbytes=2 * limit)
+            saved = await asyncio.wait_for(store.save([huge]), _DEADLINE_S)
+            demand(saved == 0, "a block larger than the store was stored, it says")
+        except (RetryLater, KvConnectError):
+            pass
+        demand(await store.lookup([blocks.key("huge")]) == 0, "a block larger than the store is found")
+        saved = await asyncio.wait_for(store.save(blocks.chain(keys)), _DEADLINE_S)
+        demand(0 < saved <= 41, f"of a chain twice as long as the store, save stored {saved}")
+        found = await store.lookup(keys)
+        demand(found == saved, f"of a chain twice as long as the store {saved} saved, {found} found")
+
+
+@check("resources", limit_s=60)
+async def memory_is_bounded(subject: Subject) -> None:
+    """Ten times as much through a bounded store leaves the process no larger than its capacity."""
+    limit, nbytes = 8 << 20, 256 << 10
+    work = {"name": "memory", "nbytes": nbytes, "batch": 4, "count": 400, "capacity": limit}
+    subject.make_small(limit)
+    told = await asyncio.to_thread(lambda: children.start(subject, "grow", **work).wait())
+    grew, most = told[0]["grew"], limit + (40 << 20)
+    demand(grew <= most, f"100 MiB through a store of 8 MiB: the process grew by {grew >> 20} MiB")

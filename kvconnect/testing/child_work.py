@@ -1,0 +1,210 @@
+"""What child processes of the kit do. Each tells what it did, as JSON, before it does more."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backends.registry import open_backend
+from kvconnect.errors import RetryLater
+from kvconnect.testing.blocks import BlockMaker
+from kvconnect.testing.subject import Subject
+
+__all__ = ["crowd", "few_files", "grow", "keys_of_everything", "limited", "read", "save"]
+
+Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
+
+
+def chain_of(blocks: BlockMaker, start: int, count: int, nbytes: int) -> Sequence[StoredBlock]:
+    """Blocks number `start` and on of one long chain."""
+    keys = [blocks.key(number) for number in range(start, start + count)]
+    parents = [blocks.key(start - 1) if start else None, *keys]
+    return [
+        blocks.block(key, parent, nbytes=nbytes)
+        for key, parent in zip(keys, parents, strict=False)
+    ]
+
+
+def _store(subject: Subject, capacity: int | None) -> Backend:
+    made = subject.make_backend() if capacity is None else subject.make_small(capacity)
+    return subject.bare(made)
+
+
+async def save(
+    subject: Subject,
+    tell: Tell,
+    *,
+    name: str,
+    nbytes: int,
+    batch: int,
+    count: int,
+    capacity: int | None = None,
+    point: str | None = None,
+    visits: int = 1,
+) -> None:
+    """Save batches of one chain, and tell after each what the store said; die at `point`."""
+    blocks, store = subject.blocks(name), _store(subject, capacity)
+    left = visits
+
+    def at(reached: str) -> None:
+        nonlocal left
+        if reached == point:
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    subject.arm(store, at)
+    await store.open([BlockMaker.layout])
+    for start in range(0, count, batch):
+        stored = await store.save(chain_of(blocks, start, batch, nbytes))
+        tell({"start": start, "stored": stored})
+    await store.close()
+
+
+async def read(subject: Subject, tell: Tell, *, name: str, nbytes: int, count: int) -> None:
+    """Tell which blocks of a chain are there, and whether one is wrong."""
+    blocks = subject.blocks(name)
+    async with subject.opened() as store:
+        for number in range(count):
+            key = blocks.key(number)
+            (into,) = blocks.buffers(1, nbytes)
+            loaded = await store.load([key], [into])
+            right = not loaded or blocks.holds(into, key, framed=False)
+            tell({"number": number, "loaded": loaded, "right": right})
+
+
+async def crowd(
+    subject: Subject, tell: Tell, *, name: str, nbytes: int, count: int, rounds: int
+) -> None:
+    """Save the same blocks as others do, over and over, reading each; tell of wrong ones."""
+    blocks = subject.blocks(name)
+    wrong = 0
+    async with subject.opened() as store:
+        for _ in range(rounds):
+            for number in range(count):
+                key = blocks.key(number)
+                await store.save([blocks.block(key, nbytes=nbytes)])
+                (into,) = blocks.buffers(1, nbytes)
+                if await store.load([key], [into]):
+                    wrong += not blocks.holds(into, key, framed=False)
+            await store.delete([blocks.key(0)])
+    tell({"wrong": wrong})
+
+
+async def grow(
+    subject: Subject, tell: Tell, *, name: str, nbytes: int, batch: int, count: int, capacity: int
+) -> None:
+    """Save many times what fits, and tell how much memory this process took for it."""
+    blocks = subject.blocks(name)
+    async with subject.opened(subject.make_small(capacity)) as store:
+        await store.save(chain_of(blocks, 0, batch, nbytes))
+        before = _resident()
+        for start in range(batch, count, batch):
+            chain = chain_of(blocks, start, batch, nbytes)
+            await store.save(chain)
+            await store.load([one.key for one in chain], blocks.buffers(batch, nbytes))
+        tell({"grew": _resident() - before})
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
+
+
+async def limited(
+    subject: Subject, tell: Tell, *, name: str, limit: int, count: int, directory: str | None = None
+) -> None:
+    """Save to a disk with no more room, then with room again; tell what was there each time."""
+    blocks = subject.blocks(name)
+    made = subject.make_in(Path(directory)) if directory else subject.make_backend()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    failed, saved, keys = 0, [], blocks.keys("limited", count=count)
+    store = open_backend(subject.bare(made), deadline_s=10)
+    try:
+        await store.open([BlockMaker.layout])
+    except RetryLater as error:
+        tell({"opened": False, "why": str(error)[:200]})
+        return
+    for key in keys:
+        try:
+            saved += [key] * await store.save([blocks.block(key)])
+        except RetryLater:
+            failed += 1
+    wrong, kept = await _verify(blocks, store, saved)
+    tell({"opened": True, "saved": len(saved), "failed": failed, "kept": kept, "wrong": wrong})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    await asyncio.sleep(0)
+    again = 0
+    for _ in range(20):  # a store may look only now and then whether there is room
+        try:
+            again = await store.save([blocks.block(blocks.key("again"))])
+        except RetryLater:
+            again = 0
+        if again:
+            break
+        await asyncio.sleep(0.5)
+    wrong, kept = await _verify(blocks, store, [blocks.key("again")])
+    tell({"again": again, "kept": kept, "wrong": wrong})
+    await store.close()
+
+
+async def _verify(blocks: BlockMaker, store: Backend, keys: Sequence[Any]) -> tuple[int, int]:
+    wrong = kept = 0
+    for key in keys:
+        (into,) = blocks.buffers(1)
+        if await store.load([key], [into]):
+            kept += 1
+            wrong += not blocks.holds(into, key)
+    return wrong, kept
+
+
+async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
+    """Call the store while no file descriptor is left, then while there are."""
+    blocks = subject.blocks(name)
+    keys = blocks.keys("files", count=4)
+    async with subject.guarded() as store:
+        await store.save(blocks.chain(keys))
+    store = subject.make_guarded(5.0)
+    await store.open([BlockMaker.layout])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    held: list[int] = []
+    try:
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    answers = []
+    for call in (
+        lambda: store.lookup(keys),
+        lambda: store.load(keys, blocks.buffers(4)),
+        lambda: store.save(blocks.chain(blocks.keys("more", count=2))),
+    ):
+        try:
+            answers.append(str(await call()))
+        except RetryLater as error:
+            answers.append(type(error).__name__)
+    for fd in held:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    wrong, kept = await _verify(blocks, store, keys)
+    again = await store.save(blocks.chain(blocks.keys("again", count=2)))
+    tell({"answers": answers, "kept": kept, "wrong": wrong, "again": again})
+    await store.close()
+
+
+async def keys_of_everything(subject: Subject, tell: Tell) -> None:
+    """Tell the digest of keys that were made in this process."""
+    from kvconnect.testing.checks.keys import digest
+
+    tell({"digest": digest()})

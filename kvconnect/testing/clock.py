@@ -1,0 +1,43 @@
+"""A wall clock that jumps."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+from unittest.mock import patch
+
+__all__ = ["ShiftedClock"]
+
+
+class ShiftedClock:
+    """While entered, ``time.time()`` and ``time.time_ns()`` of this process can be moved.
+
+    The monotonic clock goes on as it is: that is what leases and deadlines must be measured with.
+    """
+
+    def __init__(self) -> None:
+        self._shift_ns = 0
+        self._real_ns = time.time_ns
+        self._patches = (
+            patch.object(time, "time_ns", self._time_ns),
+            patch.object(time, "time", lambda: self._time_ns() / 1e9),
+        )
+
+    def forward(self, seconds: float) -> None:
+        """Move the clock; backward if `seconds` is below zero."""
+        self._shift_ns += int(seconds * 1e9)
+
+    def _time_ns(self) -> int:
+        return self._real_ns() + self._shift_ns
+
+    def __enter__(self) -> Self:
+        for one in self._patches:
+            one.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        for one in self._patches:
+            one.stop()

@@ -1,0 +1,69 @@
+"""The checks as a pytest class: ``class TestMine(BackendConformance)``. Needs pytest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvconnect.testing.check import Check, all_checks
+from kvconnect.testing.runner import run_check
+from kvconnect.testing.subject import Subject
+
+__all__ = ["BackendConformance"]
+
+
+class BackendConformance(Subject):
+    """Subclass it, write `make_backend`, and pytest finds a test for each check.
+
+    ::
+
+        class TestMine(BackendConformance):
+            def make_backend(self):
+                return MyBackend(self.tmp_path / "store")
+
+    More methods of `Subject` make more checks possible; those that are not are skipped, and say
+    which method they miss.
+
+    Attributes:
+        tmp_path: a directory of each test's own.
+        skip: ids or groups of checks that are left out, each with its reason.
+    """
+
+    tmp_path: Path
+    skip: ClassVar[dict[str, str]] = {}
+
+    @pytest.fixture(autouse=True)
+    def _kvconnect_place(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+
+
+def _method(one: Check) -> Callable[[Any], None]:
+    def test(self: BackendConformance) -> None:
+        __tracebackhide__ = True
+        reason = self.skip.get(one.id) or self.skip.get(one.group)
+        if reason is not None:
+            pytest.skip(reason)
+        if one.needs_root and os.geteuid() != 0:
+            pytest.skip(f"{one.id} mounts file systems: run it as root")
+        outcome = run_check(one, self)
+        if outcome.result == "skipped":
+            pytest.skip(outcome.reason)
+        if outcome.error is not None:
+            raise outcome.error
+
+    test.__name__ = f"test_{one.group}_{one.name}".replace(" ", "_")
+    test.__doc__ = one.demands
+    test.__qualname__ = f"BackendConformance.{test.__name__}"
+    marked: Callable[[Any], None] = pytest.mark.kvconnect(one.group)(test)
+    if one.needs_root:
+        marked = pytest.mark.kvconnect_root(marked)
+    return marked
+
+
+for _one in all_checks():
+    _test = _method(_one)
+    setattr(BackendConformance, _test.__name__, _test)

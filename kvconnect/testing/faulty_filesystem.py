@@ -1,0 +1,210 @@
+"""A shim between Python and the files below one directory: errors and short transfers on demand."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+from unittest.mock import patch
+
+__all__ = ["FaultyFilesystem", "FileOperation"]
+
+FileOperation = Literal["open", "read", "write", "sync"]
+
+_OF_DESCRIPTORS: dict[str, FileOperation] = {
+    "read": "read",
+    "readv": "read",
+    "pread": "read",
+    "preadv": "read",
+    "write": "write",
+    "writev": "write",
+    "pwrite": "write",
+    "pwritev": "write",
+    "ftruncate": "write",
+    "posix_fallocate": "write",
+    "fsync": "sync",
+    "fdatasync": "sync",
+}
+_OF_PATHS: dict[str, FileOperation] = {"truncate": "write", "replace": "write", "rename": "write"}
+
+
+class FaultyFilesystem:
+    """While entered, I/O on files below `directory` can be made to fail; all threads see it.
+
+    It stands in front of the functions of `os`, of the built-in ``open`` and of aiofiles, so it
+    reaches what is called from Python (not SQLite, nor other libraries in C). Linux only.
+
+    Attributes:
+        hits: how many operations failed or came short so far.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._root = str(directory.absolute())
+        self._errors: dict[FileOperation, int] = {}
+        self._left: dict[FileOperation, int] = {}
+        self._short: set[FileOperation] = set()
+        self._patches = ExitStack()
+        self.hits = 0
+
+    def fail(self, operation: FileOperation, number: int, *, times: int = -1) -> None:
+        """Each `operation` raises ``OSError(number)``; with `times` only so many do."""
+        self._left[operation] = times
+        self._errors[operation] = number
+
+    def short(self, operation: Literal["read", "write"]) -> None:
+        """Each `operation` moves only a part of what it is asked for, at least one byte."""
+        self._short.add(operation)
+
+    def heal(self) -> None:
+        """Nothing fails any more."""
+        self._errors.clear()
+        self._short.clear()
+
+    def before(self, operation: FileOperation) -> None:
+        """Raise what is due before `operation`.
+
+        Raises:
+            OSError: as `fail` said.
+        """
+        number = self._errors.get(operation)
+        if number is None or not self._left[operation]:
+            return
+        self._left[operation] -= 1
+        self.hits += 1
+        raise OSError(number, os.strerror(number))
+
+    def shorten(self, operation: FileOperation, nbytes: int) -> int:
+        """How much of `nbytes` may be moved at once."""
+        if operation not in self._short or nbytes < 2:
+            return nbytes
+        self.hits += 1
+        return max(1, nbytes // 3)
+
+    def covers(self, path: object) -> bool:
+        """Whether `path`, or the file of the descriptor `path`, is below the directory."""
+        try:
+            if isinstance(path, int):
+                name = os.readlink(f"/proc/self/fd/{path}")
+            else:
+                name = os.path.abspath(os.fsdecode(path))  # type: ignore[arg-type]
+        except (OSError, TypeError):
+            return False
+        return name == self._root or name.startswith(self._root + os.sep)
+
+    def __enter__(self) -> Self:
+        for name, operation in _OF_DESCRIPTORS.items():
+            if hasattr(os, name):
+                self._replace(os, name, self._on_descriptor(getattr(os, name), operation))
+        for name, operation in _OF_PATHS.items():
+            self._replace(os, name, self._on_path(getattr(os, name), operation))
+        self._replace(os, "open", self._on_path(os.open, "open"))
+        opener = self._opener(io.open)
+        self._replace(io, "open", opener)
+        self._replace(builtins, "open", opener)
+        aiofiles = sys.modules.get("aiofiles.threadpool")
+        if aiofiles is not None:
+            self._replace(aiofiles, "sync_open", opener)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._patches.close()
+
+    def _replace(self, where: Any, name: str, function: Callable[..., Any]) -> None:
+        self._patches.enter_context(patch.object(where, name, function))
+
+    def _on_descriptor(
+        self, real: Callable[..., Any], operation: FileOperation
+    ) -> Callable[..., Any]:
+        def call(fd: int, *arguments: Any, **options: Any) -> Any:
+            if (self._errors or self._short) and self.covers(fd):
+                self.before(operation)
+                arguments = self._shortened(operation, arguments)
+            return real(fd, *arguments, **options)
+
+        return call
+
+    def _shortened(self, operation: FileOperation, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if operation not in self._short or not arguments:
+            return arguments
+        what, *rest = arguments
+        if isinstance(what, list | tuple):  # buffers
+            part = memoryview(what[0]).cast("B")
+            return ([part[: self.shorten(operation, len(part))]], *rest)
+        if isinstance(what, int) and operation == "read":
+            return (self.shorten(operation, what), *rest)
+        if isinstance(what, bytes | bytearray | memoryview):
+            part = memoryview(what).cast("B")
+            return (part[: self.shorten(operation, len(part))], *rest)
+        return arguments
+
+    def _on_path(self, real: Callable[..., Any], operation: FileOperation) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            if self._errors and self.covers(path):
+                self.before(operation)
+            return real(path, *arguments, **options)
+
+        return call
+
+    def _opener(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **options: Any) -> Any:
+            if isinstance(file, int) or not self.covers(file):
+                return real(file, mode, buffering, *rest, **options)
+            self.before("open")
+            raw = _FaultyFile(self, file, mode.replace("b", "").replace("t", ""))
+            if buffering == 0:
+                return raw
+            buffered: Any
+            if "+" in mode:
+                buffered = io.BufferedRandom(raw)
+            else:
+                buffered = io.BufferedReader(raw) if raw.readable() else io.BufferedWriter(raw)
+            return buffered if "b" in mode else io.TextIOWrapper(buffered, *rest, **options)
+
+        return call
+
+
+class _FaultyFile(io.FileIO):
+    """What the built-in ``open`` makes, asking the shim first."""
+
+    def __init__(self, shim: FaultyFilesystem, name: Any, mode: str) -> None:
+        super().__init__(name, mode)
+        self._shim = shim
+
+    def readinto(self, buffer: Any, /) -> Any:
+        """Read into `buffer`."""
+        self._shim.before("read")
+        part = memoryview(buffer).cast("B")
+        return super().readinto(part[: self._shim.shorten("read", len(part))])
+
+    def read(self, size: int | None = -1, /) -> Any:
+        """Read up to `size` bytes."""
+        self._shim.before("read")
+        if size is not None and size >= 0:
+            size = self._shim.shorten("read", size)
+        return super().read(-1 if size is None else size)
+
+    def readall(self) -> Any:
+        """Read what is left."""
+        self._shim.before("read")
+        return super().readall()
+
+    def write(self, data: Any, /) -> Any:
+        """Write `data`."""
+        self._shim.before("write")
+        part = memoryview(data).cast("B")
+        return super().write(part[: self._shim.shorten("write", len(part))])
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """Cut to `size` bytes."""
+        self._shim.before("write")
+        return super().truncate(size)
+
+

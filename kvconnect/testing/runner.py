@@ -1,0 +1,167 @@
+"""Runs checks, each on a thread and an event loop of its own, so that nothing can hang the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvconnect.backend import Backend
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.testing.check import Check, Outcome, Result, Violation, all_checks
+from kvconnect.testing.subject import Subject, Unsupported
+from kvconnect.testing.subjects import FunctionSubject
+
+__all__ = ["Report", "check_backend", "run_check", "select"]
+
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How all checks ended.
+
+    Attributes:
+        outcomes: in the order in which the checks ran.
+        seed: of everything random.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    seed: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether none failed."""
+        return not self.of("failed")
+
+    def of(self, result: Result) -> tuple[Outcome, ...]:
+        """The outcomes that ended so."""
+        return tuple(outcome for outcome in self.outcomes if outcome.result == result)
+
+    def raise_on_failure(self) -> None:
+        """Raise unless all is well.
+
+        Raises:
+            Violation: names every check that failed, and why.
+        """
+        if not self.ok:
+            raise Violation(f"\n{self}")
+
+    def __str__(self) -> str:
+        lines = [_line(outcome) for outcome in self.outcomes]
+        counts = ", ".join(f"{len(self.of(kind))} {kind}" for kind in ("passed", "failed", "skipped"))
+        return "\n".join([*lines, f"{counts} (seed {self.seed})"])
+
+
+def _line(outcome: Outcome) -> str:
+    said = outcome.reason or outcome.check.demands
+    return f"{outcome.result:<8}{outcome.check.id:<40}{outcome.seconds:6.2f} s  {said}"
+
+
+def check_backend(
+    make: Callable[[], Backend] | Subject,
+    *,
+    only: Sequence[str] = (),
+    seed: int = 0,
+    long: bool = False,
+    told: Callable[[Outcome], None] | None = None,
+) -> Report:
+    """Run all checks on the backends that `make` makes, and say how each ended. Blocks.
+
+    The store's medium is filled and emptied: give an empty one. Runs without pytest.
+
+    Args:
+        make: makes a backend that is not open, each time on the same medium; or a `Subject`, which
+            can do more. A function at the top of a module can also be called in child processes.
+        only: names of groups or checks; empty: all.
+        seed: of everything random.
+        long: the long form, of minutes rather than seconds.
+        told: called after each check.
+
+    Raises:
+        ConfigurationError: `only` names no check.
+    """
+    subject = make if isinstance(make, Subject) else FunctionSubject(make)
+    subject.seed, subject.long = seed, long
+    outcomes = []
+    for one in select(only):
+        outcomes.append(run_check(one, subject))
+        if told is not None:
+            told(outcomes[-1])
+    return Report(tuple(outcomes), seed)
+
+
+def select(only: Sequence[str] = ()) -> tuple[Check, ...]:
+    """The checks with these ids or groups, in their order; all, if there are no names.
+
+    Raises:
+        ConfigurationError: a name is none of them.
+    """
+    checks = all_checks()
+    known = sorted({name for one in checks for name in (one.id, one.group)})
+    for name in only:
+        if name not in known:
+            raise ConfigurationError(f"check '{name}' is unknown; {nearest(name, known)}")
+    return tuple(one for one in checks if not only or one.id in only or one.group in only)
+
+
+def run_check(one: Check, subject: Subject) -> Outcome:
+    """Run one check and say how it ended; within its limit and a little. Blocks."""
+    start = time.monotonic()
+    raised: list[BaseException] = []
+    limit_s = one.limit_s * (20 if subject.long else 1)
+
+    def run() -> None:
+        try:
+            with _loop() as loop:
+                loop.run_until_complete(_limited(one.body(subject), limit_s))
+        except BaseException as error:  # noqa: BLE001 - it is told below, whatever it is
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name=f"kvconnect-check {one.id}", daemon=True)
+    thread.start()
+    thread.join(limit_s + _GRACE_S)
+    seconds = time.monotonic() - start
+    if thread.is_alive():
+        blocked = Violation(f"hangs: it blocks the event loop, or ignores cancellation ({seconds:.0f} s)")
+        return Outcome(one, "failed", str(blocked), seconds, blocked)
+    if not raised:
+        return Outcome(one, "passed", "", seconds)
+    (error,) = raised
+    if isinstance(error, Unsupported):
+        return Outcome(one, "skipped", str(error), seconds)
+    reason = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
+    return Outcome(one, "failed", " ".join(reason.split()), seconds, error)
+
+
+async def _limited(body: Any, limit_s: float) -> None:
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            await body
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise Violation(f"hangs: not done after {limit_s:g} s") from error
+
+
+@contextlib.contextmanager
+def _loop() -> Iterator[asyncio.AbstractEventLoop]:
+    # Not asyncio.run: it waits for ever for a thread that a backend has left hanging.
+    loop = asyncio.new_event_loop()
+    try:
+        yield loop
+    finally:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=_GRACE_S / 2))
+        with contextlib.suppress(TimeoutError):
+            ending = loop.shutdown_default_executor()
+            loop.run_until_complete(asyncio.wait_for(ending, _GRACE_S / 4))
+        loop.close()
+

@@ -1,0 +1,209 @@
+"""A backend under test: how to make it, and what can be done behind its back."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeAlias
+
+import torch
+
+from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.registry import open_backend
+from kvconnect.keys import BlockKey
+from kvconnect.testing.blocks import BlockMaker
+from kvconnect.testing.clock import ShiftedClock
+
+__all__ = ["Address", "Recipe", "Subject", "Unsupported", "Usage"]
+
+Plain: TypeAlias = "str | int | float | bool | list[str] | None"
+
+
+class Unsupported(Exception):
+    """This cannot be asked of the subject; the message says why, and what would make it possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes of a medium: what the backend says, and what is really there."""
+
+    claimed: float
+    found: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What another process needs to make the same subject; everything in it is JSON.
+
+    Attributes:
+        module, file, name: of the class.
+        state: its attributes, as far as they are strings, numbers and paths.
+    """
+
+    module: str
+    file: str
+    name: str
+    state: dict[str, Plain]
+
+
+class Subject(ABC):
+    """How the kit gets at a backend. Only `make_backend` has to be written.
+
+    Whatever else is not overridden makes the checks that need it be skipped, with a sentence that
+    names the method. What a backend can do is read from its class attributes (`durable`, …).
+
+    Attributes:
+        seed: of everything random.
+        long: run the long form: 200 kills instead of 20, and so on.
+        ttl_s: of the store that `make_expiring` is asked for; ``None``: a minute. Short, if time
+            really has to pass (see `pass_time`).
+        directory: where the store keeps its files; ``None``: it has none. Enables the checks that
+            make a disk fail.
+        address: of the store's server; enables the checks of a failing network.
+        kill_points: names that the backend passes to what `arm` sets.
+    """
+
+    seed: int = 0
+    long: bool = False
+    ttl_s: float | None = None
+    directory: Path | None = None
+    address: Address | None = None
+    kill_points: ClassVar[Sequence[str]] = ()
+    tidy: ClassVar[bool] = False
+
+    @abstractmethod
+    def make_backend(self) -> Backend:
+        """A backend that is not open, always on the same medium."""
+
+    def make_small(self, capacity: int) -> Backend:
+        """One on an empty medium that holds at most `capacity` bytes."""
+        raise Unsupported("make_small() is not written: how would a bounded store be made?")
+
+    def make_expiring(self, ttl_s: float) -> Backend:
+        """One whose blocks expire after `ttl_s`."""
+        raise Unsupported("make_expiring() is not written: how would a store with a TTL be made?")
+
+    def make_via(self, address: Address) -> Backend:
+        """One that reaches the server through `address`, which forwards to `self.address`."""
+        raise Unsupported("make_via() is not written: which network would be made to fail?")
+
+    def make_in(self, directory: Path) -> Backend:
+        """One that keeps its files in `directory`, which need not be there."""
+        raise Unsupported("make_in() is not written: how would its directory be chosen?")
+
+    def make_guarded(self, deadline_s: float) -> GuardedBackend:
+        """What an application would use: a backend with everything around it."""
+        return open_backend(self.make_backend(), deadline_s=deadline_s)
+
+    async def peek(self, backend: Backend, key: BlockKey) -> bytes | None:
+        """The stored bytes of `key`, read behind the back of `backend` where the medium allows.
+
+        The default reads through the front door a value that is as long as a frame.
+        """
+        into = self.blocks().buffer(BlockMaker.frame_nbytes)
+        return bytes(into.numpy().data) if await backend.load([key], [into]) else None
+
+    async def poke(self, backend: Backend, key: BlockKey, data: bytes) -> None:
+        """Replace the stored bytes of `key`. The default goes through the front door."""
+        await backend.delete([key])
+        value = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+        await backend.save([StoredBlock(key, value.to(torch.uint8))])
+
+    async def corrupt(self, backend: Backend, key: BlockKey, at: int, change: int = 1) -> None:
+        """Flip the bits `change` of the stored byte `at` of `key`."""
+        data = bytearray(await self.peek(backend, key) or b"")
+        if len(data) <= at:
+            raise Unsupported(f"peek() found {len(data)} bytes of a block that was saved")
+        data[at] ^= change
+        await self.poke(backend, key, bytes(data))
+
+    async def usage(self, backend: Backend) -> Usage:
+        """What `backend` says it uses, and what the medium really holds."""
+        raise Unsupported("usage() is not written: what does the medium really hold?")
+
+    async def pass_time(self, clock: ShiftedClock, seconds: float) -> None:
+        """Let `seconds` pass for the store. Without a server, moving Python's clock will do."""
+        clock.forward(seconds)
+
+    async def restart_server(self, *, empty: bool) -> None:
+        """Stop the server, kill it if need be, and start it again at the same address."""
+        raise Unsupported("restart_server() is not written")
+
+    def arm(self, backend: Backend, at: Callable[[str], None]) -> None:
+        """Have `backend` call `at` on reaching each of `kill_points`."""
+
+    # ------------------------------------------------------------------------ for the checks
+
+    def blocks(self, *parts: object) -> BlockMaker:
+        """A maker of blocks that no other check uses."""
+        return BlockMaker((self.seed, *parts))
+
+    def bare(self, backend: Backend) -> Backend:
+        """`backend` without what stands around it."""
+        return backend.inner if isinstance(backend, GuardedBackend) else backend
+
+    @asynccontextmanager
+    async def opened(self, backend: Backend | None = None) -> AsyncIterator[Backend]:
+        """The backend alone, open; closed at the end."""
+        store = self.bare(backend or self.make_backend())
+        await store.open([BlockMaker.layout])
+        try:
+            yield store
+        finally:
+            await store.close()
+
+    @asynccontextmanager
+    async def guarded(
+        self, deadline_s: float = 10.0, backend: Backend | None = None
+    ) -> AsyncIterator[GuardedBackend]:
+        """The backend with everything around it, open; closed at the end."""
+        if backend is None:
+            store = self.make_guarded(deadline_s)
+        else:
+            store = open_backend(backend, deadline_s=deadline_s)
+        await store.open([BlockMaker.layout])
+        try:
+            yield store
+        finally:
+            await store.close()
+
+    def require(self, capability: str) -> None:
+        """Skip the check unless the backend declares `capability`.
+
+        Raises:
+            Unsupported: it does not.
+        """
+        if not getattr(self.bare(self.make_backend()), capability):
+            raise Unsupported(f"the backend does not declare `{capability}`")
+
+    def recipe(self) -> Recipe:
+        """How a child process makes this subject.
+
+        Raises:
+            Unsupported: it cannot, for its class stands inside a function.
+        """
+        kind = type(self)
+        if "<locals>" in kind.__qualname__:
+            raise Unsupported(f"{kind.__qualname__} cannot be imported by a child process")
+        state: dict[str, Plain] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Path):
+                state[name] = ["path", str(value)]
+            elif isinstance(value, Address):
+                state[name] = ["address", value.host, str(value.port)]
+            elif isinstance(value, str | int | float) or value is None:
+                state[name] = value
+        return Recipe(kind.__module__, inspect.getfile(kind), kind.__qualname__, state)

@@ -1,0 +1,218 @@
+"""Subjects for backends that come with this package, for URLs and for plain functions."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import urlencode
+
+from kvconnect.backend import Backend
+from kvconnect.backends.disk import DiskBackend
+from kvconnect.backends.disk_schema import INDEX_NAME
+from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.registry import open_backend
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import BlockKey
+from kvconnect.testing.subject import Recipe, Subject, Unsupported, Usage
+
+__all__ = ["DiskSubject", "FunctionSubject", "MemorySubject", "UrlSubject", "subject_of"]
+
+
+class FunctionSubject(Subject):
+    """Whatever a function makes."""
+
+    tidy: ClassVar[bool] = True
+
+    def __init__(self, make: Callable[[], Backend]) -> None:
+        self._make = make
+
+    def make_backend(self) -> Backend:
+        """What the function makes."""
+        return self._make()
+
+    def recipe(self) -> Recipe:
+        """A child process imports the function.
+
+        Raises:
+            Unsupported: it is a lambda, or stands inside another function.
+        """
+        name = getattr(self._make, "__qualname__", "<locals>")
+        if "<" in name:
+            raise Unsupported(
+                "a child process cannot import what makes the backend: "
+                "give a function at the top of a module, or a Subject"
+            )
+        found = super().recipe()
+        state = {**found.state, "module": self._make.__module__, "function": name}
+        return Recipe(found.module, found.file, "ImportedSubject", state)
+
+
+class ImportedSubject(Subject):
+    """What a function makes that is known by name, in a child process."""
+
+    module: str
+    function: str
+
+    def make_backend(self) -> Backend:
+        """What the function makes."""
+        from importlib import import_module
+
+        made: Backend = getattr(import_module(self.module), self.function)()
+        return made
+
+
+class UrlSubject(Subject):
+    """The backend of a store URL, codecs included."""
+
+    tidy: ClassVar[bool] = True
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def make_backend(self) -> Backend:
+        """The backend alone."""
+        return open_backend(self.url).inner
+
+    def make_guarded(self, deadline_s: float) -> GuardedBackend:
+        """With everything around it that the URL asks for."""
+        return open_backend(self.url, deadline_s=deadline_s)
+
+
+class MemorySubject(Subject):
+    """``memory:``."""
+
+    def make_backend(self) -> Backend:
+        """64 MiB, and room for the one large value."""
+        return MemoryBackend(64 << 20)
+
+    def make_small(self, capacity: int) -> Backend:
+        """So many bytes."""
+        return MemoryBackend(capacity)
+
+    async def usage(self, backend: Backend) -> Usage:
+        """There is nothing to see but what it says."""
+        used = (await backend.stats())["bytes"]
+        return Usage(used, used)
+
+
+class DiskSubject(Subject):
+    """``disk:`` in a directory, which it may damage.
+
+    Attributes:
+        directory: of the store.
+    """
+
+    kill_points = ("reserved", "written", "committing", "evicted")
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def _path(self) -> Path:
+        if self.directory is None:
+            self.directory = Path(tempfile.mkdtemp(prefix="kvconnect-kit-"))
+        return self.directory
+
+    def make_backend(self) -> Backend:
+        """Of 4 GiB, which it never takes."""
+        return DiskBackend(self._path(), capacity=4 << 30)
+
+    def make_small(self, capacity: int) -> Backend:
+        """In a directory of its own."""
+        return DiskBackend(self._path().with_name(f"small-{capacity}"), capacity=capacity)
+
+    def make_expiring(self, ttl_s: float) -> Backend:
+        """The same directory."""
+        return DiskBackend(self._path(), capacity=1 << 30, ttl=ttl_s)
+
+    def make_in(self, directory: Path) -> Backend:
+        """Another directory."""
+        return DiskBackend(directory, capacity=1 << 30)
+
+    def arm(self, backend: Backend, at: Callable[[str], None]) -> None:
+        """It has a hook for this."""
+        if isinstance(backend, DiskBackend):
+            backend.at = at
+
+    async def peek(self, backend: Backend, key: BlockKey) -> bytes | None:
+        """From its slot, found with a connection of its own."""
+        return await asyncio.to_thread(self._peek, key)
+
+    async def poke(self, backend: Backend, key: BlockKey, data: bytes) -> None:
+        """Into its slot; a shorter value also into the row that says how long it is.
+
+        Raises:
+            Unsupported: it is longer than the slot.
+        """
+        await asyncio.to_thread(self._poke, key, data)
+
+    async def usage(self, backend: Backend) -> Usage:
+        """Bytes of the data files."""
+        stats = await backend.stats()
+        if not isinstance(backend, DiskBackend):
+            raise Unsupported("not a disk store")
+        found = await asyncio.to_thread(_segment_nbytes, backend.path)
+        return Usage(stats["file_bytes"], found)
+
+    def _place(self, key: BlockKey) -> tuple[Path, int, int, int] | None:
+        with closing(sqlite3.connect(self._path() / INDEX_NAME)) as db:
+            row = db.execute(
+                "SELECT segment, slot, size, length FROM blocks WHERE key=?", (key,)
+            ).fetchone()
+        if row is None:
+            return None
+        segment, slot, size, length = row
+        (file,) = self._path().glob(f"segment-{segment:06d}-{size}.slots")
+        return file, slot * size, size, length
+
+    def _peek(self, key: BlockKey) -> bytes | None:
+        place = self._place(key)
+        if place is None:
+            return None
+        file, offset, _, length = place
+        with file.open("rb") as data:
+            data.seek(offset)
+            return data.read(length)
+
+    def _poke(self, key: BlockKey, data: bytes) -> None:
+        place = self._place(key)
+        if place is None:
+            raise Unsupported("nothing is stored under the key")
+        file, offset, size, length = place
+        if len(data) > size:
+            raise Unsupported(f"{len(data)} bytes do not fit a slot of {size}")
+        with file.open("r+b") as slots:
+            slots.seek(offset)
+            slots.write(data)
+            slots.flush()
+            os.fsync(slots.fileno())
+        if len(data) != length:
+            with closing(sqlite3.connect(self._path() / INDEX_NAME, timeout=30)) as db, db:
+                db.execute("UPDATE blocks SET length=? WHERE key=?", (len(data), key))
+
+
+def _segment_nbytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("segment-*"))
+
+
+def subject_of(url: str) -> Subject:
+    """The subject that can do most with the store at `url`.
+
+    Raises:
+        ConfigurationError: the URL is not right.
+    """
+    parsed = StoreUrl.parse(url)
+    open_backend(url)  # refuses what is wrong in it
+    if parsed.scheme == "disk":
+        return DiskSubject(Path(parsed.path).expanduser().absolute() / "kvconnect-check")
+    if parsed.scheme == "memory":
+        return MemorySubject()
+    return UrlSubject(url)
