@@ -115,6 +115,11 @@ class DiskBackend(Backend):
         """The directory."""
         return self._settings.path
 
+    @property
+    def durability(self) -> Durability:
+        """What a stored block survives."""
+        return self._settings.durability
+
     def open_for(self, access: Access) -> None:
         """Before `open`: for what, if not to be a store; see `Access`.
 

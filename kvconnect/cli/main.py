@@ -28,6 +28,7 @@ COMMANDS = (
     "kvconnect.cli.simulate",
     "kvconnect.cli.make_trace",
     "kvconnect.cli.bench",
+    "kvconnect.cli.check",
 )
 """Modules of the subcommands, in the order of ``kvconnect --help``; each fits `Command`."""
 

@@ -21,7 +21,7 @@ _MARGIN = 4096
 
 
 class BlockMaker:
-    """Makes keys, blocks and buffers. A block's bytes follow from its key, so anyone can check them.
+    """Makes keys, blocks and buffers. A block's bytes follow from its key: anyone can check them.
 
     Args:
         seed: keys of different seeds differ.
@@ -29,6 +29,7 @@ class BlockMaker:
     Attributes:
         layout: of the blocks that `block` makes, unless it is told their size.
         frame_nbytes: of those blocks.
+        named: every key that was made.
     """
 
     layout = KvCacheLayout(2, 2, 16, 16, 16, torch.float32)
@@ -36,11 +37,14 @@ class BlockMaker:
 
     def __init__(self, seed: object = 0) -> None:
         self.seed = seed
+        self.named: set[BlockKey] = set()
 
     def key(self, *parts: object) -> BlockKey:
         """The key that is named by `parts`."""
         name = repr((self.seed, *parts)).encode()
-        return BlockKey(hashlib.blake2b(name, digest_size=32).digest())
+        key = BlockKey(hashlib.blake2b(name, digest_size=32).digest())
+        self.named.add(key)
+        return key
 
     def keys(self, *parts: object, count: int) -> list[BlockKey]:
         """`count` keys."""

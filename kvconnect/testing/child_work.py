@@ -27,8 +27,7 @@ def chain_of(blocks: BlockMaker, start: int, count: int, nbytes: int) -> Sequenc
     keys = [blocks.key(number) for number in range(start, start + count)]
     parents = [blocks.key(start - 1) if start else None, *keys]
     return [
-        blocks.block(key, parent, nbytes=nbytes)
-        for key, parent in zip(keys, parents, strict=False)
+        blocks.block(key, parent, nbytes=nbytes) for key, parent in zip(keys, parents, strict=False)
     ]
 
 
@@ -167,6 +166,10 @@ async def _verify(blocks: BlockMaker, store: Backend, keys: Sequence[Any]) -> tu
     return wrong, kept
 
 
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
     """Call the store while no file descriptor is left, then while there are."""
     blocks = subject.blocks(name)
@@ -176,7 +179,7 @@ async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
     store = subject.make_guarded(5.0)
     await store.open([BlockMaker.layout])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_open_files() + 8, hard))
     held: list[int] = []
     try:
         while True:
@@ -186,12 +189,12 @@ async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
             raise
     answers = []
     for call in (
-        lambda: store.lookup(keys),
-        lambda: store.load(keys, blocks.buffers(4)),
-        lambda: store.save(blocks.chain(blocks.keys("more", count=2))),
+        store.lookup(keys),
+        store.load(keys, blocks.buffers(4)),
+        store.save(blocks.chain(blocks.keys("more", count=2))),
     ):
         try:
-            answers.append(str(await call()))
+            answers.append(str(await call))
         except RetryLater as error:
             answers.append(type(error).__name__)
     for fd in held:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from kvconnect.testing.check import Violation
@@ -94,17 +95,25 @@ class _ForkServer:
     """The process that forks the children of this one, and a thread that hears what they say."""
 
     def __init__(self) -> None:
-        path = [entry or os.getcwd() for entry in sys.path]
+        path = [entry or str(Path.cwd()) for entry in sys.path]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvconnect.testing.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "77"},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONHASHSEED": "77",
+            },
         )
         self._lock = threading.Lock()
         self._jobs: dict[int, queue.Queue[Told]] = {}
         self._number = 0
-        threading.Thread(target=self._hear, name="kvconnect-fork-server", daemon=True).start()
+        self._hearing = threading.Thread(
+            target=self._hear, name="kvconnect-fork-server", daemon=True
+        )
+        self._hearing.start()
         atexit.register(self.close)
 
     @property
@@ -139,6 +148,9 @@ class _ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.stdout is not None:
+            self._hearing.join(10)
+            self._process.stdout.close()
 
 
 @cache
@@ -154,4 +166,3 @@ def start(subject: Subject, work: str, **arguments: Any) -> Child:
         Violation: it could not be made there.
     """
     return _server(os.getpid()).start(subject, work, arguments)
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -203,7 +204,7 @@ class FaultyBackend(Backend):
     def _damage(self, fault: BackendFault, loaded: Sequence[Tensor]) -> None:
         if fault == "swap" and len(loaded) > 1:
             first = loaded[0].clone()
-            for one, following in zip(loaded, loaded[1:], strict=False):
+            for one, following in pairwise(loaded):
                 one[: following.numel()].copy_(following[: one.numel()])
             loaded[-1][: first.numel()].copy_(first[: loaded[-1].numel()])
             return

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 from unittest.mock import patch
 
-__all__ = ["FaultyFilesystem", "FileOperation"]
+__all__ = ["FILE_OPERATIONS", "FaultyFilesystem", "FileOperation"]
 
 FileOperation = Literal["open", "read", "write", "sync"]
+
+FILE_OPERATIONS: tuple[FileOperation, ...] = get_args(FileOperation)
 
 _OF_DESCRIPTORS: dict[str, FileOperation] = {
     "read": "read",
@@ -90,9 +92,9 @@ class FaultyFilesystem:
         """Whether `path`, or the file of the descriptor `path`, is below the directory."""
         try:
             if isinstance(path, int):
-                name = os.readlink(f"/proc/self/fd/{path}")
+                name = os.readlink(f"/proc/self/fd/{path}")  # noqa: PTH115 - it is asked often
             else:
-                name = os.path.abspath(os.fsdecode(path))  # type: ignore[arg-type]
+                name = os.path.abspath(os.fsdecode(path))  # type: ignore[arg-type]  # noqa: PTH100
         except (OSError, TypeError):
             return False
         return name == self._root or name.startswith(self._root + os.sep)
@@ -113,7 +115,10 @@ class FaultyFilesystem:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self._patches.close()
 
@@ -154,7 +159,9 @@ class FaultyFilesystem:
         return call
 
     def _opener(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **options: Any) -> Any:
+        def call(
+            file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **options: Any
+        ) -> Any:
             if isinstance(file, int) or not self.covers(file):
                 return real(file, mode, buffering, *rest, **options)
             self.before("open")
@@ -206,5 +213,3 @@ class _FaultyFile(io.FileIO):
         """Cut to `size` bytes."""
         self._shim.before("write")
         return super().truncate(size)
-
-

@@ -116,8 +116,8 @@ def main() -> None:
     """Serve until stdin ends; then kill the children that are left."""
     torch.set_num_threads(1)
     readable, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)  # noqa: FBT003 - the name of the function says it
-    os.set_blocking(readable, False)  # noqa: FBT003
+    os.set_blocking(wakeup, False)
+    os.set_blocking(readable, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes stdin

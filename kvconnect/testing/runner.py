@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from kvconnect.testing.subjects import FunctionSubject
 __all__ = ["Report", "check_backend", "run_check", "select"]
 
 _GRACE_S = 5.0
+_CLEANING = Check("cleaning", "up", "", lambda subject: subject.clean(), 30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,9 @@ class Report:
 
     def __str__(self) -> str:
         lines = [_line(outcome) for outcome in self.outcomes]
-        counts = ", ".join(f"{len(self.of(kind))} {kind}" for kind in ("passed", "failed", "skipped"))
+        counts = ", ".join(
+            f"{len(self.of(kind))} {kind}" for kind in ("passed", "failed", "skipped")
+        )
         return "\n".join([*lines, f"{counts} (seed {self.seed})"])
 
 
@@ -90,6 +94,8 @@ def check_backend(
     outcomes = []
     for one in select(only):
         outcomes.append(run_check(one, subject))
+        if subject.tidy:
+            run_check(_CLEANING, subject)
         if told is not None:
             told(outcomes[-1])
     return Report(tuple(outcomes), seed)
@@ -114,6 +120,8 @@ def run_check(one: Check, subject: Subject) -> Outcome:
     start = time.monotonic()
     raised: list[BaseException] = []
     limit_s = one.limit_s * (20 if subject.long else 1)
+    if one.needs_root and os.geteuid() != 0:
+        return Outcome(one, "skipped", "it mounts file systems: run it as root")
 
     def run() -> None:
         try:
@@ -127,7 +135,9 @@ def run_check(one: Check, subject: Subject) -> Outcome:
     thread.join(limit_s + _GRACE_S)
     seconds = time.monotonic() - start
     if thread.is_alive():
-        blocked = Violation(f"hangs: it blocks the event loop, or ignores cancellation ({seconds:.0f} s)")
+        blocked = Violation(
+            f"hangs: it blocks the event loop, or ignores cancellation ({seconds:.0f} s)"
+        )
         return Outcome(one, "failed", str(blocked), seconds, blocked)
     if not raised:
         return Outcome(one, "passed", "", seconds)
@@ -164,4 +174,3 @@ def _loop() -> Iterator[asyncio.AbstractEventLoop]:
             ending = loop.shutdown_default_executor()
             loop.run_until_complete(asyncio.wait_for(ending, _GRACE_S / 4))
         loop.close()
-

@@ -25,7 +25,7 @@ Plain: TypeAlias = "str | int | float | bool | list[str] | None"
 
 
 class Unsupported(Exception):
-    """This cannot be asked of the subject; the message says why, and what would make it possible."""
+    """This cannot be asked of the subject; the message says why, and what would help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +70,23 @@ class Subject(ABC):
         long: run the long form: 200 kills instead of 20, and so on.
         ttl_s: of the store that `make_expiring` is asked for; ``None``: a minute. Short, if time
             really has to pass (see `pass_time`).
+        patience_s: after so long a call of the backend alone counts as hanging.
         directory: where the store keeps its files; ``None``: it has none. Enables the checks that
             make a disk fail.
         address: of the store's server; enables the checks of a failing network.
         kill_points: names that the backend passes to what `arm` sets.
+        tidy: `clean` after each check, since the medium outlives the run.
     """
 
     seed: int = 0
     long: bool = False
     ttl_s: float | None = None
+    patience_s: float = 10.0
     directory: Path | None = None
     address: Address | None = None
     kill_points: ClassVar[Sequence[str]] = ()
     tidy: ClassVar[bool] = False
+    _makers: tuple[BlockMaker, ...] = ()
 
     @abstractmethod
     def make_backend(self) -> Backend:
@@ -149,7 +153,19 @@ class Subject(ABC):
 
     def blocks(self, *parts: object) -> BlockMaker:
         """A maker of blocks that no other check uses."""
-        return BlockMaker((self.seed, *parts))
+        maker = BlockMaker((self.seed, *parts))
+        if self.tidy:
+            self._makers = (*self._makers, maker)
+        return maker
+
+    async def clean(self) -> None:
+        """Delete what the checks so far have saved."""
+        keys = [key for maker in self._makers for key in maker.named]
+        self._makers = ()
+        if keys:
+            async with self.opened() as store:
+                for start in range(0, len(keys), 256):
+                    await store.delete(keys[start : start + 256])
 
     def bare(self, backend: Backend) -> Backend:
         """`backend` without what stands around it."""
@@ -204,6 +220,8 @@ class Subject(ABC):
                 state[name] = ["path", str(value)]
             elif isinstance(value, Address):
                 state[name] = ["address", value.host, str(value.port)]
-            elif isinstance(value, str | int | float) or value is None:
+            elif not name.startswith("_") and (
+                isinstance(value, str | int | float) or value is None
+            ):
                 state[name] = value
         return Recipe(kind.__module__, inspect.getfile(kind), kind.__qualname__, state)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import sqlite3
-import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
-from urllib.parse import urlencode
 
 from kvconnect.backend import Backend
 from kvconnect.backends.disk import DiskBackend
-from kvconnect.backends.disk_schema import INDEX_NAME
+from kvconnect.backends.disk_schema import INDEX_NAME, Durability
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.memory import MemoryBackend
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.url import StoreUrl
-from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.testing.subject import Recipe, Subject, Unsupported, Usage
 
@@ -108,30 +104,29 @@ class DiskSubject(Subject):
     """``disk:`` in a directory, which it may damage.
 
     Attributes:
-        directory: of the store.
+        directory: of the store. Others are made beside it.
+        durability: of the store, see `DiskBackend`.
     """
 
     kill_points = ("reserved", "written", "committing", "evicted")
 
+    directory: Path
+    durability: Durability = "process"
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def _path(self) -> Path:
-        if self.directory is None:
-            self.directory = Path(tempfile.mkdtemp(prefix="kvconnect-kit-"))
-        return self.directory
-
     def make_backend(self) -> Backend:
         """Of 4 GiB, which it never takes."""
-        return DiskBackend(self._path(), capacity=4 << 30)
+        return DiskBackend(self.directory, capacity=4 << 30, durability=self.durability)
 
     def make_small(self, capacity: int) -> Backend:
         """In a directory of its own."""
-        return DiskBackend(self._path().with_name(f"small-{capacity}"), capacity=capacity)
+        return DiskBackend(self.directory.with_name(f"small-{capacity}"), capacity=capacity)
 
     def make_expiring(self, ttl_s: float) -> Backend:
         """The same directory."""
-        return DiskBackend(self._path(), capacity=1 << 30, ttl=ttl_s)
+        return DiskBackend(self.directory, capacity=1 << 30, ttl=ttl_s)
 
     def make_in(self, directory: Path) -> Backend:
         """Another directory."""
@@ -163,14 +158,14 @@ class DiskSubject(Subject):
         return Usage(stats["file_bytes"], found)
 
     def _place(self, key: BlockKey) -> tuple[Path, int, int, int] | None:
-        with closing(sqlite3.connect(self._path() / INDEX_NAME)) as db:
+        with closing(sqlite3.connect(self.directory / INDEX_NAME)) as db:
             row = db.execute(
                 "SELECT segment, slot, size, length FROM blocks WHERE key=?", (key,)
             ).fetchone()
         if row is None:
             return None
         segment, slot, size, length = row
-        (file,) = self._path().glob(f"segment-{segment:06d}-{size}.slots")
+        (file,) = self.directory.glob(f"segment-{segment:06d}-{size}.slots")
         return file, slot * size, size, length
 
     def _peek(self, key: BlockKey) -> bytes | None:
@@ -195,7 +190,7 @@ class DiskSubject(Subject):
             slots.flush()
             os.fsync(slots.fileno())
         if len(data) != length:
-            with closing(sqlite3.connect(self._path() / INDEX_NAME, timeout=30)) as db, db:
+            with closing(sqlite3.connect(self.directory / INDEX_NAME, timeout=30)) as db, db:
                 db.execute("UPDATE blocks SET length=? WHERE key=?", (len(data), key))
 
 
@@ -206,13 +201,17 @@ def _segment_nbytes(directory: Path) -> int:
 def subject_of(url: str) -> Subject:
     """The subject that can do most with the store at `url`.
 
+    Of a disk store that is one in a new directory below it: what is stored there stays.
+
     Raises:
         ConfigurationError: the URL is not right.
     """
     parsed = StoreUrl.parse(url)
-    open_backend(url)  # refuses what is wrong in it
-    if parsed.scheme == "disk":
-        return DiskSubject(Path(parsed.path).expanduser().absolute() / "kvconnect-check")
+    made = open_backend(url)  # refuses what is wrong in it
+    if isinstance(made.inner, DiskBackend):
+        subject = DiskSubject(made.inner.path / "kvconnect-check" / "store")
+        subject.durability = made.inner.durability
+        return subject
     if parsed.scheme == "memory":
         return MemorySubject()
     return UrlSubject(url)

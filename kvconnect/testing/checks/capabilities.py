@@ -21,9 +21,13 @@ async def declared(subject: Subject) -> None:
         value = getattr(kind, name)
         fine = isinstance(value, bool | property)
         demand(fine, f"{kind.__name__}.{name} is {value!r}, not True or False")
-    longest = kind.max_value_bytes
-    fine = longest is None or isinstance(longest, property) or 0 < longest
+    longest: object = kind.max_value_bytes
+    fine = longest is None or isinstance(longest, property) or _positive(longest)
     demand(fine, f"{kind.__name__}.max_value_bytes is {longest!r}, not bytes or None")
+
+
+def _positive(number: object) -> bool:
+    return isinstance(number, int) and number > 0
 
 
 @check("capabilities")
@@ -74,7 +78,9 @@ async def scan(subject: Subject) -> None:
         demand(listed == sorted(set(listed)), "scan lists a block twice")
         demand(listed == sorted(keys[4:]), f"scan lists {len(listed)} of 36 blocks")
         sizes = {entry.nbytes for entry in mine}
-        demand(sizes == {blocks.frame_nbytes}, f"scan says {sizes} bytes, not {blocks.frame_nbytes}")
+        demand(
+            sizes == {blocks.frame_nbytes}, f"scan says {sizes} bytes, not {blocks.frame_nbytes}"
+        )
 
 
 @check("capabilities")
@@ -142,7 +148,9 @@ async def stats(subject: Subject) -> None:
         if name in before:
             grew = full[name] - before[name]
             demand(grew >= least, f"stats: {name} grew by {grew} for 8 blocks")
-            demand(after[name] == before[name], f"stats: {name} is {after[name]} after deleting all")
+            demand(
+                after[name] == before[name], f"stats: {name} is {after[name]} after deleting all"
+            )
 
 
 @check("capabilities")

@@ -21,8 +21,6 @@ __all__ = ["descriptors"]
 
 T = TypeVar("T")
 
-_BLOCKED_S = 1.0
-
 
 def descriptors() -> int:
     """How many file descriptors this process has open."""
@@ -135,7 +133,7 @@ async def buffers_come_back_once(subject: Subject) -> None:
                     pending.append((error.pending, into))
             faulty.heal()
         for future, into in pending:
-            await asyncio.wait_for(asyncio.wrap_future(future), 10)
+            await asyncio.wait_for(asyncio.wrap_future(future), subject.patience_s)
             demand(blocks.margins_whole(into), "a load past its deadline wrote beside its buffer")
 
 
@@ -143,15 +141,16 @@ async def buffers_come_back_once(subject: Subject) -> None:
 async def close_in_flight(subject: Subject) -> None:
     """``close()`` returns with calls in flight, and each of them ends; twice is no error."""
     blocks = subject.blocks("closing")
+    patience_s = subject.patience_s
     store = subject.bare(subject.make_backend())
     await store.open([blocks.layout])
     saving = asyncio.ensure_future(store.save(blocks.chain(blocks.keys(count=64))))
     loading = asyncio.ensure_future(store.load(blocks.keys(count=1), blocks.buffers(1)))
     await asyncio.sleep(0)
-    await _within(store.close(), 10, "close() with calls in flight")
-    await _within(store.close(), 10, "the second close()")
+    await _within(store.close(), patience_s, "close() with calls in flight")
+    await _within(store.close(), patience_s, "the second close()")
     ended = asyncio.gather(saving, loading, return_exceptions=True)
-    for result in await _within(ended, 10, "a call that close() found in flight"):
+    for result in await _within(ended, patience_s, "a call that close() found in flight"):
         if isinstance(result, BaseException) and not isinstance(result, Exception):
             raise Violation(f"a call in flight ended with {result!r}")
 
@@ -244,7 +243,7 @@ async def loop_stays_free(subject: Subject) -> None:
             await store.delete(keys)
             await asyncio.sleep(0.02)
             beating.cancel()
-            if worst[0] < _BLOCKED_S:
+            if worst[0] < subject.patience_s / 10:
                 return
     raise Violation(f"the event loop stood still for {worst[0]:.1f} s during a call")
 

@@ -106,13 +106,13 @@ async def absent_key(subject: Subject) -> None:
     async with subject.opened() as store:
         for _ in range(2):
             into = blocks.buffers(1)
-            found = await asyncio.wait_for(store.lookup([absent]), 10)
+            found = await asyncio.wait_for(store.lookup([absent]), subject.patience_s)
             demand(found == 0, f"lookup of an absent key said {found}")
-            loaded = await asyncio.wait_for(store.load([absent], into), 10)
+            loaded = await asyncio.wait_for(store.load([absent], into), subject.patience_s)
             demand(loaded == 0, f"load of an absent key said {loaded}")
             demand(blocks.untouched(into[0]), "load of an absent key wrote to its buffer")
-        await asyncio.wait_for(store.save([blocks.block(present)]), 10)
-        await asyncio.wait_for(expect_stored(store, blocks, [present]), 10)
+        await asyncio.wait_for(store.save([blocks.block(present)]), subject.patience_s)
+        await asyncio.wait_for(expect_stored(store, blocks, [present]), subject.patience_s)
 
 
 @check("contract")

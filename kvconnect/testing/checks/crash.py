@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Mapping
+from typing import Any
 
 from kvconnect.testing import children
 from kvconnect.testing.check import check, demand
@@ -18,7 +19,7 @@ _BATCH = 4
 
 
 def _run(
-    subject: Subject, name: str, *, kill_after_s: float | None = None, **options: object
+    subject: Subject, name: str, *, kill_after_s: float | None = None, **options: Any
 ) -> dict[int, bool]:
     """Run a child until it is killed; the numbers of the blocks that it acknowledged."""
     work = {"nbytes": _NBYTES, "batch": _BATCH, "count": 4000, **options}
@@ -74,9 +75,7 @@ async def _kills(subject: Subject, capacity: int | None) -> None:
         name = f"kill {kill} {capacity}"
         # Uniform in its logarithm: half of the kills fall into the first 14 ms.
         after = 0.001 * 200 ** chance.random()
-        acked[name] = await asyncio.to_thread(
-            lambda name=name, after=after: _run(subject, name, kill_after_s=after, **options)
-        )
+        acked[name] = await asyncio.to_thread(_run, subject, name, kill_after_s=after, **options)
         if kill % 10 == 9:
             await _expect_sound(subject, dict(list(acked.items())[-10:]), capacity)
     total = sum(map(len, acked.values()))
@@ -105,9 +104,7 @@ async def killed_at_named_points(subject: Subject) -> None:
         for visits in (1, 3):
             name = f"point {point} {visits}"
             acked = await asyncio.to_thread(
-                lambda name=name, point=point, visits=visits: _run(
-                    subject, name, point=point, visits=visits, capacity=1 << 20, count=400
-                )
+                _run, subject, name, point=point, visits=visits, capacity=1 << 20, count=400
             )
             demand(-1 not in acked, f"the point '{point}' was not reached {visits} times")
             await _expect_sound(subject, {name: acked}, 1 << 20)
@@ -134,4 +131,6 @@ async def stopped_process(subject: Subject) -> None:
         await asyncio.to_thread(child.wait)
     async with subject.guarded(deadline_s) as store:
         keys = blocks.keys("after", count=4)
-        demand(await store.save(blocks.chain(keys)) == 4, "a process that was stopped blocks others")
+        demand(
+            await store.save(blocks.chain(keys)) == 4, "a process that was stopped blocks others"
+        )

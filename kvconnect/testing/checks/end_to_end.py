@@ -63,7 +63,7 @@ def _compare(outputs: list[RequestOutput], prompts: tuple[str, ...], state: str)
 
 @check("end to end", limit_s=120)
 async def same_tokens_and_reuse(subject: Subject) -> None:
-    """Tokens with the store equal those without, and a second engine finds the first one's blocks."""
+    """Tokens with the store equal those without; a second engine finds the first one's blocks."""
 
     def run() -> None:
         prompts = _prompts(subject, "reuse")
@@ -79,7 +79,7 @@ async def same_tokens_and_reuse(subject: Subject) -> None:
 
 @check("end to end", limit_s=120)
 async def same_tokens_whatever_fails(subject: Subject) -> None:
-    """Tokens stay the same while the store lies, raises, flips bits, truncates, mixes up, or denies."""
+    """Tokens stay the same while the store lies, raises, flips bits, truncates or mixes up."""
     states: tuple[BackendFault, ...] = ("lie", "raise", "flip", "truncate", "swap", "deny")
 
     def run() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from kvconnect.testing.check import check, demand
 from kvconnect.testing.checks.contract import expect_stored
 from kvconnect.testing.clock import ShiftedClock
+from kvconnect.testing.faulty_backend import FaultyBackend
 from kvconnect.testing.subject import Subject
 
 _TTL_S = 60.0
@@ -83,10 +85,14 @@ async def deadlines_are_monotonic(subject: Subject) -> None:
     """A wall clock that jumps while a call runs neither ends it nor makes it last longer."""
     blocks = subject.blocks("monotonic")
     keys = blocks.keys(count=4)
+    faulty = FaultyBackend(subject.bare(subject.make_backend()), delay_s=0.05)
     with ShiftedClock() as clock:
-        async with subject.guarded(10.0) as store:
+        async with subject.guarded(10.0, faulty) as store:
+            faulty.set("late")
             for seconds in (_DAY_S, -2 * _DAY_S, _DAY_S):
+                saving = asyncio.ensure_future(store.save(blocks.chain(keys)))
+                await asyncio.sleep(0.01)
                 clock.forward(seconds)
-                demand(await store.save(blocks.chain(keys)) == 4, "a save failed: the clock jumped")
+                demand(await saving == 4, "a save failed: the clock jumped")
                 loaded = await store.load(keys, blocks.buffers(4))
                 demand(loaded == 4, f"a load filled {loaded} of 4: the clock jumped")

@@ -8,9 +8,9 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from kvconnect.backends.guard import GuardedBackend
-from kvconnect.errors import RetryLater
+from kvconnect.errors import BackendTimeout, RetryLater
 from kvconnect.testing.blocks import BlockMaker
-from kvconnect.testing.check import check, demand
+from kvconnect.testing.check import Violation, check, demand
 from kvconnect.testing.faulty_backend import BackendFault, FaultyBackend
 from kvconnect.testing.subject import Subject
 
@@ -51,9 +51,11 @@ async def calls_in_time(
     await answer(store.delete(fresh[:1]), deadline_s, f"{what}: delete")
 
 
-async def recovers(store: GuardedBackend, blocks: BlockMaker, what: str) -> None:
-    """Within `RECOVERY_S` saves and loads work again."""
-    end = time.monotonic() + RECOVERY_S
+async def recovers(
+    store: GuardedBackend, blocks: BlockMaker, what: str, *, within_s: float = RECOVERY_S
+) -> None:
+    """Within `within_s` saves and loads work again."""
+    end = time.monotonic() + within_s
     turn = 0
     while True:
         turn += 1
@@ -65,7 +67,7 @@ async def recovers(store: GuardedBackend, blocks: BlockMaker, what: str) -> None
             why = "save or load says fewer than there are"
         except RetryLater as error:
             why = str(error)
-        demand(time.monotonic() < end, f"{what}: not usable {RECOVERY_S:g} s afterwards: {why}")
+        demand(time.monotonic() < end, f"{what}: not usable {within_s:g} s afterwards: {why}")
         await asyncio.sleep(0.05)
     for key, buffer in zip(keys, into, strict=True):
         demand(blocks.holds(buffer, key), f"{what}: a block is wrong afterwards")
@@ -82,7 +84,8 @@ async def _suffer(subject: Subject, fault: BackendFault, deadline_s: float = 0.5
         await calls_in_time(store, blocks, deadline_s, f"a store that does '{fault}'")
         demand(faulty.hits, f"the fault '{fault}' was never met")
         faulty.heal()
-        await recovers(store, blocks, f"a store that did '{fault}'")
+        what = f"a store that did '{fault}'"
+        await recovers(store, blocks, what, within_s=subject.patience_s)
 
 
 @check("faults")
@@ -100,7 +103,26 @@ async def hangs(subject: Subject) -> None:
 @check("faults")
 async def answers_late(subject: Subject) -> None:
     """A store that answers past the deadline writes to no buffer that was handed on."""
-    await _suffer(subject, "late")
+    deadline_s = 0.5
+    blocks = subject.blocks("late")
+    faulty = FaultyBackend(subject.bare(subject.make_backend()), delay_s=1.5 * deadline_s)
+    async with subject.guarded(deadline_s, faulty) as store:
+        keys = blocks.keys(count=1)
+        await answer(store.save(blocks.chain(keys)), deadline_s, "a save")
+        faulty.set("late")
+        (into,) = blocks.buffers(1)
+        try:
+            await store.load(keys, [into])
+            raise Violation("a load that is late returned in time")
+        except BackendTimeout as error:
+            demand(error.pending is not None, "a load past its deadline keeps its buffer")
+            if error.pending is not None:
+                await asyncio.wrap_future(error.pending)
+        into.fill_(0xC5)  # from here on it is another's
+        await asyncio.sleep(2 * deadline_s)
+        demand(blocks.untouched(into), "a load past its deadline wrote to a buffer handed on")
+        faulty.heal()
+        await recovers(store, blocks, "a store that was late", within_s=subject.patience_s)
 
 
 @check("faults")

@@ -53,9 +53,9 @@ async def _expect_misses(saved: _Saved, what: str) -> None:
     demand(_bad_frames() - before == found, f"{what}: a bad block was found a second time")
     stored = await store.save([blocks.block(key) for key in saved.keys])
     demand(stored == len(saved.keys), f"{what}: the blocks cannot be saved again")
-    into = blocks.buffers(len(saved.keys))
-    demand(await store.load(saved.keys, into) == len(saved.keys), f"{what}: not loaded again")
-    for key, buffer in zip(saved.keys, into, strict=True):
+    all_into = blocks.buffers(len(saved.keys))
+    demand(await store.load(saved.keys, all_into) == len(saved.keys), f"{what}: not loaded again")
+    for key, buffer in zip(saved.keys, all_into, strict=True):
         demand(blocks.holds(buffer, key), f"{what}: wrong after being saved again")
 
 

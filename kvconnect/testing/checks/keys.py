@@ -100,7 +100,9 @@ async def another_salt_never_hits(subject: Subject) -> None:
         await store.save([blocks.block(mine)])
         demand(await store.lookup([mine]) == 1, "a block is not found under its own salt")
         demand(await store.lookup([theirs]) == 0, "a block is found under another salt")
-        demand(await store.load([theirs], blocks.buffers(1)) == 0, "another tenant's block is loaded")
+        demand(
+            await store.load([theirs], blocks.buffers(1)) == 0, "another tenant's block is loaded"
+        )
         await store.delete([mine])
 
 

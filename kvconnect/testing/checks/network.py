@@ -15,7 +15,7 @@ from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import Violation, check, demand
-from kvconnect.testing.checks.faults import RECOVERY_S, answer, calls_in_time, recovers
+from kvconnect.testing.checks.faults import answer, calls_in_time, recovers
 from kvconnect.testing.subject import Address, Subject, Unsupported
 from kvconnect.testing.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
 
@@ -45,7 +45,9 @@ async def _proxied(subject: Subject, name: str) -> AsyncIterator[_Proxied]:
             keys = blocks.keys(count=3)
             await answer(store.save(blocks.chain(keys)), _DEADLINE_S, "a save")
             if not proxy.accepted:
-                raise Violation("make_via() made a store that does not use the address it was given")
+                raise Violation(
+                    "make_via() made a store that does not use the address it was given"
+                )
             yield _Proxied(proxy, store, blocks)
 
 
@@ -54,7 +56,7 @@ async def _suffer(subject: Subject, name: str, fault: TcpFault) -> None:
         way.proxy.set(fault)
         await calls_in_time(way.store, way.blocks, _DEADLINE_S, name)
         way.proxy.heal()
-        await recovers(way.store, way.blocks, name)
+        await recovers(way.store, way.blocks, name, within_s=subject.patience_s)
 
 
 @check("network")
@@ -117,12 +119,14 @@ async def reset_anywhere(subject: Subject) -> None:
         await store.open([BlockMaker.layout])
         try:
             key = blocks.key()
-            demand(await store.save([blocks.block(key, nbytes=nbytes)]) == 1, "a save stored nothing")
+            demand(
+                await store.save([blocks.block(key, nbytes=nbytes)]) == 1, "a save stored nothing"
+            )
             for after in (1, *range(65536, nbytes, 65536)):
                 proxy.set(TcpFault(reset_after=after))
                 (into,) = blocks.buffers(1, nbytes)
                 try:
-                    loaded = await asyncio.wait_for(store.load([key], [into]), 10)
+                    loaded = await asyncio.wait_for(store.load([key], [into]), subject.patience_s)
                 except TimeoutError:
                     raise Violation(f"a load hangs, reset after {after} bytes") from None
                 except Exception:  # noqa: BLE001 - a plain backend may raise what it likes
@@ -131,13 +135,15 @@ async def reset_anywhere(subject: Subject) -> None:
                 demand(right, f"reset after {after} bytes: a wrong block was a hit")
                 demand(blocks.margins_whole(into), "a load wrote outside of its buffer")
             proxy.heal()
-            await _usable(store, blocks, key, nbytes)
+            await _usable(store, blocks, key, nbytes, subject.patience_s)
         finally:
-            await asyncio.wait_for(store.close(), 10)
+            await asyncio.wait_for(store.close(), subject.patience_s)
 
 
-async def _usable(store: Backend, blocks: BlockMaker, key: BlockKey, nbytes: int) -> None:
-    end = time.monotonic() + RECOVERY_S
+async def _usable(
+    store: Backend, blocks: BlockMaker, key: BlockKey, nbytes: int, within_s: float
+) -> None:
+    end = time.monotonic() + within_s
     while True:
         (into,) = blocks.buffers(1, nbytes)
         try:
@@ -206,7 +212,7 @@ async def breaker(subject: Subject) -> None:
                 break
         demand(quick == 5, "a server that is gone costs every call its time: no breaker opens")
         way.proxy.heal()
-        await recovers(way.store, way.blocks, "breaker")
+        await recovers(way.store, way.blocks, "breaker", within_s=subject.patience_s)
 
 
 @check("network")
@@ -228,7 +234,7 @@ async def _restart(subject: Subject, *, empty: bool) -> None:
     async with subject.guarded(_DEADLINE_S) as store:
         demand(await store.save(blocks.chain(keys)) == 3, "a save stored nothing")
         await subject.restart_server(empty=empty)
-        await recovers(store, blocks, what)
+        await recovers(store, blocks, what, within_s=subject.patience_s)
         found = await store.lookup(keys)
         demand(found == (0 if empty else 3), f"after a {what}, lookup says {found}")
         demand(await store.save(blocks.chain(keys)) == 3, f"after a {what} saves store nothing")

@@ -1,0 +1,129 @@
+"""``kvconnect check``: whether a store keeps the contract of a backend."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import shutil
+from typing import TYPE_CHECKING
+
+from kvconnect.cli.command import Subparsers
+from kvconnect.cli.progress import Progress
+from kvconnect.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from kvconnect.testing.subject import Subject
+
+__all__ = ["add_parser"]
+
+_DESCRIPTION = """\
+Run the conformance kit against a store: the contract of its four methods, integrity, crashes, full
+and failing disks, time, random operations, and a small model's tokens. The store is filled and
+parts of it are deleted, so give one that is empty. A disk store is made below the directory given,
+and removed afterwards."""
+
+_EPILOG = """\
+examples:
+  kvconnect check disk:///var/cache/kv
+  kvconnect check redis://localhost/9 --only contract --only integrity
+  kvconnect check disk:///var/cache/kv --soak --minutes 30
+
+exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage or configuration
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``check``."""
+    parser = subparsers.add_parser(
+        "check",
+        help="run the conformance kit against a store",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("url", metavar="URL", help="of an empty store, as disk:///var/cache/kv")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="a group or one check"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of everything random")
+    parser.add_argument("--long", action="store_true", help="the long form: 200 kills, and so on")
+    parser.add_argument("--soak", action="store_true", help="random faults, and nothing else")
+    parser.add_argument("--minutes", type=float, default=30.0, metavar="M", help="of --soak")
+    parser.add_argument("--force", action="store_true", help="also if the store is not empty")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Check the store, print a table, and exit with 1 if anything failed."""
+    from kvconnect.testing.subjects import DiskSubject, subject_of
+
+    if arguments.minutes <= 0:
+        raise ConfigurationError(f"--minutes {arguments.minutes:g}: must be longer than nothing")
+    seed = secrets.randbelow(1 << 31) if arguments.seed is None else arguments.seed
+    subject = subject_of(arguments.url)
+    if not arguments.force:
+        _expect_empty(subject, arguments.url)
+    print(f"seed {seed}", flush=True)
+    try:
+        fine = (_soak if arguments.soak else _check)(arguments, subject, seed)
+    finally:
+        if isinstance(subject, DiskSubject):
+            shutil.rmtree(subject.directory.parent, ignore_errors=True)
+    if not fine:
+        raise SystemExit(1)
+
+
+def _expect_empty(subject: Subject, url: str) -> None:
+    import asyncio
+
+    async def blocks() -> float:
+        store = subject.make_guarded(30.0)
+        await store.open([])
+        try:
+            return (await store.stats()).get("blocks", 0)
+        finally:
+            await store.close()
+
+    found = asyncio.run(blocks())
+    if found:
+        raise ConfigurationError(
+            f"{url}: holds {found:.0f} blocks, which checks may drop; "
+            "give an empty store, or --force"
+        )
+
+
+def _check(arguments: argparse.Namespace, subject: Subject, seed: int) -> bool:
+    from kvconnect.testing.runner import check_backend, select
+
+    with Progress("check", len(select(arguments.only)), "checks") as progress:
+        report = check_backend(
+            subject,
+            only=arguments.only,
+            seed=seed,
+            long=arguments.long,
+            told=lambda _: progress.advance(1),
+        )
+    print(report)
+    return report.ok
+
+
+def _soak(arguments: argparse.Namespace, subject: Subject, seed: int) -> bool:
+    from kvconnect.testing.check import Violation
+    from kvconnect.testing.soak import soak
+
+    seconds = arguments.minutes * 60
+    done = 0.0
+    with Progress("soak", round(seconds), "s") as progress:
+
+        def told(more: float) -> None:
+            nonlocal done
+            before, done = done, done + more
+            progress.advance(round(done) - round(before))
+
+        try:
+            report = soak(subject, seconds=seconds, seed=seed, told=told)
+        except Violation as error:
+            print(f"failed: {error}")
+            return False
+    print(report)
+    return True
