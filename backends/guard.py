@@ -330,7 +330,25 @@ class GuardedBackend(Backend):
     async def _fill(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         if not keys:
             return 0
-        return counted(await self.inner.load(keys, into), len(keys), self.name, "load")
+        filled = counted(await self.inner.load(keys, into), len(keys), self.name, "load")
+        if filled < len(keys) and self._framing is not None:
+            await self._drop_misfit(keys[filled])
+        return filled
+
+    async def _drop_misfit(self, key: BlockKey) -> None:
+        """Drop a block that is found but cannot be loaded: it is cut short, or too long.
+
+        It would be found for ever, and never saved anew. Most often it is simply absent.
+        """
+        if self.codecs.quantized is not None:
+            return  # it may be as long as others, who do not quantize, need it
+        try:
+            with mapped(self.name, "lookup"):
+                found = await self._lookup([key])
+        except BackendUnavailable:
+            return  # the blocks before are good
+        if found:
+            await self._report({key: BadFrame("of another length")})
 
     async def _report(self, wrong: Mapping[BlockKey, Recompute]) -> None:
         """Tell of frames that cannot be used, and drop those that nobody can use."""

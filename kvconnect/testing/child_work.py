@@ -7,19 +7,32 @@ import errno
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.backends.registry import open_backend
 from kvconnect.errors import RetryLater
+from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.subject import Subject
 
 __all__ = ["crowd", "few_files", "grow", "keys_of_everything", "limited", "read", "save"]
 
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
+
+_RECOVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """How many blocks are there, and how many of them are wrong."""
+
+    kept: int
+    wrong: int
 
 
 def chain_of(blocks: BlockMaker, start: int, count: int, nbytes: int) -> Sequence[StoredBlock]:
@@ -138,32 +151,46 @@ async def limited(
             saved += [key] * await store.save([blocks.block(key)])
         except RetryLater:
             failed += 1
-    wrong, kept = await _verify(blocks, store, saved)
-    tell({"opened": True, "saved": len(saved), "failed": failed, "kept": kept, "wrong": wrong})
+    found = await _verify(blocks, store, saved)
+    tell(
+        {
+            "opened": True,
+            "saved": len(saved),
+            "failed": failed,
+            "kept": found.kept,
+            "wrong": found.wrong,
+        }
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     await asyncio.sleep(0)
     again = 0
-    for _ in range(20):  # a store may look only now and then whether there is room
+    end = time.monotonic() + _RECOVERY_S
+    while not again and time.monotonic() < end:  # a store may look for room only now and then
         try:
             again = await store.save([blocks.block(blocks.key("again"))])
         except RetryLater:
-            again = 0
-        if again:
-            break
-        await asyncio.sleep(0.5)
-    wrong, kept = await _verify(blocks, store, [blocks.key("again")])
-    tell({"again": again, "kept": kept, "wrong": wrong})
+            await asyncio.sleep(0.1)
+    found = await _verify(blocks, store, [blocks.key("again")])
+    tell({"again": again, "kept": found.kept, "wrong": found.wrong})
     await store.close()
 
 
-async def _verify(blocks: BlockMaker, store: Backend, keys: Sequence[Any]) -> tuple[int, int]:
+async def _verify(blocks: BlockMaker, store: Backend, keys: Sequence[BlockKey]) -> Verified:
     wrong = kept = 0
+    end = time.monotonic() + _RECOVERY_S
     for key in keys:
         (into,) = blocks.buffers(1)
-        if await store.load([key], [into]):
-            kept += 1
-            wrong += not blocks.holds(into, key)
-    return wrong, kept
+        while True:
+            try:
+                loaded = await store.load([key], [into])
+                break
+            except RetryLater:  # the circuit is open for a while after failures
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(0.1)
+        kept += loaded
+        wrong += loaded and not blocks.holds(into, key)
+    return Verified(kept, wrong)
 
 
 def _open_files() -> int:
@@ -200,9 +227,9 @@ async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
     for fd in held:
         os.close(fd)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    wrong, kept = await _verify(blocks, store, keys)
+    found = await _verify(blocks, store, keys)
     again = await store.save(blocks.chain(blocks.keys("again", count=2)))
-    tell({"answers": answers, "kept": kept, "wrong": wrong, "again": again})
+    tell({"answers": answers, "kept": found.kept, "wrong": found.wrong, "again": again})
     await store.close()
 
 

@@ -137,6 +137,26 @@ async def test_pieces_are_checked_while_the_next_ones_are_read(kit, monkeypatch)
         assert await store.load(keys, kit.buffers(9)) == 3
 
 
+async def test_block_that_is_found_but_cannot_be_loaded_is_dropped_and_saved_anew(
+    store, inner, kit, monkeypatch
+):
+    key = kit.key("misfit")
+    await store.save([kit.block(key)])
+
+    async def load(keys, into):
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inner, "load", load)
+        before = counter("store.bad_frame")
+        for _ in range(2):
+            assert await store.load([key], kit.buffers(1)) == 0
+        assert counter("store.bad_frame") == before + 1
+    assert await store.lookup([key]) == 0
+    assert await store.save([kit.block(key)]) == 1
+    assert await store.load([key], kit.buffers(1)) == 1
+
+
 async def test_lying_store_that_fills_nothing_is_a_miss(store, inner, kit, monkeypatch):
     async def load(keys, into):
         return len(keys)
@@ -220,12 +240,12 @@ async def test_a_backend_that_cancels_itself_is_unavailable(kit):
 
 async def test_a_backend_that_exits_ends_only_its_call(kit):
     async def leave(name):
-        if name == "lookup":
+        if name == "save":
             raise SystemExit(3)
 
     async with kit.opened(GuardedBackend(Recording(leave))) as store:
         with pytest.raises(BackendUnavailable, match=r"exit\(3\)"):
-            await store.lookup([kit.key(1)])
+            await store.save([kit.block(kit.key(1))])
         assert await store.load([kit.key(1)], kit.buffers(1)) == 0
 
 

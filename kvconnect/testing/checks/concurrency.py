@@ -118,7 +118,6 @@ async def buffers_come_back_once(subject: Subject) -> None:
     keys = blocks.keys(count=2)
     faulty = FaultyBackend(subject.bare(subject.make_backend()))
     async with subject.guarded(0.1, faulty) as store:
-        await store.save(blocks.chain(keys))
         pending = []
         for _ in range(3):
             faulty.set("hang")

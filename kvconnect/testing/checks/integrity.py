@@ -101,15 +101,28 @@ async def flipped_end(subject: Subject) -> None:
 
 @check("integrity")
 async def truncated(subject: Subject) -> None:
-    """A value cut to nothing, by one byte, or at any 4 KiB is a miss."""
-    whole = BlockMaker.frame_nbytes
-    lengths = [0, 1, whole - 1, *range(4096, whole, 4096)]
+    """A value cut to nothing, by one byte of its payload, or at any 4 KiB is a miss."""
+    lengths = [0, 1, _END - 1, *range(4096, _END, 4096)]
     async with _saved(subject, "truncated", len(lengths)) as saved:
         for key, data, length in zip(
             saved.keys, await _frames(subject, saved), lengths, strict=True
         ):
             await subject.poke(saved.store.inner, key, data[:length])
         await _expect_misses(saved, "a value cut short")
+
+
+@check("integrity")
+async def truncated_padding(subject: Subject) -> None:
+    """A value that lost bytes of its padding only is right or a miss."""
+    async with _saved(subject, "padding", 1) as saved:
+        (data,) = await _frames(subject, saved)
+        await subject.poke(saved.store.inner, saved.keys[0], data[:-1])
+        (into,) = saved.blocks.buffers(1)
+        loaded = await saved.store.load(saved.keys, [into])
+        right = saved.blocks.holds(into, saved.keys[0])
+        demand(not loaded or right, "a block without the end of its padding is wrong")
+        stored = await saved.store.save([saved.blocks.block(saved.keys[0])])
+        demand(stored == 1, "a block without the end of its padding cannot be saved again")
 
 
 @check("integrity")
