@@ -238,7 +238,7 @@ class Calls:
             task.exception()  # looked at: asyncio would complain about an abandoned call's error
 
 
-async def _contained(work: Coroutine[Any, Any, T]) -> T:
+async def _contained(work: Awaitable[T]) -> T:
     """The result of `work`; should it want to end the process, it ends nothing but itself."""
     try:
         return await work
@@ -265,7 +265,7 @@ async def _wait(task: asyncio.Task[Any], deadline: float, *, holds_buffers: bool
 
 async def together(first: Awaitable[T], second: Awaitable[S]) -> tuple[T, S]:
     """Both results. If one fails, raises only once the other has ended too: both use buffers."""
-    one, other = await asyncio.gather(first, second, return_exceptions=True)
+    one, other = await asyncio.gather(_contained(first), _contained(second), return_exceptions=True)
     for result in (one, other):
         if isinstance(result, BaseException):
             raise result

@@ -240,7 +240,7 @@ async def test_a_backend_that_cancels_itself_is_unavailable(kit):
 
 async def test_a_backend_that_exits_ends_only_its_call(kit):
     async def leave(name):
-        if name == "save":
+        if name == "save":  # which runs in a task of its own, beside the next piece's checksums
             raise SystemExit(3)
 
     async with kit.opened(GuardedBackend(Recording(leave))) as store:
