@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 import resource
 import signal
 import time
@@ -23,8 +24,6 @@ from kvconnect.testing.subject import Subject
 __all__ = ["crowd", "few_files", "grow", "keys_of_everything", "limited", "read", "save"]
 
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
-
-_RECOVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +92,32 @@ async def read(subject: Subject, tell: Tell, *, name: str, nbytes: int, count: i
 
 
 async def crowd(
-    subject: Subject, tell: Tell, *, name: str, nbytes: int, count: int, rounds: int
+    subject: Subject,
+    tell: Tell,
+    *,
+    name: str,
+    nbytes: int,
+    count: int,
+    rounds: int,
+    seed: int,
+    begin: float,
 ) -> None:
     """Save the same blocks as others do, over and over, reading each; tell of wrong ones."""
-    blocks = subject.blocks(name)
-    wrong = 0
+    blocks, chance = subject.blocks(name), random.Random(seed)
+    await asyncio.sleep(begin - time.monotonic())
+    wrong = lost = 0
     async with subject.opened() as store:
         for _ in range(rounds):
-            for number in range(count):
+            for number in chance.sample(range(count), count):
                 key = blocks.key(number)
                 await store.save([blocks.block(key, nbytes=nbytes)])
                 (into,) = blocks.buffers(1, nbytes)
                 if await store.load([key], [into]):
                     wrong += not blocks.holds(into, key, framed=False)
+                elif number:  # the first one is also deleted
+                    lost += 1
             await store.delete([blocks.key(0)])
-    tell({"wrong": wrong})
+    tell({"wrong": wrong, "lost": lost})
 
 
 async def grow(
@@ -151,7 +161,7 @@ async def limited(
             saved += [key] * await store.save([blocks.block(key)])
         except RetryLater:
             failed += 1
-    found = await _verify(blocks, store, saved)
+    found = await _verify(blocks, store, saved, subject.patience_s)
     tell(
         {
             "opened": True,
@@ -164,20 +174,22 @@ async def limited(
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     await asyncio.sleep(0)
     again = 0
-    end = time.monotonic() + _RECOVERY_S
+    end = time.monotonic() + subject.patience_s
     while not again and time.monotonic() < end:  # a store may look for room only now and then
         try:
             again = await store.save([blocks.block(blocks.key("again"))])
         except RetryLater:
             await asyncio.sleep(0.1)
-    found = await _verify(blocks, store, [blocks.key("again")])
+    found = await _verify(blocks, store, [blocks.key("again")], subject.patience_s)
     tell({"again": again, "kept": found.kept, "wrong": found.wrong})
     await store.close()
 
 
-async def _verify(blocks: BlockMaker, store: Backend, keys: Sequence[BlockKey]) -> Verified:
+async def _verify(
+    blocks: BlockMaker, store: Backend, keys: Sequence[BlockKey], within_s: float
+) -> Verified:
     wrong = kept = 0
-    end = time.monotonic() + _RECOVERY_S
+    end = time.monotonic() + within_s
     for key in keys:
         (into,) = blocks.buffers(1)
         while True:
@@ -227,7 +239,7 @@ async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
     for fd in held:
         os.close(fd)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    found = await _verify(blocks, store, keys)
+    found = await _verify(blocks, store, keys, subject.patience_s)
     again = await store.save(blocks.chain(blocks.keys("again", count=2)))
     tell({"answers": answers, "kept": found.kept, "wrong": found.wrong, "again": again})
     await store.close()

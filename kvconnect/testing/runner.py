@@ -170,6 +170,8 @@ def _loop() -> Iterator[asyncio.AbstractEventLoop]:
             task.cancel()
         if tasks:
             loop.run_until_complete(asyncio.wait(tasks, timeout=_GRACE_S / 2))
+        for _ in range(3):  # transports that were closed last need it to let go of their sockets
+            loop.run_until_complete(asyncio.sleep(0))
         with contextlib.suppress(TimeoutError):
             ending = loop.shutdown_default_executor()
             loop.run_until_complete(asyncio.wait_for(ending, _GRACE_S / 4))

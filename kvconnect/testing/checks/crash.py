@@ -115,10 +115,11 @@ async def stopped_process(subject: Subject) -> None:
     """A process that is stopped (SIGSTOP) in the middle of a save holds up no other for ever."""
     subject.require("shared")
     subject.require("durable")
-    deadline_s = 10.0
+    deadline_s = subject.patience_s
     work = {"name": "stopped", "nbytes": _NBYTES, "batch": _BATCH, "count": 4000}
     child = await asyncio.to_thread(lambda: children.start(subject, "save", **work))
     await asyncio.to_thread(lambda: next(iter(child.listen())))
+    await asyncio.sleep(random.Random(subject.seed).uniform(0.02, 0.03))
     child.kill(signal.SIGSTOP)
     blocks = subject.blocks("beside a stopped process")
     try:

@@ -39,9 +39,11 @@ async def calls_in_time(
 ) -> None:
     """Each kind of call ends in time, and what is loaded is right."""
     keys = blocks.keys(count=3)
-    await answer(store.lookup(keys), deadline_s, f"{what}: lookup")
+    found = await answer(store.lookup(keys), deadline_s, f"{what}: lookup")
     into = blocks.buffers(3)
     loaded = await answer(store.load(keys, into), deadline_s, f"{what}: load")
+    for name, count in (("lookup", found), ("load", loaded)):
+        demand(0 <= (count or 0) <= 3, f"{what}: {name} of 3 blocks said {count}")
     for key, buffer in zip(keys[: loaded or 0], into, strict=False):
         demand(blocks.holds(buffer, key), f"{what}: a wrong block was a hit")
     for buffer in into:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_KEYS = 12
+_KEYS = 5
 _NBYTES = 5000
 
 
@@ -42,7 +42,7 @@ class _World:
         return self.loop.run_until_complete(asyncio.wait_for(work, 20))
 
     def open(self) -> Backend:
-        capacity = 6 * 8192
+        capacity = 4 * 8192
         made = self.subject.make_small(capacity) if self.bounded else self.subject.make_backend()
         store = self.subject.bare(made)
         self.run(store.open([BlockMaker.layout]))
@@ -61,12 +61,12 @@ class _World:
         self.loop.close()
 
 
-def _machine(subject: Subject, *, bounded: bool) -> type[RuleBasedStateMachine]:
+def _machine(subject: Subject, *, bounded: bool) -> type[RuleBasedStateMachine]:  # noqa: C901 - one rule after the other
     from hypothesis import strategies as st
     from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
     clients = st.integers(0, 3)
-    runs = st.lists(st.integers(0, _KEYS - 1), min_size=1, max_size=5)
+    runs = st.lists(st.integers(0, _KEYS - 1), min_size=1, max_size=3)
     examples = iter(range(10**9))
 
     class StoreMachine(RuleBasedStateMachine):
@@ -111,14 +111,17 @@ def _machine(subject: Subject, *, bounded: bool) -> type[RuleBasedStateMachine]:
             world.run(world.client(client).delete(keys))
             world.present -= set(keys)
 
-        @rule(client=clients)
-        def reopen(self, client: int) -> None:
+        @rule(client=clients, chance=st.integers(0, 3))
+        def reopen(self, client: int, chance: int) -> None:
             world = self.world
+            if chance:  # now and then is enough: a store that is not durable starts over
+                return
             at = client % len(world.clients)
             world.run(world.clients[at].close())
             world.clients[at] = world.open()
-            if not world.durable:
-                world.present.clear()
+            if not world.durable:  # it may have kept what it had, all or some
+                store = world.clients[at]
+                world.present = {key for key in world.present if world.run(store.lookup([key]))}
 
         def teardown(self) -> None:
             self.world.close()
@@ -136,7 +139,7 @@ async def _explore(subject: Subject, *, bounded: bool) -> None:
         subject.make_small(1 << 20)
     machine = _machine(subject, bounded=bounded)
     chosen = settings(
-        max_examples=200 if subject.long else 12,
+        max_examples=300 if subject.long else 25,
         stateful_step_count=25,
         deadline=None,
         derandomize=True,

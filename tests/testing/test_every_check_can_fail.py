@@ -1,0 +1,177 @@
+"""For every check of the kit there is a backend that it finds wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvconnect import frame
+from kvconnect.testing.check import all_checks
+from kvconnect.testing.checks import keys
+from kvconnect.testing.runner import run_check
+from kvconnect.testing.subject import Address
+from kvconnect.testing.subjects import DiskSubject
+
+
+def load(name):
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+wrong = load("wrong_backends")
+toy = load("toy_server")
+CHECKS = {one.id: one for one in all_checks()}
+
+
+def guard(kind):
+    return type("WrongGuard", (wrong.WithGuard,), {"guard": kind})
+
+
+class OtherHash:
+    """Stands for keys that are made with Python's own hash()."""
+
+    @staticmethod
+    def plant(monkeypatch):
+        monkeypatch.setattr(keys, "digest", lambda: str(hash("tokens")))
+
+
+class TrustsFrames:
+    @staticmethod
+    def plant(monkeypatch):
+        monkeypatch.setattr(
+            frame, "check", lambda data, key, prints: frame.FrameHeader(16, 8192, b"", key)
+        )
+
+
+WRONG = {
+    "contract.round_trip": wrong.memory(wrong.DropsLastByte),
+    "contract.large_value": wrong.memory(wrong.OnlySixteenMiB),
+    "contract.mixed_batch": wrong.memory(wrong.OneSizePerBatch),
+    "contract.long_batch": wrong.memory(wrong.ShortBatches),
+    "contract.absent_key": wrong.memory(wrong.WedgesAfterMiss),
+    "contract.empty_batch": wrong.memory(wrong.NeedsOneKey),
+    "contract.leading_count": wrong.memory(wrong.CountsAll),
+    "contract.loaded_is_right": wrong.memory(wrong.WritesBeyond),
+    "contract.other_length": wrong.memory(wrong.SaysWhatIsThere),
+    "contract.longer_buffer": wrong.memory(wrong.WrongAboutLength),
+    "contract.save_again": wrong.memory(wrong.CountsNewOnes),
+    "contract.duplicates": wrong.memory(wrong.CountsKeys),
+    "contract.delete": wrong.memory(wrong.DeleteRaises),
+    "contract.own_copy": wrong.memory(wrong.KeepsBuffers),
+    "contract.read_only_input": wrong.memory(wrong.SpoilsInput),
+    "contract.metadata": wrong.memory(wrong.NeedsTokens),
+    "contract.without_layouts": wrong.memory(wrong.NeedsLayouts),
+    "contract.concurrent_calls": wrong.memory(wrong.OneCallAtATime),
+    "contract.races": wrong.memory(wrong.ReusesPlaces),
+    "contract.races_with_eviction": wrong.memory(wrong.ReusesPlaces),
+    "contract.buffers_are_left_alone": wrong.memory(wrong.WritesLater),
+    "contract.buffers_come_back_once": guard(wrong.HandsBuffersOn),
+    "contract.close_in_flight": wrong.memory(wrong.CloseWaits),
+    "contract.open_again": wrong.memory(wrong.OpensOnce),
+    "contract.nothing_is_left": wrong.memory(wrong.LeavesTask),
+    "contract.nothing_is_left ": wrong.memory(wrong.LeavesThread),
+    "contract.nothing_is_left  ": wrong.memory(wrong.LeavesFile),
+    "contract.loop_stays_free": wrong.memory(wrong.BlocksTheLoop),
+    "contract.two_processes": wrong.files("InPlace"),
+    "contract.processes_see_each_other": wrong.OwnFolderPerProcess,
+    "capabilities.declared": wrong.memory(wrong.DurableInWords),
+    "capabilities.durable": wrong.memory(wrong.NotDurable),
+    "capabilities.max_value_bytes": wrong.memory(wrong.NoLongerThan),
+    "capabilities.scan": wrong.memory(wrong.ScansTwice),
+    "capabilities.children": wrong.memory(wrong.MixesTokens),
+    "capabilities.many_children": wrong.memory(wrong.ForgetsTheLast),
+    "capabilities.stats": wrong.memory(wrong.NeverCountsDown),
+    "capabilities.pin": wrong.memory(wrong.PinsAnything),
+    "keys.every_ingredient": wrong.memory(wrong.SaysYes),
+    "keys.same_in_every_process": OtherHash,
+    "keys.another_salt_never_hits": wrong.memory(wrong.SaysYes),
+    "keys.all_bits_count": wrong.memory(wrong.ShortKeys),
+    "keys.all_bits_count ": wrong.memory(wrong.LowerCaseKeys),
+    "keys.any_bytes": wrong.memory(wrong.StrippedKeys),
+    "keys.keys_are_not_copied": wrong.memory(wrong.DeletesEqualContent),
+    **{
+        f"integrity.{name}": wrong.Unchecked
+        for name in (
+            *("flipped_header", "flipped_payload", "flipped_end", "truncated", "swapped"),
+            *("older_generation", "future_format", "garbage", "one_of_many"),
+        )
+    },
+    "integrity.truncated_padding": wrong.UncheckedShort,
+    "integrity.longer": wrong.CutsLong,
+    "faults.raises": wrong.Unguarded,
+    "faults.hangs": wrong.Unguarded,
+    "faults.answers_late": guard(wrong.HandsBuffersOn),
+    "faults.lies": wrong.Unchecked,
+    "faults.miscounts": wrong.Unguarded,
+    "faults.truncates": wrong.Unchecked,
+    "faults.flips_bits": wrong.Unchecked,
+    "faults.swaps": wrong.Unchecked,
+    "time.ttl_border": wrong.ForgetsTtl,
+    "time.clock_jumps_forward": wrong.ExpiresInADay,
+    "time.clock_jumps_back": wrong.memory(wrong.ClockMustRise),
+    "time.clock_jumps_in_a_full_store": wrong.memory(wrong.StopsWhenTheClockJumps),
+    "time.deadlines_are_monotonic": guard(wrong.WallClockDeadline),
+    "resources.failing_read": wrong.files("BreaksForGood"),
+    "resources.failing_write": wrong.files("InPlace"),
+    "resources.no_space_at_write": wrong.files("InPlace"),
+    "resources.failing_open": wrong.files("BreaksForGood"),
+    "resources.interrupted": wrong.files("BreaksForGood"),
+    "resources.short_transfers": wrong.files("WritesOnce"),
+    "resources.limited_file_size": wrong.ClaimsAll,
+    "resources.full_filesystem": wrong.ClaimsAll,
+    "resources.read_only_filesystem": wrong.files("SwallowsErrors"),
+    "resources.no_descriptors": wrong.RunsOutOfFiles,
+    "resources.vanished_directory": wrong.files("RemembersNames"),
+    "resources.capacity": wrong.FourTimesTheCapacity,
+    "resources.capacity_of_several": wrong.FourTimesTheCapacity,
+    "resources.too_large": wrong.memory(wrong.TakesAnything),
+    "resources.memory_is_bounded": wrong.LeakySubject,
+    "crash.killed_while_saving": wrong.files("AcknowledgesEarly"),
+    "crash.killed_while_saving ": wrong.files("InPlace"),
+    "crash.killed_while_evicting": wrong.files("LeavesParts"),
+    "crash.killed_at_named_points": wrong.files("InPlace"),
+    "crash.stopped_process": wrong.files("LocksForever"),
+    "model.random_operations": wrong.memory(wrong.ForgetsAfterDelete),
+    "model.random_operations_when_full": wrong.memory(wrong.RevivesDeleted),
+    "end to end.same_tokens_and_reuse": wrong.files("NeverFinds"),
+    "end to end.same_tokens_whatever_fails": TrustsFrames,
+}
+
+
+def test_there_is_a_wrong_backend_for_every_check():
+    named = {name.strip() for name in WRONG}
+    assert named == {name for name in CHECKS if not name.startswith("network.")}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_backend_is_found(name, tmp_path, monkeypatch):
+    make = WRONG[name]
+    if hasattr(make, "plant"):
+        make.plant(monkeypatch)
+        subject = DiskSubject(tmp_path / "store")
+    elif isinstance(make, type) and issubclass(make, DiskSubject):
+        subject = make(tmp_path / "store")
+    else:
+        subject = make()
+    subject.directory = None if subject.directory is None else tmp_path / "store"
+    if isinstance(subject, wrong.FileSubject):
+        subject.directory = tmp_path / "store"
+    subject.patience_s = 1.0
+    check = CHECKS[name.strip()]
+    if name == "faults.hangs":
+        check = replace(check, limit_s=3.0)
+    outcome = run_check(check, subject)
+    if outcome.result == "skipped" and check.needs_root:
+        pytest.skip(outcome.reason)
+    assert outcome.result == "failed", outcome
+    print(outcome.reason)
+
+
+__all__ = ["Address"]
