@@ -12,6 +12,7 @@ import socket
 import socketserver
 import struct
 import threading
+import time
 import zlib
 
 from kvconnect.backend import Backend
@@ -150,3 +151,36 @@ class ToyBackend(Backend):
     async def delete(self, keys):
         for key in keys:
             await self.ask(b"D", key)
+
+
+class StaysBroken(ToyBackend):
+    """Once a call failed, or was slow, none works again."""
+
+    broken = False
+
+    async def ask(self, operation, key, data=b""):
+        if self.broken:
+            raise ConnectionError("broken")
+        start, self.broken = time.monotonic(), True
+        answer = await super().ask(operation, key, data)
+        self.broken = time.monotonic() - start > 0.4
+        return answer
+
+
+class TakesPartOfAnAnswer(ToyBackend):
+    async def load(self, keys, into):
+        try:
+            return await super().load(keys, into)
+        except ConnectionError:
+            return len(keys)
+
+
+class ConnectsLater(ToyBackend):
+    async def open(self, layouts):
+        pass
+
+
+class ClosesSlowly(ToyBackend):
+    async def close(self):
+        await super().close()
+        time.sleep(3.5)  # noqa: ASYNC251 - this is what is wrong with it
