@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -24,16 +25,26 @@ from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.engine.random_model import make_model
 from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
 
 
 class FolderBackend(Backend):
-    """A file per block, named by its key."""
+    """A file per block, named by its key, in a folder of one process at a time."""
+
+    durable = True  # what was saved is there after a kill -9, and in the next process
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
 
     def _path(self, key: BlockKey) -> Path:
         return self._folder / key.hex()
+
+    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+        """Make the folder; remove what a process that was killed had not finished."""
+        await aiofiles.os.makedirs(self._folder, exist_ok=True)
+        for name in await aiofiles.os.listdir(self._folder):
+            if name.endswith(".tmp"):
+                await aiofiles.os.remove(self._folder / name)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """Count leading files."""
@@ -59,15 +70,19 @@ class FolderBackend(Backend):
         """Write, then rename: a block is wholly there or not at all."""
         for block in blocks:
             temporary = self._folder / f"{uuid4()}.tmp"
-            async with aiofiles.open(temporary, "wb") as file:
-                await file.write(block.data.numpy().data)
-            await aiofiles.os.replace(temporary, self._path(block.key))
+            try:
+                async with aiofiles.open(temporary, "wb") as file:
+                    await file.write(block.data.numpy().data)
+                await aiofiles.os.replace(temporary, self._path(block.key))
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
         return len(blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Remove what is there."""
         for key in keys:
-            if await aiofiles.os.path.exists(self._path(key)):
+            with suppress(FileNotFoundError):
                 await aiofiles.os.remove(self._path(key))
 
 
@@ -81,7 +96,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         model = parser.parse_args().model or make_model(Path(temporary, "model"))
         folder = Path(temporary, "blocks")
-        folder.mkdir()
         outputs = []
         for title in ("first engine ", "second engine"):
             cache = KvCacheConfig(max_tokens=4096)
