@@ -93,7 +93,7 @@ class GuardedBackend(Backend):
             return
         reason = ""
         if raw:
-            reason = "raw access moves frames as they are; leave it out"
+            reason = "raw access moves frames as they are, encoded or not; leave it out"
         elif self.inner.device_buffers:
             reason = f"{self.name} takes blocks of the device as they are; leave it out"
         elif self.codecs.compression and not self.inner.variable_length:

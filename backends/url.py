@@ -11,7 +11,14 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvconnect.errors import ConfigurationError, nearest
 
-__all__ = ["StoreUrl", "format_size", "parse_duration", "parse_size", "without_passwords"]
+__all__ = [
+    "StoreUrl",
+    "format_size",
+    "parse_duration",
+    "parse_size",
+    "without_codec",
+    "without_passwords",
+]
 
 _OF_EVERY_SCHEME = ("codec", "key_file")
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
@@ -52,6 +59,13 @@ def parse_duration(text: str, *, field: str = "duration") -> float:
 def without_passwords(text: str) -> str:
     """`text` with ``***`` for the password of every URL in it."""
     return re.sub(r"(://[^:/@\s]*:)[^@/\s]*@", r"\1***@", text)
+
+
+def without_codec(text: str) -> str:
+    """The store URL `text` without codec and key file: for raw access to what an engine stored."""
+    start, mark, query = text.partition("?")
+    kept = [one for one in query.split("&") if one.partition("=")[0] not in _OF_EVERY_SCHEME]
+    return start + (mark + "&".join(kept) if any(kept) else "")
 
 
 def format_size(nbytes: int) -> str:

@@ -237,7 +237,7 @@ METRICS: tuple[Metric, ...] = (
         "kvconnect_store_calls_total",
         "counter",
         ("store", "operation"),
-        "Calls to a store, whatever came of them.",
+        "Calls to a store, whatever came of them; refused ones too.",
         _by_operation(""),
     ),
     Metric(

@@ -20,7 +20,7 @@ from kvconnect.backend import Backend, Child, StoredBlock
 from kvconnect.backends import framing, open_backend
 from kvconnect.backends.codecs import CodecFlag, Codecs
 from kvconnect.backends.quantize import dequantize, quantize, quantized_nbytes
-from kvconnect.backends.url import StoreUrl
+from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import metrics
@@ -709,6 +709,44 @@ def test_every_scheme_takes_the_parameters_and_no_backend_sees_them(tmp_path, ke
     assert str(store.codecs) == "fp8+zstd+aes-gcm"
     with pytest.raises(ConfigurationError, match="did you mean 'codec'"):
         open_backend("memory:?codecs=zstd")
+
+
+@pytest.mark.parametrize(
+    ("url", "plain"),
+    [
+        ("disk:///x?codec=zstd", "disk:///x"),
+        ("disk:///x?codec=zstd+aes-gcm&key_file=/k&ttl=7d", "disk:///x?ttl=7d"),
+        ("disk:///x?ttl=7d&codec=fp8&capacity=1GiB", "disk:///x?ttl=7d&capacity=1GiB"),
+        ("memory:", "memory:"),
+        ("s3://b/p?endpoint_url=http://h:1/?codec", "s3://b/p?endpoint_url=http://h:1/?codec"),
+    ],
+)
+def test_a_url_without_its_codec_is_for_raw_access(url, plain):
+    assert without_codec(url) == plain
+
+
+async def test_raw_access_leaves_frames_encoded(kit, key_file):
+    inner = Values()
+    store = await opened(inner, "zstd+aes-gcm", key_file)
+    await store.save([block(kit.key(1), tokens=[1, 2, 3])])
+    raw = open_backend(inner, raw=True)
+    await raw.open([])
+    stored = inner.values[kit.key(1)]
+    into = torch.zeros(stored.numel(), dtype=torch.uint8)
+    assert await raw.load([kit.key(1)], [into]) == 1
+    assert torch.equal(into, stored)
+    # What a tool needs to tell that it is sound: no secret.
+    assert frame.check(into, kit.key(1), None).valid_tokens == 3
+    copy = Values()
+    other = open_backend(copy, raw=True)
+    await other.open([])
+    await other.save([replace(inner.blocks[0], data=into)])
+    reader = await opened(copy, "zstd+aes-gcm", key_file)
+    back = buffer()
+    assert await reader.load([kit.key(1)], [back]) == 1
+    assert torch.equal(frame.payload(back, NBYTES), content())
+    for one in (store, raw, other, reader):
+        await one.close()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvconnect import trace as module
-from kvconnect.trace import Event, Metrics, count, trace, warn_once
+from kvconnect.trace import Event, Gauge, Metrics, count, trace, warn_once
 
 
 @pytest.fixture
@@ -96,3 +96,44 @@ def test_a_warning_is_given_once_and_repeated_only_for_debugging(metrics: Metric
         warn_once("dead", "the store is dead")
     levels = [record.levelname for record in caplog.records]
     assert levels == ["WARNING", "DEBUG", "WARNING"]
+
+
+DISK = (("store", "disk"),)
+
+
+def test_what_happens_to_several_is_counted_apart_and_together(metrics: Metrics):
+    count("store.timeout", DISK)
+    count("store.timeout", (("store", "redis"),))
+    count("store.timeout")
+    with trace("store.load", DISK, blocks=2):
+        pass
+    assert metrics.snapshot()["store.timeout"] == 3
+    assert metrics.by_labels()[DISK]["store.timeout"] == 1
+    assert metrics.by_labels()[DISK]["store.load.blocks"] == 2
+    assert metrics.by_labels()[()] == {"store.timeout": 1}
+
+
+def test_a_hook_is_told_whose_event_it_is(metrics: Metrics):
+    heard = []
+    metrics.add_hook(lambda event: heard.append(event.labels))
+    count("store.timeout", DISK)
+    count("other")
+    assert heard == [DISK, ()]
+
+
+def test_gauges_are_read_when_they_are_asked_for(metrics: Metrics):
+    size = 3.0
+    remove = metrics.add_gauges(lambda: {"staging.free": size}, DISK)
+    size = 5.0
+    assert metrics.gauges() == [Gauge("staging.free", 5.0, DISK)]
+    remove()
+    remove()
+    assert metrics.gauges() == []
+
+
+def test_a_gauge_that_fails_is_told_once_and_hides_no_other(metrics: Metrics, caplog):
+    metrics.add_gauges(lambda: 1 / 0)
+    metrics.add_gauges(lambda: {"fine": 1.0})
+    with caplog.at_level(logging.WARNING, "kvconnect"):
+        assert [one.name for one in metrics.gauges() + metrics.gauges()] == ["fine", "fine"]
+    assert len(caplog.records) == 1
