@@ -77,7 +77,7 @@ class RedisRouter:
             ConfigurationError: they were reached, and the settings are wrong for them.
             BackendUnavailable: they were not reached.
         """
-        await self._topology.discover()
+        await self._topology.open()
 
     def opened(self) -> None:
         """From now on no error is blamed on the settings: they were right once."""

@@ -58,6 +58,16 @@ class Topology(ABC):
         """A server failed: ask again before the next call."""
         self._stale = True
 
+    async def open(self) -> None:
+        """Ask for the first time.
+
+        Raises:
+            ConfigurationError: somebody answers that the settings are wrong.
+            BackendUnavailable: nobody answers.
+        """
+        await self.discover()
+        self._stale = False
+
     async def refresh(self) -> None:
         """Ask again, if there is reason to.
 

@@ -300,7 +300,7 @@ async def test_server_with_a_policy_makes_room_itself(kit, own_redis):
         await store.close()
 
 
-async def test_children_are_the_newest_of_very_many(store, kit):
+async def test_children_are_the_newest_of_very_many(store, kit, redis_server, prefix):
     parent = kit.key("popular")
     keys = kit.keys("child", count=MAX_CHILDREN + 50)
     for start in range(0, len(keys), 100):
@@ -310,6 +310,7 @@ async def test_children_are_the_newest_of_very_many(store, kit):
     found = await store.children(parent)
     assert [child.key for child in found[:10]] == keys[:-11:-1]
     assert {child.key for child in found} == set(keys[-MAX_CHILDREN:])
+    assert redis_server.admin.zcard(f"{prefix}c:{parent.hex()}") == MAX_CHILDREN
 
 
 async def test_children_that_are_gone_leave_the_index(store, kit, redis_server, prefix):

@@ -95,6 +95,7 @@ async def test_slot_that_moves_is_followed(store, kit, redis_cluster, prefix):
         assert target.names(f"{prefix}b:") == [name]
         give(target)
         assert await load(store, kit, [key], [MIB]) == 1  # MOVED
+        assert store._router._topology.address_of(name.encode()).port == target.port
         await store.delete([key])
         assert await store.save([kit.block(key, nbytes=MIB)]) == 1
         assert target.names(f"{prefix}b:") == [name]
@@ -123,6 +124,20 @@ async def test_frozen_node_holds_up_nobody_but_who_needs_it(store, kit, redis_cl
             assert loop.time() - start < 1.5
     assert await waiting == 1
     assert await store.lookup(keys) == 30
+
+
+async def test_nobody_waits_for_news_of_the_cluster_while_the_old_will_do(store, kit):
+    keys = kit.keys("news", count=9)
+    await store.save([kit.block(key, nbytes=10) for key in keys])
+
+    async def no_answer():
+        await asyncio.sleep(60)
+
+    store._router._topology.discover = no_answer
+    store._router.suspect()
+    async with asyncio.timeout(5):
+        assert await store.lookup(keys) == 9
+        assert await store.lookup(keys) == 9
 
 
 async def test_node_that_is_gone_is_an_error_for_its_keys(redis_cluster, kit, prefix):
