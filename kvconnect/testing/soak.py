@@ -101,8 +101,9 @@ class _Soak:
                 if told is not None:
                     told(time.monotonic() - last)
                     last = time.monotonic()
-        except Violation as error:
-            raise Violation(f"seed {self._seed}, fault {self._fault}: {error}") from error
+        except Exception as error:
+            what = str(error) if isinstance(error, Violation) else repr(error)
+            raise Violation(f"seed {self._seed}, fault {self._fault}: {what}") from error
         _expect_no_leak(used)
         return SoakReport(self._seed, time.monotonic() - start, rounds, dict(self._counts))
 

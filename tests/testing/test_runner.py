@@ -1,0 +1,166 @@
+"""The kit without pytest: what it reports, that nothing hangs it, and what it imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from kvconnect.backends.memory import MemoryBackend
+from kvconnect.errors import ConfigurationError
+from kvconnect.testing import BackendConformance, Subject, Violation, check_backend, plugin
+from kvconnect.testing.check import Check, all_checks
+from kvconnect.testing.runner import run_check, select
+from kvconnect.testing.soak import soak
+from kvconnect.testing.subjects import DiskSubject, MemorySubject
+
+ROOT = Path(__file__).parents[2]
+
+
+class Forgets(MemoryBackend):
+    async def load(self, keys, into):
+        return 0
+
+
+def make_memory():
+    return MemoryBackend(64 << 20)
+
+
+def test_report_of_a_right_backend():
+    told = []
+    report = check_backend(make_memory, only=["keys"], seed=5, told=told.append)
+    assert report.ok
+    report.raise_on_failure()
+    assert tuple(told) == report.outcomes
+    assert {outcome.result for outcome in told} == {"passed"}
+    assert str(report).endswith("6 passed, 0 failed, 0 skipped (seed 5)")
+
+
+def test_report_of_a_wrong_one_names_check_and_reason():
+    report = check_backend(
+        lambda: Forgets(64 << 20), only=["contract.save_again", "contract.delete"]
+    )
+    assert not report.ok
+    with pytest.raises(Violation, match=r"contract\.save_again .* load filled 0 of 4 blocks"):
+        report.raise_on_failure()
+
+
+def test_what_cannot_be_asked_is_skipped_and_says_what_is_missing():
+    (outcome,) = check_backend(make_memory, only=["resources.capacity"]).outcomes
+    assert (outcome.result, outcome.reason[:12]) == ("skipped", "make_small()")
+
+
+def test_unknown_check_names_the_nearest():
+    with pytest.raises(ConfigurationError, match="'contrakt' is unknown; did you mean 'contract'"):
+        select(["contrakt"])
+
+
+def test_a_local_function_is_not_called_in_child_processes():
+    (outcome,) = check_backend(
+        lambda: MemoryBackend(64 << 20), only=["keys.same_in_every_process"]
+    ).outcomes
+    assert outcome.result == "skipped"
+    assert "at the top of a module" in outcome.reason
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_check_that_hangs_is_a_failure(blocking, monkeypatch):
+    async def hang(subject: Subject):
+        import asyncio
+
+        if blocking:
+            time.sleep(3)  # noqa: ASYNC251 - as a backend would do
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("kvconnect.testing.runner._GRACE_S", 0.2)
+    outcome = run_check(Check("group", "name", "", hang, 0.1), MemorySubject())
+    assert outcome.result == "failed"
+    assert "hangs" in outcome.reason
+
+
+def test_every_check_says_what_it_demands():
+    for check in all_checks():
+        assert check.demands.endswith("."), check.id
+        assert len(check.demands) > 30, check.id
+    assert len({check.id for check in all_checks()}) == len(all_checks())
+
+
+def test_the_class_has_a_test_for_each_check():
+    tests = [name for name in vars(BackendConformance) if name.startswith("test_")]
+    assert len(tests) == len(all_checks())
+
+
+def test_neither_pytest_nor_the_engine_is_imported_before_it_is_needed():
+    code = (
+        "import sys; from kvconnect.testing import check_backend; import kvconnect.testing.checks;"
+        "print({'pytest', 'transformers', 'hypothesis', 'kvconnect.engine'} & set(sys.modules))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "set()"
+
+
+def test_the_plug_in_is_an_entry_point_and_registers_the_markers():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (module,) = project["entry-points"]["pytest11"].values()
+    assert import_module(module) is plugin
+
+    class Config:
+        lines = []  # noqa: RUF012
+
+        def addinivalue_line(self, name, line):
+            self.lines.append((name, line.partition(":")[0]))
+
+    plugin.pytest_configure(Config())
+    used = [("markers", "kvconnect(group)"), ("markers", "kvconnect_root")]
+    assert Config.lines == used
+
+
+# ---------------------------------------------------------------------------------------- soak
+
+
+def test_soak_of_a_right_store_reports_what_it_did(tmp_path):
+    told = []
+    report = soak(DiskSubject(tmp_path / "store"), seconds=1.5, seed=9, told=told.append)
+    assert report.rounds >= 1
+    assert report.counts["loads"] > 0
+    assert report.counts["blocks loaded"] > 0
+    assert "seed 9" in str(report)
+    assert sum(told) <= report.seconds + 0.1
+
+
+def test_soak_of_a_wrong_one_names_seed_and_fault():
+    class Unguarded(MemorySubject):
+        def guarded(self, deadline_s=10.0, backend=None):
+            return self.opened(backend)
+
+        def bare(self, backend):
+            return backend
+
+    with pytest.raises(Violation, match=r"^seed 2, fault \w+: "):
+        soak(Unguarded(), seconds=60, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_a_minute_of_soak(kind, tmp_path):
+    subject = MemorySubject() if kind == "memory" else DiskSubject(tmp_path / "store")
+    assert soak(subject, seconds=60, seed=1).rounds > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_kills(tmp_path):
+    subject = DiskSubject(tmp_path / "store")
+    subject.long = True
+    for check in select(["crash"]):
+        outcome = run_check(replace(check, limit_s=900), subject)
+        assert outcome.result == "passed", outcome.reason
