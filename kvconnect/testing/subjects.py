@@ -150,12 +150,13 @@ class DiskSubject(Subject):
         await asyncio.to_thread(self._poke, key, data)
 
     async def usage(self, backend: Backend) -> Usage:
-        """Bytes of the data files."""
-        stats = await backend.stats()
+        """Bytes of the data files; a slot that is lost for ever shows, too."""
         if not isinstance(backend, DiskBackend):
             raise Unsupported("not a disk store")
+        stats = await backend.stats()
+        slots = await asyncio.to_thread(_slot_nbytes, backend.path)
         found = await asyncio.to_thread(_segment_nbytes, backend.path)
-        return Usage(stats["file_bytes"], found)
+        return Usage(min(stats["file_bytes"], slots), found)
 
     def _place(self, key: BlockKey) -> tuple[Path, int, int, int] | None:
         with closing(sqlite3.connect(self.directory / INDEX_NAME)) as db:
@@ -192,6 +193,17 @@ class DiskSubject(Subject):
         if len(data) != length:
             with closing(sqlite3.connect(self.directory / INDEX_NAME, timeout=30)) as db, db:
                 db.execute("UPDATE blocks SET length=? WHERE key=?", (len(data), key))
+
+
+def _slot_nbytes(directory: Path) -> int:
+    """Bytes of all slots that hold a block or can be had for one."""
+    with closing(sqlite3.connect(directory / INDEX_NAME)) as db:
+        (nbytes,) = db.execute(
+            "SELECT (SELECT coalesce(sum(size), 0) FROM blocks)"
+            " + (SELECT coalesce(sum(size * (slots - fresh)), 0) FROM segments)"
+            " + (SELECT coalesce(sum(s.size), 0) FROM free JOIN segments AS s ON s.id = segment)"
+        ).fetchone()
+    return int(nbytes)
 
 
 def _segment_nbytes(directory: Path) -> int:

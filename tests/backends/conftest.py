@@ -2,109 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from redis_server import own_redis, redis_cluster, redis_server  # noqa: F401  fixtures
 from s3_server import BUCKET, S3Server
-from torch import Tensor
 
-from kvconnect import frame
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backend import Backend
 from kvconnect.backends import GuardedBackend, open_backend
 from kvconnect.backends.disk import DiskBackend
 from kvconnect.backends.memory import MemoryBackend
 from kvconnect.backends.s3 import S3Backend
 from kvconnect.backends.s3_settings import S3Settings
 from kvconnect.keys import BlockKey
-from kvconnect.layout import KvCacheLayout
-
-_CANARY = 0xC5
-_MARGIN = 4096
+from kvconnect.testing import BlockMaker
 
 
-class Kit:
-    """Blocks, buffers and stores. A block's bytes follow from its key, so anyone can check them.
-
-    Attributes:
-        layout: of the blocks that `block` makes, unless it is told their size.
-        frame_nbytes: of those blocks.
-    """
-
-    layout = KvCacheLayout(2, 2, 16, 16, 16, torch.float32)
-    frame_nbytes = frame.frame_nbytes(layout.block_nbytes)
-
-    @staticmethod
-    def key(*parts: object) -> BlockKey:
-        return BlockKey(hashlib.blake2b(repr(parts).encode(), digest_size=32).digest())
-
-    def keys(self, *parts: object, count: int) -> list[BlockKey]:
-        return [self.key(*parts, number) for number in range(count)]
-
-    @staticmethod
-    def content(key: BlockKey, nbytes: int) -> Tensor:
-        whole = np.frombuffer(key * (nbytes // len(key) + 1), np.uint8)[:nbytes]
-        return torch.from_numpy(whole.copy())
-
-    @staticmethod
-    def buffer(nbytes: int, *, shift: int = 0) -> Tensor:
-        """`nbytes` of canaries between canaries, page-aligned but for `shift`."""
-        whole = torch.full((nbytes + 3 * _MARGIN,), _CANARY, dtype=torch.uint8)
-        start = _MARGIN + -(whole.data_ptr() + _MARGIN) % _MARGIN + shift
-        return whole[start : start + nbytes]
-
-    @staticmethod
-    def untouched(buffer: Tensor) -> bool:
-        """Whether `buffer` still holds nothing but canaries."""
-        return bool((buffer == _CANARY).all())
-
-    @staticmethod
-    def margins_whole(buffer: Tensor) -> bool:
-        """Whether nothing around `buffer` was written to."""
-        whole = torch.tensor([], dtype=torch.uint8).set_(buffer.untyped_storage())
-        start, end = buffer.storage_offset(), buffer.storage_offset() + buffer.numel()
-        return bool((whole[:start] == _CANARY).all() and (whole[end:] == _CANARY).all())
-
-    def buffers(self, count: int, nbytes: int | None = None) -> list[Tensor]:
-        return [self.buffer(self.frame_nbytes if nbytes is None else nbytes) for _ in range(count)]
-
-    def block(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None = None,
-        *,
-        nbytes: int | None = None,
-        shift: int = 0,
-        tokens: Sequence[int] | None = None,
-        priority: int = 35,
-    ) -> StoredBlock:
-        """A block that holds `content` of its key; without `nbytes`, as the payload of a frame."""
-        if nbytes is None:
-            data = self.buffer(self.frame_nbytes, shift=shift)
-            payload = frame.payload(data, self.layout.block_nbytes)
-        else:
-            data = payload = self.buffer(nbytes, shift=shift)
-        payload.copy_(self.content(key, payload.numel()))
-        array = None if tokens is None else np.asarray(tokens, np.int32)
-        return StoredBlock(key, data, parent, array, priority)
-
-    def chain(self, keys: Sequence[BlockKey], **options: int) -> list[StoredBlock]:
-        """Blocks of `keys`, each the parent of the next."""
-        parents = [None, *keys]
-        return [
-            self.block(key, parent, **options) for key, parent in zip(keys, parents, strict=False)
-        ]
-
-    def holds(self, buffer: Tensor, key: BlockKey, *, framed: bool = True) -> bool:
-        """Whether `buffer` holds the block of `key`, and no margin was written to."""
-        data = frame.payload(buffer, self.layout.block_nbytes) if framed else buffer
-        return self.margins_whole(buffer) and torch.equal(data, self.content(key, data.numel()))
+class Kit(BlockMaker):
+    """The blocks and buffers of the conformance kit, and stores."""
 
     async def stored(self, backend: Backend, keys: Sequence[BlockKey]) -> list[bool]:
         """For each of `keys` whether it can be loaded; fails if one is loaded wrong."""

@@ -44,11 +44,6 @@ async def store(make_disk, kit):
         yield backend
 
 
-def take_all(held):
-    while True:
-        held.append(os.open("/dev/null", os.O_RDONLY))
-
-
 def write_until_full(path):
     with path.open("wb", buffering=0) as file:
         while True:
@@ -128,23 +123,6 @@ async def test_disk_that_cannot_grow_reuses_the_slots_it_has(
     assert len(caplog.records) == 1
     assert "drops older blocks" in caplog.text
     assert (await store.stats())["file_bytes"] == slots * kit.frame_nbytes
-
-
-async def test_short_reads_and_writes_are_continued(store, kit, monkeypatch):
-    readv, writev = os.preadv, os.pwritev
-
-    def shortened(call):
-        def short(fd, buffers, offset):
-            first = buffers[0]
-            return call(fd, [first[: max(1, len(first) // 3)]], offset)
-
-        return short
-
-    monkeypatch.setattr(os, "preadv", shortened(readv))
-    monkeypatch.setattr(os, "pwritev", shortened(writev))
-    keys = kit.keys("short", count=6)
-    assert await store.save(kit.chain(keys)) == 6
-    assert await kit.stored(store, keys) == [True] * 6
 
 
 async def test_filesystem_that_refuses_direct_io_is_read_and_written_buffered(
@@ -234,22 +212,6 @@ async def test_limit_on_file_size_bounds_the_files(kit, make_disk, tmp_path, nby
         assert await kit.stored(store, keys) == [True] * 30
 
 
-async def test_no_file_descriptors_left_is_unavailable_and_works_again(kit, make_disk):
-    keys = kit.keys("emfile", count=4)
-    async with kit.opened(open_backend(make_disk())) as store:
-        await store.save(kit.chain(keys))
-    async with kit.opened(open_backend(make_disk())) as store:
-        held = []
-        with limit(resource.RLIMIT_NOFILE, descriptors() + 20):
-            with pytest.raises(OSError, match="Too many open files"):
-                take_all(held)
-            with pytest.raises(BackendUnavailable):
-                await store.load(keys, kit.buffers(4))
-            for fd in held:
-                os.close(fd)
-        assert await kit.stored(store, keys) == [True] * 4
-
-
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 class TestMounted:
@@ -273,14 +235,6 @@ class TestMounted:
     @staticmethod
     def remount(path, mode):
         run("mount", "-o", f"remount,{mode}", path)
-
-    async def test_small_filesystem_is_filled_but_never_fails(self, kit, mounted):
-        async with kit.opened(DiskBackend(mounted / "store", capacity=1 << 30)) as store:
-            for batch in range(30):
-                keys = kit.keys("tmpfs", batch, count=20)
-                saved = await store.save(kit.chain(keys))
-                assert await kit.stored(store, keys[:saved]) == [True] * saved
-            assert (await store.stats())["blocks"] > 20
 
     async def test_full_filesystem_works_again_when_there_is_space(self, kit, mounted, monkeypatch):
         monkeypatch.setattr("kvconnect.backends.disk._RETRY_S", 0.0)
@@ -346,17 +300,6 @@ class TestMounted:
         self.remount(mounted, "ro")
         with pytest.raises(BackendUnavailable, match="Read-only file system"):
             await DiskBackend(mounted / "store").open([kit.layout])
-
-
-async def test_vanished_directory_is_made_again(store, kit, tmp_path):
-    keys = kit.keys("vanished", count=4)
-    await store.save(kit.chain(keys))
-    shutil.rmtree(tmp_path / "store")
-    assert await store.lookup(keys) == 0
-    assert await store.load(keys, kit.buffers(4)) == 0
-    assert await store.save(kit.chain(keys)) == 4
-    assert await kit.stored(store, keys) == [True] * 4
-    assert (tmp_path / "store" / "index.sqlite3").exists()
 
 
 async def test_vanished_data_file_is_a_miss_and_lookups_stop_saying_yes(store, kit, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvconnect import frame, keys
+from kvconnect import frame
 from kvconnect.backends import open_backend
 from kvconnect.backends.disk import DiskBackend
 from kvconnect.trace import metrics
@@ -151,48 +151,3 @@ def test_file_that_is_not_what_it_was_is_right_or_absent(kit, saved, name, how):
             end.write(b"\xa5" * 5000)
     found = asyncio.run(expect_right_or_absent(kit, path, chain))
     assert any(found) == (name == "FORMAT" or how == "longer")
-
-
-def test_two_blocks_in_each_others_slots_are_misses(kit, saved):
-    chain, copy = saved
-    path = copy()
-    (one,), (other,) = (
-        rows(path, "SELECT slot FROM blocks WHERE key=?", key)[0] for key in chain[2:4]
-    )
-    rows(path, "UPDATE blocks SET slot=? WHERE key=?", other, chain[2])
-    rows(path, "UPDATE blocks SET slot=? WHERE key=?", one, chain[3])
-    found = asyncio.run(expect_right_or_absent(kit, path, chain))
-    assert found == [number not in (2, 3) for number in range(COUNT)]
-
-
-def test_older_generation_in_a_slot_is_a_miss(kit, saved):
-    chain, copy = saved
-    path = copy()
-    old = only_segment(path).read_bytes()
-
-    async def replace():
-        async with kit.opened(open_disk(path)) as store:
-            await store.delete(chain)
-            new = kit.keys("newer", count=COUNT)
-            await store.save(kit.chain(new))
-            return new
-
-    newer = asyncio.run(replace())
-    assert only_segment(path).read_bytes() != old
-    only_segment(path).write_bytes(old)
-    assert asyncio.run(expect_right_or_absent(kit, path, newer)) == [False] * COUNT
-
-
-def test_frame_of_a_future_format_is_a_miss(kit, saved, monkeypatch):
-    chain, copy = saved
-    path = copy()
-
-    async def write_future():
-        async with kit.opened(open_disk(path)) as store:
-            await store.delete(chain)
-            monkeypatch.setattr(frame, "FORMAT_VERSION", keys.FORMAT_VERSION + 1)
-            await store.save(kit.chain(chain))
-            monkeypatch.undo()
-
-    asyncio.run(write_future())
-    assert asyncio.run(expect_right_or_absent(kit, path, chain)) == [False] * COUNT
