@@ -51,7 +51,7 @@ def reshape_and_cache(
         return
     slots = None
     if slot_mapping.is_cpu:
-        slots = host_ids("slot_mapping", slot_mapping, kv.num_blocks * kv.tokens)
+        slots = host_ids("slot_mapping", slot_mapping, kv.num_blocks * kv.tokens, noun="slot ")
         check_targets("slot_mapping", slots[slots >= 0])
     if device.wanted(kv.device):
         try:

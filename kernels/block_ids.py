@@ -50,7 +50,15 @@ def on_device(ids: object) -> bool:
     return isinstance(ids, Tensor) and not ids.is_cpu
 
 
-def host_ids(name: str, ids: BlockIds, limit: int, *, ndim: int = 1, padding: bool = True) -> Ids:
+def host_ids(
+    name: str,
+    ids: BlockIds,
+    limit: int,
+    *,
+    ndim: int = 1,
+    padding: bool = True,
+    noun: str = "block ",
+) -> Ids:
     """`ids` as an int64 array; the caller's own memory where it is one already.
 
     Args:
@@ -59,12 +67,15 @@ def host_ids(name: str, ids: BlockIds, limit: int, *, ndim: int = 1, padding: bo
         limit: valid are 0 to `limit` - 1, and -1 with `padding`.
         ndim: dimensions they must have.
         padding: whether -1 is allowed.
+        noun: what they are, for messages.
 
     Raises:
         TypeError: they are no integers.
         ValueError: not of `ndim` dimensions.
         IndexError: one is out of range.
     """
+    if on_device(ids):
+        raise ConfigurationError(f"{name}: must be on the host; call cpu() on it")
     array = ids.numpy() if isinstance(ids, Tensor) else np.asarray(ids)
     if array.size == 0:
         shape = (0,) if ndim == 1 else (0, 2)
@@ -80,7 +91,7 @@ def host_ids(name: str, ids: BlockIds, limit: int, *, ndim: int = 1, padding: bo
         low, high = int(array.min()), int(array.max())
     if low < (-1 if padding else 0) or high >= limit:
         wrong = low if low < (-1 if padding else 0) else high
-        raise IndexError(f"{name}: {wrong} is outside 0..{limit - 1}")
+        raise IndexError(f"{name}: {noun}{wrong} is outside 0..{limit - 1}")
     return np.ascontiguousarray(array, np.int64)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.block_ids import BlockIds, check_targets, host_ids
@@ -13,7 +14,13 @@ from kvconnect.kernels.buffers import check_devices
 from kvconnect.kernels.paged import PagedKv
 from kvconnect.kernels.work import Ids
 
-__all__ = ["BlockPairs", "block_pairs"]
+__all__ = ["BlockPairs", "Some", "block_pairs", "split_mapping"]
+
+Some: TypeAlias = npt.NDArray[np.bool_]
+"""Which of several pairs."""
+
+_SMALL = 64
+_ANY = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,40 +37,69 @@ class BlockPairs:
     num_tokens: Ids | None
 
 
-def block_pairs(
-    src_kv: PagedKv, dst_kv: PagedKv, mapping: Any, num_tokens: BlockIds | None
-) -> BlockPairs:
-    """What `copy_blocks` is asked for. Raises as it does."""
-    _check_pair(src_kv, dst_kv)
-    limit = max(src_kv.num_blocks, dst_kv.num_blocks)
-    pairs = host_ids("block_mapping", mapping, limit, ndim=2)
+def split_mapping(mapping: Any) -> tuple[Ids, Ids, Some | None]:
+    """Sources and targets of ``[n, 2]`` pairs, and which pairs were no padding (``None``: all).
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: of another shape.
+    """
+    pairs = host_ids("block_mapping", mapping, _ANY, ndim=2)
     if pairs.shape[1] != 2:
         raise ConfigurationError(f"block_mapping: shape {pairs.shape}; [n, 2] is needed")
-    sources, targets = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
-    for name, ids, kv in (("source", sources, src_kv), ("target", targets, dst_kv)):
-        if kv.num_blocks < limit and len(ids) and ids.max() >= kv.num_blocks:
-            raise IndexError(
-                f"block_mapping: {name} {ids.max()} is outside 0..{kv.num_blocks - 1}"
-            )
-    counts = None if num_tokens is None else _token_counts(num_tokens, src_kv.tokens, len(pairs))
-    padding = (pairs < 0).any(axis=1) if len(pairs) and pairs.min() < 0 else None
-    if padding is not None:
-        sources, targets = sources[~padding], targets[~padding]
-        counts = None if counts is None else counts[~padding]
-    check_targets("block_mapping", targets)
+    sources, targets = pairs[:, 0], pairs[:, 1]
+    if len(pairs) and pairs.min() < 0:
+        some: Some = np.all(pairs >= 0, axis=1)
+        return sources[some], targets[some], some
+    return sources, targets, None
+
+
+def block_pairs(
+    src_kv: PagedKv,
+    dst_kv: PagedKv,
+    source_ids: BlockIds,
+    target_ids: BlockIds,
+    num_tokens: BlockIds | None,
+    some: Some | None,
+) -> BlockPairs:
+    """What `copy_pairs` is asked for. Raises as it does."""
+    _check_alike(src_kv, dst_kv)
+    sources = host_ids("source_ids", source_ids, src_kv.num_blocks, padding=False)
+    targets = host_ids("target_ids", target_ids, dst_kv.num_blocks, padding=False)
+    if len(sources) != len(targets):
+        raise ConfigurationError(f"target_ids: {len(targets)} blocks for {len(sources)} sources")
+    counts = None
+    if num_tokens is not None:
+        length = len(sources) if some is None else len(some)
+        counts = _token_counts(num_tokens, src_kv.tokens, length)
+        counts = counts if some is None else counts[some]
+    check_targets("target_ids", targets)
     _check_apart(src_kv, dst_kv, sources, targets)
     if counts is not None:
         if (counts == src_kv.tokens).all():
             counts = None
         elif not counts.all():
-            some = counts > 0
-            sources, targets, counts = sources[some], targets[some], counts[some]
+            copied = counts > 0
+            sources, targets, counts = sources[copied], targets[copied], counts[copied]
     return BlockPairs(sources, targets, counts)
+
+
+def _check_alike(src_kv: PagedKv, dst_kv: PagedKv) -> None:
+    if src_kv is dst_kv:
+        return
+    if src_kv.dtype != dst_kv.dtype:
+        raise TypeError(f"dst_kv: {dst_kv.dtype}, the source is {src_kv.dtype}")
+    if src_kv.shape != dst_kv.shape:
+        raise ConfigurationError(
+            f"dst_kv: {dst_kv.described()}; the source is {src_kv.described()} "
+            "(transpose_blocks changes layouts)"
+        )
+    check_devices("dst_kv", src_kv.device, dst_kv.device)
 
 
 def _token_counts(num_tokens: BlockIds, tokens: int, count: int) -> Ids:
     try:
-        counts = host_ids("num_tokens", num_tokens, tokens + 1, padding=False)
+        counts = host_ids("num_tokens", num_tokens, tokens + 1, padding=False, noun="")
     except IndexError as error:
         raise ConfigurationError(str(error)) from error
     if len(counts) != count:
@@ -76,17 +112,10 @@ def _check_apart(src_kv: PagedKv, dst_kv: PagedKv, sources: Ids, targets: Ids) -
     shift = src_kv.shift_to(dst_kv)
     if shift is None:
         return
-    both = np.intersect1d(sources, targets + shift)
-    if both.size:
-        raise ConfigurationError(f"block_mapping: block {both[0]} is a source and a target")
-
-
-def _check_pair(src_kv: PagedKv, dst_kv: PagedKv) -> None:
-    if src_kv.dtype != dst_kv.dtype:
-        raise TypeError(f"dst_kv: {dst_kv.dtype}, the source is {src_kv.dtype}")
-    if src_kv.shape != dst_kv.shape:
-        raise ConfigurationError(
-            f"dst_kv: {dst_kv.described()}; the source is {src_kv.described()} "
-            "(transpose_blocks changes layouts)"
-        )
-    check_devices("dst_kv", src_kv.device, dst_kv.device)
+    moved = targets if not shift else targets + shift
+    if len(moved) <= _SMALL:
+        both = set(sources.tolist()).intersection(moved.tolist())
+    else:
+        both = set(np.intersect1d(sources, moved).tolist())
+    if both:
+        raise ConfigurationError(f"target_ids: block {min(both)} is a source and a target")

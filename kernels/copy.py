@@ -10,24 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvconnect.errors import ConfigurationError
-from kvconnect.kernels import reference
-from kvconnect.kernels.block_ids import BlockIds, on_device
-from kvconnect.kernels.block_mapping import BlockPairs, block_pairs
-from kvconnect.kernels.buffers import check_path, layer_range
-from kvconnect.kernels.host_copy import copy_runs
+from kvconnect.kernels.block_ids import BlockIds
+from kvconnect.kernels.block_mapping import split_mapping
+from kvconnect.kernels.buffers import layer_range
 from kvconnect.kernels.library import register
 from kvconnect.kernels.paged import PagedKv, bound
+from kvconnect.kernels.pair_copy import copy_pairs
 from kvconnect.kernels.row_copy import copy_rows
-from kvconnect.kernels.runs import RunTable
-from kvconnect.kernels.submit import is_host_work, submit_copy
 from kvconnect.kernels.transfer import DONE, Transfer
 from kvconnect.kernels.transpose import transpose_blocks
-from kvconnect.kernels.work import BlockCopy
 
 __all__ = ["copy_blocks", "gather_blocks", "scatter_blocks", "transpose_blocks"]
 
@@ -142,64 +136,18 @@ def copy_blocks(
     if torch.compiler.is_compiling():
         _copy_traced(src_kv, dst_kv, block_mapping, num_tokens, numbers)
         return DONE
-    check_path(path)
-    if on_device(block_mapping) or on_device(num_tokens):
-        raise ConfigurationError("block_mapping: must be on the host; call cpu() on it")
-    pairs = block_pairs(src_kv, dst_kv, block_mapping, num_tokens)
-    if not len(pairs.sources) or not numbers:
-        return DONE
-    table = src_kv.copy_table(
-        dst_kv, numbers.start, numbers.stop, by_token=pairs.num_tokens is not None
-    )
-    if path == "auto" and is_host_work(src_kv.device, dst_kv.device):
-        _copy_on_host(src_kv, dst_kv, table, pairs)
-        return DONE
-
-    def plainly() -> None:
-        reference.copy(
-            src_kv.layer_views(numbers),
-            dst_kv.layer_views(numbers),
-            list(zip(pairs.sources.tolist(), pairs.targets.tolist(), strict=True)),
-            None if pairs.num_tokens is None else pairs.num_tokens.tolist(),
-            token_axis=0 if src_kv.layout == "NHD" else 1,
-        )
-
-    copy = _block_copy(src_kv, dst_kv, table, pairs, stable=stable_source)
-    return submit_copy(copy, stream, path, plainly)
-
-
-def _copy_on_host(src_kv: PagedKv, dst_kv: PagedKv, table: RunTable, pairs: BlockPairs) -> None:
-    sources, targets, counts = pairs.sources, pairs.targets, pairs.num_tokens
-    if counts is None:
-        copy_runs(table, src_kv, dst_kv, sources, targets, in_order=False)
-        return
-    for count in np.unique(counts).tolist():
-        some = counts == count
-        part = table.prefix(count)
-        copy_runs(part, src_kv, dst_kv, sources[some], targets[some], in_order=False)
-
-
-def _block_copy(
-    src_kv: PagedKv, dst_kv: PagedKv, table: RunTable, pairs: BlockPairs, *, stable: bool
-) -> BlockCopy:
-    counts, tokens = pairs.num_tokens, src_kv.tokens
-    total = len(pairs.sources) * tokens if counts is None else int(counts.sum())
-    return BlockCopy(
-        table=table,
-        source=0,
-        target=0,
-        source_ids=pairs.sources,
-        target_ids=pairs.targets,
-        num_tokens=counts,
-        nbytes=table.nbytes // tokens * total,
-        source_device=src_kv.device,
-        target_device=dst_kv.device,
-        source_pinned=src_kv.pinned,
-        target_pinned=dst_kv.pinned,
-        source_limit=src_kv.num_blocks,
-        target_limit=dst_kv.num_blocks,
-        stable_source=stable,
-        keep=(src_kv, dst_kv, pairs),
+    sources, targets, some = split_mapping(block_mapping)
+    return copy_pairs(
+        src_kv,
+        dst_kv,
+        sources,
+        targets,
+        num_tokens,
+        some=some,
+        layers=numbers,
+        stream=stream,
+        path=path,
+        stable_source=stable_source,
     )
 
 

@@ -279,8 +279,7 @@ def _spans(views: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
     spans: dict[int, tuple[int, int]] = {}
     for view in views:
         last = sum(
-            (length - 1) * stride
-            for length, stride in zip(view.shape, view.stride(), strict=True)
+            (length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True)
         )
         low = view.data_ptr()
         high = low + (last + 1) * view.element_size()

@@ -139,4 +139,6 @@ def _prefer_node(memory: _Bytes, node: int) -> None:
         ):
             return
         failure = f"error {ctypes.get_errno()}"
-    warn_once("pinned.numa", f"numa_node={node}: the kernel does not let one choose, mbind {failure}")
+    warn_once(
+        "pinned.numa", f"numa_node={node}: the kernel does not let one choose, mbind {failure}"
+    )

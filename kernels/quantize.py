@@ -18,7 +18,7 @@ from torch import Tensor
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels import device, reference
 from kvconnect.kernels.block_ids import BlockIds, Placed, check_targets, host_ids, kept
-from kvconnect.kernels.buffers import check_devices, typed_rows
+from kvconnect.kernels.buffers import typed_rows
 from kvconnect.kernels.library import register
 from kvconnect.kernels.paged import PagedKv, bound
 from kvconnect.kernels.submit import note_missing, run_plainly
@@ -92,7 +92,7 @@ def dequantize_blocks(
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as `quantize_blocks`; also ``ValueError``
             for an id that is given twice. Nothing was written.
-    """  # noqa: D417 (values and scales are described together)
+    """
     if torch.compiler.is_compiling():
         ids = torch.as_tensor(block_ids)
         _dequantize(values, scales, list(kv.views), ids, kv.layout, dtype)

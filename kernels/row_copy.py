@@ -98,9 +98,7 @@ def _copy_unseen(
     table = make(layers.start, layers.stop, rows.stride(0) if count > 1 else nbytes)
     places = torch.arange(count, device=kv.device)
     from_ids, to_ids = (block_ids, places) if gathers else (places, block_ids)
-    copy = _rows_copy(
-        kv, rows, table, from_ids, to_ids, gathers=gathers, stable=False, count=count
-    )
+    copy = _rows_copy(kv, rows, table, from_ids, to_ids, gathers=gathers, stable=False, count=count)
 
     def plainly() -> None:
         ids = block_ids.tolist()

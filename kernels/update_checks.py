@@ -76,9 +76,7 @@ def check_memory(cache: Tensor, update: Tensor) -> None:
         for stride, length in sorted(zip(strides, shape, strict=True)):
             if length > 1:
                 if stride < span:
-                    raise ConfigurationError(
-                        f"cache: strides {strides} make elements share memory"
-                    )
+                    raise ConfigurationError(f"cache: strides {strides} make elements share memory")
                 span += stride * (length - 1)
     if cache.untyped_storage().data_ptr() == update.untyped_storage().data_ptr() and _meet(
         cache, update
@@ -115,9 +113,7 @@ def check_values(
             ``IndexError``, too.
     """
     if lengths is None:
-        if write_indices and (
-            min(write_indices) < 0 or max(write_indices) + total > max_length
-        ):
+        if write_indices and (min(write_indices) < 0 or max(write_indices) + total > max_length):
             for index, start in enumerate(write_indices):
                 _check_fit(index, start, total, max_length)
         return
