@@ -97,18 +97,35 @@ class RunTable:
     Attributes:
         strips: them, for the host.
         nbytes: of all of them.
-        device: what a device keeps beside it.
+        num_runs: how many.
+        device, host, few: what a device, and the host's copies, keep beside it.
     """
 
     strips: tuple[Strip, ...]
     nbytes: int
+    num_runs: int
     device: dict[object, object] = field(default_factory=dict)
+    host: list[object] = field(default_factory=list)
+    few: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     _rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    _prefixes: dict[int, RunTable] = field(default_factory=dict)
 
     @staticmethod
     def of(strips: Sequence[Strip]) -> RunTable:
         """A table of these."""
-        return RunTable(tuple(strips), sum(strip.count * strip.nbytes for strip in strips))
+        return RunTable(
+            tuple(strips),
+            sum(strip.count * strip.nbytes for strip in strips),
+            sum(strip.count for strip in strips),
+        )
+
+    def prefix(self, num_tokens: int) -> RunTable:
+        """The runs of the first `num_tokens` (at least 1) tokens; of a table made for that."""
+        table = self._prefixes.get(num_tokens)
+        if table is None:
+            table = RunTable.of([strip.prefix(num_tokens) for strip in self.strips])
+            self._prefixes[num_tokens] = table
+        return table
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, ClassVar, Protocol
 
-__all__ = ["CopyEvent", "Transfer"]
+__all__ = ["DONE", "CopyEvent", "Transfer"]
 
 
 class CopyEvent(Protocol):
@@ -76,3 +76,7 @@ class Transfer:
         self._event, self._keep = None, ()
         with self._lock:
             self._in_flight.discard(self)
+
+
+DONE = Transfer()
+"""Of what was over at once; nothing tells one such object from another."""

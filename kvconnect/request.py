@@ -169,17 +169,12 @@ class ScheduledBatch:
     `KVCacheManager.prepare_resources` moves requests of `context_requests` that load in the
     background to `loading_requests`, and those that do not fit after all to `refused_requests`
     (nothing changed for them). Of the others every one has its blocks when it returns.
-
-    Attributes:
-        max_chunk_tokens: no request computes more prompt tokens than this in one step; pools of
-            sliding windows hold blocks for so many at a time. ``None``: the whole prompt.
     """
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
     loading_requests: list[LlmRequest] = field(default_factory=list)
     refused_requests: list[LlmRequest] = field(default_factory=list)
-    max_chunk_tokens: int | None = None
 
     @property
     def requests(self) -> list[LlmRequest]:

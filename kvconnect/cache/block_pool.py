@@ -75,6 +75,7 @@ class BlockPool:
         self._holders = np.zeros(max(self.blank, default=-1) + 1, np.int32)
         self.num_private_pins = 0
         tree.on_split.append(self._divided)
+        tree.on_join.append(self._absorbed)
 
     @property
     def num_free(self) -> int:
@@ -376,6 +377,13 @@ class BlockPool:
             self.host.sole.add(upper)
             self.host.sole.add(lower)
 
+    def _absorbed(self, upper: Segment) -> None:
+        # The tree undid a division; the lower part stands in the queues for both.
+        self.queue.discard(upper)
+        if self.host is not None:
+            self.host.redundant.discard(upper)
+            self.host.sole.discard(upper)
+
     # ---------------------------------------------------------------- inside: reclaim
 
     def _reclaim(self, count: int) -> None:
@@ -408,6 +416,7 @@ class BlockPool:
             host.sole.add(segment)
         if self.events is not None:
             self.events.moved(self, segment, to_primary=False)
+        self._tree.join(segment)  # else a long run would end as many short ones
 
     def _drop(self, segment: Segment, count: int) -> None:
         if self.window is None and segment.pools[self.group].resident_below:

@@ -99,6 +99,12 @@ class KeyIndex:
                 self._first[first] = upper
             self.added(lower)
 
+    def joining(self, upper: Segment, lower: Segment) -> None:
+        """`lower`, which has keys only if all of `upper` have some, takes in `upper`."""
+        self._forget(lower)
+        if upper.keys and self._first.get(_first_key(upper)) is upper:
+            self._first[_first_key(upper)] = lower
+
     def removed(self, segment: Segment) -> None:
         """`segment` left the tree."""
         self._forget(segment)

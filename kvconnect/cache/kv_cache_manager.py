@@ -105,7 +105,6 @@ class KVCacheManager(BaseKVCacheManager):
                 next chunk. It is unchanged, what stands before it in the batch has its slots; the
                 engine makes room and calls again.
         """
-        self._max_chunk = batch.max_chunk_tokens
         with self._copier.together():
             self._prepare(batch)
 

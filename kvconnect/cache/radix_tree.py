@@ -12,6 +12,8 @@ from kvconnect.keys import KEY_NBYTES, BlockKey, KeyChain, Namespace
 
 __all__ = ["RadixTree", "TokenBytes", "shared_tokens"]
 
+_LONGEST_JOINED = 64
+
 TokenBytes = bytes | bytearray
 """Tokens as native int32 bytes: slices, hashes and compares at memcmp speed."""
 
@@ -25,6 +27,7 @@ class RadixTree:
         index: finds segments by block key, once somebody asked for that.
         on_split: called with the upper and the lower part of every segment that is divided, before
             anybody else sees them.
+        on_join: called with the upper of two segments that became one, which is gone.
     """
 
     def __init__(self, tokens_per_block: int, num_pools: int) -> None:
@@ -32,6 +35,7 @@ class RadixTree:
         self.stride = 4 * tokens_per_block
         self.index: KeyIndex | None = None
         self.on_split: list[Callable[[Segment, Segment], None]] = []
+        self.on_join: list[Callable[[Segment], None]] = []
         self._num_pools = num_pools
         self._roots: dict[Namespace, Root] = {}
 
@@ -152,20 +156,47 @@ class RadixTree:
         """
         count = at - segment.start
         cut = count * self.stride
-        upper = Segment(segment.parent, segment.start, at, segment.tokens[:cut], 0)
+        # What is cut off is mostly short: the upper part keeps the memory, the lower one is copied.
+        upper = Segment(segment.parent, segment.start, at, segment.tokens, 0)
         upper.pools = list(segment.pools)  # replaced by the pools' own parts, below
-        upper.keys = segment.keys[: count * KEY_NBYTES]
+        upper.keys = segment.keys
         if segment.parent is not None:
             segment.parent.children.replace(bytes(segment.tokens[: self.stride]), upper)
         segment.parent, segment.start = upper, at
-        segment.tokens = segment.tokens[cut:]
-        segment.keys = segment.keys[count * KEY_NBYTES :]
+        segment.tokens = upper.tokens[cut:]
+        segment.keys = upper.keys[count * KEY_NBYTES :]
+        del upper.tokens[cut:], upper.keys[count * KEY_NBYTES :]
         upper.children.add(bytes(segment.tokens[: self.stride]), segment)
         for divided in self.on_split:
             divided(upper, segment)
         if self.index is not None:
             self.index.divided(upper, segment)
         return upper
+
+    def join(self, upper: Segment) -> None:
+        """Undo a `split`: `upper` and the one segment that follows it become one, if they may.
+
+        They may if nobody holds them and every pool has them in the same state; and they must be
+        short, as joining copies both. The lower object stays.
+        """
+        lower = next(iter(upper.children), None)
+        if lower is None or len(upper.children) > 1 or upper.parent is None:
+            return
+        if len(upper) + len(lower) > _LONGEST_JOINED or len(lower.tokens) < self.stride:
+            return
+        for above, below in zip(upper.pools, lower.pools, strict=True):
+            if not above.goes_on_as(below):
+                return
+        if self.index is not None:
+            self.index.joining(upper, lower)
+        for above, below in zip(upper.pools, lower.pools, strict=True):
+            below.absorb(above)
+        lower.tokens = upper.tokens + lower.tokens
+        lower.keys = upper.keys + lower.keys
+        lower.start, lower.parent = upper.start, upper.parent
+        upper.parent.children.replace(bytes(upper.tokens[: self.stride]), lower)
+        for absorbed in self.on_join:
+            absorbed(upper)
 
     def descend(self, segment: Segment, tokens: TokenBytes, stop: int) -> Segment:
         """The segment that ends after `stop` blocks of `tokens`, made if need be."""

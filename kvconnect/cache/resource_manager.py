@@ -103,9 +103,9 @@ class BaseKVCacheManager(BaseResourceManager):
         return needs[0] <= self.get_num_free_blocks()
 
     def expect_chunks(self, max_chunk_tokens: int) -> None:
-        """Prompts will be computed in chunks of at most so many tokens; told once, at the start.
+        """No request will compute more prompt tokens than this in one step; told at the start.
 
-        Pools of sliding windows then need less for a prompt: see `needed_blocks`.
+        Pools of sliding windows then hold blocks for so many at a time: see `needed_blocks`.
         """
 
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:

@@ -66,16 +66,37 @@ class Residence:
         """Split off the state of the first `count` blocks; this object keeps that of the others."""
         upper = Residence()
         if self.ids is not None:
-            upper.ids, self.ids = self.ids[:count], self.ids[count:]
+            upper.ids, self.ids = self.ids, self.ids[count:]
+            del upper.ids[count:]
             upper.primary_below = upper.resident_below = 1
         if self.host_ids is not None:
-            upper.host_ids, self.host_ids = self.host_ids[:count], self.host_ids[count:]
+            upper.host_ids, self.host_ids = self.host_ids, self.host_ids[count:]
+            del upper.host_ids[count:]
             upper.resident_below = 1
         upper.references = self.references
         upper.retention = self.retention
         upper.expires = self.expires
         upper.stamp = self.stamp
         return upper
+
+    def goes_on_as(self, below: Residence) -> bool:
+        """Whether nobody holds these blocks nor those `below`, and both are in the same state."""
+        if not self.is_resident:
+            return not below.is_resident
+        return (
+            self.references == below.references == 0
+            and (self.ids is None) == (below.ids is None)
+            and (self.host_ids is None) == (below.host_ids is None)
+            and (self.stamp, self.expires) == (below.stamp, below.expires)
+            and self.retention == below.retention
+        )
+
+    def absorb(self, upper: Residence) -> None:
+        """Take in the blocks of `upper`, which stand before these and go on as these."""
+        if self.ids is not None and upper.ids is not None:
+            self.ids = upper.ids + self.ids
+        if self.host_ids is not None and upper.host_ids is not None:
+            self.host_ids = upper.host_ids + self.host_ids
 
 
 class Segment:

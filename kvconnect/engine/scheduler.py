@@ -212,9 +212,7 @@ class Scheduler:
     # ------------------------------------------------------------------ the budget
 
     def _batch(self, context: list[LlmRequest], generation: list[LlmRequest]) -> ScheduledBatch:
-        return ScheduledBatch(
-            list(context), list(generation), max_chunk_tokens=self._max_num_tokens
-        )
+        return ScheduledBatch(list(context), list(generation))
 
     def _share_budget(self, batch: ScheduledBatch) -> None:
         budget = self._max_num_tokens

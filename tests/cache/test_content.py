@@ -94,7 +94,7 @@ class FakeModel:
 
 def run_request(manager, model, request, random, chunk):
     """From admission to the end; returns how many tokens were reused."""
-    batch = ScheduledBatch(context_requests=[request], max_chunk_tokens=chunk)
+    batch = ScheduledBatch(context_requests=[request])
     manager.prepare_resources(batch)
     if batch.refused_requests:
         return 0
@@ -114,7 +114,7 @@ def run_request(manager, model, request, random, chunk):
     request.state = RequestState.GENERATION
     for _ in range(int(random.integers(0, 4))):
         request.append_tokens(random.integers(0, 2, 1).astype(np.int32))
-        batch = ScheduledBatch(generation_requests=[request], max_chunk_tokens=chunk)
+        batch = ScheduledBatch(generation_requests=[request])
         try:
             manager.prepare_resources(batch)
         except OutOfBlocks:
@@ -129,6 +129,8 @@ def run_request(manager, model, request, random, chunk):
 def run_requests(manager, count, chunk=None, longest=18):
     """Many requests, some of them at once; returns tokens reused, and those by part of a block."""
     model, random = FakeModel(manager), np.random.default_rng(3)
+    if chunk is not None:
+        manager.expect_chunks(chunk)
     live, reused, partial = [], 0, 0
     for number in range(count):
         request = LlmRequest(

@@ -212,6 +212,87 @@ def test_drafts_are_counted_in_the_blocks_needed(prompt_len, num_drafts):
     assert manager.blocks.num_allocated_blocks() == held + needed
 
 
+WINDOWS = [2, 3, T, T + 1, 2 * T, 3 * T + 1]
+
+
+def most_held(manager, request, window, cuts, num_generated):
+    """The most blocks of the pool of `window` that `request` holds until its end."""
+    held = []
+
+    def look():
+        held.append(manager.blocks.num_allocated_blocks(window=window))
+
+    for cut in cuts:
+        manager.prepare_resources(ScheduledBatch(context_requests=[request]))
+        look()
+        request.num_computed_tokens += cut
+        manager.update_resources(ScheduledBatch(context_requests=[request]))
+    request.state = RequestState.GENERATION
+    for _ in range(num_generated):
+        request.append_tokens(np.array([900], np.int32))
+        manager.prepare_resources(ScheduledBatch(generation_requests=[request]))
+        look()
+        request.num_computed_tokens = request.num_tokens
+        manager.update_resources(ScheduledBatch(generation_requests=[request]))
+    return max(held)
+
+
+def cuts_of(num_tokens, longest):
+    """Every way of computing so many tokens in chunks."""
+    if num_tokens == 0:
+        yield ()
+    for first in range(1, min(longest, num_tokens) + 1):
+        for rest in cuts_of(num_tokens - first, longest):
+            yield (first, *rest)
+
+
+def windowed(window, chunk=None):
+    layouts = [KvCacheLayout(1, 1, 1, 1, T, torch.float32, w) for w in (None, window)]
+    config = KvCacheConfig(tokens_per_block=T, enable_block_reuse=False)
+    manager = KVCacheManager(config, layouts, num_blocks={None: 16, window: 16})
+    if chunk is not None:
+        manager.expect_chunks(chunk)
+    return manager
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("num_generated", [0, 1, T, 3 * T])
+def test_the_blocks_that_a_window_needs_are_exact(window, num_generated):
+    for prompt_len in range(1, 4 * T + 1):
+        manager = windowed(window)
+        request = make_request(range(prompt_len), max_tokens=num_generated + 1)
+        needed = manager.needed_blocks(request)[1]
+        assert most_held(manager, request, window, [prompt_len], num_generated) == needed
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("chunk", [1, 3, T, T + 1])
+def test_the_blocks_that_a_window_needs_are_those_of_the_worst_chunks(window, chunk):
+    for prompt_len in (T - 1, 2 * T, 2 * T + 1):
+        request = make_request(range(prompt_len), max_tokens=2)
+        needed = windowed(window, chunk).needed_blocks(request)[1]
+        held = {
+            most_held(windowed(window, chunk), make_request(range(prompt_len), 2), window, cuts, 1)
+            for cuts in cuts_of(prompt_len, chunk)
+        }
+        assert max(held) == needed
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("num_drafts", [1, T, 2 * T])
+def test_a_window_counts_drafts_too(window, num_drafts):
+    for prompt_len in range(1, 4 * T + 1):
+        manager = windowed(window)
+        request = make_request(range(prompt_len), max_tokens=2)
+        most_held(manager, request, window, [prompt_len], 0)
+        request.append_tokens(np.array([900], np.int32))
+        request.draft_tokens = np.arange(num_drafts, dtype=np.int32)
+        held = manager.blocks.num_allocated_blocks(window=window)
+        needed = manager.needed_blocks(request)[1]
+        manager.prepare_resources(ScheduledBatch(generation_requests=[request]))
+        assert manager.blocks.num_allocated_blocks(window=window) == held + needed
+
+
 def test_without_external_tokens_the_matcher_learns_of_the_blocks():
     manager = make_manager()
     matcher = Matcher(ExternalMatch())

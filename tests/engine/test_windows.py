@@ -71,12 +71,15 @@ class WindowManager(BaseKVCacheManager):
         self.groups = [Group(layout, count, device) for layout in layouts]
         MADE.append(self)
 
+    def expect_chunks(self, max_chunk_tokens: int) -> None:
+        self.chunk = max_chunk_tokens
+
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         for request in batch.context_requests:
             if request.state is RequestState.QUEUED:
                 request.state = RequestState.CONTEXT
                 request.num_computed_tokens = 0
-            end = first_scheduled_token(request) + (batch.max_chunk_tokens or request.num_tokens)
+            end = first_scheduled_token(request) + self.chunk
             for group in self.groups:
                 whole = group.layout.window is None
                 group.hold(

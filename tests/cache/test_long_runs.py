@@ -1,0 +1,75 @@
+"""A run of blocks that goes piece by piece stays a few segments, not one per block."""
+
+import numpy as np
+import torch
+
+from kvconnect import KvCacheConfig
+from kvconnect.cache.block_manager import BlockManager
+from kvconnect.keys import BlockKey, KeyChain
+from kvconnect.layout import KvCacheLayout
+from kvconnect.tokens import TokenBuffer
+
+T = 2
+PRIMARY, HOST = 256, 1024
+ROOT = BlockKey(b"r" * 32)
+
+
+def run(num_blocks, first):
+    return np.arange(first, first + num_blocks * T, dtype=np.int32)
+
+
+def add(manager, number, tokens):
+    chain = KeyChain(ROOT, T, TokenBuffer(tokens))
+    manager.add_sequence(number, tokens, keys=chain)
+    manager.commit(number, len(tokens))
+    manager.release(number)
+
+
+def test_what_is_offloaded_block_by_block_is_joined_again():
+    layouts = [KvCacheLayout(1, 1, 1, 1, T, torch.float32, window) for window in (None, 8)]
+    for count in (1, 2):  # one pool; then a pool of windows, which keeps the blocks longer
+        manager = BlockManager(
+            KvCacheConfig(tokens_per_block=T),
+            layouts[:count],
+            num_blocks={None: PRIMARY, 8: PRIMARY} if count == 2 else PRIMARY,
+            num_host_blocks={None: HOST, 8: HOST} if count == 2 else HOST,
+        )
+        long = run(PRIMARY - 1, 0)
+        add(manager, 0, long)
+        for number in range(1, PRIMARY // 2):
+            add(manager, number, run(2, 10_000 + 100 * number))
+            manager.check_invariants()
+        assert manager.match(long) == (PRIMARY - 1) * T - 1
+        assert num_segments(manager, long) < PRIMARY // 16
+
+
+def test_keys_find_what_was_joined():
+    manager = BlockManager(
+        KvCacheConfig(tokens_per_block=T),
+        KvCacheLayout(1, 1, 1, 1, T, torch.float32),
+        num_blocks=PRIMARY,
+        num_host_blocks=HOST,
+    )
+    long = run(100, 0)
+    chain = KeyChain(ROOT, T, TokenBuffer(long))
+    manager.add_sequence(0, long, keys=chain)
+    manager.commit(0, len(long))
+    keys = manager.block_keys(0)
+    manager.unpin(manager.pin_keys(keys))  # from now on there is an index
+    manager.release(0)
+    for number in range(1, 128):
+        add(manager, number, run(2, 10_000 + 100 * number))
+        manager.check_invariants()
+    pinned = manager.pin_keys(keys)
+    assert len(pinned.block_ids) == 100
+
+
+def num_segments(manager, tokens):
+    """How many segments the path of `tokens` has."""
+    count = 0
+    (root,) = manager._tree.roots.values()
+    segment, at = root, 0
+    while at < len(tokens) // T - 1:
+        segment = segment.children.get(bytes(tokens[at * T : (at + 1) * T].tobytes()))
+        count, at = count + 1, segment.end
+    return count
