@@ -26,8 +26,9 @@ struct AppendedRows {
         const Split at = split(row, p.heads);
         const Split of = split(at.quotient, p.num_sides);
         const i64 head = at.remainder, token = of.quotient;
-        const i64 slot = load_id(p.slots, token);
-        const bool valid = is_valid(slot, p.slots);
+        const i64 named = load_id(p.slots, token);
+        const bool valid = is_valid(named, p.slots);
+        const i64 slot = valid ? named : 0;
         const i64 divided = split((u32)slot, p.tokens_per_block).quotient;
         const i64 block = p.block_bits >= 0 ? slot >> (p.block_bits & 63) : divided;
         const i64 in_block = slot - block * p.tokens_per_block.divisor;

@@ -3,8 +3,10 @@
 constexpr int INLINE_PAIRS = 128;
 
 // One of the runs that a pair of blocks consists of, in device memory.
-enum RunColumn { SOURCE_OFFSET, TARGET_OFFSET, FIRST_TOKEN, RUN_COLUMNS };
+enum RunColumn { SOURCE_OFFSET, TARGET_OFFSET, SKIPPED, RUN_COLUMNS };
 
+// Where prefixes are copied: of pair i byte `offset` of run r, if offset < prefix[i] - skipped[r], as
+// its first tokens may be in the runs before.
 struct CopyRunsParams {
     i64 source;  // run r of pair i: source + source_offset[r] + source_id[i] * source_stride
     i64 source_stride;
@@ -12,7 +14,6 @@ struct CopyRunsParams {
     i64 target_stride;
     i64 runs;  // [runs per pair, RUN_COLUMNS] int64
     i64 pairs;
-    i64 token_nbytes;
     Span span;  // rows: the runs of one pair after the other
     Divisor runs_per_pair;
 };
@@ -22,26 +23,24 @@ struct InlinePairs {
     CopyRunsParams copy;
     i64 source_ids[INLINE_PAIRS];
     i64 target_ids[INLINE_PAIRS];
-    i64 num_tokens[INLINE_PAIRS];
+    i64 prefixes[INLINE_PAIRS];
 
     __device__ __forceinline__ i64 source_id(i64 pair) const { return source_ids[pair]; }
     __device__ __forceinline__ i64 target_id(i64 pair) const { return target_ids[pair]; }
-    __device__ __forceinline__ i64 tokens(i64 pair) const { return num_tokens[pair]; }
-    __device__ __forceinline__ bool is_pair(i64 source, i64 target) const {
-        return (source >= 0) & (target >= 0);
-    }
+    __device__ __forceinline__ i64 prefix(i64 pair) const { return prefixes[pair]; }
+    __device__ __forceinline__ bool is_pair(i64, i64) const { return true; }  // checked
 };
 
 struct PairsInMemory {
     CopyRunsParams copy;
     Ids source_ids;
     Ids target_ids;
-    i64 num_tokens;  // address of int64 [pairs]
+    i64 prefixes;  // address of int64 [pairs]
     i64 errors;
 
     __device__ __forceinline__ i64 source_id(i64 pair) const { return load_id(source_ids, pair); }
     __device__ __forceinline__ i64 target_id(i64 pair) const { return load_id(target_ids, pair); }
-    __device__ __forceinline__ i64 tokens(i64 pair) const { return load_word(num_tokens, pair); }
+    __device__ __forceinline__ i64 prefix(i64 pair) const { return load_word(prefixes, pair); }
     __device__ __forceinline__ bool is_pair(i64 source, i64 target) const {
         return is_valid(source, source_ids) & is_valid(target, target_ids);
     }
@@ -55,12 +54,12 @@ struct RunsOfPairs {
         const CopyRunsParams& p = pairs.copy;
         const Split at = split(row, p.runs_per_pair);
         const i64 run = p.runs + at.remainder * (RUN_COLUMNS * (i64)sizeof(i64));
-        const i64 source_id = pairs.source_id(at.quotient);
-        const i64 target_id = pairs.target_id(at.quotient);
+        i64 source_id = pairs.source_id(at.quotient), target_id = pairs.target_id(at.quotient);
         bool wanted = pairs.is_pair(source_id, target_id);
+        source_id = wanted ? source_id : 0;  // products of what is no id may overflow
+        target_id = wanted ? target_id : 0;
         if (PREFIXES) {
-            const i64 tokens = pairs.tokens(at.quotient) - load_word(run, FIRST_TOKEN);
-            wanted = wanted & (offset < tokens * p.token_nbytes);
+            wanted = wanted & (offset < pairs.prefix(at.quotient) - load_word(run, SKIPPED));
         }
         Place found;
         found.source =

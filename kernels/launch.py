@@ -16,7 +16,18 @@ from kvconnect.kernels.driver import Driver
 from kvconnect.kernels.sources import CompiledPart, Kernel, vector_nbytes
 from kvconnect.kernels.work import AppendWork, TransposeWork, UpdateWork
 
-__all__ = ["THREADS", "TILE", "Grid", "IdList", "Launcher", "Params", "Rows", "divisor", "span"]
+__all__ = [
+    "NO_IDS",
+    "THREADS",
+    "TILE",
+    "Grid",
+    "IdList",
+    "Launcher",
+    "Params",
+    "Rows",
+    "divisor",
+    "span",
+]
 
 THREADS = 256
 TILE = THREADS * 4

@@ -61,7 +61,10 @@ __device__ __forceinline__ RowPlace place_of(const QuantizeParams& p, u32 row) {
     const Split of = split(at.quotient, p.outer);
     const Split in = split(of.quotient, p.num_planes);
     const i64 inner = at.remainder, outer = of.remainder;
-    const i64 block = load_id(p.blocks, in.quotient), place = load_id(p.places, in.quotient);
+    i64 block = load_id(p.blocks, in.quotient), place = load_id(p.places, in.quotient);
+    const bool wanted = is_valid(block, p.blocks) & is_valid(place, p.places);
+    block = wanted ? block : 0;
+    place = wanted ? place : 0;
     const i64 plane = p.planes + in.remainder * (PLANE_COLUMNS * (i64)sizeof(i64));
     const i64 in_plane = outer * p.inner.divisor + inner;
     RowPlace found;
@@ -72,7 +75,7 @@ __device__ __forceinline__ RowPlace place_of(const QuantizeParams& p, u32 row) {
                    in_plane * p.vectors * PER_VECTOR;
     found.scale = p.scales + place * p.scales_stride + load_word(plane, SCALES_OFFSET) +
                   in_plane * (i64)sizeof(float);
-    found.elements = is_valid(block, p.blocks) & is_valid(place, p.places) ? found.elements : 0;
+    found.elements = wanted ? found.elements : 0;
     return found;
 }
 

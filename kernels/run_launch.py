@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kvconnect.kernels.driver import Memory
-from kvconnect.kernels.launch import Grid, Launcher, Params, Rows, divisor
+from kvconnect.kernels.launch import NO_IDS, Grid, Launcher, Params, Rows, divisor
 from kvconnect.kernels.runs import RunTable
 from kvconnect.kernels.sources import vector_nbytes
 from kvconnect.kernels.work import BlockCopy
@@ -29,7 +29,8 @@ class _Group:
     """Runs of a table that one launch can copy: of equal length and steps.
 
     Attributes:
-        runs: int64 ``[runs, 3]`` on the device: offsets of source and target, first token.
+        runs: int64 ``[runs, 3]`` on the device: offsets of source and target, bytes of the tokens
+            before.
         num_runs: how many.
         nbytes, token_nbytes: of each run, and of the tokens in it.
         source_step, target_step: from block to block.
@@ -72,7 +73,7 @@ def launch_copy(launcher: Launcher, copy: BlockCopy, grid: Grid) -> tuple[object
 
 def _launch_inline(launcher: Launcher, copy: BlockCopy, group: _Group, grid: Grid) -> None:
     raw = []
-    for numbers in (copy.source_ids, copy.target_ids, copy.num_tokens):
+    for numbers in (copy.source_ids, copy.target_ids, _prefixes(copy, group)):
         data = b"" if numbers is None else numbers.tobytes()  # type: ignore[union-attr]
         raw.append(data.ljust(8 * INLINE_PAIRS, b"\0"))
     entry = "copy_inline" if copy.num_tokens is None else "copy_inline_prefixes"
@@ -84,16 +85,21 @@ def _launch_listed(
 ) -> tuple[object, ...]:
     source = launcher.ids(copy.source_ids, copy.source_limit, grid.stream)
     target = launcher.ids(copy.target_ids, copy.target_limit, grid.stream)
-    tokens = None
-    if copy.num_tokens is not None:
-        tokens = launcher.ids(copy.num_tokens, 0, grid.stream)
     errors = launcher.driver.error_word
-    entry = "copy_listed" if tokens is None else "copy_listed_prefixes"
+    entry = "copy_listed" if copy.num_tokens is None else "copy_listed_prefixes"
+    keep: list[object] = [source, target]
     for group in groups:
-        listed = (*source.params, *target.params, tokens.address if tokens else 0, errors)
+        prefixes = _prefixes(copy, group)
+        limits = NO_IDS if prefixes is None else launcher.ids(prefixes, 0, grid.stream)
+        keep.append(limits)
+        listed = (*source.params, *target.params, limits.address, errors)
         _launch(launcher, copy, group, entry, _params(copy, group, listed, b""), grid)
         errors = 0  # an id is counted once
-    return source, target, tokens
+    return tuple(keep)
+
+
+def _prefixes(copy: BlockCopy, group: _Group) -> npt.NDArray[np.int64] | None:
+    return None if copy.num_tokens is None else copy.num_tokens * group.token_nbytes
 
 
 def _launch(
@@ -109,7 +115,7 @@ def _params(copy: BlockCopy, group: _Group, listed: tuple[int, ...], raw: bytes)
     return Params(
         (
             *(copy.source, group.source_step, copy.target, group.target_step),
-            *(group.runs.address, len(copy.source_ids), group.token_nbytes),
+            *(group.runs.address, len(copy.source_ids)),
         ),
         (*divisor(group.num_runs), *listed),
         raw,
@@ -143,6 +149,7 @@ def _upload(launcher: Launcher, rows: npt.NDArray[np.int64]) -> tuple[_Group, ..
         some = rows[(alike == values).all(axis=1)]
         nbytes, token_nbytes, source_step, target_step = map(int, values)
         offsets = np.ascontiguousarray(some[:, [0, 1, _FIRST_TOKEN]])
+        offsets[:, 2] *= token_nbytes
         alignment = reduce(or_, map(int, np.bitwise_or.reduce(offsets[:, :2], axis=0)))
         alignment |= nbytes | source_step | target_step
         groups.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvconnect.kernels.copy_policy import Direction
 from kvconnect.kernels.runs import RunTable
@@ -50,4 +51,8 @@ def _make(table: RunTable, host_offset: int) -> Staging:
     first, second = rows.copy(), rows.copy()
     first[:, _TARGET], first[:, _TARGET_STEP] = in_buffer, total
     second[:, _SOURCE], second[:, _SOURCE_STEP] = in_buffer, total
-    return Staging(RunTable((), total, {}, [first]), RunTable((), total, {}, [second]), total)
+    return Staging(_table(first, total), _table(second, total), total)
+
+
+def _table(rows: npt.NDArray[np.int64], nbytes: int) -> RunTable:
+    return RunTable((), nbytes, len(rows), _rows=[rows])

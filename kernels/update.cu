@@ -19,27 +19,31 @@ struct UpdateParams {
 
 // Where a sequence's tokens come from, and go to.
 struct Sequence {
-    i64 begin;  // packed: of its tokens in the update
-    i64 start;  // position in the cache
+    i64 begin, end;  // packed: its tokens in the update
+    i64 start;       // position in the cache
     bool fits;
 };
 
 __device__ __forceinline__ Sequence padded_sequence(const UpdateParams& p, i64 number) {
     Sequence found;
     found.begin = 0;
+    found.end = p.tokens;
     found.start = load_id(p.write_indices, number);
     found.fits = (found.start >= 0) & (found.start <= p.write_indices.limit - p.tokens);
+    found.start = found.fits ? found.start : 0;
     return found;
 }
 
 __device__ __forceinline__ Sequence packed_sequence(const UpdateParams& p, i64 number) {
     Sequence found;
-    const i64 end = load_id(p.lengths, number + 1);
-    found.begin = load_id(p.lengths, number);
-    found.start = load_id(p.write_indices, number);
-    found.fits = (found.begin >= 0) & (found.begin <= end) & (end <= p.tokens) &
-                 (found.start >= 0) &
-                 (found.start <= p.write_indices.limit - (end - found.begin));
+    const i64 begin = load_id(p.lengths, number), end = load_id(p.lengths, number + 1);
+    const i64 start = load_id(p.write_indices, number);
+    const bool is_part = (begin >= 0) & (begin <= end) & (end <= p.tokens);
+    const i64 length = is_part ? end - begin : 0;
+    found.fits = is_part & (start >= 0) & (start <= p.write_indices.limit - length);
+    found.begin = found.fits ? begin : 0;
+    found.end = found.fits ? end : 0;
+    found.start = found.fits ? start : 0;
     return found;
 }
 
@@ -79,8 +83,7 @@ struct PackedRows {
         const i64 token = at.quotient, head = at.remainder, number = sequence_of(token);
         const Sequence sequence = packed_sequence(p, number);
         // Lengths that nobody checked may leave tokens to no sequence.
-        const bool wanted = sequence.fits & (sequence.begin <= token) &
-                            (token < load_id(p.lengths, number + 1));
+        const bool wanted = (sequence.begin <= token) & (token < sequence.end);
         Place found;
         found.source = p.update + token * p.update_token + head * p.update_head + offset;
         found.target = p.cache + number * p.cache_batch + head * p.cache_head +

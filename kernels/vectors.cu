@@ -79,7 +79,7 @@ __device__ __forceinline__ i64 load_id(const Ids& ids, i64 index) {
     const i64 address = ids.address + index * ids.width;
     const int low = __ldg(reinterpret_cast<const int*>(address));
     const int high = __ldg(reinterpret_cast<const int*>(address + ids.width - 4));
-    return ids.width == 8 ? ((i64)high << 32) | (u32)low : (i64)low;
+    return ids.width == 8 ? (i64)(((u64)(u32)high << 32) | (u32)low) : (i64)low;
 }
 
 // Ids that are not valid are treated like -1, the padding: no memory of anybody else is touched.

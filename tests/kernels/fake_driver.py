@@ -129,7 +129,9 @@ class FakeDriver:
     def allow_tensor(self, tensor: torch.Tensor, *, writable: bool) -> None:
         """Kernels may touch the bytes that `tensor` spans, and nothing beyond."""
         if tensor.numel():
-            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            last = sum(
+                (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+            )
             nbytes = (last + 1) * tensor.element_size()
             self.allow(tensor.data_ptr(), nbytes, writable=writable)
 
