@@ -5,8 +5,8 @@ constexpr int INLINE_PAIRS = 128;
 // One of the runs that a pair of blocks consists of, in device memory.
 enum RunColumn { SOURCE_OFFSET, TARGET_OFFSET, SKIPPED, RUN_COLUMNS };
 
-// Where prefixes are copied: of pair i byte `offset` of run r, if offset < prefix[i] - skipped[r], as
-// its first tokens may be in the runs before.
+// Where prefixes are copied: byte `offset` of run r of pair i, if offset < prefix[i] - skipped[r]:
+// the first tokens of the prefix may be in runs before.
 struct CopyRunsParams {
     i64 source;  // run r of pair i: source + source_offset[r] + source_id[i] * source_stride
     i64 source_stride;

@@ -1,5 +1,5 @@
-// quantize_blocks and dequantize_blocks: one float32 scale for each row, the elements of one head of
-// one token. ELEMENT_BITS is 32 (float32), 16 (float16) or 8 (bfloat16: 8 bits of exponent); E4M3
+// quantize_blocks and dequantize_blocks: one float32 scale for each row, the elements of one head
+// of one token. ELEMENT_BITS is 32 (float32), 16 (float16) or 8 (bfloat16: 8 bits of exponent); E4M3
 // is 1 (float8_e4m3fn) or 0 (int8).
 
 #if ELEMENT_BITS == 32
@@ -163,14 +163,15 @@ __device__ __forceinline__ float dequantize_one(u8 bits) {
 struct Scaling {
     float inverse;
     float scale;
-    bool finite;
+    bool usable;  // else every value is 0: all are zero (also -0), or one is not finite
 };
 
 __device__ __forceinline__ Scaling scaling_of(u32 largest_bits) {
     const float largest = __uint_as_float(largest_bits);
     Scaling found;
-    found.finite = largest_bits < 0x7f800000u;
-    found.scale = found.finite ? largest / LIMIT : __uint_as_float(0x7fc00000u);
+    const bool finite = largest_bits < 0x7f800000u;
+    found.usable = finite && largest_bits != 0;
+    found.scale = finite ? largest / LIMIT : __uint_as_float(0x7fc00000u);
     found.inverse = fminf(LIMIT / largest, __uint_as_float(0x7f7fffffu));
     return found;
 }
@@ -183,7 +184,7 @@ __device__ __forceinline__ Packed quantize_vector(Vector vector, const Scaling& 
     for (int i = 0; i < PER_VECTOR; ++i) {
         const float scaled = to_float(from.element[i]) * by.inverse;
         const float bounded = fminf(fmaxf(scaled, -LIMIT), LIMIT);
-        to.byte[i] = by.finite ? quantize_one(bounded) : (u8)0;
+        to.byte[i] = by.usable ? quantize_one(bounded) : (u8)0;
     }
     return to.packed;
 }

@@ -120,7 +120,8 @@ def quantize(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
     limit, exact = LIMITS[code], rows.float()
     largest = exact.abs().amax(-1, keepdim=True)
     finite = exact.isfinite().all(-1, keepdim=True)
-    inverse = (limit / largest).clamp(max=_MAX)
+    # Not `limit / largest`: torch makes a reciprocal and a product of that, rounded twice.
+    inverse = (torch.full_like(largest, limit) / largest).clamp(max=_MAX)
     scaled = torch.where(finite & (largest > 0), exact * inverse, 0.0).clamp(-limit, limit)
     scales = torch.where(finite, largest / limit, torch.nan)
     values = scaled.to(torch.float8_e4m3fn) if code == "fp8_e4m3" else scaled.round().to(torch.int8)

@@ -1,5 +1,5 @@
-// kv_cache_update: cache[b, n, write_indices[b] + s] = update[b, n, s], in rows: one head's elements
-// of one token. A sequence that does not fit is not written at all, and counted.
+// kv_cache_update: cache[b, n, write_indices[b] + s] = update[b, n, s], in rows: one head's
+// elements of one token. A sequence that does not fit is not written at all, and counted.
 
 struct UpdateParams {
     i64 cache;

@@ -1,7 +1,7 @@
 // What all kernels share; put before each of them, see sources.py. No header is included anywhere.
 //
-// All addresses, ids, strides, offsets and counts are 64 bits wide. Global memory is touched through
-// load, load_id, store and count_error only: the tests put checks there. VECTOR_NBYTES is defined
+// All addresses, ids, strides and offsets are 64 bits wide. Global memory is touched by load,
+// load_word, load_id, store and count_error only: the tests put checks there. VECTOR_NBYTES is defined
 // by the compiler's options: the widest access that bases, strides and lengths allow.
 
 typedef long long i64;
@@ -113,8 +113,8 @@ struct Span {
     Divisor vectors_per_row;
 };
 
-// Copies them, whatever the grid is. `rows.place(row, offset)` says where byte `offset` of a row is,
-// on both sides; neighbouring threads have neighbouring vectors.
+// Copies them, whatever the grid is. `rows.place(row, offset)` says where byte `offset` of a row
+// is, on both sides; neighbouring threads have neighbouring vectors.
 template <class Rows>
 __device__ __forceinline__ void copy_rows(const Rows& rows, const Span& span) {
     const u32 last = (u32)span.vectors - 1, first_row = (u32)span.first;

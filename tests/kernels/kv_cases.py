@@ -32,7 +32,11 @@ def at_offset(nbytes: int, offset: int, fill: torch.Tensor | None = None) -> tor
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a paged memory; `pad` bytes of elements lie between blocks, unused."""
+    """Of a paged memory.
+
+    `pad` elements lie between blocks, unused, `outer_pad` behind each token (HND: head), and
+    `row_pad` behind each row.
+    """
 
     form: str
     num_blocks: int
@@ -45,6 +49,8 @@ class Shape:
     layout: str
     shift: int
     pad: int
+    outer_pad: int
+    row_pad: int
 
 
 @st.composite
@@ -69,6 +75,8 @@ def shapes(draw, *, dtypes=DTYPES, max_blocks=6):
         layout="NHD" if "pool" in form else draw(st.sampled_from(["NHD", "HND"])),
         shift=draw(st.sampled_from([0, 0, 16, 8, 4, dtype.itemsize])) // dtype.itemsize,
         pad=draw(st.sampled_from([0, 0, 16, 3])),
+        outer_pad=draw(st.sampled_from([0, 0, 0, 16, 2])),
+        row_pad=draw(st.sampled_from([0, 0, 0, 8, 1])),
     )
 
 
@@ -88,13 +96,15 @@ class Case:
         return [as_bytes(view) for view in self.kv.views]
 
     def _memory(self, *sizes: int, outer: int | None = None) -> torch.Tensor:
-        # Axis `outer` counts blocks: `pad` elements lie behind each of them.
+        # Axis `outer` counts blocks.
         shape = self.shape
         size = shape.dtype.itemsize
+        pads = {outer: shape.pad}
+        if shape.form not in {"mla_pool", "latent"}:
+            pads |= {len(sizes) - 3: shape.outer_pad, len(sizes) - 2: shape.row_pad}
         steps, step = [], 1
         for axis in reversed(range(len(sizes))):
-            if axis == outer:
-                step += shape.pad
+            step += pads.get(axis, 0)
             steps.append(step)
             step *= sizes[axis]
         nbytes = (step + shape.pad) * size
