@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from shim_library import ShimLibrary, compiler
+
+from kvconnect.kernels.nvrtc import Nvrtc, NvrtcMissing, find_nvrtc
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +23,21 @@ def shim_folder(pytestconfig: pytest.Config) -> Path:
 def shim(shim_folder: Path) -> ShimLibrary:
     """The kernels, with every access and all arithmetic checked."""
     return ShimLibrary(shim_folder)
+
+
+@pytest.fixture(scope="session")
+def nvrtc() -> Nvrtc:
+    """The compiler that comes with torch, or as a package."""
+    try:
+        return find_nvrtc()
+    except NvrtcMissing as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def nvcc() -> str:
+    """The compiler of a toolkit."""
+    path = shutil.which("nvcc")
+    if path is None:
+        pytest.skip("nvcc is not installed")
+    return path
