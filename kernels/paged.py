@@ -100,7 +100,7 @@ class PagedKv:
         self._partners: WeakKeyDictionary[PagedKv, dict[tuple[object, ...], RunTable]] = (
             WeakKeyDictionary()
         )
-        _LIVE[_geometry(self.views, layout)] = self
+        _LIVE[_geometry(self.views, layout, self.per_layer)] = self
 
     @staticmethod
     def from_pool(pool: Tensor, layout: KvCacheLayout | None = None) -> PagedKv:
@@ -306,18 +306,15 @@ def _memories(views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[int]]:
     return tuple(memories), places
 
 
-def bound(views: Sequence[Tensor], layout: str) -> PagedKv:
+def bound(views: Sequence[Tensor], layout: str, per_layer: int) -> PagedKv:
     """The planes `views` as a `PagedKv`: one that is in use already, if there is one."""
-    known = _LIVE.get(_geometry(views, layout))
-    if known is not None:
-        return known
-    alike = len(views) < 2 or views[0].shape == views[1].shape
-    return PagedKv.from_views(views, layout=layout, per_layer=1 if alike else 2)
+    known = _LIVE.get(_geometry(views, layout, per_layer))
+    return known or PagedKv.from_views(views, layout=layout, per_layer=per_layer)
 
 
-def _geometry(views: Sequence[Tensor], layout: str) -> tuple[object, ...]:
+def _geometry(views: Sequence[Tensor], layout: str, per_layer: int) -> tuple[object, ...]:
     places = tuple((view.data_ptr(), view.shape, view.stride()) for view in views)
-    return (layout, views[0].dtype, places)
+    return (layout, per_layer, views[0].dtype, places)
 
 
 _LIVE: WeakValueDictionary[tuple[object, ...], PagedKv] = WeakValueDictionary()

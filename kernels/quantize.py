@@ -64,7 +64,7 @@ def quantize_blocks(
     """
     if torch.compiler.is_compiling():
         ids = torch.as_tensor(block_ids)
-        _quantize(list(kv.views), ids, out_values, out_scales, kv.layout, dtype)
+        _quantize(list(kv.views), ids, out_values, out_scales, kv.layout, kv.per_layer, dtype)
         return DONE
     names = ("out_values", "out_scales")
     job = _checked(kv, block_ids, out_values, out_scales, dtype, names)
@@ -95,7 +95,7 @@ def dequantize_blocks(
     """
     if torch.compiler.is_compiling():
         ids = torch.as_tensor(block_ids)
-        _dequantize(values, scales, list(kv.views), ids, kv.layout, dtype)
+        _dequantize(values, scales, list(kv.views), ids, kv.layout, kv.per_layer, dtype)
         return DONE
     job = _checked(kv, block_ids, values, scales, dtype, ("values", "scales"))
     if job is None:
@@ -221,9 +221,12 @@ def _quantize_op(
     out_values: Tensor,
     out_scales: Tensor,
     layout: str,
+    per_layer: int,
     dtype: str,
 ) -> None:
-    quantize_blocks(bound(planes, layout), block_ids, out_values, out_scales, dtype=dtype)
+    quantize_blocks(
+        bound(planes, layout, per_layer), block_ids, out_values, out_scales, dtype=dtype
+    )
 
 
 def _dequantize_op(
@@ -232,9 +235,10 @@ def _dequantize_op(
     planes: list[Tensor],
     block_ids: Tensor,
     layout: str,
+    per_layer: int,
     dtype: str,
 ) -> None:
-    dequantize_blocks(values, scales, bound(planes, layout), block_ids, dtype=dtype)
+    dequantize_blocks(values, scales, bound(planes, layout, per_layer), block_ids, dtype=dtype)
 
 
 def _nothing(*_: object) -> None:
@@ -243,13 +247,13 @@ def _nothing(*_: object) -> None:
 
 _quantize = register(
     "quantize_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out_values, "
-    "Tensor(b!) out_scales, str layout, str dtype) -> ()",
+    "Tensor(b!) out_scales, str layout, int per_layer, str dtype) -> ()",
     _quantize_op,
     _nothing,
 )
 _dequantize = register(
     "dequantize_blocks(Tensor values, Tensor scales, Tensor(a!)[] planes, Tensor block_ids, "
-    "str layout, str dtype) -> ()",
+    "str layout, int per_layer, str dtype) -> ()",
     _dequantize_op,
     _nothing,
 )
