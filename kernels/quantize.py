@@ -19,6 +19,7 @@ from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels import device, reference
 from kvconnect.kernels.block_ids import BlockIds, Placed, check_targets, host_ids, kept
 from kvconnect.kernels.buffers import typed_rows
+from kvconnect.kernels.host_quantize import CHUNK_ELEMENTS, quantize_rows
 from kvconnect.kernels.library import register
 from kvconnect.kernels.paged import PagedKv, bound
 from kvconnect.kernels.submit import note_missing, run_plainly
@@ -33,7 +34,6 @@ _VALUE_DTYPES = {
     "fp8_e4m3": (torch.float8_e4m3fn, torch.uint8),
     "int8": (torch.int8, torch.uint8),
 }
-_CHUNK_ELEMENTS = 1 << 16  # its float32 temporaries stay in the second-level cache
 
 
 def quantize_blocks(
@@ -160,7 +160,7 @@ def _quantize_plainly(job: _Job) -> None:
     for ids, places in _chunks(job):
         value, row = 0, 0
         for view in job.kv.views:
-            values, scales = reference.quantize(view.index_select(0, ids), job.code)
+            values, scales = quantize_rows(view.index_select(0, ids), job.code)
             next_value, next_row = value + values[0].numel(), row + scales[0].numel()
             job.values[places, value:next_value] = values.flatten(1)
             job.scales[places, row:next_row] = scales.flatten(1)
@@ -182,7 +182,7 @@ def _dequantize_plainly(job: _Job) -> None:
 
 def _chunks(job: _Job) -> list[tuple[Tensor, Tensor]]:
     """Ids and places, few enough at a time."""
-    size = max(1, _CHUNK_ELEMENTS // job.kv.views[0][0].numel())
+    size = max(1, CHUNK_ELEMENTS // job.kv.views[0][0].numel())
     device_ = job.kv.device
     ids, places = (
         torch.from_numpy(part).to(device_) for part in (job.placed.ids, job.placed.places)

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.kernels import reference
 from kvconnect.kernels.copy import gather_blocks
+from kvconnect.kernels.host_quantize import quantize_rows
 from kvconnect.kernels.quantize import CODES, dequantize_blocks, quantize_blocks
 from kvconnect.kernels.quantized_payload import (
     dequantize_payload,
@@ -42,7 +44,8 @@ def expected_of(rows, code):
     values, scales = [], []
     for row in rows:
         largest = row.abs().max()
-        scaled = row * (LIMITS[code] / largest) if largest > 0 else torch.zeros_like(row)
+        limit = torch.tensor(LIMITS[code])
+        scaled = row * (limit / largest) if largest > 0 else torch.zeros_like(row)
         scaled = scaled.clamp(-LIMITS[code], LIMITS[code])
         if code == "int8":
             scaled = scaled.round()
@@ -192,9 +195,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("code", CODES)
 def test_a_payload_is_quantised_as_the_block_it_is(layout, code):
-    form = {"even": "flat", "uneven": "flat", "latent": "flat"}
     shape = Shape(
-        form["even"],
+        "flat",
         "NHD",
         layout.dtype,
         layout.num_layers,
@@ -243,3 +245,18 @@ def test_any_bytes_of_the_right_length_give_some_block(code):
     dequantize_payload(
         encoded, layout, torch.empty(layout.block_nbytes, dtype=torch.uint8), dtype=code
     )
+
+
+@pytest.mark.parametrize("code", CODES)
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from(FLOATS), st.sampled_from([1, 5, 64, 96]))
+def test_the_fast_loop_is_the_plain_one_bit_for_bit_whatever_the_bits(code, seed, dtype, dim):
+    random = torch.Generator().manual_seed(seed)
+    nbytes = 40 * dim * dtype.itemsize
+    rows = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random)
+    rows = rows.view(dtype).view(40, dim)
+    rows[:20] = torch.randn(20, dim, generator=random).to(dtype)
+    before = rows.clone()
+    for fast, plain in zip(quantize_rows(rows, code), reference.quantize(rows, code), strict=True):
+        assert torch.equal(fast.view(torch.uint8), plain.view(torch.uint8))
+    assert torch.equal(rows.view(torch.uint8), before.view(torch.uint8))
