@@ -1,217 +1,231 @@
-"""Copies of blocks between pools and host memory, and within a pool.
+"""Copies of KV blocks: paged to contiguous and back, paged to paged, and between layouts.
 
-A pool is ``[num_blocks, num_layers, kv_factor, elements]``, as `KvCacheLayout.flat_shape` says. One
-block is one contiguous run of bytes, and so is one layer of it; every function here is a few
-contiguous copies at memcpy speed. On CUDA they run on the current stream; copies between the device
-and pinned memory do not wait for it, so the host buffer belongs to the copy until the stream got
-there.
+Everything is checked before anything is written. On the host a copy is over when the function
+returns. On a device it is enqueued behind what `stream` (by default torch's current one) was given,
+and the `Transfer` says when it is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvconnect.errors import ConfigurationError
-from kvconnect.layout import KvCacheLayout
+from kvconnect.kernels.block_ids import BlockIds
+from kvconnect.kernels.block_mapping import split_mapping
+from kvconnect.kernels.buffers import layer_range
+from kvconnect.kernels.library import register
+from kvconnect.kernels.paged import PagedKv, bound
+from kvconnect.kernels.pair_copy import copy_pairs
+from kvconnect.kernels.row_copy import copy_rows
+from kvconnect.kernels.transfer import DONE, Transfer
+from kvconnect.kernels.transpose import transpose_blocks
 
-__all__ = ["block_rows", "copy_blocks", "copy_in", "copy_out", "copy_tokens"]
+__all__ = ["copy_blocks", "gather_blocks", "scatter_blocks", "transpose_blocks"]
+
+_ALL = slice(None)
 
 
-def copy_out(pool: Tensor, block_id: int, out: Tensor) -> None:
-    """Write block `block_id` of `pool` to `out`.
+def gather_blocks(
+    kv: PagedKv,
+    block_ids: BlockIds,
+    out: Tensor,
+    *,
+    layers: slice | range = _ALL,
+    stream: Any = None,
+    path: str = "auto",
+) -> Transfer:
+    """Copy blocks to a contiguous buffer: row i of `out` becomes block ``block_ids[i]``.
 
     Args:
-        pool: ``[num_blocks, num_layers, kv_factor, elements]``, contiguous.
-        block_id: 0 <= block_id < num_blocks.
-        out: one-dimensional uint8 host tensor of just the block's bytes; the only thing changed.
+        kv: where the blocks are.
+        block_ids: ``[n]``; may repeat. -1 is padding: its row is left as it is.
+        out: ``[n, bytes of a block]`` uint8, or as many elements of the cache's dtype, in any
+            contiguous shape ``[n, ...]``; two axes may have any distance between rows. On the
+            cache's device or in host memory, page-locked if that is not to block. See `PagedKv` for
+            what a row holds.
+        layers: consecutive ones; a row then holds these only.
+        stream: a `torch.cuda.Stream`; ignored on the host.
+        path: ``"auto"``; or how: ``"kernel"``, ``"dma"``, ``"staged"``, ``"torch"``.
 
     Raises:
-        ConfigurationError: (a ``ValueError``) shape or dtype of `out` is wrong; nothing was
-            written.
-        IndexError: there is no such block; nothing was written.
+        TypeError: wrong dtypes.
+        ValueError: wrong shapes, strides, layers or path.
+        IndexError: an id on the host is out of range. (On the device such ids are skipped.)
+        RuntimeError: devices differ, or there is none for the path. Nothing was written.
     """
-    block = _block(pool, block_id)
-    _check_bytes("out", out, block)
-    out.copy_(_as_bytes(block), non_blocking=_may_overlap(pool, out))
+    numbers = layer_range(kv, layers)
+    if torch.compiler.is_compiling():
+        _gather(kv.layer_views(numbers), torch.as_tensor(block_ids), out, kv.layout, kv.per_layer)
+        return DONE
+    return copy_rows(kv, block_ids, "out", out, numbers, stream, path, gathers=True)
 
 
-def copy_in(src: Tensor, pool: Tensor, block_id: int, layers: range | None = None) -> None:
-    """Write `src` to block `block_id` of `pool`: the mirror of `copy_out`.
+def scatter_blocks(
+    src: Tensor,
+    kv: PagedKv,
+    block_ids: BlockIds,
+    *,
+    layers: slice | range = _ALL,
+    stream: Any = None,
+    path: str = "auto",
+    stable_source: bool = False,
+) -> Transfer:
+    """Copy a contiguous buffer to blocks: block ``block_ids[i]`` becomes row i of `src`.
+
+    The mirror of `gather_blocks`; other layers than `layers` are left as they are.
 
     Args:
-        src: one-dimensional uint8 host tensor of just a block's bytes, whatever `layers` is.
-        pool: ``[num_blocks, num_layers, kv_factor, elements]``, contiguous; that block is changed.
-        block_id: 0 <= block_id < num_blocks.
-        layers: consecutive layers to write, and no others; ``None``: all.
+        src: as `out` there.
+        kv: where the blocks are.
+        block_ids: ``[n]``, distinct; rows of -1 are skipped.
+        layers: consecutive ones, which `src` holds.
+        stream: a `torch.cuda.Stream`; ignored on the host.
+        path: ``"auto"``; or how: ``"kernel"``, ``"dma"``, ``"staged"``, ``"torch"``.
+        stable_source: `src` is host memory that is complete already and stays as it is until the
+            `Transfer` is done; it may be read before the stream comes to it.
 
     Raises:
-        ConfigurationError: (a ``ValueError``) `src` or `layers` is wrong; nothing was written.
-        IndexError: there is no such block; nothing was written.
+        TypeError, ValueError, IndexError, RuntimeError: as `gather_blocks`; also ``ValueError`` for
+            an id that is given twice. Nothing was written.
     """
-    block = _block(pool, block_id)
-    _check_bytes("src", src, block)
-    overlap = _may_overlap(pool, src)
-    if layers is None:
-        _as_bytes(block).copy_(src, non_blocking=overlap)
-        return
-    num_layers = block.shape[0]
-    if layers.step != 1 or not 0 <= layers.start <= layers.stop <= num_layers:
-        raise ConfigurationError(
-            f"layers: {layers} must be a range of step 1 within 0..{num_layers}"
-        )
-    if not layers:
-        return
-    layer_nbytes = block.nbytes // num_layers
-    part = src[layers.start * layer_nbytes : layers.stop * layer_nbytes]
-    _as_bytes(block[layers.start : layers.stop]).copy_(part, non_blocking=overlap)
-
-
-def block_rows(pool: Tensor) -> Tensor:
-    """The same memory as ``[num_blocks, block_nbytes]`` bytes, whatever the dtype."""
-    return pool.flatten(1).view(torch.uint8)
+    numbers = layer_range(kv, layers)
+    if torch.compiler.is_compiling():
+        _scatter(src, kv.layer_views(numbers), torch.as_tensor(block_ids), kv.layout, kv.per_layer)
+        return DONE
+    return copy_rows(
+        kv, block_ids, "src", src, numbers, stream, path, gathers=False, stable=stable_source
+    )
 
 
 def copy_blocks(
-    source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]
-) -> None:
-    """Copy whole blocks: ``source_ids[i]`` of `source` to ``target_ids[i]`` of `target`.
-
-    Blocks that follow each other in both are copied as one run.
-
-    Args:
-        source: uint8 ``[num_blocks, block_nbytes]``, see `block_rows`. Host memory is page-locked
-            where the other side is a CUDA device.
-        source_ids: blocks to read.
-        target: uint8 rows of the same length; may be `source`. Those blocks are changed.
-        target_ids: as many other blocks, all distinct.
-
-    Raises:
-        ConfigurationError: (a ``ValueError``) rows of different length, as many sources as targets
-            are not given, a target is given twice, or is a source, too; nothing was written.
-        IndexError: there is no such block; nothing was written.
-    """
-    _check_blocks(source, source_ids, target, target_ids)
-    # NumPy's row copies cost a third of torch's where rows are small, and let other threads run.
-    on_cpu = source.device.type == target.device.type == "cpu"
-    if on_cpu:
-        from_rows, to_rows = source.numpy(), target.numpy()
-        for start, first, length in _runs(source_ids, target_ids):
-            to_rows[first : first + length] = from_rows[start : start + length]
-        return
-    for start, first, length in _runs(source_ids, target_ids):
-        rows = source[start : start + length]
-        target[first : first + length].copy_(rows, non_blocking=True)
-
-
-def copy_tokens(
-    pool: Tensor,
-    layout: KvCacheLayout,
-    source: int,
-    target: int,
-    num_tokens: int,
+    src_kv: PagedKv,
+    dst_kv: PagedKv,
+    block_mapping: BlockIds | Sequence[tuple[int, int]],
+    num_tokens: BlockIds | None = None,
     *,
-    source_pool: Tensor | None = None,
-) -> None:
-    """Copy the first `num_tokens` tokens of block `source` to block `target`, in all layers.
+    layers: slice | range = _ALL,
+    stream: Any = None,
+    path: str = "auto",
+    stable_source: bool = False,
+) -> Transfer:
+    """Copy blocks of one paged memory to another, or within one.
 
     Args:
-        pool: ``[num_blocks, num_layers, kv_factor, elements]`` of `layout`; `target` is changed,
-            the slots of its other tokens are left as they are.
-        layout: of `pool`.
-        source: block to read.
-        target: another block.
-        num_tokens: 0..tokens_per_block.
-        source_pool: where `source` lies, in the same layout; ``None``: in `pool`. Host memory is
-            page-locked where `pool` is on a CUDA device.
+        src_kv: where to read.
+        dst_kv: where to write; may be `src_kv`. Of the same sizes, dtype and layout; strides and
+            number of blocks may differ.
+        block_mapping: ``[n, 2]``: from which block to which; a pair with -1 is skipped.
+        num_tokens: ``[n]``, 0 to T: only so many leading tokens of each block; ``None``: all.
+            The slots of others are left as they are.
+        layers: consecutive ones; others are left as they are.
+        stream: a `torch.cuda.Stream`; ignored on the host.
+        path: ``"auto"``; or how: ``"kernel"``, ``"dma"``, ``"staged"``, ``"torch"``.
+        stable_source: as for `scatter_blocks`.
 
     Raises:
-        ConfigurationError: (a ``ValueError``) `num_tokens` is out of range, or both blocks are the
-            same; nothing was written.
-        IndexError: there is no such block; nothing was written.
+        TypeError: wrong dtypes.
+        ValueError: wrong shapes, layouts, layers, path or `num_tokens`; a block is a target twice,
+            or a source too.
+        IndexError: an id on the host is out of range.
+        RuntimeError: devices differ, or there is none for the path. Nothing was written.
     """
-    if not 0 <= num_tokens <= layout.tokens_per_block:
-        raise ConfigurationError(
-            f"num_tokens: {num_tokens} is outside 0..{layout.tokens_per_block}"
-        )
-    if source_pool is None:
-        source_pool = pool
-    if source == target and source_pool is pool:
-        raise ConfigurationError(f"target: block {target} is the source, too")
-    from_block, to_block = _block(source_pool, source), _block(pool, target)
-    if from_block.device != to_block.device:
-        # In one piece: torch would gather the parts of a strided copy on the host, at once.
-        from_block = from_block.to(to_block.device, non_blocking=True)
-    from_planes, to_planes = from_block.view(torch.uint8), to_block.view(torch.uint8)
-    # In every plane the tokens come first, so a prefix of tokens is a prefix of the plane.
-    token_nbytes = layout.num_kv_heads * layout.dtype.itemsize
-    keys = num_tokens * token_nbytes * layout.key_dim
-    to_planes[:, :, :keys].copy_(from_planes[:, :, :keys])
-    if layout.kv_factor == 1 and layout.value_dim:
-        low = layout.tokens_per_block * token_nbytes * layout.key_dim
-        high = low + num_tokens * token_nbytes * layout.value_dim
-        to_planes[:, :, low:high].copy_(from_planes[:, :, low:high])
+    numbers = layer_range(src_kv, layers)
+    if torch.compiler.is_compiling():
+        _copy_traced(src_kv, dst_kv, block_mapping, num_tokens, numbers)
+        return DONE
+    sources, targets, some = split_mapping(block_mapping)
+    return copy_pairs(
+        src_kv,
+        dst_kv,
+        sources,
+        targets,
+        num_tokens,
+        some=some,
+        layers=numbers,
+        stream=stream,
+        path=path,
+        stable_source=stable_source,
+    )
 
 
-def _check_blocks(
-    source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]
+# ---------------------------------------------------------------------------- as torch sees them
+
+
+def _copy_traced(
+    src_kv: PagedKv, dst_kv: PagedKv, mapping: Any, num_tokens: Any, layers: range
 ) -> None:
-    if source.shape[1] != target.shape[1]:
-        raise ConfigurationError(
-            f"target: its blocks have {target.shape[1]} bytes, those of the source "
-            f"{source.shape[1]}"
-        )
-    if len(source_ids) != len(target_ids):
-        raise ConfigurationError(
-            f"target_ids: {len(target_ids)} blocks for {len(source_ids)} sources"
-        )
-    for rows, ids in ((source, source_ids), (target, target_ids)):
-        if len(ids):
-            _check_id(rows, min(ids))
-            _check_id(rows, max(ids))
-    targets = set(target_ids)
-    if len(targets) != len(target_ids):
-        raise ConfigurationError("target_ids: a block is given twice")
-    if source is target and not targets.isdisjoint(source_ids):
-        raise ConfigurationError("target_ids: a block is a source, too")
+    pairs = torch.as_tensor(mapping)
+    counts = None if num_tokens is None else torch.as_tensor(num_tokens)
+    if src_kv is dst_kv:
+        _move(src_kv.layer_views(layers), pairs, counts, src_kv.layout, src_kv.per_layer)
+    else:
+        sources, targets = src_kv.layer_views(layers), dst_kv.layer_views(layers)
+        _copy(sources, targets, pairs, counts, src_kv.layout, src_kv.per_layer)
 
 
-def _runs(source_ids: Sequence[int], target_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    # (first source, first target, number of blocks) of blocks that follow each other in both.
-    length, next_source, next_target = 0, -1, -1
-    for source, target in zip(source_ids, target_ids, strict=True):
-        if source != next_source or target != next_target:
-            if length:
-                yield next_source - length, next_target - length, length
-            length = 0
-        length, next_source, next_target = length + 1, source + 1, target + 1
-    if length:
-        yield next_source - length, next_target - length, length
+def _gather_op(
+    planes: list[Tensor], block_ids: Tensor, out: Tensor, layout: str, per_layer: int
+) -> None:
+    gather_blocks(bound(planes, layout, per_layer), block_ids, out)
 
 
-def _check_id(pool: Tensor, block_id: int) -> None:
-    if not 0 <= block_id < pool.shape[0]:
-        raise IndexError(f"block {block_id} is outside 0..{pool.shape[0] - 1}")
+def _scatter_op(
+    src: Tensor, planes: list[Tensor], block_ids: Tensor, layout: str, per_layer: int
+) -> None:
+    scatter_blocks(src, bound(planes, layout, per_layer), block_ids)
 
 
-def _block(pool: Tensor, block_id: int) -> Tensor:
-    _check_id(pool, block_id)
-    return pool[block_id]
+def _copy_op(
+    sources: list[Tensor],
+    targets: list[Tensor],
+    block_mapping: Tensor,
+    num_tokens: Tensor | None,
+    layout: str,
+    per_layer: int,
+) -> None:
+    source, target = bound(sources, layout, per_layer), bound(targets, layout, per_layer)
+    copy_blocks(source, target, block_mapping, num_tokens)
 
 
-def _as_bytes(block: Tensor) -> Tensor:
-    return block.view(-1).view(torch.uint8)
+def _move_op(
+    planes: list[Tensor],
+    block_mapping: Tensor,
+    num_tokens: Tensor | None,
+    layout: str,
+    per_layer: int,
+) -> None:
+    kv = bound(planes, layout, per_layer)
+    copy_blocks(kv, kv, block_mapping, num_tokens)
 
 
-def _check_bytes(name: str, buffer: Tensor, block: Tensor) -> None:
-    if buffer.dtype != torch.uint8 or buffer.ndim != 1 or buffer.numel() != block.nbytes:
-        raise ConfigurationError(
-            f"{name}: a one-dimensional uint8 tensor of {block.nbytes} bytes is needed, this is "
-            f"{buffer.dtype} {tuple(buffer.shape)}"
-        )
+def _nothing(*_: object) -> None:
+    """A fake op that only changes its arguments has nothing to make."""
 
 
-def _may_overlap(pool: Tensor, host: Tensor) -> bool:
-    return pool.is_cuda and host.is_pinned()
+_gather = register(
+    "gather_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out, "
+    "str layout, int per_layer) -> ()",
+    _gather_op,
+    _nothing,
+)
+_scatter = register(
+    "scatter_blocks(Tensor src, Tensor(a!)[] planes, Tensor block_ids, "
+    "str layout, int per_layer) -> ()",
+    _scatter_op,
+    _nothing,
+)
+_copy = register(
+    "copy_blocks(Tensor[] sources, Tensor(a!)[] targets, Tensor block_mapping, "
+    "Tensor? num_tokens, str layout, int per_layer) -> ()",
+    _copy_op,
+    _nothing,
+)
+_move = register(
+    "move_blocks(Tensor(a!)[] planes, Tensor block_mapping, Tensor? num_tokens, "
+    "str layout, int per_layer) -> ()",
+    _move_op,
+    _nothing,
+)

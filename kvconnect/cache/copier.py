@@ -12,7 +12,8 @@ from torch import Tensor
 from kvconnect.cache.block_slots import BlockSlots, number_slots
 from kvconnect.cache.copy_streams import CopyStreams, CudaStreams
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.copy import copy_blocks, copy_tokens
+from kvconnect.kernels.pair_copy import copy_pairs
+from kvconnect.kernels.transfer import Transfer
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["BlockCopier", "TensorCopier"]
@@ -82,7 +83,15 @@ class TensorCopier:
             streams = CopyStreams(CudaStreams(device))
         self._streams = streams
         self._layouts = tuple(layouts)
-        numbered = number_slots([*pools, *(pool for pool in host_pools if pool is not None)])
+        tiers_given = [
+            (pool, layout)
+            for pool, layout in zip(host_pools, layouts, strict=True)
+            if pool is not None
+        ]
+        numbered = number_slots(
+            [*pools, *(pool for pool, _ in tiers_given)],
+            [*layouts, *(layout for _, layout in tiers_given)],
+        )
         self._pools = numbered[: len(pools)]
         tiers = iter(numbered[len(pools) :])
         self._host_pools = [None if pool is None else next(tiers) for pool in host_pools]
@@ -90,13 +99,13 @@ class TensorCopier:
     def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
         """See `BlockCopier`."""
         host, pool = self._host(group), self._pools[group]
-        copy = partial(copy_blocks, host.rows, host_ids, pool.rows, ids)
+        copy = partial(copy_pairs, host.kv, pool.kv, host_ids, ids)
         self._load(copy, (host, host_ids), (pool, ids))
 
     def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
         """See `BlockCopier`."""
         host, pool = self._host(group), self._pools[group]
-        copy = partial(copy_blocks, pool.rows, ids, host.rows, host_ids)
+        copy = partial(copy_pairs, pool.kv, host.kv, ids, host_ids)
         if self._streams is None:
             copy()
         else:
@@ -108,10 +117,7 @@ class TensorCopier:
         """See `BlockCopier`. What the target holds beyond the tokens stays as it is."""
         pool = self._pools[group]
         origin = self._host(group) if from_host else pool
-        layout = self._layouts[group]
-        copy = partial(
-            copy_tokens, pool.pool, layout, source, target, num_tokens, source_pool=origin.pool
-        )
+        copy = partial(copy_pairs, origin.kv, pool.kv, [source], [target], [num_tokens])
         if from_host:
             self._load(copy, (origin, [source]), (pool, [target]))
         else:
@@ -120,7 +126,8 @@ class TensorCopier:
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `BlockCopier`."""
         pool = self._pools[group]
-        self._load(partial(copy_blocks, pool.rows, sources, pool.rows, targets), (pool, targets))
+        copy = partial(copy_pairs, pool.kv, pool.kv, sources, targets)
+        self._load(copy, (pool, targets))
 
     def together(self) -> AbstractContextManager[None]:
         """Orders within are one batch: on CUDA, onboarding and offloading overlap.
@@ -129,7 +136,7 @@ class TensorCopier:
         """
         return nullcontext() if self._streams is None else self._streams.together()
 
-    def _load(self, copy: Callable[[], None], *used: tuple[BlockSlots, Sequence[int]]) -> None:
+    def _load(self, copy: Callable[[], Transfer], *used: tuple[BlockSlots, Sequence[int]]) -> None:
         if self._streams is None:
             copy()
         else:

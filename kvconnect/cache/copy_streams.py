@@ -42,7 +42,7 @@ class StreamDevice(Protocol[StreamT, EventT]):
     def wait(self, stream: StreamT, event: EventT) -> None:
         """What `stream` is given from now on comes behind `event`."""
 
-    def launch(self, stream: StreamT, work: Callable[[], None]) -> None:
+    def launch(self, stream: StreamT, work: Callable[[], object]) -> None:
         """Give `stream` the copies that `work` enqueues."""
 
 
@@ -69,7 +69,7 @@ class CudaStreams:
         """See `StreamDevice`."""
         stream.wait_event(event)
 
-    def launch(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+    def launch(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
         """See `StreamDevice`. `work` runs at once, with `stream` as the current stream."""
         with torch.cuda.stream(stream):
             work()
@@ -132,7 +132,7 @@ class CopyStreams(Generic[StreamT, EventT]):
             if not self._depth and self._begun:
                 self._end()
 
-    def load(self, copy: Callable[[], None], slots: list[int]) -> None:
+    def load(self, copy: Callable[[], object], slots: list[int]) -> None:
         """Launch `copy`, which writes device slots and reads host slots, or device slots.
 
         Args:
@@ -142,7 +142,7 @@ class CopyStreams(Generic[StreamT, EventT]):
         """
         self._launch(self._load, self._store, copy, slots)
 
-    def store(self, copy: Callable[[], None], slots: list[int]) -> None:
+    def store(self, copy: Callable[[], object], slots: list[int]) -> None:
         """Launch `copy`, which reads device slots and writes host slots: `slots`, all of them."""
         self._launch(self._store, self._load, copy, slots)
 
@@ -150,7 +150,7 @@ class CopyStreams(Generic[StreamT, EventT]):
         self,
         lane: _Lane[StreamT, EventT],
         other: _Lane[StreamT, EventT],
-        copy: Callable[[], None],
+        copy: Callable[[], object],
         slots: list[int],
     ) -> None:
         device = self._device

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload_data import LoadBlocks
-from kvconnect.connector.pool_copier import PoolCopiers
+from kvconnect.connector.pool_copier import PoolCopiers, copy_batches
 from kvconnect.connector.staging import Slot, StagingPool
 from kvconnect.connector.store import OffloadStore
 from kvconnect.errors import BackendTimeout, KvConnectError
@@ -206,10 +206,11 @@ class BackgroundLoads:
         """On a copy thread: the blocks of a loading request belong to its load alone."""
         copied = 0
         blocks = load.order.blocks[first : first + len(slots)]
-        for slot, block in zip(slots, blocks, strict=True):
+        for batch in copy_batches(blocks):
             if load.closed:
                 break
-            self._copiers[block.group].copy_in(slot, block.block_id)
-            copied += 1
+            ids = [block.block_id for block in blocks[batch]]
+            self._copiers[blocks[batch.start].group].copy_in(slots[batch], ids)
+            copied = batch.stop
         self._copiers.wait_for_copies_in({block.group for block in blocks})
         load.copied[first : first + copied] = b"\1" * copied

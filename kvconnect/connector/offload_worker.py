@@ -87,7 +87,9 @@ class OffloadWorker(KvCacheConnectorWorker):
         store.backend.register(staging.region)
         shard = self._llm_args.shard
         self._staging = staging
-        self._copiers = PoolCopiers([self.copier_class(one.tensor, one.layout) for one in pools])
+        self._copiers = PoolCopiers(
+            [self.copier_class(one.tensor, one.layout, staging) for one in pools]
+        )
         self._loads = BackgroundLoads(
             store,
             staging,

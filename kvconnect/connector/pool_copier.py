@@ -2,71 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from kvconnect.connector.staging import Slot
-from kvconnect.kernels.copy import copy_in, copy_out
+from kvconnect.connector.offload_data import BlockLoad
+from kvconnect.connector.staging import Slot, StagingPool
+from kvconnect.kernels.paged import PagedKv
+from kvconnect.kernels.pair_copy import copy_pairs
+from kvconnect.kernels.transfer import Transfer
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["PoolCopier", "PoolCopiers", "clear_beyond"]
+__all__ = ["PoolCopier", "PoolCopiers", "clear_beyond", "copy_batches"]
+
+_BATCH_BLOCKS = 64
 
 
 class PoolCopier:
-    """Moves blocks of one pool.
+    """Moves blocks between one pool and the slots of a staging memory.
 
     On the CPU every copy is over when its method returns. On CUDA copies are enqueued, those into
-    the pool on one stream, those out of it on another, and events say when they are over; slots
-    must be page-locked for that to be concurrent. Methods may be called from several threads.
+    the pool on one stream, those out of it on another; slots must be page-locked for that to be
+    concurrent. Methods may be called from several threads.
     """
 
-    def __init__(self, pool: Tensor, layout: KvCacheLayout) -> None:
+    def __init__(self, pool: Tensor, layout: KvCacheLayout, staging: StagingPool) -> None:
         self.pool = pool
         self.layout = layout
+        self._blocks = PagedKv.from_pool(pool, layout)
+        self._slots = staging.paged(layout)
         self._cuda = pool.is_cuda
         self._in = torch.cuda.Stream(pool.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(pool.device) if self._cuda else None  # type: ignore[no-untyped-call]
 
     def copy_out(
         self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
-    ) -> torch.cuda.Event | None:
+    ) -> Transfer:
         """Blocks to slots, behind what `stream` has been given; `stream` waits for the copies.
 
-        Returns:
-            An event to wait for before the slots are read; ``None``: they can be read now.
+        The slots can be read once the transfer is done.
         """
+        indices = [slot.index for slot in slots]
         if self._out is None:
-            for block_id, slot in zip(block_ids, slots, strict=True):
-                copy_out(self.pool, block_id, slot.payload)
-            return None
+            return copy_pairs(self._blocks, self._slots, block_ids, indices)
         before = stream if stream is not None else torch.cuda.current_stream(self.pool.device)
         self._out.wait_stream(before)
-        with torch.cuda.stream(self._out):
-            for block_id, slot in zip(block_ids, slots, strict=True):
-                copy_out(self.pool, block_id, slot.payload)
-        event: torch.cuda.Event = self._out.record_event()
-        before.wait_event(event)
-        return event
+        transfer = copy_pairs(self._blocks, self._slots, block_ids, indices, stream=self._out)
+        transfer.wait_on(before)
+        return transfer
 
     def order_copies_in(self, stream: torch.cuda.Stream | None) -> None:
         """Copies into the pool come behind what `stream` has been given so far."""
         if self._in is not None and stream is not None:
             self._in.wait_stream(stream)
 
-    def copy_in(self, slot: Slot, block_id: int, layers: range | None = None) -> None:
-        """A slot's payload, or only `layers` of it, to a block."""
-        with self._on_in_stream():
-            copy_in(slot.payload, self.pool, block_id, layers)
+    def copy_in(
+        self, slots: Sequence[Slot], block_ids: Sequence[int], layers: range | None = None
+    ) -> None:
+        """Each slot's payload, or only `layers` of it, to its block.
+
+        The slots stay as they are until the copies are over, see `mark_copies_in`.
+        """
+        copy_pairs(
+            self._slots,
+            self._blocks,
+            [slot.index for slot in slots],
+            block_ids,
+            layers=slice(None) if layers is None else layers,
+            stream=self._in,
+            stable_source=True,
+        )
 
     def mark_copies_in(self) -> torch.cuda.Event | None:
         """An event behind the copies into the pool that were enqueued so far."""
         return None if self._in is None else self._in.record_event()
-
-    def _on_in_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._in is None else torch.cuda.stream(self._in)
 
 
 class PoolCopiers:
@@ -103,6 +113,16 @@ class PoolCopiers:
             event = self._copiers[group].mark_copies_in()
             if event is not None:
                 event.synchronize()
+
+
+def copy_batches(blocks: Sequence[BlockLoad]) -> Iterator[slice]:
+    """Runs of `blocks` of one pool group, not too long: between two a load can be called off."""
+    start = 0
+    for stop in range(1, len(blocks) + 1):
+        at_end = stop == len(blocks) or blocks[stop].group != blocks[start].group
+        if at_end or stop - start == _BATCH_BLOCKS:
+            yield slice(start, stop)
+            start = stop
 
 
 def clear_beyond(payload: Tensor, layout: KvCacheLayout, num_tokens: int) -> None:

@@ -19,6 +19,7 @@ from kvconnect.connector.pool_copier import PoolCopiers, clear_beyond
 from kvconnect.connector.staging import Slot, StagingPool
 from kvconnect.connector.store import OffloadStore
 from kvconnect.errors import BackendTimeout, KvConnectError
+from kvconnect.kernels.transfer import Transfer
 from kvconnect.keys import Shard, model_tag, store_key
 from kvconnect.trace import count, warn_once
 
@@ -30,13 +31,13 @@ _BATCHES_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Staged:
-    """A block that has left the pool, or will have once `copied` has happened."""
+    """A block that has left the pool, or will have once `copied` is done."""
 
     request_id: int
     number: int
     block: StoredBlock
     slot: Slot
-    copied: torch.cuda.Event | None
+    copied: Transfer
 
 
 class SaveQueue:
@@ -118,7 +119,7 @@ class SaveQueue:
             self._copiers.slot_for(slot, block.group)
             for block, slot in zip(blocks, slots, strict=True)
         ]
-        copied: dict[int, torch.cuda.Event | None] = {}
+        copied: dict[int, Transfer] = {}
         for group in dict.fromkeys(block.group for block in blocks):
             own = [at for at, block in enumerate(blocks) if block.group == group]
             ids = [blocks[at].block_id for at in own]
@@ -174,8 +175,8 @@ class SaveQueue:
         """Make the payloads whole: wait for copies from a GPU, clear what a tail does not fill."""
         for staged in batch:
             layout = self._copiers.layouts[staged.block.group]
-            if staged.copied is not None and not staged.copied.query():  # type: ignore[no-untyped-call]
-                await asyncio.to_thread(staged.copied.synchronize)
+            if not staged.copied.done():
+                await asyncio.to_thread(staged.copied.wait)
             tokens = staged.block.tokens
             if tokens is not None and len(tokens) < layout.tokens_per_block:
                 clear_beyond(staged.slot.payload, layout, len(tokens))

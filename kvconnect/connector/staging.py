@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.connector.data import Direction
 from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.paged import PagedKv
+from kvconnect.kernels.pinned import PinnedPool
+from kvconnect.layout import KvCacheLayout
 
 __all__ = ["Slot", "StagingPool"]
 
@@ -62,10 +64,8 @@ class StagingPool:
                 f"staging_bytes={staging_bytes}: one block takes {slot_nbytes} bytes; "
                 "give at least that, better 64 times as much"
             )
-        nbytes = self.num_slots * slot_nbytes
-        memory = torch.empty(nbytes + frame.ALIGNMENT, dtype=torch.uint8, pin_memory=pin)
-        offset = -memory.data_ptr() % frame.ALIGNMENT
-        self.region = memory[offset : offset + nbytes]
+        memory = PinnedPool(self.num_slots * slot_nbytes, slot_nbytes=slot_nbytes, pin=pin)
+        self.region = memory.memory
         self.slot_nbytes = slot_nbytes
         self._payload_nbytes = payload_nbytes
         self._limit = max(1, self.num_slots - self.num_slots // 4)
@@ -73,6 +73,17 @@ class StagingPool:
         self._used = dict.fromkeys(Direction, 0)
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
+
+    def paged(self, layout: KvCacheLayout) -> PagedKv:
+        """The payloads of all slots as blocks of `layout`, numbered as the slots are."""
+        _, layers, factor, elements = layout.flat_shape(1)
+        payloads = frame.payload(self.region, self.region.numel() - frame.HEADER_NBYTES)
+        flat = payloads[: payloads.numel() // layout.dtype.itemsize * layout.dtype.itemsize]
+        step = self.slot_nbytes // layout.dtype.itemsize
+        strides = (step, factor * elements, elements, 1)
+        words = flat.view(layout.dtype)
+        pool = words.as_strided((self.num_slots, layers, factor, elements), strides)
+        return PagedKv.from_pool(pool, layout)
 
     @property
     def num_free(self) -> int:

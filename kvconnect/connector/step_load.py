@@ -13,7 +13,7 @@ import torch
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload_data import BlockLoad, LoadBlocks
-from kvconnect.connector.pool_copier import PoolCopiers
+from kvconnect.connector.pool_copier import PoolCopiers, copy_batches
 from kvconnect.connector.staging import Slot, StagingPool
 from kvconnect.connector.store import OffloadStore
 from kvconnect.errors import BackendTimeout, KvConnectError
@@ -211,27 +211,30 @@ class StepLoad:
     # ------------------------------------------------------------------ on a copy thread
 
     def _copy_whole(self, pieces: Sequence[_Piece]) -> None:
-        for piece in pieces:
-            with self._copy_lock:
-                if self._closed:
-                    return
-                self._copiers[piece.block.group].copy_in(piece.slot, piece.block.block_id)
+        for batch in copy_batches([piece.block for piece in pieces]):
+            if not self._copy(pieces[batch]):
+                return
         self._copied(pieces)
 
     def _copy_by_layer(self, pieces: Sequence[_Piece]) -> None:
         for place, layer in enumerate(self._layers):
-            copier = self._copiers[layer.group]
-            for piece in pieces:
-                if piece.block.group != layer.group:
-                    continue
-                with self._copy_lock:
-                    if self._closed:
-                        return
-                    layers = range(layer.index, layer.index + 1)
-                    copier.copy_in(piece.slot, piece.block.block_id, layers)
-            self._events[place] = copier.mark_copies_in()
+            own = [piece for piece in pieces if piece.block.group == layer.group]
+            for batch in copy_batches([piece.block for piece in own]):
+                if not self._copy(own[batch], range(layer.index, layer.index + 1)):
+                    return
+            self._events[place] = self._copiers[layer.group].mark_copies_in()
             self._ready[place].set()
         self._copied(pieces)
+
+    def _copy(self, batch: Sequence[_Piece], layers: range | None = None) -> bool:
+        """Copy pieces of one pool group, unless it is too late."""
+        slots = [piece.slot for piece in batch]
+        block_ids = [piece.block.block_id for piece in batch]
+        with self._copy_lock:
+            if self._closed:
+                return False
+            self._copiers[batch[0].block.group].copy_in(slots, block_ids, layers)
+        return True
 
     def _copied(self, pieces: Sequence[_Piece]) -> None:
         # The slots are handed on.

@@ -27,13 +27,14 @@ class RecordingCopier(PoolCopier):
     poison: ClassVar[bool] = False  # copies from now on would do harm
     allowed: ClassVar[list[threading.Event]] = []
 
-    def copy_in(self, slot, block_id, layers=None):
+    def copy_in(self, slots, block_ids, layers=None):
         if layers is not None:
             assert self.allowed[layers.start].wait(10)
-        self.calls.append(layers)
+        self.calls.extend([layers] * len(slots))
         if self.poison:
-            slot.payload.view(LAYOUT.dtype).fill_(666.0)
-        super().copy_in(slot, block_id, layers)
+            for slot in slots:
+                slot.payload.view(LAYOUT.dtype).fill_(666.0)
+        super().copy_in(slots, block_ids, layers)
 
 
 @pytest.fixture

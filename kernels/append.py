@@ -1,0 +1,166 @@
+"""New keys and values written into a paged cache, each token at its slot."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.kernels import device, reference
+from kvconnect.kernels.block_ids import check_integers, check_targets, host_ids, kept
+from kvconnect.kernels.buffers import as_bytes
+from kvconnect.kernels.library import register
+from kvconnect.kernels.paged import PagedKv
+from kvconnect.kernels.submit import note_missing
+from kvconnect.kernels.work import AppendWork, Ids
+
+__all__ = ["reshape_and_cache"]
+
+_FEW_TOKENS = 8
+
+
+def reshape_and_cache(
+    key: Tensor, value: Tensor | None, kv: PagedKv, slot_mapping: Tensor, *, layer: int
+) -> None:
+    """Write new keys and values of one layer, each token's at its slot.
+
+    On a device it is enqueued on the current stream. It can be traced and exported.
+
+    Args:
+        key: ``[tokens, heads, key_dim]`` of the cache's dtype, with a contiguous last axis.
+        value: ``[tokens, heads, value_dim]``; ``None`` for a cache without values.
+        kv: the cache; changed.
+        slot_mapping: ``[tokens]`` int32 or int64, on the cache's device or the host: block times T
+            plus place in the block; distinct. Tokens of slot -1 are skipped.
+        layer: counts the layers of `kv` from 0.
+
+    Raises:
+        TypeError: wrong dtypes.
+        ValueError: wrong shapes, or a slot that is given twice.
+        IndexError: there is no such layer, or a slot on the host is out of range. (On the device
+            such slots are skipped, and counted in its error word.)
+        RuntimeError: devices differ. Nothing was written.
+    """
+    if not 0 <= layer < kv.num_layers:
+        raise IndexError(f"layer: {layer} is outside 0..{kv.num_layers - 1}")
+    if torch.compiler.is_compiling():
+        planes = kv.layer_views(range(layer, layer + 1))
+        _append(key, value, planes, slot_mapping, kv.layout)
+        return
+    states = _checked_states(key, value, kv, slot_mapping)
+    if not slot_mapping.shape[0]:
+        return
+    slots = None
+    if slot_mapping.is_cpu:
+        slots = host_ids("slot_mapping", slot_mapping, kv.num_blocks * kv.tokens, noun="slot ")
+        check_targets("slot_mapping", kept(slots).ids)
+    if device.wanted(kv.device):
+        try:
+            device.submit_append(_work(states, kv, slot_mapping, layer))
+            return
+        except device.NoDevice as error:
+            note_missing(error)
+    if slots is not None and kv.device.type == "cpu":
+        _write(states, kv, slots, layer)
+        return
+    for state, view in zip(states, kv.layer_views(range(layer, layer + 1)), strict=True):
+        plane = view if kv.layout == "NHD" else view.transpose(1, 2)
+        reference.append(state, plane, slot_mapping.tolist())
+
+
+def _checked_states(
+    key: Tensor, value: Tensor | None, kv: PagedKv, slots: Tensor
+) -> tuple[Tensor, ...]:
+    check_integers("slot_mapping", slots)
+    if slots.ndim != 1:
+        raise ConfigurationError(f"slot_mapping: {tuple(slots.shape)}; one axis is needed")
+    if kv.per_layer == 1 and value is not None and value.numel():
+        raise ConfigurationError("value: the cache has no values; give None")
+    if kv.per_layer == 2 and value is None:
+        raise ConfigurationError("value: None, but the cache has values")
+    count, device_ = slots.shape[0], kv.device
+    states = (key,) if kv.per_layer == 1 or value is None else (key, value)
+    for name, state, dim in zip(("key", "value"), states, (kv.key_dim, kv.value_dim), strict=False):
+        if state.dtype != kv.dtype:
+            raise TypeError(f"{name}: {state.dtype}, the cache is {kv.dtype}")
+        if state.device != device_:
+            raise RuntimeError(f"{name}: on {state.device}, the cache is on {device_}")
+        if state.shape != (count, kv.heads, dim):
+            raise ConfigurationError(
+                f"{name}: {tuple(state.shape)}; {(count, kv.heads, dim)} is needed"
+            )
+    if not slots.is_cpu and slots.device != device_:
+        raise RuntimeError(f"slot_mapping: on {slots.device}, the cache is on {kv.device}")
+    return tuple(state if state.stride(-1) == 1 else state.contiguous() for state in states)
+
+
+def _write(states: tuple[Tensor, ...], kv: PagedKv, slots: Ids, layer: int) -> None:
+    """On the host."""
+    if slots.shape[0] <= _FEW_TOKENS and _write_few(states, kv, slots.tolist(), layer):
+        return
+    valid = slots >= 0
+    some = None if valid.all() else valid
+    if some is not None:
+        slots = slots[some]
+    blocks, tokens = np.divmod(slots, kv.tokens)
+    for state, plane in zip(states, kv.slot_arrays(layer), strict=True):
+        rows = as_bytes(state).numpy()
+        if plane.ndim == 2:  # a token's heads follow each other, so they are one element
+            rows = np.ascontiguousarray(rows).reshape(len(rows), -1)
+        elements = rows.view(plane.dtype)[..., 0]
+        plane[blocks, tokens] = elements if some is None else elements[some]
+
+
+def _write_few(states: tuple[Tensor, ...], kv: PagedKv, slots: list[int], layer: int) -> bool:
+    """Token by token, where their heads follow each other; whether they do."""
+    size, first = kv.dtype.itemsize, layer * kv.per_layer
+    planes = kv.plane_bytes[first : first + kv.per_layer]
+    for state, plane in zip(states, planes, strict=True):
+        if kv.heads > 1 and not state.stride(1) * size == plane.row == plane.head:
+            return False
+    for state, plane in zip(states, planes, strict=True):
+        origin, step, width = state.data_ptr(), state.stride(0) * size, kv.heads * plane.row
+        for index, slot in enumerate(slots):
+            if slot >= 0:
+                block, token = divmod(slot, kv.tokens)
+                target = plane.offset + block * plane.block + token * plane.token
+                ctypes.memmove(target, origin + index * step, width)
+    return True
+
+
+def _work(states: tuple[Tensor, ...], kv: PagedKv, slots: Tensor, layer: int) -> AppendWork:
+    size = kv.dtype.itemsize
+    return AppendWork(
+        sources=tuple(state.data_ptr() for state in states),
+        source_strides=tuple((state.stride(0) * size, state.stride(1) * size) for state in states),
+        planes=kv.planes[layer * kv.per_layer : (layer + 1) * kv.per_layer],
+        slots=slots,
+        num_tokens=slots.shape[0],
+        block_tokens=kv.tokens,
+        heads=kv.heads,
+        num_blocks=kv.num_blocks,
+        device=kv.device,
+        keep=(*states, kv, slots),
+    )
+
+
+def _append_op(
+    key: Tensor, value: Tensor | None, planes: list[Tensor], slot_mapping: Tensor, layout: str
+) -> None:
+    kv = PagedKv.from_views(planes, layout=layout, per_layer=len(planes))
+    reshape_and_cache(key, value, kv, slot_mapping, layer=0)
+
+
+def _nothing(*_: object) -> None:
+    """Nothing to make: only the arguments change."""
+
+
+_append = register(
+    "reshape_and_cache(Tensor key, Tensor? value, Tensor(a!)[] planes, Tensor slot_mapping, "
+    "str layout) -> ()",
+    _append_op,
+    _nothing,
+)

@@ -1,0 +1,103 @@
+"""Compiled kernels on disk, so that a process compiles only what no other did before.
+
+A file is the SHA-256 of the cubin and the cubin; its name is the digest of everything that decides
+what the compiler makes. Files are written under another name first and renamed, so that what is
+found under a key is whole, or was damaged since: then it is compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["CubinCache", "CubinKey", "default_directory"]
+
+_DIGEST_NBYTES = 32
+
+
+def default_directory() -> Path:
+    """``kvconnect/cubins`` where the user keeps caches: ``XDG_CACHE_HOME``, or ``~/.cache``."""
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    # As the XDG specification says, relative paths there mean nothing.
+    base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
+    return base / "kvconnect" / "cubins"
+
+
+@dataclass(frozen=True, slots=True)
+class CubinKey:
+    """What decides the bytes of a cubin.
+
+    Attributes:
+        source: the text that is compiled.
+        arch: ``"sm_90"``.
+        compiler: version of NVRTC.
+        options: in the order in which they are given.
+    """
+
+    source: str
+    arch: str
+    compiler: str
+    options: tuple[str, ...]
+
+    def digest(self) -> str:
+        """A name for it: 64 hexadecimal digits."""
+        hashed = hashlib.sha256()
+        for field in (self.source, self.arch, self.compiler, *self.options):
+            data = field.encode()
+            hashed.update(len(data).to_bytes(8, "little"))
+            hashed.update(data)
+        return hashed.hexdigest()
+
+
+class CubinCache:
+    """Cubins by key. Several processes and threads may share a directory.
+
+    A directory that cannot be read or written costs time, nothing else.
+
+    Args:
+        directory: made when first written to; by default `default_directory`.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or default_directory()
+
+    def get(self, key: CubinKey, make: Callable[[], bytes]) -> bytes:
+        """The cubin of `key`: as it was kept, or else made and kept.
+
+        Whatever `make` raises goes through; then nothing was kept.
+        """
+        path = self._directory / f"{key.digest()}.cubin"
+        kept = _read(path)
+        if kept is not None:
+            return kept
+        cubin = make()
+        with suppress(OSError):
+            _write(path, [hashlib.sha256(cubin).digest(), cubin])
+        return cubin
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = data[:_DIGEST_NBYTES], data[_DIGEST_NBYTES:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
+
+
+def _write(path: Path, parts: Sequence[bytes]) -> None:
+    # The driver runs what is found here, so nobody else may write it.
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.writelines(parts)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

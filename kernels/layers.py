@@ -1,0 +1,170 @@
+"""The forms in which engines hold a paged KV cache, as planes of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["KvLayer", "Planes", "check_layout", "layer_planes", "pool_planes"]
+
+KvLayer: TypeAlias = Tensor | tuple[Tensor, Tensor]
+"""One layer's cache: keys and values in one tensor, or one tensor of each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planes:
+    """Views of one shape (but for the last axis), layer by layer, keys before values.
+
+    Attributes:
+        views: ``[num_blocks, T, heads, dim]`` or, HND, ``[num_blocks, heads, T, dim]``.
+        per_layer: 2, or 1 where there are no values.
+    """
+
+    views: tuple[Tensor, ...]
+    per_layer: int
+
+    @staticmethod
+    def checked(views: Sequence[Tensor], per_layer: int, name: str) -> Planes:
+        """The planes of these views.
+
+        Raises:
+            TypeError: dtypes differ.
+            ValueError: shapes differ, or strides make elements share memory.
+            RuntimeError: they are on different devices.
+        """
+        if not views:
+            raise ConfigurationError(f"{name}: no layers; at least one is needed")
+        for number, view in enumerate(views):
+            first = views[number % per_layer]
+            if view.dtype != views[0].dtype:
+                raise TypeError(f"{name}: both {views[0].dtype} and {view.dtype}")
+            if view.device != views[0].device:
+                raise RuntimeError(f"{name}: on {views[0].device} and on {view.device}")
+            if view.shape != first.shape or view.shape[:3] != views[0].shape[:3]:
+                raise ConfigurationError(
+                    f"{name}: shapes differ, {tuple(first.shape)} and {tuple(view.shape)}"
+                )
+            _check_strides(name, view)
+        return Planes(tuple(_with_unit_rows(view) for view in views), per_layer)
+
+
+def check_layout(name: str, layout: str) -> None:
+    """Raises ValueError unless `layout` is NHD or HND."""
+    if layout not in {"NHD", "HND"}:
+        raise ConfigurationError(f"{name}='{layout}': {nearest(layout, ('NHD', 'HND'))}")
+
+
+def pool_planes(pool: Tensor, layout: KvCacheLayout | None) -> Planes:
+    """The planes of a pool; see `PagedKv.from_pool`."""
+    _check_tensor("pool", pool)
+    if layout is not None:
+        pool = _unfolded(pool, layout)
+    if pool.ndim == 6 and pool.shape[2] == 2:
+        views = [plane for layer in pool.unbind(1) for plane in layer.unbind(1)]
+        return Planes.checked(views, 2, "pool")
+    if layout is None or pool.ndim != 4:
+        raise ConfigurationError(
+            f"pool: {tuple(pool.shape)} must be [num_blocks, num_layers, 2, T, heads, head_dim], "
+            "or [num_blocks, num_layers, kv_factor, elements] with its layout"
+        )
+    size, heads = layout.tokens_per_block, layout.num_kv_heads
+    keys = size * heads * layout.key_dim
+    views = []
+    for plane in pool[:, :, 0].unbind(1):
+        views.append(torch.unflatten(plane[:, :keys], 1, (size, heads, layout.key_dim)))
+        if layout.value_dim:
+            views.append(torch.unflatten(plane[:, keys:], 1, (size, heads, layout.value_dim)))
+    return Planes.checked(views, 2 if layout.value_dim else 1, "pool")
+
+
+def _unfolded(pool: Tensor, layout: KvCacheLayout) -> Tensor:
+    """With an axis for each of tokens, heads and dim where keys and values have the same."""
+    if pool.dtype != layout.dtype:
+        raise TypeError(f"pool: {pool.dtype}, its layout says {layout.dtype}")
+    folded = layout.flat_shape(pool.shape[0] if pool.ndim else 0)
+    inner = (layout.tokens_per_block, layout.num_kv_heads, layout.key_dim)
+    if tuple(pool.shape) == folded:
+        return torch.unflatten(pool, 3, inner) if layout.kv_factor == 2 else pool
+    if layout.kv_factor == 1 or tuple(pool.shape) != (*folded[:3], *inner):
+        raise ConfigurationError(f"pool: {tuple(pool.shape)}, its layout says {folded}")
+    return pool
+
+
+def layer_planes(layers: Sequence[KvLayer], layout: str) -> Planes:
+    """The planes of one cache per layer; see `PagedKv.from_layers`."""
+    check_layout("layout", layout)
+    if not len(layers):
+        raise ConfigurationError("layers: none; at least one is needed")
+    found = [_layer(f"layers[{index}]", layer, layout) for index, layer in enumerate(layers)]
+    counts = {len(planes) for planes in found}
+    if len(counts) > 1:
+        raise ConfigurationError("layers: some have values and some have not; all must be alike")
+    return Planes.checked([view for planes in found for view in planes], counts.pop(), "layers")
+
+
+def _layer(name: str, layer: KvLayer, layout: str) -> tuple[Tensor, ...]:
+    if isinstance(layer, (tuple, list)):
+        if len(layer) != 2:
+            raise ConfigurationError(f"{name}: {len(layer)} tensors; a pair (K, V) is needed")
+        for part, view in zip(("K", "V"), layer, strict=True):
+            _check_tensor(f"{name} {part}", view)
+            if view.ndim != 4:
+                raise ConfigurationError(
+                    f"{name} {part}: {tuple(view.shape)} must be [num_blocks, T, heads, dim]"
+                )
+        keys, values = layer
+        return (keys, values) if values.shape[3] else (keys,)
+    _check_tensor(name, layer)
+    if layer.ndim == 3:
+        return (layer.unsqueeze(2 if layout == "NHD" else 1),)
+    axes = [axis for axis in (0, 1) if layer.ndim == 5 and layer.shape[axis] == 2]
+    if len(axes) == 2:
+        raise ConfigurationError(
+            f"{name}: {tuple(layer.shape)} can be [2, num_blocks, ...] and [num_blocks, 2, ...]; "
+            "give a pair (K, V)"
+        )
+    if not axes:
+        raise ConfigurationError(
+            f"{name}: {tuple(layer.shape)} must be [2, num_blocks, T, heads, dim], [num_blocks, 2, "
+            "T, heads, dim], a pair (K, V) or [num_blocks, T, dim]"
+        )
+    keys, values = layer.unbind(axes[0])
+    return (keys, values)
+
+
+def _check_strides(name: str, view: Tensor) -> None:
+    shape, strides = view.shape, view.stride()
+    if any(length < 1 for length in shape[1:]):
+        raise ConfigurationError(f"{name}: shape {tuple(shape)} has an axis of length 0")
+    if shape[3] > 1 and strides[3] != 1:
+        raise ConfigurationError(
+            f"{name}: strides {strides}: the last axis must be contiguous; call contiguous() on it"
+        )
+    # Sorted by stride every axis must step over all that the ones below it span.
+    span = 1
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if length > 1:
+            if stride < span:
+                raise ConfigurationError(
+                    f"{name}: strides {strides} of {tuple(shape)} make elements share memory"
+                )
+            span = stride * (length - 1) + span
+
+
+def _with_unit_rows(view: Tensor) -> Tensor:
+    """A row of one element may have any stride; views as bytes want it to be 1."""
+    if view.stride(3) == 1:
+        return view
+    return view.as_strided(view.shape, (*view.stride()[:3], 1), view.storage_offset())
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: a tensor is needed, this is {type(value).__name__}")

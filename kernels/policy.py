@@ -1,0 +1,83 @@
+"""What this machine can do, and which way copies take on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvconnect.kernels.calibrate import find_thresholds, measure_on
+from kvconnect.kernels.copy_policy import CopyPolicy
+from kvconnect.kernels.cuda_library import cuda_library
+from kvconnect.kernels.device import device_work, policy_of, set_policy
+from kvconnect.kernels.driver import NoDevice
+from kvconnect.kernels.nvrtc import NvrtcMissing, find_nvrtc
+
+__all__ = ["Capabilities", "CopyPolicy", "calibrate", "capabilities", "policy_of", "set_policy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What copies can use here.
+
+    Attributes:
+        devices: names of the CUDA devices that torch can use.
+        driver: the CUDA version that the driver supports, as ``"13.0"``; ``None`` without one.
+        nvrtc: version of the compiler; ``None`` without one.
+        batched_dma: whether the driver takes copies in batches (since CUDA 12.8), or one by one.
+        missing: what kernels lack here, a sentence each; empty if nothing.
+    """
+
+    devices: tuple[str, ...]
+    driver: str | None
+    nvrtc: str | None
+    batched_dma: bool
+    missing: tuple[str, ...]
+
+    @property
+    def kernels(self) -> bool:
+        """Whether kernels can run."""
+        return not self.missing
+
+
+def capabilities() -> Capabilities:
+    """What there is; raises nothing, compiles nothing, and takes no memory of a device."""
+    missing = []
+    driver, batched, nvrtc = None, False, None
+    try:
+        library = cuda_library()
+        driver, batched = "{}.{}".format(*library.version), library.batch is not None
+    except NoDevice as error:
+        missing.append(str(error))
+    try:
+        nvrtc = find_nvrtc().version
+    except NvrtcMissing as error:
+        missing.append(str(error))
+    devices: tuple[str, ...] = ()
+    if torch.cuda.is_available():
+        devices = tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+    elif driver is not None:
+        missing.append(f"torch {torch.__version__} is built without CUDA, or sees no device")
+    return Capabilities(devices, driver, nvrtc, batched, tuple(missing))
+
+
+def calibrate(device: torch.device) -> CopyPolicy:
+    """Measure the ways of a device against each other, and put what comes of it in force.
+
+    Takes seconds, 256 MiB on the device and as much page-locked memory, and waits for the device.
+    Without a CUDA device there is nothing to measure: the result is the default, and nothing else
+    happens.
+
+    Args:
+        device: whose copies are measured.
+
+    Raises:
+        NoDevice: it is a CUDA device, but there is no driver or no compiler.
+        DriverError: the device failed meanwhile; the policy is what it was.
+    """
+    if device.type != "cuda":
+        return CopyPolicy()
+    work = device_work(device)
+    policy = find_thresholds(work.policy, measure_on(work, device))
+    set_policy(device, policy)
+    return policy

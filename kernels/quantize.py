@@ -1,0 +1,260 @@
+"""KV blocks as values of one byte with a scale for each row, and back.
+
+A row is one head's elements of one token. With ``limit`` 448 (fp8_e4m3) or 127 (int8), all in
+float32: ``scale = max|x| / limit``, and each value is ``x * limit / max|x|``, rounded to nearest
+even. So the error of an element is at most ``max|x| / 28`` of its row with fp8_e4m3 (relative to
+the element itself 1/16), and ``max|x| / 254`` with int8. A row of zeros comes back as zeros; a row
+with an element that is not finite comes back as NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.kernels import device, reference
+from kvconnect.kernels.block_ids import BlockIds, Placed, check_targets, host_ids, kept
+from kvconnect.kernels.buffers import typed_rows
+from kvconnect.kernels.host_quantize import CHUNK_ELEMENTS, quantize_rows
+from kvconnect.kernels.library import register
+from kvconnect.kernels.paged import PagedKv, bound
+from kvconnect.kernels.submit import note_missing, run_plainly
+from kvconnect.kernels.transfer import DONE, Transfer
+from kvconnect.kernels.work import QuantizeWork
+
+__all__ = ["CODES", "dequantize_blocks", "quantize_blocks"]
+
+CODES = tuple(reference.LIMITS)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_VALUE_DTYPES = {
+    "fp8_e4m3": (torch.float8_e4m3fn, torch.uint8),
+    "int8": (torch.int8, torch.uint8),
+}
+
+
+def quantize_blocks(
+    kv: PagedKv,
+    block_ids: BlockIds,
+    out_values: Tensor,
+    out_scales: Tensor,
+    *,
+    dtype: str,
+    stream: Any = None,
+) -> Transfer:
+    """Quantise blocks into contiguous buffers, in one pass.
+
+    Args:
+        kv: where the blocks are; float32, float16 or bfloat16.
+        block_ids: ``[n]`` on the host, may repeat; rows of -1 are left as they are.
+        out_values: ``[n, elements of a block]`` of uint8, or of the type `dtype` names; in the
+            order of `gather_blocks`.
+        out_scales: ``[n, elements / dim]`` float32: of each row, in the same order.
+        dtype: ``"fp8_e4m3"`` or ``"int8"``.
+        stream: a `torch.cuda.Stream`; ignored on the host.
+
+    Raises:
+        TypeError: wrong dtypes.
+        ValueError: wrong shapes or strides.
+        IndexError: an id is out of range.
+        RuntimeError: devices differ. Nothing was written.
+    """
+    if torch.compiler.is_compiling():
+        ids = torch.as_tensor(block_ids)
+        _quantize(list(kv.views), ids, out_values, out_scales, kv.layout, kv.per_layer, dtype)
+        return DONE
+    names = ("out_values", "out_scales")
+    job = _checked(kv, block_ids, out_values, out_scales, dtype, names)
+    return DONE if job is None else _run(job, stream, forward=True)
+
+
+def dequantize_blocks(
+    values: Tensor,
+    scales: Tensor,
+    kv: PagedKv,
+    block_ids: BlockIds,
+    *,
+    dtype: str,
+    stream: Any = None,
+) -> Transfer:
+    """Fill blocks with what `quantize_blocks` wrote: its mirror.
+
+    Args:
+        values: as `out_values` there.
+        scales: as `out_scales` there.
+        kv: where the blocks are; changed.
+        block_ids: ``[n]`` on the host, distinct; rows of -1 are skipped.
+        dtype: what they were quantised to.
+        stream: a `torch.cuda.Stream`; ignored on the host.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as `quantize_blocks`; also ``ValueError``
+            for an id that is given twice. Nothing was written.
+    """
+    if torch.compiler.is_compiling():
+        ids = torch.as_tensor(block_ids)
+        _dequantize(values, scales, list(kv.views), ids, kv.layout, kv.per_layer, dtype)
+        return DONE
+    job = _checked(kv, block_ids, values, scales, dtype, ("values", "scales"))
+    if job is None:
+        return DONE
+    check_targets("block_ids", job.placed.ids)
+    return _run(job, stream, forward=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """What is to be done, checked; values as bytes."""
+
+    kv: PagedKv
+    placed: Placed
+    values: Tensor
+    scales: Tensor
+    code: str
+
+
+def _checked(
+    kv: PagedKv,
+    block_ids: BlockIds,
+    values: Tensor,
+    scales: Tensor,
+    code: str,
+    names: tuple[str, str],
+) -> _Job | None:
+    if code not in CODES:
+        raise ConfigurationError(f"dtype='{code}': {nearest(code, CODES)}")
+    if kv.dtype not in _DTYPES:
+        raise TypeError(f"kv: {kv.dtype}; one of {_DTYPES} is needed")
+    if values.dtype not in _VALUE_DTYPES[code]:
+        raise TypeError(f"{names[0]}: {values.dtype}; one of {_VALUE_DTYPES[code]} is needed")
+    if scales.dtype != torch.float32:
+        raise TypeError(f"{names[1]}: {scales.dtype}; torch.float32 is needed")
+    for name, tensor in zip(names, (values, scales), strict=True):
+        if tensor.device != kv.device:
+            raise RuntimeError(f"{name}: on {tensor.device}, the cache is on {kv.device}")
+    ids = host_ids("block_ids", block_ids, kv.num_blocks)
+    elements = kv.block_nbytes // kv.dtype.itemsize
+    as_bytes = typed_rows(names[0], values, len(ids), elements).view(torch.uint8)
+    rows = len(kv.views) * kv.tokens * kv.heads
+    as_rows = typed_rows(names[1], scales, len(ids), rows)
+    placed = kept(ids)
+    return _Job(kv, placed, as_bytes, as_rows, code) if len(placed.ids) else None
+
+
+def _run(job: _Job, stream: Any, *, forward: bool) -> Transfer:
+    if device.wanted(job.kv.device):
+        try:
+            return device.submit_quantize(_work(job, forward=forward), stream=stream)
+        except device.NoDevice as error:
+            note_missing(error)
+
+    def plainly() -> None:
+        (_quantize_plainly if forward else _dequantize_plainly)(job)
+
+    return run_plainly(plainly, job.kv.device, stream, (job,))
+
+
+def _quantize_plainly(job: _Job) -> None:
+    for ids, places in _chunks(job):
+        value, row = 0, 0
+        for view in job.kv.views:
+            values, scales = quantize_rows(view.index_select(0, ids), job.code)
+            next_value, next_row = value + values[0].numel(), row + scales[0].numel()
+            job.values[places, value:next_value] = values.flatten(1)
+            job.scales[places, row:next_row] = scales.flatten(1)
+            value, row = next_value, next_row
+
+
+def _dequantize_plainly(job: _Job) -> None:
+    for ids, places in _chunks(job):
+        value, row = 0, 0
+        for view in job.kv.views:
+            shape = (len(ids), *view.shape[1:])
+            next_value = value + view[0].numel()
+            next_row = row + view[0].numel() // view.shape[3]
+            values = job.values[places, value:next_value].view(shape)
+            scales = job.scales[places, row:next_row].view(shape[:3])
+            view.index_copy_(0, ids, reference.dequantize(values, scales, job.code, view.dtype))
+            value, row = next_value, next_row
+
+
+def _chunks(job: _Job) -> list[tuple[Tensor, Tensor]]:
+    """Ids and places, few enough at a time."""
+    size = max(1, CHUNK_ELEMENTS // job.kv.views[0][0].numel())
+    device_ = job.kv.device
+    ids, places = (
+        torch.from_numpy(part).to(device_) for part in (job.placed.ids, job.placed.places)
+    )
+    return list(zip(torch.split(ids, size), torch.split(places, size), strict=True))
+
+
+def _work(job: _Job, *, forward: bool) -> QuantizeWork:
+    kv = job.kv
+    return QuantizeWork(
+        planes=kv.planes,
+        tokens=kv.tokens,
+        heads=kv.heads,
+        tokens_first=kv.layout == "NHD",
+        block_ids=job.placed.ids,
+        places=job.placed.places,
+        values=job.values.data_ptr(),
+        scales=job.scales.data_ptr(),
+        values_step=job.values.stride(0),
+        scales_step=job.scales.stride(0) * 4,
+        dtype=kv.dtype,
+        code=job.code,
+        forward=forward,
+        num_blocks=kv.num_blocks,
+        device=kv.device,
+        keep=(kv, job.values, job.scales, job.placed),
+    )
+
+
+# ---------------------------------------------------------------------------- as torch sees them
+
+
+def _quantize_op(
+    planes: list[Tensor],
+    block_ids: Tensor,
+    out_values: Tensor,
+    out_scales: Tensor,
+    layout: str,
+    per_layer: int,
+    dtype: str,
+) -> None:
+    quantize_blocks(
+        bound(planes, layout, per_layer), block_ids, out_values, out_scales, dtype=dtype
+    )
+
+
+def _dequantize_op(
+    values: Tensor,
+    scales: Tensor,
+    planes: list[Tensor],
+    block_ids: Tensor,
+    layout: str,
+    per_layer: int,
+    dtype: str,
+) -> None:
+    dequantize_blocks(values, scales, bound(planes, layout, per_layer), block_ids, dtype=dtype)
+
+
+def _nothing(*_: object) -> None:
+    """Nothing to make: only the arguments change."""
+
+
+_quantize = register(
+    "quantize_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out_values, "
+    "Tensor(b!) out_scales, str layout, int per_layer, str dtype) -> ()",
+    _quantize_op,
+    _nothing,
+)
+_dequantize = register(
+    "dequantize_blocks(Tensor values, Tensor scales, Tensor(a!)[] planes, Tensor block_ids, "
+    "str layout, int per_layer, str dtype) -> ()",
+    _dequantize_op,
+    _nothing,
+)

@@ -1,0 +1,110 @@
+"""One block's bytes quantised, as a codec of stores wants it: of a fixed size, without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.kernels import reference
+from kvconnect.kernels.host_quantize import CHUNK_ELEMENTS, quantize_rows
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["dequantize_payload", "quantize_payload", "quantized_nbytes"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def quantized_nbytes(layout: KvCacheLayout) -> int:
+    """Bytes of a quantised block of `layout`: a float32 scale for each row, then the values.
+
+    Raises:
+        ConfigurationError: its elements are not float32, float16 or bfloat16.
+    """
+    if layout.dtype not in _DTYPES:
+        raise ConfigurationError(
+            f"dtype: blocks of {layout.dtype} cannot be quantised, only those of float32, float16 "
+            "and bfloat16"
+        )
+    return 4 * _num_rows(layout) + layout.block_nbytes // layout.dtype.itemsize
+
+
+def quantize_payload(payload: Tensor, layout: KvCacheLayout, out: Tensor, *, dtype: str) -> None:
+    """Quantise a block's bytes to `out`; see `kvconnect.kernels.quantize` for how.
+
+    Args:
+        payload: 1-D contiguous uint8 host tensor of ``layout.block_nbytes``, aligned to elements.
+        layout: of the block.
+        out: 1-D contiguous uint8 host tensor of `quantized_nbytes`, 4-byte-aligned; changed.
+        dtype: ``"fp8_e4m3"`` or ``"int8"``.
+
+    Raises:
+        ConfigurationError: one of them is not what it must be; nothing was written.
+    """
+    for rows, values, scales in _parts(payload, layout, out, dtype):
+        quantized, scale = quantize_rows(rows, dtype)
+        values.copy_(quantized)
+        scales.copy_(scale)
+
+
+def dequantize_payload(encoded: Tensor, layout: KvCacheLayout, out: Tensor, *, dtype: str) -> None:
+    """Restore a block's bytes to `out` from what `quantize_payload` wrote: its mirror.
+
+    Any bytes of the right length give some block. Raises as `quantize_payload` does.
+    """
+    for rows, values, scales in _parts(out, layout, encoded, dtype):
+        rows.copy_(reference.dequantize(values, scales, dtype, layout.dtype))
+
+
+def _num_rows(layout: KvCacheLayout) -> int:
+    planes = 2 if layout.value_dim else 1
+    return layout.num_layers * planes * layout.tokens_per_block * layout.num_kv_heads
+
+
+def _parts(
+    payload: Tensor, layout: KvCacheLayout, encoded: Tensor, code: str
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Rows ``[n, dim]``, their values as uint8 ``[n, dim]`` and their scales ``[n]``, as views."""
+    if code not in reference.LIMITS:
+        raise ConfigurationError(f"dtype='{code}': {nearest(code, reference.LIMITS)}")
+    for name, buffer, nbytes in (
+        ("payload", payload, layout.block_nbytes),
+        ("encoded", encoded, quantized_nbytes(layout)),
+    ):
+        if buffer.dtype != torch.uint8 or buffer.shape != (nbytes,) or buffer.stride() != (1,):
+            raise ConfigurationError(
+                f"{name}: {nbytes} contiguous bytes are needed, this is {buffer.dtype} "
+                f"{tuple(buffer.shape)}"
+            )
+    num_rows = _num_rows(layout)
+    scales, values = encoded[: 4 * num_rows].view(torch.float32), encoded[4 * num_rows :]
+    rows = payload.view(layout.dtype)
+    if layout.kv_factor == 2:
+        return _chunks(rows.view(-1, layout.key_dim), values.view(-1, layout.key_dim), scales)
+    return _uneven_parts(rows, values, scales, layout)
+
+
+def _uneven_parts(
+    rows: Tensor, values: Tensor, scales: Tensor, layout: KvCacheLayout
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Keys and values of different dim lie in one plane, keys first."""
+    heads = layout.tokens_per_block * layout.num_kv_heads
+    keys = heads * layout.key_dim
+    planes = (rows.view(-1, layout.plane_elements), values.view(-1, layout.plane_elements))
+    for layer in range(layout.num_layers):
+        for low, high, dim in ((0, keys, layout.key_dim), (keys, None, layout.value_dim)):
+            if dim:
+                own = [plane[layer, low:high].view(-1, dim) for plane in planes]
+                yield own[0], own[1], scales[:heads]
+                scales = scales[heads:]
+
+
+def _chunks(
+    rows: Tensor, values: Tensor, scales: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    size = max(1, CHUNK_ELEMENTS // rows.shape[1])
+    for start in range(0, len(rows), size):
+        part = slice(start, start + size)
+        yield rows[part], values[part], scales[part]

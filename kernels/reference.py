@@ -1,0 +1,143 @@
+"""Every op in plain torch: what the others are tested against, and what ``path="torch"`` runs.
+
+Written to be obviously right, on any device and between devices; nothing is checked. Whole tensors
+are indexed where that says it best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "append",
+    "copy",
+    "dequantize",
+    "gather",
+    "quantize",
+    "scatter",
+    "transpose",
+    "update_packed",
+    "update_padded",
+]
+
+LIMITS = {"fp8_e4m3": 448.0, "int8": 127.0}
+"""The largest value of each code."""
+
+_MAX = torch.finfo(torch.float32).max
+
+
+def gather(planes: Sequence[Tensor], block_ids: Sequence[int], out: Tensor) -> None:
+    """Row i of `out` becomes block ``block_ids[i]``; -1 is skipped.
+
+    Args:
+        planes: ``[num_blocks, T, heads, dim]`` or ``[num_blocks, heads, T, dim]`` each.
+        block_ids: as many as `out` has rows.
+        out: uint8 ``[rows, bytes of a block]``.
+    """
+    for row, block_id in enumerate(block_ids):
+        if block_id >= 0:
+            parts = [_flat(plane[block_id]) for plane in planes]
+            out[row] = torch.cat(parts).to(out.device)
+
+
+def scatter(src: Tensor, planes: Sequence[Tensor], block_ids: Sequence[int]) -> None:
+    """Block ``block_ids[i]`` becomes row i of `src`: the mirror of `gather`."""
+    for row, block_id in enumerate(block_ids):
+        if block_id >= 0:
+            parts = torch.split(src[row], [_flat(plane[0]).numel() for plane in planes])
+            for plane, part in zip(planes, parts, strict=True):
+                block = _bytes(plane[block_id])
+                block.copy_(part.view(block.shape))
+
+
+def copy(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    pairs: Sequence[tuple[int, int]],
+    num_tokens: Sequence[int] | None = None,
+    *,
+    token_axis: int = 0,
+) -> None:
+    """Block ``pairs[i][1]`` becomes block ``pairs[i][0]``, its first ``num_tokens[i]`` tokens.
+
+    Pairs with a -1 are skipped. `token_axis` is the axis of tokens within a block: 0 for NHD.
+    """
+    for source, target in zip(sources, targets, strict=True):
+        old, new = _bytes(source), _bytes(target)
+        for index, (from_id, to_id) in enumerate(pairs):
+            if from_id >= 0 and to_id >= 0:
+                count = old.shape[1 + token_axis] if num_tokens is None else num_tokens[index]
+                to_tokens = new[to_id].narrow(token_axis, 0, count)
+                to_tokens.copy_(old[from_id].narrow(token_axis, 0, count))
+
+
+def transpose(src: Tensor, dst: Tensor) -> None:
+    """``dst[..., i, j, :] = src[..., j, i, :]``."""
+    _bytes(dst).copy_(_bytes(src).transpose(-3, -2))
+
+
+def append(states: Tensor, plane: Tensor, slots: Sequence[int]) -> None:
+    """Token i, ``states[i]`` (``[heads, dim]``), goes to slot ``slots[i]``; -1 is skipped.
+
+    `plane` is ``[num_blocks, T, heads, dim]``; slot s is token ``s % T`` of block ``s // T``.
+    """
+    tokens = plane.shape[1]
+    for index, slot in enumerate(slots):
+        if slot >= 0:
+            _bytes(plane)[slot // tokens, slot % tokens] = _bytes(states)[index]
+
+
+def update_padded(cache: Tensor, update: Tensor, write_indices: Sequence[int]) -> None:
+    """``cache[i, :, write_indices[i] + s] = update[i, :, s]``, see `kv_cache_update`."""
+    length = update.shape[2]
+    for index, start in enumerate(write_indices):
+        _bytes(cache)[index, :, start : start + length] = _bytes(update)[index]
+
+
+def update_packed(
+    cache: Tensor, update: Tensor, write_indices: Sequence[int], update_lengths: Sequence[int]
+) -> None:
+    """The same with sequences packed one after the other: ``[tokens, heads, dim]``."""
+    for index, start in enumerate(write_indices):
+        first, stop = update_lengths[index : index + 2]
+        part = _bytes(update)[first:stop].transpose(0, 1)
+        _bytes(cache)[index, :, start : start + stop - first] = part
+
+
+def quantize(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
+    """Values of one byte and a scale for each row; see `kvconnect.kernels.quantize`.
+
+    Args:
+        rows: ``[..., dim]`` float32, float16 or bfloat16.
+        code: ``"fp8_e4m3"`` or ``"int8"``.
+
+    Returns:
+        Values as uint8 ``[..., dim]`` and scales as float32 ``[...]``.
+    """
+    limit, exact = LIMITS[code], rows.float()
+    largest = exact.abs().amax(-1, keepdim=True)
+    finite = exact.isfinite().all(-1, keepdim=True)
+    # Not `limit / largest`: torch makes a reciprocal and a product of that, rounded twice.
+    inverse = (torch.full_like(largest, limit) / largest).clamp(max=_MAX)
+    scaled = torch.where(finite & (largest > 0), exact * inverse, 0.0).clamp(-limit, limit)
+    scales = torch.where(finite, largest / limit, torch.nan)
+    values = scaled.to(torch.float8_e4m3fn) if code == "fp8_e4m3" else scaled.round().to(torch.int8)
+    return values.view(torch.uint8), scales.squeeze(-1)
+
+
+def dequantize(values: Tensor, scales: Tensor, code: str, dtype: torch.dtype) -> Tensor:
+    """Rows of `dtype` from what `quantize` returned."""
+    stored = torch.float8_e4m3fn if code == "fp8_e4m3" else torch.int8
+    return (values.view(stored).float() * scales.unsqueeze(-1)).to(dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes; few operations exist for every dtype."""
+    return tensor.view(torch.uint8)
+
+
+def _flat(block: Tensor) -> Tensor:
+    return _bytes(block).reshape(-1)

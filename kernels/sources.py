@@ -1,0 +1,56 @@
+"""The CUDA sources, and what of them is compiled for a launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["VECTOR_NBYTES", "CompiledPart", "Kernel", "source_text", "vector_nbytes"]
+
+VECTOR_NBYTES = (16, 8, 4, 2, 1)
+"""The widths of access that parts are compiled for."""
+
+_FOLDER = Path(__file__).parent
+_SHARED = "vectors"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPart:
+    """One source file under one set of definitions: what is compiled, and cached, as a whole.
+
+    Attributes:
+        file: name of the source without ``.cu``.
+        defines: macros and their values.
+    """
+
+    file: str
+    defines: tuple[tuple[str, int], ...]
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What a compiler is told, apart from the architecture. nvcc and NVRTC agree on it."""
+        return ("--std=c++17", *(f"-D{name}={value}" for name, value in self.defines))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A function of a compiled part."""
+
+    part: CompiledPart
+    entry: str
+
+
+@cache
+def source_text(file: str) -> str:
+    """All that is compiled for `file`: what the kernels share, and the file."""
+    names = (_SHARED, file)
+    return "\n".join((_FOLDER / f"{name}.cu").read_text(encoding="utf-8") for name in names)
+
+
+def vector_nbytes(*alignments: int) -> int:
+    """The widest access that all of these addresses, strides and lengths are multiples of."""
+    bits = VECTOR_NBYTES[0]
+    for value in alignments:
+        bits |= value
+    return bits & -bits

@@ -1,0 +1,212 @@
+"""New keys and values written into a linear cache; `reshape_and_cache` for a paged one."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.kernels import device, reference
+from kvconnect.kernels.append import reshape_and_cache
+from kvconnect.kernels.buffers import as_bytes
+from kvconnect.kernels.library import register
+from kvconnect.kernels.submit import note_missing
+from kvconnect.kernels.update_checks import check_memory, check_shapes, check_values
+from kvconnect.kernels.work import UpdateWork
+
+__all__ = ["kv_cache_update", "reshape_and_cache"]
+
+_FEW_RUNS = 6  # fewer than NumPy's own cost
+_FEW_NBYTES = 1 << 20
+_THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
+
+
+def kv_cache_update(
+    cache: Tensor,
+    update: Tensor,
+    write_indices: Tensor,
+    update_lengths: Tensor | None = None,
+    *,
+    update_form: str = "padded_bhnd",
+    cache_mode: str = "linear",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Write new keys (or values) into a linear cache, in place: TensorRT's IKVCacheUpdateLayer.
+
+    ``cache[i, :, write_indices[i] + s, :] = update[i, :, s, :]``, and all else is unchanged. On a
+    device it is enqueued on the current stream. It can be traced and exported.
+
+    Args:
+        cache: ``[B, N, S_max, H]``, float64, float32, float16, bfloat16 or a type of one byte; any
+            strides, but for a contiguous last axis.
+        update: of the cache's dtype; ``[B, N, S_new, H]``, or packed ``[total_tokens, N, H]``.
+        write_indices: ``[B]`` int32 or int64, where each sequence's update begins; on the cache's
+            device or the host.
+        update_lengths: packed only: ``[B + 1]``, where each sequence begins in `update`, and its
+            end: from 0 to ``total_tokens``, never decreasing.
+        update_form: ``"padded_bhnd"`` or ``"packed_nhd"``.
+        cache_mode: ``"linear"``; there is no other yet.
+        out: where the result is wanted; only `cache` itself is possible.
+
+    Returns:
+        `cache`.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, `update_form`, `cache_mode`, `out`; packed without lengths, or lengths
+            that do not start at 0, decrease, or do not end at ``total_tokens``.
+        IndexError: on the host, a sequence's update begins before 0 or ends beyond ``S_max``.
+            (Indices on a device are clamped, and counted in its error word.)
+        RuntimeError: devices differ. Nothing was written.
+    """
+    if cache_mode != "linear":
+        raise ConfigurationError(f"cache_mode='{cache_mode}': only 'linear' is supported")
+    if update_form not in {"padded_bhnd", "packed_nhd"}:
+        hint = nearest(update_form, ("padded_bhnd", "packed_nhd"))
+        raise ConfigurationError(f"update_form='{update_form}': {hint}")
+    packed = update_form == "packed_nhd"
+    if packed != (update_lengths is not None):
+        raise ConfigurationError(
+            f"update_lengths: {'needed' if packed else 'not possible'} with '{update_form}'"
+        )
+    if out is not None and out is not cache and not _same_memory(out, cache):
+        raise ConfigurationError(
+            "out: must be the cache's own memory, as the update is made in place"
+        )
+    _update(cache, update, write_indices, update_lengths)
+    return cache
+
+
+def _same_memory(out: Tensor, cache: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False  # addresses cannot be traced
+    return (
+        out.data_ptr() == cache.data_ptr()
+        and out.device == cache.device
+        and (out.shape, out.stride(), out.dtype) == (cache.shape, cache.stride(), cache.dtype)
+    )
+
+
+def _update_op(
+    cache: Tensor, update: Tensor, write_indices: Tensor, update_lengths: Tensor | None
+) -> None:
+    check_shapes(cache, update, write_indices, update_lengths)
+    check_memory(cache, update)
+    packed = update_lengths is not None
+    length = update.shape[0 if packed else 2]
+    # What is on a device is not looked at: that would wait for it.
+    starts = write_indices.tolist() if write_indices.is_cpu else None
+    ends = update_lengths.tolist() if update_lengths is not None and update_lengths.is_cpu else None
+    if starts is not None and packed == (ends is not None):
+        check_values(starts, ends, length, cache.shape[2])
+    if not length or not cache.numel():
+        return
+    if update.stride(-1) != 1:
+        update = update.contiguous()
+    if device.wanted(cache.device):
+        try:
+            device.submit_update(_work(cache, update, write_indices, update_lengths, length))
+            return
+        except device.NoDevice as error:
+            note_missing(error)
+    starts = write_indices.tolist() if starts is None else starts
+    ends = update_lengths.tolist() if update_lengths is not None else None
+    check_values(starts, ends, length, cache.shape[2])
+    if not cache.is_cpu:
+        _write_plainly(cache, update, starts, ends)
+    elif ends is not None:
+        _write_packed(cache, update, starts, ends)
+    else:
+        _write_padded(cache, update, starts)
+
+
+def _write_plainly(
+    cache: Tensor, update: Tensor, starts: list[int], ends: list[int] | None
+) -> None:
+    if ends is None:
+        reference.update_padded(cache, update, starts)
+    else:
+        reference.update_packed(cache, update, starts, ends)
+
+
+def _write_padded(cache: Tensor, update: Tensor, starts: list[int]) -> None:
+    _, heads, length, row = update.shape
+    nbytes = length * row * cache.element_size()
+    batch = len(starts)
+    in_runs = length == 1 or cache.stride(2) == update.stride(2) == row
+    if in_runs and batch * heads <= _FEW_RUNS and batch * heads * nbytes < _FEW_NBYTES:
+        _move_few(cache, update, starts, nbytes)
+        return
+    to_rows, from_rows = as_bytes(cache), as_bytes(update)
+    if heads * nbytes >= _THREADED_NBYTES:
+        for index, start in enumerate(starts):
+            to_rows[index, :, start : start + length].copy_(from_rows[index])
+        return
+    to_array, from_array = to_rows.numpy(), from_rows.numpy()
+    if length == 1 and batch > _FEW_RUNS:
+        to_array[np.arange(batch), :, np.array(starts)] = from_array[:, :, 0]
+        return
+    for index, start in enumerate(starts):
+        to_array[index, :, start : start + length] = from_array[index]
+
+
+def _move_few(cache: Tensor, update: Tensor, starts: list[int], nbytes: int) -> None:
+    size = cache.element_size()
+    target, source = cache.data_ptr(), update.data_ptr()
+    to_batch, to_head, to_row, _ = (stride * size for stride in cache.stride())
+    from_batch, from_head = (stride * size for stride in update.stride()[:2])
+    for index, start in enumerate(starts):
+        to, origin = target + index * to_batch + start * to_row, source + index * from_batch
+        for head in range(cache.shape[1]):
+            ctypes.memmove(to + head * to_head, origin + head * from_head, nbytes)
+
+
+def _write_packed(cache: Tensor, update: Tensor, starts: list[int], ends: list[int]) -> None:
+    to_array, from_array = as_bytes(cache).numpy(), as_bytes(update).numpy()
+    if ends[-1] == len(starts) and len(starts) > 4 and ends == list(range(len(ends))):
+        to_array[np.arange(len(starts)), :, np.array(starts)] = from_array
+        return
+    for index, start in enumerate(starts):
+        first, stop = ends[index : index + 2]
+        part = from_array[first:stop].swapaxes(0, 1)
+        to_array[index, :, start : start + stop - first] = part
+
+
+def _work(
+    cache: Tensor,
+    update: Tensor,
+    write_indices: Tensor,
+    update_lengths: Tensor | None,
+    length: int,
+) -> UpdateWork:
+    size = cache.element_size()
+    batch, heads, max_length, row = cache.shape
+    to_batch, to_head, to_row, _ = (stride * size for stride in cache.stride())
+    steps = tuple(stride * size for stride in update.stride()[:-1])
+    from_strides = (0, steps[1], steps[0]) if len(steps) == 2 else steps
+    return UpdateWork(
+        cache=cache.data_ptr(),
+        cache_strides=(to_batch, to_head, to_row),
+        update=update.data_ptr(),
+        update_strides=(from_strides[0], from_strides[1], from_strides[2]),
+        row_nbytes=row * size,
+        batch=batch,
+        heads=heads,
+        max_length=max_length,
+        length=length,
+        write_indices=write_indices,
+        update_lengths=update_lengths,
+        device=cache.device,
+        keep=(cache, update, write_indices, update_lengths),
+    )
+
+
+_update = register(
+    "kv_cache_update(Tensor(a!) cache, Tensor update, Tensor write_indices, "
+    "Tensor? update_lengths) -> ()",
+    _update_op,
+    check_shapes,
+)

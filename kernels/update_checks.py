@@ -1,0 +1,140 @@
+"""What `kv_cache_update` refuses, before anything is written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["OutsideCache", "check_memory", "check_shapes", "check_values"]
+
+_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_INDEX_DTYPES = {torch.int32, torch.int64}
+_SMALL = 64
+
+
+class OutsideCache(ConfigurationError, IndexError):
+    """A sequence's update begins before the cache does, or ends beyond it."""
+
+
+def check_shapes(
+    cache: Tensor, update: Tensor, write_indices: Tensor, update_lengths: Tensor | None
+) -> None:
+    """All that can be seen without values.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `kv_cache_update`.
+    """
+    if cache.dtype not in _DTYPES and cache.element_size() != 1:
+        raise TypeError(f"cache: {cache.dtype}; floats of 16 to 64 bits or single bytes are needed")
+    if update.dtype != cache.dtype:
+        raise TypeError(f"update: {update.dtype}, the cache is {cache.dtype}")
+    if update.device != cache.device:
+        raise RuntimeError(f"update: on {update.device}, the cache is on {cache.device}")
+    if cache.ndim != 4:
+        raise ConfigurationError(f"cache: {tuple(cache.shape)} must be [B, N, S_max, H]")
+    batch, heads, _, dim = cache.shape
+    if update_lengths is None:
+        if update.ndim != 4 or (update.shape[0], update.shape[1], update.shape[3]) != (
+            batch,
+            heads,
+            dim,
+        ):
+            raise ConfigurationError(
+                f"update: {tuple(update.shape)} must be {(batch, heads, 'S_new', dim)}"
+            )
+    else:
+        if update.ndim != 3 or update.shape[1:] != (heads, dim):
+            raise ConfigurationError(
+                f"update: {tuple(update.shape)} must be {('total_tokens', heads, dim)}"
+            )
+        _check_index("update_lengths", update_lengths, batch + 1, cache)
+    _check_index("write_indices", write_indices, batch, cache)
+
+
+def _check_index(name: str, index: Tensor, length: int, cache: Tensor) -> None:
+    if index.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"{name}: int32 or int64 is needed, this is {index.dtype}")
+    if index.ndim != 1 or index.shape[0] != length:
+        raise ConfigurationError(f"{name}: {tuple(index.shape)} must be ({length},)")
+    if index.device != cache.device and index.device.type != "cpu":
+        raise RuntimeError(f"{name}: on {index.device}, the cache is on {cache.device}")
+
+
+def check_memory(cache: Tensor, update: Tensor) -> None:
+    """The cache can be written to, row by row, without touching the update.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    strides, shape = cache.stride(), cache.shape
+    if strides[3] != 1 and shape[3] > 1:
+        raise ConfigurationError(f"cache: strides {strides}: the last axis must be contiguous")
+    if not cache.is_contiguous():
+        span = 1
+        for stride, length in sorted(zip(strides, shape, strict=True)):
+            if length > 1:
+                if stride < span:
+                    raise ConfigurationError(f"cache: strides {strides} make elements share memory")
+                span += stride * (length - 1)
+    if cache.untyped_storage().data_ptr() == update.untyped_storage().data_ptr() and _meet(
+        cache, update
+    ):
+        raise ConfigurationError("update: shares memory with the cache")
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    if not one.numel() or not other.numel():
+        return False
+    lows = [tensor.data_ptr() for tensor in (one, other)]
+    ends = [
+        low
+        + tensor.element_size()
+        * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
+        for low, tensor in zip(lows, (one, other), strict=True)
+    ]
+    return lows[0] < ends[1] and lows[1] < ends[0]
+
+
+def check_values(
+    write_indices: list[int], lengths: list[int] | None, total: int, max_length: int
+) -> None:
+    """Where updates begin and end, on the host.
+
+    Args:
+        write_indices: where each begins.
+        lengths: cumulative; ``None``: all updates are `total` tokens long.
+        total: tokens of the update.
+        max_length: of the cache.
+
+    Raises:
+        ValueError: `lengths` are not what they must be, or an update does not fit; that one is an
+            ``IndexError``, too.
+    """
+    if lengths is None:
+        if write_indices and (min(write_indices) < 0 or max(write_indices) + total > max_length):
+            for index, start in enumerate(write_indices):
+                _check_fit(index, start, total, max_length)
+        return
+    if lengths[0] != 0 or lengths[-1] != total:
+        raise ConfigurationError(
+            f"update_lengths: from {lengths[0]} to {lengths[-1]}; must be from 0 to {total}, the "
+            "tokens of the update"
+        )
+    for index, start in enumerate(write_indices):
+        length = lengths[index + 1] - lengths[index]
+        if length < 0:
+            raise ConfigurationError(
+                f"update_lengths: {lengths[index + 1]} after {lengths[index]}; they must not "
+                "decrease"
+            )
+        _check_fit(index, start, length, max_length)
+
+
+def _check_fit(index: int, start: int, length: int, max_length: int) -> None:
+    if start < 0 or start + length > max_length:
+        raise OutsideCache(
+            f"write_indices[{index}]: {length} tokens from {start} on do not fit into a cache of "
+            f"{max_length}"
+        )

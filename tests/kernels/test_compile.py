@@ -1,0 +1,86 @@
+"""The CUDA sources compile for all architectures, small enough to keep everything in registers."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from cuda_tools import ARCHS, disassembler, parts, sass_of, usage_in, usage_of
+
+from kvconnect.kernels.cubin_cache import CubinCache
+from kvconnect.kernels.nvrtc import compile_part
+from kvconnect.kernels.sources import source_text
+
+ENTRIES = {
+    "copy_runs": ["copy_inline", "copy_inline_prefixes", "copy_listed", "copy_listed_prefixes"],
+    "update": ["update_padded", "update_packed"],
+    "append": ["append"],
+    "transpose": ["transpose"],
+    "quantize": ["quantize", "dequantize"],
+}
+ALL_ELEMENTS = [(bits, e4m3) for bits in (32, 16, 8) for e4m3 in (0, 1)]
+USUAL = list(parts([16]))
+EVERY = [part for part in parts([16, 8, 4, 2, 1], ALL_ELEMENTS) if part not in USUAL]
+
+
+def name_of(part):
+    return "-".join([part.file, *(f"{name}={value}" for name, value in part.defines)])
+
+
+every_part = pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, id=name_of(part)) for part in USUAL]
+    + [pytest.param(part, id=name_of(part), marks=pytest.mark.slow) for part in EVERY],
+)
+every_arch = pytest.mark.parametrize("arch", ARCHS)
+
+
+def check_usage(usage, part):
+    assert sorted(usage) == sorted(ENTRIES[part.file])
+    for entry, used in usage.items():
+        assert used.registers <= 64, entry
+        assert used.spilled == used.stack == 0, entry
+
+
+@every_arch
+@every_part
+def test_nvrtc_makes_cubins_without_spills_in_64_registers(nvrtc, tmp_path, part, arch):
+    cubin = compile_part(part, arch, nvrtc, CubinCache(tmp_path))
+    assert cubin[:4] == b"\x7fELF"
+    check_usage(usage_in(cubin), part)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@every_part
+def test_nvcc_makes_cubins_without_spills_in_64_registers(nvcc, tmp_path, part, arch):
+    source = tmp_path / f"{part.file}.cu"
+    source.write_text(source_text(part.file), encoding="utf-8")
+    command = [nvcc, "-cubin", f"-arch={arch}", *part.options, "-Xptxas", "-v", "-Werror"]
+    command += ["all-warnings", source.name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_usage(usage_of(done.stdout + done.stderr), part)
+
+
+@every_arch
+@pytest.mark.parametrize("part", [part for part in USUAL if part.file != "quantize"], ids=name_of)
+def test_four_loads_of_128_bits_come_before_the_first_store(nvrtc, tmp_path, part, arch):
+    tool = disassembler()
+    if tool is None:
+        pytest.skip("nvdisasm is neither on PATH nor in triton's package")
+    path = Path(tmp_path / "kernel.cubin")
+    path.write_bytes(compile_part(part, arch, nvrtc, CubinCache(tmp_path)))
+    for entry, instructions in sass_of(tool, path).items():
+        loads = [i for i, name in enumerate(instructions) if is_wide(name, "LDG")]
+        stores = [i for i, name in enumerate(instructions) if is_wide(name, "STG")]
+        assert len(loads) == len(stores) == 4, entry
+        assert max(loads) < min(stores), entry
+        spilled = {name for name in instructions if name.startswith(("LDL", "STL"))}
+        assert not spilled, entry
+        narrow = {n for n in instructions if n.startswith("STG") and not is_wide(n, "STG")}
+        assert not narrow, entry
+
+
+def is_wide(name, kind):
+    return name.startswith(kind) and name.endswith(".128")
