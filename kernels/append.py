@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels import device, reference
-from kvconnect.kernels.block_ids import check_integers, check_targets, host_ids
+from kvconnect.kernels.block_ids import check_integers, check_targets, host_ids, kept
 from kvconnect.kernels.buffers import as_bytes
 from kvconnect.kernels.library import register
 from kvconnect.kernels.paged import PagedKv
@@ -16,6 +18,8 @@ from kvconnect.kernels.submit import note_missing
 from kvconnect.kernels.work import AppendWork, Ids
 
 __all__ = ["reshape_and_cache"]
+
+_FEW_TOKENS = 8
 
 
 def reshape_and_cache(
@@ -47,19 +51,19 @@ def reshape_and_cache(
         _append(key, value, planes, slot_mapping, kv.layout)
         return
     states = _checked_states(key, value, kv, slot_mapping)
-    if not len(slot_mapping):
+    if not slot_mapping.shape[0]:
         return
     slots = None
     if slot_mapping.is_cpu:
         slots = host_ids("slot_mapping", slot_mapping, kv.num_blocks * kv.tokens, noun="slot ")
-        check_targets("slot_mapping", slots[slots >= 0])
+        check_targets("slot_mapping", kept(slots).ids)
     if device.wanted(kv.device):
         try:
             device.submit_append(_work(states, kv, slot_mapping, layer))
             return
         except device.NoDevice as error:
             note_missing(error)
-    if kv.device.type == "cpu" and slots is not None:
+    if slots is not None and kv.device.type == "cpu":
         _write(states, kv, slots, layer)
         return
     for state, view in zip(states, kv.layer_views(range(layer, layer + 1)), strict=True):
@@ -77,22 +81,26 @@ def _checked_states(
         raise ConfigurationError("value: the cache has no values; give None")
     if kv.per_layer == 2 and value is None:
         raise ConfigurationError("value: None, but the cache has values")
+    count, device_ = slots.shape[0], kv.device
     states = (key,) if kv.per_layer == 1 or value is None else (key, value)
     for name, state, dim in zip(("key", "value"), states, (kv.key_dim, kv.value_dim), strict=False):
         if state.dtype != kv.dtype:
             raise TypeError(f"{name}: {state.dtype}, the cache is {kv.dtype}")
-        if state.device != kv.device:
-            raise RuntimeError(f"{name}: on {state.device}, the cache is on {kv.device}")
-        shape = (len(slots), kv.heads, dim)
-        if tuple(state.shape) != shape:
-            raise ConfigurationError(f"{name}: {tuple(state.shape)}; {shape} is needed")
-    if slots.device.type != "cpu" and slots.device != kv.device:
+        if state.device != device_:
+            raise RuntimeError(f"{name}: on {state.device}, the cache is on {device_}")
+        if state.shape != (count, kv.heads, dim):
+            raise ConfigurationError(
+                f"{name}: {tuple(state.shape)}; {(count, kv.heads, dim)} is needed"
+            )
+    if not slots.is_cpu and slots.device != device_:
         raise RuntimeError(f"slot_mapping: on {slots.device}, the cache is on {kv.device}")
     return tuple(state if state.stride(-1) == 1 else state.contiguous() for state in states)
 
 
 def _write(states: tuple[Tensor, ...], kv: PagedKv, slots: Ids, layer: int) -> None:
     """On the host."""
+    if slots.shape[0] <= _FEW_TOKENS and _write_few(states, kv, slots.tolist(), layer):
+        return
     valid = slots >= 0
     some = None if valid.all() else valid
     if some is not None:
@@ -106,6 +114,23 @@ def _write(states: tuple[Tensor, ...], kv: PagedKv, slots: Ids, layer: int) -> N
         plane[blocks, tokens] = elements if some is None else elements[some]
 
 
+def _write_few(states: tuple[Tensor, ...], kv: PagedKv, slots: list[int], layer: int) -> bool:
+    """Token by token, where their heads follow each other; whether they do."""
+    size, first = kv.dtype.itemsize, layer * kv.per_layer
+    planes = kv.plane_bytes[first : first + kv.per_layer]
+    for state, plane in zip(states, planes, strict=True):
+        if kv.heads > 1 and not state.stride(1) * size == plane.row == plane.head:
+            return False
+    for state, plane in zip(states, planes, strict=True):
+        origin, step, width = state.data_ptr(), state.stride(0) * size, kv.heads * plane.row
+        for index, slot in enumerate(slots):
+            if slot >= 0:
+                block, token = divmod(slot, kv.tokens)
+                target = plane.offset + block * plane.block + token * plane.token
+                ctypes.memmove(target, origin + index * step, width)
+    return True
+
+
 def _work(states: tuple[Tensor, ...], kv: PagedKv, slots: Tensor, layer: int) -> AppendWork:
     size = kv.dtype.itemsize
     return AppendWork(
@@ -113,7 +138,7 @@ def _work(states: tuple[Tensor, ...], kv: PagedKv, slots: Tensor, layer: int) ->
         source_strides=tuple((state.stride(0) * size, state.stride(1) * size) for state in states),
         planes=kv.planes[layer * kv.per_layer : (layer + 1) * kv.per_layer],
         slots=slots,
-        num_tokens=len(slots),
+        num_tokens=slots.shape[0],
         block_tokens=kv.tokens,
         heads=kv.heads,
         num_blocks=kv.num_blocks,

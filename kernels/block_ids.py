@@ -117,8 +117,8 @@ def check_targets(name: str, ids: Ids) -> None:
         values = ids.tolist()
         if len(set(values)) == len(values):
             return
-    seen = np.bincount(ids)
-    if (twice := np.flatnonzero(seen > 1)).size:
+    ordered = np.sort(ids)
+    if (twice := ordered[:-1][ordered[1:] == ordered[:-1]]).size:
         raise ConfigurationError(f"{name}: block {twice[0]} is given twice")
 
 

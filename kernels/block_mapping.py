@@ -48,7 +48,11 @@ def split_mapping(mapping: Any) -> tuple[Ids, Ids, Some | None]:
     if pairs.shape[1] != 2:
         raise ConfigurationError(f"block_mapping: shape {pairs.shape}; [n, 2] is needed")
     sources, targets = pairs[:, 0], pairs[:, 1]
-    if len(pairs) and pairs.min() < 0:
+    if pairs.size <= _SMALL:
+        padded = any(low < 0 or high < 0 for low, high in pairs.tolist())
+    else:
+        padded = bool(pairs.min() < 0)
+    if padded:
         some: Some = np.all(pairs >= 0, axis=1)
         return sources[some], targets[some], some
     return sources, targets, None
@@ -85,7 +89,7 @@ def block_pairs(
 
 
 def _check_alike(src_kv: PagedKv, dst_kv: PagedKv) -> None:
-    if src_kv is dst_kv:
+    if src_kv is dst_kv or src_kv.knows(dst_kv):
         return
     if src_kv.dtype != dst_kv.dtype:
         raise TypeError(f"dst_kv: {dst_kv.dtype}, the source is {src_kv.dtype}")
@@ -109,7 +113,7 @@ def _token_counts(num_tokens: BlockIds, tokens: int, count: int) -> Ids:
 
 def _check_apart(src_kv: PagedKv, dst_kv: PagedKv, sources: Ids, targets: Ids) -> None:
     """No target is a source: which of both copies came first would decide what it holds."""
-    shift = src_kv.shift_to(dst_kv)
+    shift = src_kv.partner(dst_kv).shift
     if shift is None:
         return
     moved = targets if not shift else targets + shift

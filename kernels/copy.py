@@ -58,7 +58,7 @@ def gather_blocks(
     """
     numbers = layer_range(kv, layers)
     if torch.compiler.is_compiling():
-        _gather(kv.layer_views(numbers), torch.as_tensor(block_ids), out, kv.layout)
+        _gather(kv.layer_views(numbers), torch.as_tensor(block_ids), out, kv.layout, kv.per_layer)
         return DONE
     return copy_rows(kv, block_ids, "out", out, numbers, stream, path, gathers=True)
 
@@ -93,7 +93,7 @@ def scatter_blocks(
     """
     numbers = layer_range(kv, layers)
     if torch.compiler.is_compiling():
-        _scatter(src, kv.layer_views(numbers), torch.as_tensor(block_ids), kv.layout)
+        _scatter(src, kv.layer_views(numbers), torch.as_tensor(block_ids), kv.layout, kv.per_layer)
         return DONE
     return copy_rows(
         kv, block_ids, "src", src, numbers, stream, path, gathers=False, stable=stable_source
@@ -160,18 +160,22 @@ def _copy_traced(
     pairs = torch.as_tensor(mapping)
     counts = None if num_tokens is None else torch.as_tensor(num_tokens)
     if src_kv is dst_kv:
-        _move(src_kv.layer_views(layers), pairs, counts, src_kv.layout)
+        _move(src_kv.layer_views(layers), pairs, counts, src_kv.layout, src_kv.per_layer)
     else:
         sources, targets = src_kv.layer_views(layers), dst_kv.layer_views(layers)
-        _copy(sources, targets, pairs, counts, src_kv.layout)
+        _copy(sources, targets, pairs, counts, src_kv.layout, src_kv.per_layer)
 
 
-def _gather_op(planes: list[Tensor], block_ids: Tensor, out: Tensor, layout: str) -> None:
-    gather_blocks(bound(planes, layout), block_ids, out)
+def _gather_op(
+    planes: list[Tensor], block_ids: Tensor, out: Tensor, layout: str, per_layer: int
+) -> None:
+    gather_blocks(bound(planes, layout, per_layer), block_ids, out)
 
 
-def _scatter_op(src: Tensor, planes: list[Tensor], block_ids: Tensor, layout: str) -> None:
-    scatter_blocks(src, bound(planes, layout), block_ids)
+def _scatter_op(
+    src: Tensor, planes: list[Tensor], block_ids: Tensor, layout: str, per_layer: int
+) -> None:
+    scatter_blocks(src, bound(planes, layout, per_layer), block_ids)
 
 
 def _copy_op(
@@ -180,14 +184,20 @@ def _copy_op(
     block_mapping: Tensor,
     num_tokens: Tensor | None,
     layout: str,
+    per_layer: int,
 ) -> None:
-    copy_blocks(bound(sources, layout), bound(targets, layout), block_mapping, num_tokens)
+    source, target = bound(sources, layout, per_layer), bound(targets, layout, per_layer)
+    copy_blocks(source, target, block_mapping, num_tokens)
 
 
 def _move_op(
-    planes: list[Tensor], block_mapping: Tensor, num_tokens: Tensor | None, layout: str
+    planes: list[Tensor],
+    block_mapping: Tensor,
+    num_tokens: Tensor | None,
+    layout: str,
+    per_layer: int,
 ) -> None:
-    kv = bound(planes, layout)
+    kv = bound(planes, layout, per_layer)
     copy_blocks(kv, kv, block_mapping, num_tokens)
 
 
@@ -196,23 +206,23 @@ def _nothing(*_: object) -> None:
 
 
 _gather = register(
-    "gather_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out, str layout) -> ()",
+    "gather_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out, str layout, int per_layer) -> ()",
     _gather_op,
     _nothing,
 )
 _scatter = register(
-    "scatter_blocks(Tensor src, Tensor(a!)[] planes, Tensor block_ids, str layout) -> ()",
+    "scatter_blocks(Tensor src, Tensor(a!)[] planes, Tensor block_ids, str layout, int per_layer) -> ()",
     _scatter_op,
     _nothing,
 )
 _copy = register(
     "copy_blocks(Tensor[] sources, Tensor(a!)[] targets, Tensor block_mapping, "
-    "Tensor? num_tokens, str layout) -> ()",
+    "Tensor? num_tokens, str layout, int per_layer) -> ()",
     _copy_op,
     _nothing,
 )
 _move = register(
-    "move_blocks(Tensor(a!)[] planes, Tensor block_mapping, Tensor? num_tokens, str layout) -> ()",
+    "move_blocks(Tensor(a!)[] planes, Tensor block_mapping, Tensor? num_tokens, str layout, int per_layer) -> ()",
     _move_op,
     _nothing,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -16,7 +17,21 @@ from kvconnect.kernels.runs import PlaneBytes, PlanePair, RunTable, make_strips
 from kvconnect.kernels.transfer import CopyEvent, Transfer
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["CopyEvent", "KvLayer", "PagedKv", "Transfer", "bound"]
+__all__ = ["CopyEvent", "KvLayer", "PagedKv", "Partner", "Transfer", "bound"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partner:
+    """Two caches between which blocks are copied.
+
+    Attributes:
+        shift: block i of the target is block ``i + shift`` of the source; ``None``: they share no
+            block.
+        tables: the runs, by layers and kind.
+    """
+
+    shift: int | None
+    tables: dict[tuple[int, int, bool], RunTable] = field(default_factory=dict)
 
 
 class PagedKv:
@@ -40,6 +55,7 @@ class PagedKv:
         dtype, device: of all planes.
         pinned: whether it is page-locked host memory.
         planes: int64 ``[planes, 5]``: address, strides of block, token and head, bytes of a row.
+        plane_bytes: the same as plain numbers.
         memories: the storages that the planes lie in, as bytes.
         spans: where in each of them, first and last address, by the address of the storage.
     """
@@ -47,7 +63,7 @@ class PagedKv:
     __slots__ = (
         "__weakref__",
         "_partners",
-        "_plane_bytes",
+        "plane_bytes",
         "_slot_arrays",
         "_tables",
         "device",
@@ -88,7 +104,7 @@ class PagedKv:
         self.planes: npt.NDArray[np.int64] = np.array(table, np.int64).reshape(-1, 5)
         self.planes[:, 4] = [view.shape[3] * size for view in self.views]
         self.memories, places = _memories(self.views)
-        self._plane_bytes = tuple(
+        self.plane_bytes = tuple(
             PlaneBytes(offset, block, token, head, row, memory)
             for (offset, block, token, head, row), memory in zip(
                 self.planes.tolist(), places, strict=True
@@ -97,10 +113,8 @@ class PagedKv:
         self.spans = _spans(self.views)
         self._slot_arrays: dict[int, list[npt.NDArray[np.void]]] = {}
         self._tables: dict[tuple[object, ...], RunTable] = {}
-        self._partners: WeakKeyDictionary[PagedKv, dict[tuple[object, ...], RunTable]] = (
-            WeakKeyDictionary()
-        )
-        _LIVE[_geometry(self.views, layout)] = self
+        self._partners: WeakKeyDictionary[PagedKv, Partner] = WeakKeyDictionary()
+        _LIVE[_geometry(self.views, layout, self.per_layer)] = self
 
     @staticmethod
     def from_pool(pool: Tensor, layout: KvCacheLayout | None = None) -> PagedKv:
@@ -166,8 +180,7 @@ class PagedKv:
         """The planes of these layers, which follow each other."""
         return list(self.views[layers.start * self.per_layer : layers.stop * self.per_layer])
 
-    def shift_to(self, other: PagedKv) -> int | None:
-        """Block i of `other` is block ``i + shift`` of this one; ``None``: they share no block."""
+    def _shift_to(self, other: PagedKv) -> int | None:
         if other is self:
             return 0
         steps = (self.planes[:, 1:] == other.planes[:, 1:]).all()
@@ -218,7 +231,7 @@ class PagedKv:
     def copy_table(self, target: PagedKv, start: int, stop: int, *, by_token: bool) -> RunTable:
         """The runs of layers ``start..stop`` to those of `target`; `by_token`: of whole tokens."""
         key = (start, stop, by_token)
-        tables = self._partners.setdefault(target, {})
+        tables = self.partner(target).tables
         if (table := tables.get(key)) is None:
             table = self._make(
                 self._part(start, stop), target._part(start, stop), by_token=by_token
@@ -226,8 +239,18 @@ class PagedKv:
             tables[key] = table
         return table
 
+    def knows(self, target: PagedKv) -> bool:
+        """Whether it is known that blocks can be copied to `target`."""
+        return target in self._partners
+
+    def partner(self, target: PagedKv) -> Partner:
+        """What is known of copies from here to `target`."""
+        if (known := self._partners.get(target)) is None:
+            known = self._partners[target] = Partner(self._shift_to(target))
+        return known
+
     def _part(self, start: int, stop: int) -> Sequence[PlaneBytes]:
-        return self._plane_bytes[start * self.per_layer : stop * self.per_layer]
+        return self.plane_bytes[start * self.per_layer : stop * self.per_layer]
 
     def _rows(self, start: int, stop: int, step: int) -> Sequence[PlaneBytes]:
         """The same planes in a contiguous buffer."""
@@ -306,18 +329,15 @@ def _memories(views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[int]]:
     return tuple(memories), places
 
 
-def bound(views: Sequence[Tensor], layout: str) -> PagedKv:
+def bound(views: Sequence[Tensor], layout: str, per_layer: int) -> PagedKv:
     """The planes `views` as a `PagedKv`: one that is in use already, if there is one."""
-    known = _LIVE.get(_geometry(views, layout))
-    if known is not None:
-        return known
-    alike = len(views) < 2 or views[0].shape == views[1].shape
-    return PagedKv.from_views(views, layout=layout, per_layer=1 if alike else 2)
+    known = _LIVE.get(_geometry(views, layout, per_layer))
+    return known or PagedKv.from_views(views, layout=layout, per_layer=per_layer)
 
 
-def _geometry(views: Sequence[Tensor], layout: str) -> tuple[object, ...]:
+def _geometry(views: Sequence[Tensor], layout: str, per_layer: int) -> tuple[object, ...]:
     places = tuple((view.data_ptr(), view.shape, view.stride()) for view in views)
-    return (layout, views[0].dtype, places)
+    return (layout, per_layer, views[0].dtype, places)
 
 
 _LIVE: WeakValueDictionary[tuple[object, ...], PagedKv] = WeakValueDictionary()

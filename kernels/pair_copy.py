@@ -44,7 +44,7 @@ def copy_pairs(
     The others are those of `copy_blocks`, which raises the same.
     """
     check_path(path)
-    numbers = layer_range(src_kv, layers)
+    numbers = layers if isinstance(layers, range) else layer_range(src_kv, layers)
     pairs = block_pairs(src_kv, dst_kv, source_ids, target_ids, num_tokens, some)
     if not len(pairs.sources) or not numbers:
         return DONE

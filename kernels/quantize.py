@@ -19,6 +19,7 @@ from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels import device, reference
 from kvconnect.kernels.block_ids import BlockIds, Placed, check_targets, host_ids, kept
 from kvconnect.kernels.buffers import typed_rows
+from kvconnect.kernels.host_quantize import CHUNK_ELEMENTS, quantize_rows
 from kvconnect.kernels.library import register
 from kvconnect.kernels.paged import PagedKv, bound
 from kvconnect.kernels.submit import note_missing, run_plainly
@@ -33,7 +34,6 @@ _VALUE_DTYPES = {
     "fp8_e4m3": (torch.float8_e4m3fn, torch.uint8),
     "int8": (torch.int8, torch.uint8),
 }
-_CHUNK_ELEMENTS = 1 << 16  # its float32 temporaries stay in the second-level cache
 
 
 def quantize_blocks(
@@ -64,7 +64,7 @@ def quantize_blocks(
     """
     if torch.compiler.is_compiling():
         ids = torch.as_tensor(block_ids)
-        _quantize(list(kv.views), ids, out_values, out_scales, kv.layout, dtype)
+        _quantize(list(kv.views), ids, out_values, out_scales, kv.layout, kv.per_layer, dtype)
         return DONE
     names = ("out_values", "out_scales")
     job = _checked(kv, block_ids, out_values, out_scales, dtype, names)
@@ -95,7 +95,7 @@ def dequantize_blocks(
     """
     if torch.compiler.is_compiling():
         ids = torch.as_tensor(block_ids)
-        _dequantize(values, scales, list(kv.views), ids, kv.layout, dtype)
+        _dequantize(values, scales, list(kv.views), ids, kv.layout, kv.per_layer, dtype)
         return DONE
     job = _checked(kv, block_ids, values, scales, dtype, ("values", "scales"))
     if job is None:
@@ -160,7 +160,7 @@ def _quantize_plainly(job: _Job) -> None:
     for ids, places in _chunks(job):
         value, row = 0, 0
         for view in job.kv.views:
-            values, scales = reference.quantize(view.index_select(0, ids), job.code)
+            values, scales = quantize_rows(view.index_select(0, ids), job.code)
             next_value, next_row = value + values[0].numel(), row + scales[0].numel()
             job.values[places, value:next_value] = values.flatten(1)
             job.scales[places, row:next_row] = scales.flatten(1)
@@ -182,7 +182,7 @@ def _dequantize_plainly(job: _Job) -> None:
 
 def _chunks(job: _Job) -> list[tuple[Tensor, Tensor]]:
     """Ids and places, few enough at a time."""
-    size = max(1, _CHUNK_ELEMENTS // job.kv.views[0][0].numel())
+    size = max(1, CHUNK_ELEMENTS // job.kv.views[0][0].numel())
     device_ = job.kv.device
     ids, places = (
         torch.from_numpy(part).to(device_) for part in (job.placed.ids, job.placed.places)
@@ -221,9 +221,12 @@ def _quantize_op(
     out_values: Tensor,
     out_scales: Tensor,
     layout: str,
+    per_layer: int,
     dtype: str,
 ) -> None:
-    quantize_blocks(bound(planes, layout), block_ids, out_values, out_scales, dtype=dtype)
+    quantize_blocks(
+        bound(planes, layout, per_layer), block_ids, out_values, out_scales, dtype=dtype
+    )
 
 
 def _dequantize_op(
@@ -232,9 +235,10 @@ def _dequantize_op(
     planes: list[Tensor],
     block_ids: Tensor,
     layout: str,
+    per_layer: int,
     dtype: str,
 ) -> None:
-    dequantize_blocks(values, scales, bound(planes, layout), block_ids, dtype=dtype)
+    dequantize_blocks(values, scales, bound(planes, layout, per_layer), block_ids, dtype=dtype)
 
 
 def _nothing(*_: object) -> None:
@@ -243,13 +247,13 @@ def _nothing(*_: object) -> None:
 
 _quantize = register(
     "quantize_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out_values, "
-    "Tensor(b!) out_scales, str layout, str dtype) -> ()",
+    "Tensor(b!) out_scales, str layout, int per_layer, str dtype) -> ()",
     _quantize_op,
     _nothing,
 )
 _dequantize = register(
     "dequantize_blocks(Tensor values, Tensor scales, Tensor(a!)[] planes, Tensor block_ids, "
-    "str layout, str dtype) -> ()",
+    "str layout, int per_layer, str dtype) -> ()",
     _dequantize_op,
     _nothing,
 )

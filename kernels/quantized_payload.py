@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels import reference
+from kvconnect.kernels.host_quantize import CHUNK_ELEMENTS, quantize_rows
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["dequantize_payload", "quantize_payload", "quantized_nbytes"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CHUNK_ELEMENTS = 1 << 16  # its float32 temporaries stay in the second-level cache
 
 
 def quantized_nbytes(layout: KvCacheLayout) -> int:
@@ -44,7 +44,7 @@ def quantize_payload(payload: Tensor, layout: KvCacheLayout, out: Tensor, *, dty
         ConfigurationError: one of them is not what it must be; nothing was written.
     """
     for rows, values, scales in _parts(payload, layout, out, dtype):
-        quantized, scale = reference.quantize(rows, dtype)
+        quantized, scale = quantize_rows(rows, dtype)
         values.copy_(quantized)
         scales.copy_(scale)
 
@@ -104,7 +104,7 @@ def _uneven_parts(
 def _chunks(
     rows: Tensor, values: Tensor, scales: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    size = max(1, _CHUNK_ELEMENTS // rows.shape[1])
+    size = max(1, CHUNK_ELEMENTS // rows.shape[1])
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
         yield rows[part], values[part], scales[part]

@@ -71,8 +71,8 @@ class Strip:
         source, target: where they lie.
         count: how many.
         nbytes: of each.
-        token_nbytes: of the tokens, one after the other, that make up a run; where prefixes of
-            tokens are copied.
+        token_nbytes: of the tokens, one after the other, that make up a run; all of it where no
+            prefixes are copied.
         across: the runs are one token each, from token 0 on, instead of all tokens each.
     """
 
@@ -158,7 +158,7 @@ def make_strips(
     cut = _cut_by_token if by_token else _cut
     strips = [strip for pair in pairs for strip in cut(pair, shape)]
     if not by_token:
-        strips = _join(strips)
+        strips = [replace(strip, token_nbytes=strip.nbytes) for strip in _join(strips)]
     return _space(strips)
 
 

@@ -13,12 +13,14 @@ from kvconnect.kernels.transfer import DONE, Transfer
 from kvconnect.kernels.work import BlockCopy
 from kvconnect.trace import warn_once
 
+_HOST = torch.device("cpu")
+
 __all__ = ["is_host_work", "note_missing", "run_plainly", "submit_copy"]
 
 
 def is_host_work(one: torch.device, other: torch.device) -> bool:
     """Whether both memories are the host's, and no device was put in its place (for tests)."""
-    return one.type == other.type == "cpu" and not device.wanted(one)
+    return one == other == _HOST and not device.wanted(one)
 
 
 def submit_copy(copy: BlockCopy, stream: Any, path: str, plainly: Callable[[], None]) -> Transfer:

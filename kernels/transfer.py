@@ -49,9 +49,10 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether everything is copied. Does not block."""
-        if self._event is None:
+        event = self._event
+        if event is None:
             return True
-        if not self._event.query():
+        if not event.query():
             return False
         self._let_go()
         return True

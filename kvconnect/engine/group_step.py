@@ -64,7 +64,7 @@ class GroupStep:
         self._size = tokens_per_block
         self._device = device
         held = [np.asarray(tables[part.request.request_id], np.int64) for part in slices]
-        self._blocks, self._offsets = self._slots(slices, held)
+        self._slots = self._written_slots(slices, held)
         self._blank = self._blank_slots(slices, held)
         self._chunks = [
             tile
@@ -78,7 +78,7 @@ class GroupStep:
 
     def write(self, pages: LayerPages, key: Tensor, value: Tensor) -> None:
         """Put each token's key and value (``[tokens, kv_heads, dim]``) at its slot."""
-        pages.write(self._blocks, self._offsets, key, value)
+        pages.write(self._slots, key, value)
         if self._blank is not None:
             pages.blank(*self._blank)
 
@@ -101,9 +101,9 @@ class GroupStep:
             attend_group(group, pages, query, out, scaling=scaling, window=window)
         return out
 
-    def _slots(
+    def _written_slots(
         self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         size = self._size
         places = [np.arange(part.start, part.end) for part in slices]
         blocks = [
@@ -112,7 +112,7 @@ class GroupStep:
             ]
             for part, table, place in zip(slices, tables, places, strict=True)
         ]
-        return self._tensor(np.concatenate(blocks)), self._tensor(np.concatenate(places) % size)
+        return self._tensor(np.concatenate(blocks) * size + np.concatenate(places) % size)
 
     def _blank_slots(
         self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.paged import PagedKv
+from kvconnect.kernels.update import reshape_and_cache
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["LayerPages"]
@@ -28,7 +30,7 @@ class LayerPages:
         ConfigurationError: they do not.
     """
 
-    __slots__ = ("_dtype", "_key_memory", "_stored", "_value_memory", "keys", "values")
+    __slots__ = ("_dtype", "_key_memory", "_kv", "_stored", "_value_memory", "keys", "values")
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class LayerPages:
         self.values = values
         self._stored = layout.dtype
         self._dtype = dtype or layout.dtype
+        self._kv = PagedKv.from_layers([(keys, values)])
         self._key_memory = _Memory(keys)
         self._value_memory = _Memory(values)
 
@@ -62,10 +65,13 @@ class LayerPages:
             return states
         return self._rounded(states).to(self._dtype)
 
-    def write(self, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put token i's ``keys[i]`` and ``values[i]`` (``[tokens, heads, dim]``) at its slot."""
-        self._key_memory.write(blocks, offsets, self._rounded(keys))
-        self._value_memory.write(blocks, offsets, self._rounded(values))
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put token i's ``keys[i]`` and ``values[i]`` (``[tokens, heads, dim]``) at its slot.
+
+        A slot (int64) is block times tokens per block plus place in the block.
+        """
+        keys, values = self._rounded(keys), self._rounded(values)
+        reshape_and_cache(keys, values, self._kv, slots, layer=0)
 
     def blank(self, blocks: Tensor, offsets: Tensor) -> None:
         """Zero these slots."""
@@ -98,9 +104,6 @@ class _Memory:
         # Few operations exist for types of one byte; for indexing, bytes are bytes.
         self.view = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
         self._rows = _rows(self.view)
-
-    def write(self, blocks: Tensor, offsets: Tensor, states: Tensor) -> None:
-        self.view[blocks, offsets] = states.view(self.view.dtype)
 
     def gather(self, pages: Tensor) -> Tensor:
         view = self.view

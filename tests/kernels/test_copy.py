@@ -1,244 +1,204 @@
-"""Copies of single blocks, against plain indexing."""
+"""Gather, scatter and copy against plain indexing: what is named is copied, nothing else changes."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from caches import Shape, alike, ids, layer_ranges, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.copy import block_rows, copy_blocks, copy_in, copy_out, copy_tokens
-from kvconnect.layout import KvCacheLayout
+from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
+from kvconnect.kernels.paged import PagedKv
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8]
-NUM_BLOCKS = 5
+PATHS = ["auto", "torch"]
+AS = [list, np.array, lambda ids: np.array(ids, np.int32), lambda ids: torch.tensor(ids).long()]
+"""Forms in which ids come."""
+
+
+def poisoned(count, nbytes, gap=0):
+    """Rows of bytes that no cache holds all of, perhaps with something between them."""
+    memory = torch.full((count, nbytes + gap), 0xA5, dtype=torch.uint8)
+    return memory[:, :nbytes]
 
 
 @st.composite
-def layouts(draw):
-    key_dim = draw(st.sampled_from([1, 2, 5, 80, 96]))
-    return KvCacheLayout(
-        num_layers=draw(st.integers(1, 4)),
-        num_kv_heads=draw(st.integers(1, 3)),
-        key_dim=key_dim,
-        value_dim=draw(st.sampled_from([key_dim, 0, 3])),
-        tokens_per_block=draw(st.sampled_from([2, 4, 16])),
-        dtype=draw(st.sampled_from(DTYPES)),
-    )
+def buffers(draw, cache, count, layers):
+    """A buffer of rows in one of its forms, and the same memory as bytes."""
+    per_layer = sum(plane[0].numel() for plane in cache.of(range(1)))
+    nbytes = per_layer * len(layers)
+    rows = poisoned(count, nbytes, gap=draw(st.sampled_from([0, 64])))
+    form = draw(st.sampled_from(["bytes", "typed", "axes", "flat"]))
+    if form == "bytes" or not rows.is_contiguous():
+        return rows, rows
+    dtype = torch.uint8 if form == "flat" else cache.shape.dtype
+    typed = rows.view(-1).view(dtype)
+    if form == "flat" or not count:
+        return (typed if form == "flat" else typed.view(count, -1)) if count else rows, rows
+    inner = (len(layers), -1) if form == "axes" and layers else (-1,)
+    return typed.view(count, *inner) if nbytes else rows, rows
 
 
-def random_pool(layout, device="cpu"):
-    shape = layout.flat_shape(NUM_BLOCKS)
-    nbytes = NUM_BLOCKS * layout.block_nbytes
-    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    return data.view(layout.dtype).view(shape).to(device)
-
-
-def as_bytes(tensor):
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
-
-
-def poisoned(layout):
-    return torch.full((layout.block_nbytes,), 0xA5, dtype=torch.uint8)
-
-
-def same_bytes(left, right):
-    return torch.equal(as_bytes(left), as_bytes(right))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_out_and_in_are_the_blocks_bytes(device):
+@pytest.mark.parametrize("path", PATHS)
+def test_gather_writes_the_rows_of_the_blocks(path):
     @settings(max_examples=60, deadline=None)
-    @given(layouts(), st.integers(0, NUM_BLOCKS - 1), st.integers(0, NUM_BLOCKS - 1))
-    def check(layout, source, target):
-        pool = random_pool(layout, device)
-        before, out = pool.clone(), poisoned(layout)
-        copy_out(pool, source, out)
-        assert torch.equal(out, as_bytes(before[source]))
-        assert same_bytes(pool, before)
-        copy_in(out, pool, target)
-        expected = before.clone()
-        expected[target] = before[source]
-        assert same_bytes(pool, expected)
+    @given(st.data(), shapes(), st.sampled_from(AS))
+    def check(data, shape, form):
+        cache = shape.make(1)
+        numbers, layers = data.draw(ids(shape)), data.draw(layer_ranges(shape))
+        out, rows = data.draw(buffers(cache, len(numbers), layers))
+        expected, before = rows.clone(), cache.memory.clone()
+        for row, block in enumerate(numbers):
+            if block >= 0 and layers:
+                expected[row] = cache.row(block, layers)
+        done = gather_blocks(cache.kv, form(numbers), out, layers=layers, path=path)
+        assert done.done()
+        assert torch.equal(rows, expected)
+        assert torch.equal(cache.memory, before)
 
     check()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_in_writes_just_the_layers_that_are_asked_for(device):
+@pytest.mark.parametrize("path", PATHS)
+def test_scatter_writes_the_blocks_of_the_rows(path):
     @settings(max_examples=60, deadline=None)
-    @given(st.data(), layouts(), st.integers(0, NUM_BLOCKS - 1))
-    def check(data, layout, target):
-        stop = data.draw(st.integers(0, layout.num_layers))
-        layers = range(data.draw(st.integers(0, stop)), stop)
-        pool = random_pool(layout, device)
-        other = random_pool(layout)[0]
-        expected = pool.clone()
-        for layer in layers:
-            expected[target, layer] = other[layer].to(device)
-        copy_in(as_bytes(other), pool, target, layers)
-        assert same_bytes(pool, expected)
+    @given(st.data(), shapes(), st.sampled_from(AS))
+    def check(data, shape, form):
+        cache = shape.make(1)
+        numbers, layers = data.draw(ids(shape, unique=True)), data.draw(layer_ranges(shape))
+        src, rows = data.draw(buffers(cache, len(numbers), layers))
+        rows.copy_(torch.randint(0, 256, rows.shape, dtype=torch.uint8))
+        expected = cache.clone()
+        for row, block in enumerate(numbers):
+            if block >= 0:
+                expected.put(block, rows[row], layers)
+        scatter_blocks(src, cache.kv, form(numbers), layers=layers, path=path)
+        assert torch.equal(cache.memory, expected.memory)
 
     check()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_first_tokens_are_copied_and_no_others(device):
-    @settings(max_examples=100, deadline=None)
-    @given(st.data(), layouts())
-    def check(data, layout):
-        size = layout.tokens_per_block
-        count = data.draw(st.sampled_from([0, 1, size - 1, size]) | st.integers(0, size))
-        source, target = data.draw(st.permutations(range(NUM_BLOCKS)))[:2]
-        pool = random_pool(layout, device)
-        expected = pool.clone()
-        for planes in split(expected, layout):
-            planes[target, :, :, :count] = planes[source, :, :, :count]
-        copy_tokens(pool, layout, source, target, count)
-        assert same_bytes(pool, expected)
+@pytest.mark.parametrize("path", PATHS)
+def test_copy_goes_from_any_form_to_any_other(path):
+    @settings(max_examples=80, deadline=None)
+    @given(st.data(), shapes(), st.sampled_from(AS))
+    def check(data, shape, form):
+        source = shape.make(1)
+        target = data.draw(alike(shape)).make(2)
+        targets = data.draw(ids(target.shape, unique=True))
+        numbers = st.lists(
+            st.integers(-1, shape.blocks - 1), min_size=len(targets), max_size=len(targets)
+        )
+        pairs = list(zip(data.draw(numbers), targets, strict=True))
+        counts = data.draw(st.none() | token_counts(shape, len(pairs)))
+        layers = data.draw(layer_ranges(shape))
+        expected, before = target.clone(), source.memory.clone()
+        for index, (from_id, to_id) in enumerate(pairs):
+            if from_id >= 0 and to_id >= 0:
+                count = shape.tokens if counts is None else counts[index]
+                expected.put_tokens(to_id, source, from_id, count, layers)
+        mapping = form(pairs) if pairs else pairs
+        copy_blocks(source.kv, target.kv, mapping, counts, layers=layers, path=path)
+        assert torch.equal(target.memory, expected.memory)
+        assert torch.equal(source.memory, before)
 
     check()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_tokens_of_another_pool_are_copied(device):
+def token_counts(shape, length):
+    size = shape.tokens
+    count = st.sampled_from([0, 1, size - 1, size]) | st.integers(0, size)
+    return st.lists(count, min_size=length, max_size=length)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_copy_within_a_cache(path):
     @settings(max_examples=60, deadline=None)
-    @given(st.data(), layouts())
-    def check(data, layout):
-        count = data.draw(st.integers(0, layout.tokens_per_block))
-        source, target = data.draw(st.tuples(*[st.integers(0, NUM_BLOCKS - 1)] * 2))
-        pool, host = random_pool(layout, device), random_pool(layout)
-        if device == "cuda":
-            host = host.pin_memory()
-        expected = pool.cpu().clone()
-        for new, old in zip(split(expected, layout), split(host, layout), strict=True):
-            new[target, :, :, :count] = old[source, :, :, :count]
-        copy_tokens(pool, layout, source, target, count, source_pool=host)
-        assert same_bytes(pool, expected)
+    @given(st.data(), shapes())
+    def check(data, shape):
+        cache = shape.make(1)
+        order = data.draw(st.permutations(range(shape.blocks)))
+        half = shape.blocks // 2
+        pairs = list(zip(order[:half], order[half : 2 * half], strict=True))
+        expected = cache.clone()
+        for from_id, to_id in pairs:
+            expected.put(to_id, cache.row(from_id))
+        copy_blocks(cache.kv, cache.kv, pairs, path=path)
+        assert torch.equal(cache.memory, expected.memory)
 
     check()
 
 
-ids = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=NUM_BLOCKS)
+# Sizes at which other loops take over: few runs, through scratch, row by row, with threads.
+SIZES = {
+    "512 B": Shape("pool", "NHD", torch.bfloat16, 1, 400, 2, 1, 64, 64),
+    "2 KiB": Shape("flat", "NHD", torch.float16, 2, 300, 2, 2, 64, 64),
+    "2 KiB per plane": Shape("stacked", "NHD", torch.float16, 3, 200, 8, 2, 64, 64),
+    "32 KiB": Shape("pool", "NHD", torch.float32, 2, 40, 16, 2, 64, 64),
+    "32 KiB in heads": Shape("interleaved", "HND", torch.float32, 1, 40, 16, 4, 64, 64, (0, 0, 8)),
+    "512 KiB": Shape("pool", "NHD", torch.float32, 4, 12, 32, 4, 128, 128),
+    "latent": Shape("latent", "NHD", torch.bfloat16, 2, 60, 16, 1, 576, 0),
+}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_blocks_are_copied_one_by_one_or_in_runs(device):
-    @settings(max_examples=100, deadline=None)
-    @given(layouts(), ids, ids)
-    def check(layout, sources, targets):
-        count = min(len(sources), len(targets))
-        sources, targets = sources[:count], targets[:count]
-        pool, host = block_rows(random_pool(layout, device)), block_rows(random_pool(layout))
-        if device == "cuda":
-            host = host.pin_memory()
-        for source, target in ((pool, host), (host, pool)):
-            expected = target.clone()
-            for from_id, to_id in zip(sources, targets, strict=True):
-                expected[to_id] = source[from_id]
-            copy_blocks(source, sources, target, targets)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            assert torch.equal(target, expected)
-
-    check()
-
-
-def test_blocks_that_follow_each_other_are_one_run(monkeypatch):
-    runs = []
-    rows = torch.zeros(12, 8, dtype=torch.uint8, device="meta")
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, rows, **_: runs.append(len(rows)))
-    copy_blocks(rows, [0, 1, 2, 5, 6, 7, 9], rows[:], [4, 5, 6, 7, 8, 2, 3])
-    assert runs == [3, 2, 1, 1]
-
-
-def test_blocks_that_do_not_fit_are_refused():
-    pool = block_rows(random_pool(LAYOUT))
-    before = pool.clone()
-    for sources, targets in (([0], [1, 2]), ([0, 1], [2, 2]), ([0, 1], [1, 2])):
-        with pytest.raises(ConfigurationError, match="target_ids"):
-            copy_blocks(pool, sources, pool, targets)
-    with pytest.raises(ConfigurationError, match="bytes"):
-        copy_blocks(pool, [0], torch.zeros(3, 7, dtype=torch.uint8), [0])
-    for sources, targets in (([-1], [1]), ([1], [NUM_BLOCKS])):
-        with pytest.raises(IndexError):
-            copy_blocks(pool, sources, pool, targets)
-    assert torch.equal(pool, before)
+@pytest.mark.parametrize("shape", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("padding", ["none", "last", "between"])
+def test_many_blocks_of_every_size(shape, padding):
+    cache, other = shape.make(1), shape.make(2)
+    order = np.random.default_rng(0).permutation(shape.blocks)[: shape.blocks * 3 // 4]
+    if padding == "last":
+        order[-3:] = -1
+    elif padding == "between":
+        order[1::3] = -1
+    rows = poisoned(len(order), cache.kv.block_nbytes)
+    expected = rows.clone()
+    for row, block in enumerate(order):
+        if block >= 0:
+            expected[row] = cache.row(block)
+    gather_blocks(cache.kv, order, rows)
+    assert torch.equal(rows, expected)
+    target = other.clone()
+    for row, block in enumerate(order):
+        if block >= 0:
+            target.put(block, expected[row])
+    scatter_blocks(rows, other.kv, order)
+    assert torch.equal(other.memory, target.memory)
+    pairs = np.stack([np.roll(order, 1), order], axis=1)
+    for from_id, to_id in pairs:
+        if from_id >= 0 and to_id >= 0:
+            target.put(to_id, cache.row(from_id))
+    copy_blocks(cache.kv, other.kv, pairs)
+    assert torch.equal(other.memory, target.memory)
 
 
-def split(pool, layout):
-    """Views ``[blocks, layers, planes, tokens, elements]`` of keys and values."""
-    size, heads = layout.tokens_per_block, layout.num_kv_heads
-    if layout.kv_factor == 2:
-        return [pool.unflatten(3, (size, heads * layout.key_dim))]
-    keys = size * heads * layout.key_dim
-    views = [pool[..., :keys].unflatten(3, (size, heads * layout.key_dim))]
-    if layout.value_dim:
-        views.append(pool[..., keys:].unflatten(3, (size, heads * layout.value_dim)))
-    return views
+@pytest.mark.parametrize("shape", SIZES.values(), ids=SIZES)
+def test_single_layers_and_first_tokens_of_many_blocks(shape):
+    cache, other = shape.make(1), shape.make(2)
+    target = other.clone()
+    order = np.random.default_rng(1).permutation(shape.blocks)
+    layers = range(shape.layers - 1, shape.layers)
+    counts = np.arange(shape.blocks) % (shape.tokens + 1)
+    for index, to_id in enumerate(order):
+        target.put_tokens(to_id, cache, index, counts[index], layers)
+    pairs = np.stack([np.arange(shape.blocks), order], axis=1)
+    copy_blocks(cache.kv, other.kv, pairs, counts, layers=layers)
+    assert torch.equal(other.memory, target.memory)
 
 
-LAYOUT = KvCacheLayout(2, 1, 3, 3, 4, torch.float32)
-
-
-@pytest.mark.parametrize("block", [-1, NUM_BLOCKS])
-def test_a_block_outside_the_pool_is_an_index_error(block):
-    pool, buffer = random_pool(LAYOUT), poisoned(LAYOUT)
-    before = pool.clone()
-    with pytest.raises(IndexError):
-        copy_out(pool, block, buffer)
-    with pytest.raises(IndexError):
-        copy_in(buffer, pool, block)
-    with pytest.raises(IndexError):
-        copy_tokens(pool, LAYOUT, 0, block, 1)
-    with pytest.raises(IndexError):
-        copy_tokens(pool, LAYOUT, block, 0, 1)
-    assert same_bytes(pool, before)
-
-
-@pytest.mark.parametrize(
-    "buffer",
-    [
-        torch.zeros(LAYOUT.block_nbytes - 1, dtype=torch.uint8),
-        torch.zeros(LAYOUT.block_nbytes, dtype=torch.int8),
-        torch.zeros((1, LAYOUT.block_nbytes), dtype=torch.uint8),
-    ],
-    ids=["short", "signed", "two-dimensional"],
-)
-def test_a_buffer_that_is_not_the_blocks_bytes_is_refused(buffer):
-    pool = random_pool(LAYOUT)
-    with pytest.raises(ConfigurationError, match="out"):
-        copy_out(pool, 0, buffer)
-    with pytest.raises(ConfigurationError, match="src"):
-        copy_in(buffer, pool, 0)
-
-
-@pytest.mark.parametrize("layers", [range(3), range(-1, 1), range(0, 2, 2), range(2, 1)])
-def test_layers_that_are_not_there_are_refused(layers):
-    pool = random_pool(LAYOUT)
-    before = pool.clone()
-    with pytest.raises(ConfigurationError, match="layers"):
-        copy_in(poisoned(LAYOUT), pool, 0, layers)
-    assert same_bytes(pool, before)
-
-
-def test_too_many_tokens_and_the_same_block_are_refused():
-    pool = random_pool(LAYOUT)
-    before = pool.clone()
-    for count in (-1, 5):
-        with pytest.raises(ConfigurationError, match="num_tokens"):
-            copy_tokens(pool, LAYOUT, 0, 1, count)
-    with pytest.raises(ConfigurationError, match="target"):
-        copy_tokens(pool, LAYOUT, 1, 1, 2)
-    assert same_bytes(pool, before)
+def test_what_inference_mode_made_can_be_copied_outside_of_it_and_the_other_way_round():
+    with torch.inference_mode():
+        inner = torch.rand(3, 1, 2, 2, 1, 4)
+        inner_kv, inner_rows = PagedKv.from_pool(inner), torch.zeros(40, 64, dtype=torch.uint8)
+    outer = torch.zeros(40, 1, 2, 2, 1, 4, requires_grad=True)
+    outer_kv, outer_rows = PagedKv.from_pool(outer), torch.zeros(40, 64, dtype=torch.uint8)
+    many = [2] * 40
+    for rows in (inner_rows, outer_rows):
+        gather_blocks(inner_kv, many, rows)
+        assert torch.equal(rows[39].view(torch.float32), inner[2].flatten())
+        scatter_blocks(rows, outer_kv, range(40))
+        assert torch.equal(outer[39], inner[2])
+    with torch.inference_mode():
+        gather_blocks(outer_kv, many, outer_rows)
+        scatter_blocks(outer_rows[:3], inner_kv, range(3))
+        assert torch.equal(inner[0], inner[2])

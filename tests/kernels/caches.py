@@ -1,0 +1,247 @@
+"""Paged caches in every form that engines have, in memory whose every byte is watched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from hypothesis import strategies as st
+
+from kvconnect.kernels.paged import PagedKv
+from kvconnect.layout import KvCacheLayout
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int8,
+]
+EVEN_FORMS = ["pool", "flat", "stacked", "interleaved", "pairs"]
+UNEVEN_FORMS = ["flat", "pairs"]
+BARE_FORMS = ["flat", "latent"]  # without values
+HND_FORMS = {"stacked", "interleaved", "pairs", "latent"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A cache: its form, its sizes, and how much is left out between the entries of each axis."""
+
+    form: str
+    layout: str
+    dtype: torch.dtype
+    layers: int
+    blocks: int
+    tokens: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    gaps: tuple[int, ...] = (0, 0, 0)
+
+    def make(self, seed: int) -> Cache:
+        """One full of random bytes."""
+        nbytes = 1 << 8
+        while True:
+            try:
+                random = torch.Generator().manual_seed(seed)
+                memory = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random)
+                return Cache(self, memory)
+            except _TooSmall:
+                nbytes *= 2
+
+
+class _TooSmall(Exception):
+    pass
+
+
+class Cache:
+    """A cache of a shape in `memory`.
+
+    Attributes:
+        kv: it, bound.
+        planes: views ``[blocks, tokens, heads, dim]`` (HND: ``[blocks, heads, tokens, dim]``) as
+            bytes, layer by layer, keys before values: made here, by plain indexing.
+    """
+
+    def __init__(self, shape: Shape, memory: torch.Tensor) -> None:
+        self.shape = shape
+        self.memory = memory
+        self._used = 0
+        self.kv, planes = getattr(self, f"_{shape.form}")()
+        self.planes = [plane.view(torch.uint8) for plane in planes]
+
+    def clone(self) -> Cache:
+        """The same bytes elsewhere."""
+        return Cache(self.shape, self.memory.clone())
+
+    def row(self, block: int, layers: range | None = None) -> torch.Tensor:
+        """A block's bytes in a contiguous buffer."""
+        return torch.cat([plane[block].reshape(-1) for plane in self.of(layers)])
+
+    def of(self, layers: range | None) -> list[torch.Tensor]:
+        """The planes of these layers."""
+        per_layer = 2 if self.shape.value_dim else 1
+        numbers = range(self.shape.layers) if layers is None else layers
+        return [
+            self.planes[layer * per_layer + part] for layer in numbers for part in range(per_layer)
+        ]
+
+    def put(self, block: int, row: torch.Tensor, layers: range | None = None) -> None:
+        """Overwrite a block with a row's bytes."""
+        for plane in self.of(layers):
+            size = plane[block].numel()
+            plane[block] = row[:size].view(plane[block].shape)
+            row = row[size:]
+
+    def put_tokens(self, block: int, other: Cache, source: int, count: int, layers: range) -> None:
+        """Overwrite the first tokens with those of a block of `other`."""
+        for mine, theirs in zip(self.of(layers), other.of(layers), strict=True):
+            if self.shape.layout == "NHD":
+                mine[block, :count] = theirs[source, :count]
+            else:
+                mine[block, :, :count] = theirs[source, :, :count]
+
+    # ------------------------------------------------------------------ forms
+
+    def _strided(self, *lengths: int) -> torch.Tensor:
+        """The next piece of memory, with gaps behind the entries of the outermost axes."""
+        size = self.shape.dtype.itemsize
+        strides = [1]
+        for axis in range(len(lengths) - 1, 0, -1):
+            gap = self.shape.gaps[axis - 1] if axis - 1 < len(self.shape.gaps) else 0
+            strides.insert(0, strides[0] * lengths[axis] + gap)
+        whole = strides[0] * lengths[0]
+        start = self._used // size + 1
+        self._used = (start + whole) * size
+        if self._used > self.memory.numel():
+            raise _TooSmall
+        return self.memory.view(self.shape.dtype).as_strided(lengths, strides, start)
+
+    def _inner(self, dim: int) -> tuple[int, int, int]:
+        shape = self.shape
+        if shape.layout == "NHD":
+            return shape.tokens, shape.heads, dim
+        return shape.heads, shape.tokens, dim
+
+    def _pool(self):
+        shape = self.shape
+        pool = self._strided(shape.blocks, shape.layers, 2, *self._inner(shape.key_dim))
+        planes = [pool[:, layer, part] for layer in range(shape.layers) for part in (0, 1)]
+        return PagedKv.from_pool(pool), planes
+
+    def _flat(self):
+        shape = self.shape
+        layout = KvCacheLayout(
+            shape.layers, shape.heads, shape.key_dim, shape.value_dim, shape.tokens, shape.dtype
+        )
+        pool = self._strided(*layout.flat_shape(shape.blocks))
+        planes = []
+        for layer in range(shape.layers):
+            if layout.kv_factor == 2:
+                parts = [(pool[:, layer, 0], shape.key_dim), (pool[:, layer, 1], shape.value_dim)]
+            else:
+                keys = prod(self._inner(shape.key_dim))
+                both = pool[:, layer, 0]
+                parts = [(both[:, :keys], shape.key_dim), (both[:, keys:], shape.value_dim)]
+            for part, dim in parts:
+                if dim:
+                    step = shape.heads * dim
+                    sizes = (shape.blocks, *self._inner(dim))
+                    strides = (part.stride(0), step, dim, 1)
+                    planes.append(part.as_strided(sizes, strides, part.storage_offset()))
+        return PagedKv.from_pool(pool, layout), planes
+
+    def _stacked(self):
+        shape = self.shape
+        inner = self._inner(shape.key_dim)
+        layers = [self._strided(2, shape.blocks, *inner) for _ in range(shape.layers)]
+        planes = [layer[part] for layer in layers for part in (0, 1)]
+        return PagedKv.from_layers(layers, layout=shape.layout), planes
+
+    def _interleaved(self):
+        shape = self.shape
+        inner = self._inner(shape.key_dim)
+        layers = [self._strided(shape.blocks, 2, *inner) for _ in range(shape.layers)]
+        planes = [layer[:, part] for layer in layers for part in (0, 1)]
+        return PagedKv.from_layers(layers, layout=shape.layout), planes
+
+    def _pairs(self):
+        shape = self.shape
+        dims = (shape.key_dim, shape.value_dim)
+        layers = [
+            tuple(self._strided(shape.blocks, *self._inner(dim)) for dim in dims)
+            for _ in range(shape.layers)
+        ]
+        planes = [plane for layer in layers for plane in layer]
+        return PagedKv.from_layers(layers, layout=shape.layout), planes
+
+    def _latent(self):
+        shape = self.shape
+        sizes = (shape.blocks, shape.tokens, shape.key_dim)
+        layers = [self._strided(*sizes) for _ in range(shape.layers)]
+        axis = 2 if shape.layout == "NHD" else 1
+        planes = [layer.unsqueeze(axis) for layer in layers]
+        return PagedKv.from_layers(layers, layout=shape.layout), planes
+
+
+@st.composite
+def shapes(draw, dtypes=DTYPES):
+    """A cache's shape."""
+    key_dim = draw(st.sampled_from([1, 5, 8, 80, 96]))
+    value_dim = draw(st.sampled_from([key_dim, 3, 0]))
+    forms = BARE_FORMS if not value_dim else EVEN_FORMS if value_dim == key_dim else UNEVEN_FORMS
+    form = draw(st.sampled_from(forms))
+    return Shape(
+        form=form,
+        layout=draw(st.sampled_from(["NHD", "HND"])) if form in HND_FORMS else "NHD",
+        dtype=draw(st.sampled_from(dtypes)),
+        layers=draw(st.integers(1, 3)),
+        blocks=draw(st.sampled_from([1, 3, 6])),
+        tokens=draw(st.sampled_from([2, 4, 16])),
+        heads=1 if form == "latent" else draw(st.integers(1, 3)),
+        key_dim=key_dim,
+        value_dim=value_dim,
+        gaps=draw(st.sampled_from([(0, 0, 0), (8, 0, 0), (0, 16, 0), (0, 0, 3), (1, 2, 1)])),
+    )
+
+
+@st.composite
+def alike(draw, shape):
+    """Another shape whose blocks can be copied from and to those of `shape`."""
+    forms = (
+        BARE_FORMS
+        if not shape.value_dim
+        else EVEN_FORMS
+        if shape.value_dim == shape.key_dim
+        else UNEVEN_FORMS
+    )
+    if shape.layout == "HND":
+        forms = [form for form in forms if form in HND_FORMS]
+    if shape.heads > 1:
+        forms = [form for form in forms if form != "latent"]
+    return replace(
+        shape,
+        form=draw(st.sampled_from(forms)),
+        blocks=draw(st.sampled_from([1, 3, 6])),
+        gaps=draw(st.sampled_from([(0, 0, 0), (8, 0, 0), (1, 2, 1)])),
+    )
+
+
+def layer_ranges(shape):
+    """Some layers that follow each other; perhaps none."""
+    return st.integers(0, shape.layers).flatmap(
+        lambda stop: st.builds(range, st.integers(0, stop), st.just(stop))
+    )
+
+
+def ids(shape, *, unique=False, max_size=8):
+    """Block ids with padding; without it each at most once if `unique`."""
+    blocks = st.integers(0, shape.blocks - 1)
+    if not unique:
+        return st.lists(st.just(-1) | blocks, max_size=max_size)
+    padded = st.tuples(
+        st.lists(blocks, unique=True, max_size=max_size), st.lists(st.just(-1), max_size=2)
+    )
+    return padded.flatmap(lambda both: st.permutations(both[0] + both[1]))
