@@ -21,7 +21,7 @@ from kvconnect.kernels.launch import Grid, Launcher
 from kvconnect.kernels.quantize_launch import launch_quantize
 from kvconnect.kernels.routes import HostIds, Routes
 from kvconnect.kernels.streams import device_index
-from kvconnect.kernels.transfer import Transfer
+from kvconnect.kernels.transfer import DONE, Transfer
 from kvconnect.kernels.work import AppendWork, BlockCopy, QuantizeWork, TransposeWork, UpdateWork
 
 __all__ = [
@@ -62,7 +62,7 @@ class DeviceWork:
         if path not in PATHS:
             raise ConfigurationError(f"path: '{path}' is unknown; {nearest(path, PATHS)}")
         if not len(copy.source_ids) or not copy.nbytes:
-            return Transfer()
+            return DONE
         if stream is None:
             stream = self.driver.current_stream()
         direction = self._direction(copy)
@@ -99,7 +99,7 @@ class DeviceWork:
     def quantize(self, work: QuantizeWork, stream: Any) -> Transfer:
         """See `submit_quantize`."""
         if not len(work.block_ids):
-            return Transfer()
+            return DONE
         return self._run(lambda grid: launch_quantize(self._launcher, work, grid), stream)
 
     def _run(self, launch: Any, stream: Any) -> Transfer:
@@ -108,7 +108,7 @@ class DeviceWork:
         ctas = self.driver.multiprocessors * self.policy.ctas_per_multiprocessor
         keep = launch(Grid(stream, ctas))
         if self.driver.capturing(stream):
-            return Transfer()
+            return DONE
         return Transfer(self.driver.record(stream), keep)
 
     def _direction(self, copy: BlockCopy) -> Direction:
