@@ -60,13 +60,15 @@ class Routes:
         self._device_ring = Ring(driver.device_memory, *slots)
         self._host_ring = Ring(driver.host_memory, *slots)
 
-    def by_kernel(self, copy: BlockCopy, direction: Direction, stream: Any) -> Transfer:
+    def by_kernel(
+        self, copy: BlockCopy, direction: Direction, stream: Any, *, capturing: bool
+    ) -> Transfer:
         """One kernel that reads and writes both sides; the only way into a graph.
 
         While a graph is captured the result is done: what the graph uses is its owner's to keep.
         """
         grid = Grid(stream, self._ctas(direction))
-        if self._driver.capturing(stream):
+        if capturing:
             launch_copy(self._launcher, copy, grid)
             return DONE
         # As `_on` does, without its cost: this is what a step of an engine waits for.
