@@ -77,7 +77,8 @@ def byte_rows(name: str, buffer: Tensor, kv: PagedKv, count: int, nbytes: int) -
         buffer: of the cache's dtype or uint8; contiguous, with `count` as first axis or with one
             axis only; or with two axes and any distance between rows.
         kv: the cache it is copied to or from.
-        count, nbytes: what is needed.
+        count: blocks that are needed.
+        nbytes: of each.
 
     Raises:
         TypeError: another dtype, or no tensor.

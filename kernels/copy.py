@@ -206,12 +206,14 @@ def _nothing(*_: object) -> None:
 
 
 _gather = register(
-    "gather_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out, str layout, int per_layer) -> ()",
+    "gather_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out, "
+    "str layout, int per_layer) -> ()",
     _gather_op,
     _nothing,
 )
 _scatter = register(
-    "scatter_blocks(Tensor src, Tensor(a!)[] planes, Tensor block_ids, str layout, int per_layer) -> ()",
+    "scatter_blocks(Tensor src, Tensor(a!)[] planes, Tensor block_ids, "
+    "str layout, int per_layer) -> ()",
     _scatter_op,
     _nothing,
 )
@@ -222,7 +224,8 @@ _copy = register(
     _nothing,
 )
 _move = register(
-    "move_blocks(Tensor(a!)[] planes, Tensor block_mapping, Tensor? num_tokens, str layout, int per_layer) -> ()",
+    "move_blocks(Tensor(a!)[] planes, Tensor block_mapping, Tensor? num_tokens, "
+    "str layout, int per_layer) -> ()",
     _move_op,
     _nothing,
 )

@@ -48,8 +48,10 @@ def copy_runs(
 
     Args:
         table: made for both sides.
-        source, target: the memories, on the host.
-        source_ids, target_ids: ``[pairs]``; row numbers on a side that is rows.
+        source: where to read, on the host.
+        target: where to write, on the host.
+        source_ids: ``[pairs]``; row numbers on a side that is rows.
+        target_ids: as many.
         in_order: the ids of the side that is rows are 0 to ``pairs - 1``.
     """
     pairs = len(source_ids)

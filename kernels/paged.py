@@ -63,7 +63,6 @@ class PagedKv:
     __slots__ = (
         "__weakref__",
         "_partners",
-        "plane_bytes",
         "_slot_arrays",
         "_tables",
         "device",
@@ -76,6 +75,7 @@ class PagedKv:
         "num_layers",
         "per_layer",
         "pinned",
+        "plane_bytes",
         "planes",
         "spans",
         "tokens",

@@ -38,10 +38,19 @@ def copy_pairs(
     """`copy_blocks` with sources and targets apart, and no padding.
 
     Args:
-        source_ids, target_ids: ``[n]`` on the host.
+        src_kv: as there.
+        dst_kv: as there.
+        source_ids: ``[n]`` on the host.
+        target_ids: as many.
+        num_tokens: as there.
         some: which of `num_tokens` belong to these pairs, where padding was left out.
+        layers: as there.
+        stream: as there.
+        path: as there.
+        stable_source: as there.
 
-    The others are those of `copy_blocks`, which raises the same.
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as there.
     """
     check_path(path)
     numbers = layers if isinstance(layers, range) else layer_range(src_kv, layers)

@@ -83,7 +83,8 @@ def dequantize_blocks(
     """Fill blocks with what `quantize_blocks` wrote: its mirror.
 
     Args:
-        values, scales: as `out_values` and `out_scales` there.
+        values: as `out_values` there.
+        scales: as `out_scales` there.
         kv: where the blocks are; changed.
         block_ids: ``[n]`` on the host, distinct; rows of -1 are skipped.
         dtype: what they were quantised to.

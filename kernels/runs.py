@@ -150,7 +150,8 @@ def make_strips(
 
     Args:
         pairs: planes in the order in which they are to lie one after the other.
-        tokens, heads: of a block.
+        tokens: of a block.
+        heads: of a token.
         tokens_first: whether heads follow each other within a token (NHD) or tokens within a head.
         by_token: whether prefixes of tokens are to be copied: then runs are whole tokens, or one.
     """

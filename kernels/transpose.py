@@ -26,7 +26,8 @@ def transpose_blocks(src: Tensor, dst: Tensor, *, src_layout: str, dst_layout: s
         src: NHD: ``[..., T, heads, dim]``, HND: ``[..., heads, T, dim]``; any strides, but for a
             contiguous last axis.
         dst: the same axes in the order of `dst_layout`; changed.
-        src_layout, dst_layout: ``"NHD"`` or ``"HND"``; with the same it is a copy.
+        src_layout: ``"NHD"`` or ``"HND"``.
+        dst_layout: the same; with an equal one it is a copy.
 
     Raises:
         TypeError: dtypes differ.

@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvconnect.bench.report import Figure
+from kvconnect.bench.report import Figure, binary_size
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
 from kvconnect.kernels.paged import PagedKv
-from kvconnect.kernels.quantize import quantize_blocks
+from kvconnect.kernels.quantize import CODES, quantize_blocks
 from kvconnect.kernels.update import kv_cache_update, reshape_and_cache
 
 __all__ = ["host_figures"]
@@ -64,7 +65,13 @@ def _block_copies(run: int, nbytes: int, repeats: int) -> list[Figure]:
         "copy": lambda: copy_blocks(kv, other, pairs),
     }
     return [
-        _share(f"{name}, runs of {_size(run)}", job, count * run, repeats, "" if name == "copy" else target)
+        _share(
+            f"{name}, runs of {binary_size(run)}",
+            job,
+            count * run,
+            repeats,
+            "" if name == "copy" else target,
+        )
         for name, job in work.items()
     ]
 
@@ -78,7 +85,7 @@ def _updates(run: int, nbytes: int, repeats: int) -> Figure:
     update = update.view(batch, heads, new, _DIM)
     starts = torch.from_numpy(np.random.default_rng(0).integers(0, new + 1, batch))
     return _share(
-        f"kv_cache_update, runs of {_size(run)}",
+        f"kv_cache_update, runs of {binary_size(run)}",
         lambda: kv_cache_update(cache, update, starts),
         batch * heads * run,
         repeats,
@@ -87,21 +94,21 @@ def _updates(run: int, nbytes: int, repeats: int) -> Figure:
 
 
 def _quantised(nbytes: int, repeats: int) -> list[Figure]:
-    kv = _cache(max(1, nbytes // (64 * _KIB)), 64 * _KIB)
+    run = 64 * _KIB
+    kv = _cache(max(1, nbytes // run), run)
     for view in kv.views:
         view.normal_()
     count = kv.num_blocks
-    values = torch.empty(count, 32 * _KIB, dtype=torch.uint8)
-    scales = torch.empty(count, 256)
+    values = torch.empty(count, run // 2, dtype=torch.uint8)
+    scales = torch.empty(count, run // 2 // _DIM)
     ids = np.arange(count)
+
+    def quantise(code: str) -> None:
+        quantize_blocks(kv, ids, values, scales, dtype=code)
+
     return [
-        _share(
-            f"gather and quantise to {code}",
-            lambda code=code: quantize_blocks(kv, ids, values, scales, dtype=code),
-            count * 64 * _KIB,
-            repeats,
-        )
-        for code in ("fp8_e4m3", "int8")
+        _share(f"gather and quantise to {code}", partial(quantise, code), count * run, repeats)
+        for code in CODES
     ]
 
 
@@ -179,12 +186,6 @@ def _cache(num_blocks: int, block_nbytes: int) -> PagedKv:
 def _random_bytes(nbytes: int) -> Tensor:
     # Half-precision numbers of any bits; also every page is there when the clock starts.
     return torch.from_numpy(np.random.default_rng(1).integers(0, 256, nbytes, np.uint8))
-
-
-def _size(nbytes: int) -> str:
-    if nbytes >= _KIB * _KIB:
-        return f"{nbytes // _KIB // _KIB} MiB"
-    return f"{nbytes // _KIB} KiB" if nbytes >= _KIB else f"{nbytes} B"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-__all__ = ["Figure", "machine", "render"]
+__all__ = ["Figure", "binary_size", "machine", "render"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,14 @@ class Figure:
     value: float
     unit: str
     target: str = ""
+
+
+def binary_size(nbytes: int) -> str:
+    """``"16 KiB"``: in the largest binary unit that leaves at least 1, rounded down."""
+    for shift, unit in ((20, "MiB"), (10, "KiB")):
+        if nbytes >> shift:
+            return f"{nbytes >> shift} {unit}"
+    return f"{nbytes} B"
 
 
 def machine() -> str:

@@ -5,19 +5,14 @@ A pool is a flat view ``[num_blocks, num_layers, kv_factor, elements]``, whereve
 
 from __future__ import annotations
 
-import weakref
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.pinned import host_bytes, page_lock
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["allocate_arena", "allocate_host_pool", "allocate_pool", "layer_buffers", "pool_view"]
-
-_PAGE = 4096
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 
 def allocate_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) -> Tensor:
@@ -39,9 +34,9 @@ def allocate_host_pool(layout: KvCacheLayout, num_blocks: int, device: torch.dev
     """
     nbytes = num_blocks * layout.block_nbytes
     try:
-        memory = _host_bytes(nbytes)
-        if device.type == "cuda" and nbytes:
-            _page_lock(memory)
+        memory = host_bytes(nbytes)
+        if device.type == "cuda":
+            page_lock(memory)
     except (MemoryError, RuntimeError) as error:
         raise ConfigurationError(
             f"host_cache_size: {nbytes} bytes of host memory cannot be had ({error}); give less, "
@@ -59,7 +54,7 @@ def allocate_arena(nbytes: int, device: torch.device) -> Tensor:
     # there.
     if device.type != "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    return torch.from_numpy(_host_bytes(nbytes))
+    return torch.from_numpy(host_bytes(nbytes))
 
 
 def pool_view(arena: Tensor, layout: KvCacheLayout) -> Tensor:
@@ -98,23 +93,3 @@ def layer_buffers(
         keys.view(num_blocks, tokens, heads, layout.key_dim),
         values.view(num_blocks, tokens, heads, layout.value_dim),
     )
-
-
-def _host_bytes(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    # NumPy asks for huge pages, which makes the first touch of a large pool several times cheaper.
-    memory = np.zeros(nbytes + _PAGE, np.uint8)
-    start = -memory.ctypes.data % _PAGE
-    return memory[start : start + nbytes]
-
-
-def _page_lock(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-    # Registered, as torch's own page-locked memory comes in powers of two: 33 GiB would take 64.
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = memory.ctypes.data
-    code = int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE))
-    if code:
-        raise RuntimeError(f"cudaHostRegister: error {code}")
-    owner = memory.base
-    # The owner dies after the last tensor and is told so before its memory goes back.
-    unlock = weakref.finalize(owner, runtime.cudaHostUnregister, address)
-    unlock.atexit = False  # the driver may be gone by then, and the process ends anyway

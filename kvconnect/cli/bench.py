@@ -37,6 +37,24 @@ def add_parser(subparsers: Subparsers) -> None:
     engine.add_argument("--repeats", type=int, default=3, metavar="N")
     engine.set_defaults(run=run_engine)
     _add_blocks(benchmarks)
+    _add_kernels(benchmarks)
+
+
+def _add_kernels(benchmarks: Subparsers) -> None:
+    kernels = benchmarks.add_parser(
+        "kernels",
+        help="copies of KV blocks against what memory and links can do",
+        description="""\
+Measure the copies of KV blocks as shares of one copy of the same bytes without gaps, in the same
+run: in host memory against memcpy, with one thread each; on a CUDA device and over its link, if
+there is one.""",
+    )
+    kernels.add_argument(
+        "--mib", type=int, default=64, metavar="N", help="copied in one measurement on the host"
+    )
+    kernels.add_argument("--repeats", type=int, default=9, metavar="N", help="medians of so many")
+    kernels.add_argument("--json", action="store_true", help="print one JSON object")
+    kernels.set_defaults(run=run_kernels)
 
 
 def _add_blocks(benchmarks: Subparsers) -> None:
@@ -133,6 +151,19 @@ def run_blocks(arguments: argparse.Namespace) -> None:
         figures += growth(field.parties[OWN], plan, _tell)
     figures += memory(plan, _tell)
     print(render("blocks", figures, as_json=arguments.json))
+
+
+def run_kernels(arguments: argparse.Namespace) -> None:
+    """Measure the copies of blocks."""
+    from kvconnect.bench.kernels import kernels
+    from kvconnect.bench.report import render
+    from kvconnect.errors import ConfigurationError
+
+    for name in ("mib", "repeats"):
+        if getattr(arguments, name) < 1:
+            raise ConfigurationError(f"--{name}: {getattr(arguments, name)} must be at least 1")
+    figures = kernels(nbytes=arguments.mib << 20, repeats=arguments.repeats, tell=_tell)
+    print(render("kernels", figures, as_json=arguments.json))
 
 
 def _tell(what: str) -> None:

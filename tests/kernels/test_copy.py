@@ -1,4 +1,4 @@
-"""Gather, scatter and copy against plain indexing: what is named is copied, nothing else changes."""
+"""Gather, scatter and copy against plain indexing: what is named is copied, and no more."""
 
 from __future__ import annotations
 

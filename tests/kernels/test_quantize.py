@@ -232,7 +232,7 @@ def test_a_payload_of_another_size_or_dtype_is_refused():
         dequantize_payload(encoded[:-1], layout, payload, dtype="int8")
     with pytest.raises(ConfigurationError, match="dtype"):
         quantize_payload(payload, layout, encoded, dtype="int4")
-    with pytest.raises(ConfigurationError, match="fp8|float8"):
+    with pytest.raises(ConfigurationError, match="float8"):
         quantized_nbytes(KvCacheLayout(1, 1, 4, 4, 2, torch.float8_e4m3fn))
 
 

@@ -79,10 +79,8 @@ def test_wait_on_orders_a_stream_behind_it(flight):
 
 
 def test_one_that_nobody_keeps_still_keeps_its_memory(flight):
-    transfer, event, alive = flight
-    event.waited.append(transfer)  # only to have two names for it
-    event.waited.clear()
-    del transfer
+    transfer, _, alive = flight
+    del transfer, flight
     gc.collect()
     assert alive() is not None
 
