@@ -90,7 +90,8 @@ class CudaDriver:
         """See `Driver`."""
         status = ctypes.c_int()
         handle = ctypes.c_void_p(stream.cuda_stream)
-        self._cuda.call("cuStreamIsCapturing", handle, ctypes.byref(status))
+        with self._cuda.current(self._context):
+            self._cuda.call("cuStreamIsCapturing", handle, ctypes.byref(status))
         return status.value != 0
 
     def record(self, stream: torch.cuda.Stream) -> CopyEvent:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvconnect.kernels.driver import DriverError, NoDevice
 
-__all__ = ["CudaLibrary", "cuda_library"]
+__all__ = ["CudaLibrary", "CurrentContext", "cuda_library"]
 
 _LIBRARY: Final = "libcuda.so.1"
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -73,19 +73,9 @@ class CudaLibrary:
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         return context
 
-    @contextmanager
-    def current(self, context: ctypes.c_void_p) -> Iterator[None]:
+    def current(self, context: ctypes.c_void_p) -> CurrentContext:
         """`context` is the calling thread's meanwhile: a new thread has none."""
-        now = ctypes.c_void_p()
-        self.call("cuCtxGetCurrent", ctypes.byref(now))
-        if now.value == context.value:
-            yield
-            return
-        self.call("cuCtxPushCurrent_v2", context)
-        try:
-            yield
-        finally:
-            self.call("cuCtxPopCurrent_v2", ctypes.byref(now))
+        return CurrentContext(self, context)
 
     @contextmanager
     def outside_of_captures(self) -> Iterator[None]:
@@ -124,6 +114,29 @@ class CudaLibrary:
         text = ctypes.c_char_p()
         self._cuda.cuGetErrorString(code, ctypes.byref(text))
         return f"{function}: {(text.value or b'unknown error').decode()} ({code})"
+
+
+class CurrentContext:
+    """See `CudaLibrary.current`; no generator, as every launch goes through it."""
+
+    __slots__ = ("_context", "_library", "_pushed")
+
+    def __init__(self, library: CudaLibrary, context: ctypes.c_void_p) -> None:
+        self._library = library
+        self._context = context
+        self._pushed = False
+
+    def __enter__(self) -> None:
+        now = ctypes.c_void_p()
+        self._library.call("cuCtxGetCurrent", ctypes.byref(now))
+        if now.value != self._context.value:
+            self._library.call("cuCtxPushCurrent_v2", self._context)
+            self._pushed = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._pushed:
+            popped = ctypes.c_void_p()
+            self._library.call("cuCtxPopCurrent_v2", ctypes.byref(popped))
 
 
 @cache

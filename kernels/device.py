@@ -21,7 +21,7 @@ from kvconnect.kernels.launch import Grid, Launcher
 from kvconnect.kernels.quantize_launch import launch_quantize
 from kvconnect.kernels.routes import HostIds, Routes
 from kvconnect.kernels.streams import device_index
-from kvconnect.kernels.transfer import Transfer
+from kvconnect.kernels.transfer import DONE, Transfer
 from kvconnect.kernels.work import AppendWork, BlockCopy, QuantizeWork, TransposeWork, UpdateWork
 
 __all__ = [
@@ -62,15 +62,16 @@ class DeviceWork:
         if path not in PATHS:
             raise ConfigurationError(f"path: '{path}' is unknown; {nearest(path, PATHS)}")
         if not len(copy.source_ids) or not copy.nbytes:
-            return Transfer()
+            return DONE
         if stream is None:
             stream = self.driver.current_stream()
         direction = self._direction(copy)
+        capturing = self.driver.capturing(stream)
         ids = _host_ids(copy)
-        if self._must_be_kernel(copy, direction, path, stream) or ids is None:
-            if ids is None and path in {"dma", "staged"}:
-                raise RuntimeError(f"path: '{path}' needs block ids on the host")
-            return self._routes.by_kernel(copy, direction, stream)
+        _refuse(copy, direction, path, capturing=capturing, on_host=ids is not None)
+        within = direction is Direction.WITHIN and path == "auto"
+        if path == "kernel" or within or capturing or ids is None:
+            return self._routes.by_kernel(copy, direction, stream, capturing=capturing)
         runs = describe(copy)
         route = self._route(copy, direction, path, runs)
         if route is Route.STAGED:
@@ -79,7 +80,7 @@ class DeviceWork:
             return self._routes.by_bounce(copy, direction, runs, stream)
         if route is Route.DMA:
             return self._routes.by_dma(copy, direction, runs, stream)
-        return self._routes.by_kernel(copy, direction, stream)
+        return self._routes.by_kernel(copy, direction, stream, capturing=False)
 
     def update(self, work: UpdateWork) -> None:
         """See `submit_update`."""
@@ -99,7 +100,7 @@ class DeviceWork:
     def quantize(self, work: QuantizeWork, stream: Any) -> Transfer:
         """See `submit_quantize`."""
         if not len(work.block_ids):
-            return Transfer()
+            return DONE
         return self._run(lambda grid: launch_quantize(self._launcher, work, grid), stream)
 
     def _run(self, launch: Any, stream: Any) -> Transfer:
@@ -108,7 +109,7 @@ class DeviceWork:
         ctas = self.driver.multiprocessors * self.policy.ctas_per_multiprocessor
         keep = launch(Grid(stream, ctas))
         if self.driver.capturing(stream):
-            return Transfer()
+            return DONE
         return Transfer(self.driver.record(stream), keep)
 
     def _direction(self, copy: BlockCopy) -> Direction:
@@ -118,33 +119,34 @@ class DeviceWork:
             return Direction.WITHIN
         return Direction.LOAD if target else Direction.STORE
 
-    def _must_be_kernel(
-        self, copy: BlockCopy, direction: Direction, path: str, stream: Any
-    ) -> bool:
-        """Whether nothing else can do it; raises if that cannot do it either."""
-        capturing = self.driver.capturing(stream)
-        if capturing and path in {"dma", "staged"}:
-            raise RuntimeError(
-                f"path: '{path}' cannot be part of a CUDA graph; take 'kernel' or 'auto' while one "
-                "is captured"
-            )
-        if path == "staged" and direction is Direction.WITHIN:
-            raise RuntimeError("path: 'staged' is for copies from or to host memory")
-        on_device = _host_ids(copy) is None
-        if _pageable(copy, direction) and (capturing or on_device or path in {"kernel", "staged"}):
-            raise RuntimeError(
-                f"path: '{path}' with pageable host memory; give page-locked memory where a graph "
-                "is captured, ids are on the device, or a kernel is asked for"
-            )
-        within = direction is Direction.WITHIN and path == "auto"
-        return capturing or within or path == "kernel"
-
     def _route(self, copy: BlockCopy, direction: Direction, path: str, runs: Descriptors) -> Route:
         if _pageable(copy, direction):
             return Route.BOUNCE
         if path != "auto":
             return Route(path)
         return self.policy.choose(direction, runs.nbytes / max(1, len(runs)))
+
+
+def _refuse(
+    copy: BlockCopy, direction: Direction, path: str, *, capturing: bool, on_host: bool
+) -> None:
+    """Raise what `submit_copy` raises for ways that cannot be gone."""
+    if path in {"dma", "staged"}:
+        if capturing:
+            raise RuntimeError(
+                f"path: '{path}' cannot be part of a CUDA graph; take 'kernel' or 'auto' while one "
+                "is captured"
+            )
+        if not on_host:
+            raise RuntimeError(f"path: '{path}' needs block ids on the host")
+        if path == "staged" and direction is Direction.WITHIN:
+            raise RuntimeError("path: 'staged' is for copies from or to host memory")
+    only_kernels = capturing or not on_host or path in {"kernel", "staged"}
+    if only_kernels and _pageable(copy, direction):
+        raise RuntimeError(
+            f"path: '{path}' with pageable host memory; give page-locked memory where a graph is "
+            "captured, ids are on the device, or a kernel is asked for"
+        )
 
 
 def _pageable(copy: BlockCopy, direction: Direction) -> bool:

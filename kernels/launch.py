@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 from torch import Tensor
@@ -44,8 +44,7 @@ def divisor(number: int) -> tuple[int, int]:
     return number, multiplier | shift << 32
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """What a launch copies: `count` rows of `nbytes`, in accesses of `width` bytes."""
 
     count: int
@@ -76,8 +75,7 @@ class IdList:
 NO_IDS = IdList(0, 8, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """Where a launch goes.
 
     Attributes:
@@ -214,8 +212,7 @@ class Launcher:
         return (work.keep,)
 
 
-@dataclass(frozen=True, slots=True)
-class Params:
+class Params(NamedTuple):
     """The int64 of a parameter struct before its ``Span`` and behind it."""
 
     head: tuple[int, ...]

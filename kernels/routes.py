@@ -17,7 +17,7 @@ from kvconnect.kernels.launch import Grid, Launcher
 from kvconnect.kernels.rings import Ring, Slot
 from kvconnect.kernels.run_launch import launch_copy
 from kvconnect.kernels.staging import staging_of
-from kvconnect.kernels.transfer import Transfer
+from kvconnect.kernels.transfer import DONE, Transfer
 from kvconnect.kernels.work import BlockCopy, Ids
 
 __all__ = ["HostIds", "Routes"]
@@ -37,7 +37,7 @@ class _Lane:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.keep: list[object] = []
-        self.transfer = Transfer()
+        self.transfer = DONE
 
 
 class Routes:
@@ -60,19 +60,24 @@ class Routes:
         self._device_ring = Ring(driver.device_memory, *slots)
         self._host_ring = Ring(driver.host_memory, *slots)
 
-    def by_kernel(self, copy: BlockCopy, direction: Direction, stream: Any) -> Transfer:
+    def by_kernel(
+        self, copy: BlockCopy, direction: Direction, stream: Any, *, capturing: bool
+    ) -> Transfer:
         """One kernel that reads and writes both sides; the only way into a graph.
 
         While a graph is captured the result is done: what the graph uses is its owner's to keep.
         """
         grid = Grid(stream, self._ctas(direction))
-        if self._driver.capturing(stream):
+        if capturing:
             launch_copy(self._launcher, copy, grid)
-            return Transfer()
-        with self._on(stream) as lane:
-            lane.keep.append(copy.keep)
-            lane.keep.append(launch_copy(self._launcher, copy, grid))
-        return lane.transfer
+            return DONE
+        # As `_on` does, without its cost: this is what a step of an engine waits for.
+        keep: tuple[object, ...] = (copy.keep,)
+        try:
+            keep = launch_copy(self._launcher, copy, grid)
+        finally:
+            transfer = Transfer(self._driver.record(stream), keep)
+        return transfer
 
     def by_dma(
         self, copy: BlockCopy, direction: Direction, runs: Descriptors, stream: Any

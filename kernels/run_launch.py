@@ -21,6 +21,8 @@ __all__ = ["INLINE_PAIRS", "launch_copy"]
 INLINE_PAIRS = 128
 """Pairs that a launch takes by value, as in the source."""
 
+_INLINE_NBYTES = 8 * INLINE_PAIRS
+_NOTHING = bytes(_INLINE_NBYTES)
 _NBYTES, _FIRST_TOKEN, _TOKEN_NBYTES = 4, 5, 6
 
 
@@ -72,10 +74,10 @@ def launch_copy(launcher: Launcher, copy: BlockCopy, grid: Grid) -> tuple[object
 
 
 def _launch_inline(launcher: Launcher, copy: BlockCopy, group: _Group, grid: Grid) -> None:
-    raw = []
-    for numbers in (copy.source_ids, copy.target_ids, _prefixes(copy, group)):
-        data = b"" if numbers is None else numbers.tobytes()  # type: ignore[union-attr]
-        raw.append(data.ljust(8 * INLINE_PAIRS, b"\0"))
+    raw = [
+        _NOTHING if numbers is None else numbers.tobytes().ljust(_INLINE_NBYTES, b"\0")
+        for numbers in (copy.source_ids, copy.target_ids, _prefixes(copy, group))
+    ]
     entry = "copy_inline" if copy.num_tokens is None else "copy_inline_prefixes"
     _launch(launcher, copy, group, entry, _params(copy, group, (), b"".join(raw)), grid)
 

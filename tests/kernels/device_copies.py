@@ -32,7 +32,9 @@ class HostCopy:
     `expected` what the target must hold afterwards.
     """
 
-    def __init__(self, runs: Runs, pairs, direction, *, tokens=None, pinned=True, stable=False):
+    def __init__(
+        self, runs: Runs, pairs, direction, *, tokens=None, pinned=True, stable=False, seed=0
+    ):
         self.runs = runs
         self.direction = direction
         device_ids = [old for old, _ in pairs]
@@ -41,9 +43,10 @@ class HostCopy:
         pitch = sum(runs.sizes) + runs.gap
         loads = direction is Direction.LOAD
         self.planes = [
-            self._fill(num_device * size, 10 + i, poison=loads) for i, size in enumerate(runs.sizes)
+            self._fill(num_device * size, seed + 10 + i, poison=loads)
+            for i, size in enumerate(runs.sizes)
         ]
-        self.host = self._fill(num_host * pitch, 99, poison=not loads)
+        self.host = self._fill(num_host * pitch, seed + 99, poison=not loads)
         self.offsets = self._host_offsets()
         strips = []
         for plane, size, offset in zip(self.planes, runs.sizes, self.offsets, strict=True):

@@ -16,7 +16,7 @@ FEW = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-MANY = settings(FEW, max_examples=1000)
+MANY = settings(FEW, max_examples=800)
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 grids = st.sampled_from([1, 2, 3, 7, 10_000])

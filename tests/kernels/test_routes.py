@@ -160,8 +160,9 @@ def test_the_size_after_merging_decides():
     assert driver.batches[0].descriptors.sizes.tolist() == [64 << 10]
 
 
-def test_small_runs_to_the_host_are_gathered_and_leave_in_one_copy():
-    made = HostCopy(Runs((512, 512, 256)), [(4, 0), (1, 1), (9, 2)], STORE)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_small_runs_to_the_host_are_gathered_and_leave_in_one_copy(reverse):
+    made = HostCopy(Runs((512, 512, 256), reverse=reverse), [(4, 0), (1, 1), (9, 2)], STORE)
     driver, work = work_of()
     work.copy(made.copy, None, "auto")
     assert [len(batch.descriptors) for batch in driver.batches] == [1]
@@ -366,7 +367,7 @@ def test_a_buffer_is_not_used_again_before_its_last_use_is_over(shim):
         copies = []
         for number in range(6):
             direction = (LOAD, STORE)[number % 2]
-            made = HostCopy(Runs((64, 32)), [(1, 2), (0, 5), (3, 3)], direction)
+            made = HostCopy(Runs((64, 32)), PAIRS, direction, seed=1000 * number)
             made.allow_on(driver)
             expected = made.expected()
             copies.append((made, expected))
