@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from kvconnect.backends.redis_client import explained
+from kvconnect.backends.redis_fetch import fetch
 from kvconnect.backends.redis_node import RedisNode
+from kvconnect.backends.redis_put import put
 from kvconnect.backends.redis_settings import Address, RedisSettings
 from kvconnect.backends.redis_topology import topology_of
 from kvconnect.backends.redis_transfer import (
@@ -19,8 +21,6 @@ from kvconnect.backends.redis_transfer import (
     Refused,
     Want,
     ask,
-    fetch,
-    put,
 )
 from kvconnect.backends.redis_value import Head
 from kvconnect.backends.redis_wire import Reply, Wire

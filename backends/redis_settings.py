@@ -75,7 +75,7 @@ class RedisSettings:
         prefix: before every key.
         ttl: seconds after which a block is gone; ``None``: never.
         connections: bulk connections to each server.
-        timeout: seconds without a byte from a server, after which a connection is given up.
+        timeout: seconds; a connection on which next to nothing passes for so long is given up.
         tls: ``None``: not encrypted.
     """
 

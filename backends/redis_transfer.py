@@ -1,13 +1,8 @@
-"""What is done on one connection: small commands, values fetched, values put. Blocks.
-
-Commands are pipelined, values within a window: enough under way that neither side waits for the
-other, few enough that little is moved in vain after a miss and that a server holds little for us.
-"""
+"""What is asked of a server, what it answers, and small commands on one connection."""
 
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -20,6 +15,7 @@ from kvconnect.backends.redis_wire import Bytes, Reply, Wire
 from kvconnect.errors import BackendUnavailable
 
 __all__ = [
+    "ASKING",
     "REFUSALS",
     "Ask",
     "Fetched",
@@ -31,17 +27,14 @@ __all__ = [
     "Want",
     "ask",
     "command",
-    "fetch",
     "head_command",
-    "put",
+    "redirected",
     "sound",
     "state_of",
 ]
 
-_WINDOW_NBYTES = 4 << 20
-_AHEAD_NBYTES = 1 << 20
 _ASK_WINDOW = 512
-_ASKING = b"*1\r\n$6\r\nASKING\r\n"
+ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _GET_HEAD = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%s\r\n$1\r\n0\r\n$%d\r\n%d\r\n" % (
     len(str(HEAD_NBYTES - 1)),
     HEAD_NBYTES - 1,
@@ -189,189 +182,17 @@ def ask(
     found: list[Reply | Redirect] = []
     for start in range(0, len(asks), _ASK_WINDOW):
         part = asks[start : start + _ASK_WINDOW]
-        wire.send([b"".join((_ASKING if asking else b"") + one.packed for one in part)])
+        wire.send([b"".join((ASKING if asking else b"") + one.packed for one in part)])
         replies = wire.replies(len(part) * (1 + asking))
         found += [
-            reply if type(reply) is bytes else _redirected(reply, server)
+            reply if type(reply) is bytes else redirected(reply, server)
             for reply in replies[asking :: 1 + asking]
         ]
     return found
 
 
-def fetch(
-    wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool = False
-) -> list[Fetched]:
-    """Fill what `wants` say, in order; after the first that is not there, nothing is touched."""
-    return _Fetch(wire, wants, server, asking=asking).run()
-
-
-def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = False) -> list[Stored]:
-    """Store `puts`, in order; after the first that is refused no more are tried."""
-    found: list[Stored] = [Outcome.NOT_TRIED] * len(puts)
-    looked_for = [number for number, one in enumerate(puts) if one.look_first]
-    heads = ask(
-        wire, [head_command(puts[number].name) for number in looked_for], server, asking=asking
-    )
-    for number, reply in zip(looked_for, heads, strict=True):
-        found[number] = _found_there(reply)
-    waiting: deque[int] = deque()
-    under_way = 0
-    refused = False
-
-    def settle() -> None:
-        nonlocal under_way, refused
-        number = waiting.popleft()
-        found[number] = _stored(wire, server, asking=asking)
-        under_way -= puts[number].nbytes
-        refused = refused or isinstance(found[number], Refused)
-
-    for number, one in enumerate(puts):
-        if refused or found[number] is not Outcome.NOT_TRIED:
-            continue
-        head, tail = _set_command(one)
-        wire.send([(_ASKING if asking else b"") + head, *one.pieces, tail])
-        waiting.append(number)
-        under_way += one.nbytes
-        while under_way > _WINDOW_NBYTES:
-            settle()
-    while waiting:
-        settle()
-    return found
-
-
-def _found_there(reply: Reply | Redirect) -> Stored:
-    if isinstance(reply, Redirect):
-        return reply
-    state = state_of(reply)
-    if isinstance(state, Head):
-        # Whether its other values are there is not known here.
-        return Outcome.THERE if state.num_parts == 1 else Outcome.BROKEN
-    return Outcome.BROKEN if state is Outcome.BROKEN else Outcome.NOT_TRIED
-
-
-class _Fetch:
-    """Values on their way from one server.
-
-    The next one is asked for while the end of this one arrives. Earlier than that is slower: the
-    server copies a value for every request that it has read.
-    """
-
-    def __init__(self, wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool) -> None:
-        self._wire = wire
-        self._wants = wants
-        self._server = server
-        self._asking = asking
-        self._sent = 0
-        self._under_way = 0  # bytes asked for and not here, as far as buffers tell their number
-        self._due = 0  # those of the value that arrives now
-        self._missed = False
-
-    def run(self) -> list[Fetched]:
-        found: list[Fetched] = []
-        for number, want in enumerate(self._wants):
-            self._request()
-            if number == self._sent:
-                return found + [Outcome.NOT_TRIED] * (len(self._wants) - number)
-            self._due = _weight(want)
-            if self._asking:
-                self._wire.line()
-            result = self._receive(want)
-            self._under_way -= self._due
-            self._missed |= not (isinstance(result, Head) or result is Outcome.DONE)
-            found.append(result)
-        return found
-
-    def _request(self) -> None:
-        requests = []
-        while (
-            self._sent < len(self._wants) and self._under_way < _AHEAD_NBYTES and not self._missed
-        ):
-            want = self._wants[self._sent]
-            requests.append((_ASKING if self._asking else b"") + command(b"GET", want.name))
-            self._under_way += _weight(want)
-            self._sent += 1
-        if requests:
-            self._wire.send([b"".join(requests)])
-
-    def _receive(self, want: Want) -> Fetched:
-        nbytes = self._wire.bulk_nbytes()
-        if nbytes is None:
-            return Outcome.ABSENT
-        if isinstance(nbytes, hiredis.ReplyError):
-            answer = _redirected(nbytes, self._server)
-            if isinstance(answer, Redirect):
-                return answer
-            if str(nbytes).startswith("WRONGTYPE"):
-                return Outcome.BROKEN
-            raise BackendUnavailable(f"the server says: {nbytes}")
-        if self._missed:
-            result: Fetched = Outcome.NOT_TRIED
-            self._wire.skip(nbytes)
-        elif want.headed:
-            result = self._receive_headed(want, nbytes)
-        elif nbytes == len(want.into):
-            result = Outcome.DONE
-            self._arrive(want.into)
-        else:
-            result = Outcome.BROKEN
-            self._wire.skip(nbytes)
-        self._wire.end_bulk()
-        return result
-
-    def _receive_headed(self, want: Want, nbytes: int) -> Head | Outcome:
-        start = self._wire.exactly(min(nbytes, HEAD_NBYTES))
-        head = Head.parse(start)
-        if head is None or head.value_nbytes != nbytes:
-            self._wire.skip(nbytes - len(start))
-            return Outcome.BROKEN
-        if head.frame_nbytes > len(want.into):
-            self._wire.skip(nbytes - len(start))
-            return Outcome.UNFIT
-        self._wire.skip(head.metadata_nbytes)
-        self._arrive(want.into[head.part(0)])
-        return head
-
-    def _arrive(self, view: memoryview) -> None:
-        early = self._under_way - _AHEAD_NBYTES
-        if 0 < early < len(view):
-            self._wire.into(view[:early])
-            self._under_way -= early
-            self._due -= early
-            self._request()
-            view = view[early:]
-        self._wire.into(view)
-
-
-def _weight(want: Want) -> int:
-    return max(1, len(want.into))
-
-
-def _set_command(one: Put) -> tuple[bytes, bytes]:
-    """What is sent before and after the value."""
-    options = [] if one.replace else [b"NX"]
-    if one.ttl_ms is not None:
-        options += [b"PX", b"%d" % one.ttl_ms]
-    tail = b"".join(b"\r\n$%d\r\n%s" % (len(word), word) for word in options) + b"\r\n"
-    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (
-        3 + len(options),
-        len(one.name),
-        one.name,
-        one.nbytes,
-    )
-    return head, tail
-
-
-def _stored(wire: Wire, server: Address, *, asking: bool) -> Stored:
-    reply = wire.replies(1 + asking)[-1]
-    answer = _redirected(reply, server)
-    if isinstance(answer, Redirect):
-        return answer
-    if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(REFUSALS):
-        return Refused(str(reply), server)
-    return Outcome.THERE if sound(reply) is None else Outcome.DONE
-
-
-def _redirected(reply: Reply, server: Address) -> Reply | Redirect:
+def redirected(reply: Reply, server: Address) -> Reply | Redirect:
+    """Where `reply` of `server` sends to; `reply` itself if nowhere."""
     if not isinstance(reply, hiredis.ReplyError):
         return reply
     words = str(reply).split()

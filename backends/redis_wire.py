@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -27,6 +28,7 @@ Reply: TypeAlias = object
 _HOLD_NBYTES = 16 << 10
 _MAX_LINE_NBYTES = 8 << 10
 _MAX_BULK_NBYTES = 512 << 20
+_SLOWEST_NBYTES = 16 << 10  # in `timeout` seconds: less is no connection
 _MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
 
 
@@ -36,7 +38,7 @@ class Wire:
     Args:
         sock: connected, nothing unread on it. Plain sockets are made blocking, with `timeout` left
             to the system: so that one call reads a whole value.
-        timeout: seconds without a byte, after which it is given up.
+        timeout: seconds; if less than `_SLOWEST_NBYTES` pass in so long, it is given up.
     """
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
@@ -46,6 +48,7 @@ class Wire:
         self._wait_all = socket.MSG_WAITALL if self._plain else 0
         self._hold = memoryview(bytearray(_HOLD_NBYTES))
         self._start = self._end = 0
+        self._since = self._received = 0.0  # when it was last counted anew, and bytes since then
         self._reader = hiredis.Reader(protocolError=BackendUnavailable)
         if self._plain:
             sock.settimeout(None)
@@ -61,6 +64,7 @@ class Wire:
         Raises:
             OSError: the server took nothing for `timeout` seconds, or the connection is lost.
         """
+        self._since, self._received = time.monotonic(), 0
         if not self._plain:
             self._send_encrypted(buffers)
             return
@@ -70,7 +74,10 @@ class Wire:
             try:
                 sent = self._sock.sendmsg(left[at : at + _MAX_BUFFERS])
             except BlockingIOError as error:
-                raise self._timed_out() from error
+                raise self._too_slow() from error
+            nbytes = sum(view.nbytes for view in left[at : at + _MAX_BUFFERS])
+            if sent < min(nbytes, _SLOWEST_NBYTES):
+                raise self._too_slow()  # it comes back early only when its time is over
             while at < len(left) and sent >= left[at].nbytes:
                 sent -= left[at].nbytes
                 at += 1
@@ -173,9 +180,15 @@ class Wire:
         try:
             received = self._sock.recv_into(view, view.nbytes, flags)
         except BlockingIOError as error:
-            raise self._timed_out() from error
+            raise self._too_slow() from error
         if not received:
             raise BackendUnavailable("the server closed the connection")
+        self._received += received
+        now = time.monotonic()
+        if now - self._since > self._timeout:
+            if self._received < _SLOWEST_NBYTES and received < view.nbytes:
+                raise self._too_slow()
+            self._since, self._received = now, 0
         return received
 
     def _send_encrypted(self, buffers: Sequence[Bytes]) -> None:
@@ -189,8 +202,10 @@ class Wire:
             small.clear()
         self._sock.sendall(b"".join(small))
 
-    def _timed_out(self) -> BackendUnavailable:
-        return BackendUnavailable(f"not one byte for {self._timeout:g} s")
+    def _too_slow(self) -> BackendUnavailable:
+        return BackendUnavailable(
+            f"no answer, or less than {_SLOWEST_NBYTES >> 10} KiB, for {self._timeout:g} s"
+        )
 
     @staticmethod
     def _garbled(what: str) -> BackendUnavailable:

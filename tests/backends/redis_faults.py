@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 
@@ -17,11 +18,15 @@ class Relay:
         change: gets what the server says, and how much it had said before on this connection;
             returns what is passed on, or ``None`` to cut the connection.
         step: bytes that are passed on at once.
+        pause: seconds before each of these.
+        reads: bytes that it takes from a client before it becomes slow at that.
     """
 
     def __init__(self, target: int, *, tls: ssl.SSLContext | None = None) -> None:
         self.change: Callable[[bytes, int], bytes | None] = lambda data, _: data
         self.step = 1 << 20
+        self.pause = 0.0
+        self.reads = 1 << 60
         self._target = target
         self._tls = tls
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -71,13 +76,18 @@ class Relay:
     def _pass(self, source, target, change) -> None:
         passed = 0
         with contextlib.suppress(OSError):
-            while data := source.recv(65536):
+            while data := source.recv(65536 if passed < self.reads else 256):
+                if change is None and passed > self.reads:
+                    time.sleep(0.05)
                 out = data if change is None else self.change(data, passed)
                 passed += len(data)
                 if out is None:
                     break
-                for start in range(0, len(out), self.step):
-                    target.sendall(out[start : start + self.step])
+                step = self.step if change else len(out)
+                for start in range(0, len(out), step):
+                    if change and self.pause:
+                        time.sleep(self.pause)
+                    target.sendall(out[start : start + step])
         self._end(source)
         self._end(target)
 

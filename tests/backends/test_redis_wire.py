@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.backends.redis_fetch import fetch
+from kvconnect.backends.redis_put import put
 from kvconnect.backends.redis_settings import Address
 from kvconnect.backends.redis_transfer import (
     Ask,
@@ -20,8 +22,6 @@ from kvconnect.backends.redis_transfer import (
     Want,
     ask,
     command,
-    fetch,
-    put,
 )
 from kvconnect.backends.redis_value import Head
 from kvconnect.backends.redis_wire import Wire
@@ -50,7 +50,7 @@ class Tape(socket.socket):
         return min(nbytes, len(piece))
 
     def sendmsg(self, buffers):
-        data = b"".join(buffers)[:1000]  # never all at once
+        data = b"".join(buffers)[:20_000]  # never all at once
         self.sent += data
         return len(data)
 

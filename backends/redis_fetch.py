@@ -1,0 +1,129 @@
+"""Values fetched on one connection, into the memory of who wants them. Blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import hiredis
+
+from kvconnect.backends.redis_settings import Address
+from kvconnect.backends.redis_transfer import (
+    ASKING,
+    Fetched,
+    Outcome,
+    Redirect,
+    Want,
+    command,
+    redirected,
+)
+from kvconnect.backends.redis_value import HEAD_NBYTES, Head
+from kvconnect.backends.redis_wire import Wire
+from kvconnect.errors import BackendUnavailable
+
+__all__ = ["fetch"]
+
+_AHEAD_NBYTES = 1 << 20
+
+
+def fetch(
+    wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool = False
+) -> list[Fetched]:
+    """Fill what `wants` say, in order; after the first that is not there, nothing is touched."""
+    return _Fetch(wire, wants, server, asking=asking).run()
+
+
+class _Fetch:
+    """Values on their way from one server.
+
+    The next one is asked for while the end of this one arrives. Earlier than that is slower: the
+    server copies a value for every request that it has read.
+    """
+
+    def __init__(self, wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool) -> None:
+        self._wire = wire
+        self._wants = wants
+        self._server = server
+        self._asking = asking
+        self._sent = 0
+        self._under_way = 0  # bytes asked for and not here, as far as buffers tell their number
+        self._due = 0  # those of the value that arrives now
+        self._missed = False
+
+    def run(self) -> list[Fetched]:
+        found: list[Fetched] = []
+        for number, want in enumerate(self._wants):
+            self._request()
+            if number == self._sent:
+                return found + [Outcome.NOT_TRIED] * (len(self._wants) - number)
+            self._due = _weight(want)
+            if self._asking:
+                self._wire.line()
+            result = self._receive(want)
+            self._under_way -= self._due
+            self._missed |= not (isinstance(result, Head) or result is Outcome.DONE)
+            found.append(result)
+        return found
+
+    def _request(self) -> None:
+        requests = []
+        while (
+            self._sent < len(self._wants) and self._under_way < _AHEAD_NBYTES and not self._missed
+        ):
+            want = self._wants[self._sent]
+            requests.append((ASKING if self._asking else b"") + command(b"GET", want.name))
+            self._under_way += _weight(want)
+            self._sent += 1
+        if requests:
+            self._wire.send([b"".join(requests)])
+
+    def _receive(self, want: Want) -> Fetched:
+        nbytes = self._wire.bulk_nbytes()
+        if nbytes is None:
+            return Outcome.ABSENT
+        if isinstance(nbytes, hiredis.ReplyError):
+            answer = redirected(nbytes, self._server)
+            if isinstance(answer, Redirect):
+                return answer
+            if str(nbytes).startswith("WRONGTYPE"):
+                return Outcome.BROKEN
+            raise BackendUnavailable(f"the server says: {nbytes}")
+        if self._missed:
+            result: Fetched = Outcome.NOT_TRIED
+            self._wire.skip(nbytes)
+        elif want.headed:
+            result = self._receive_headed(want, nbytes)
+        elif nbytes == len(want.into):
+            result = Outcome.DONE
+            self._arrive(want.into)
+        else:
+            result = Outcome.BROKEN
+            self._wire.skip(nbytes)
+        self._wire.end_bulk()
+        return result
+
+    def _receive_headed(self, want: Want, nbytes: int) -> Head | Outcome:
+        start = self._wire.exactly(min(nbytes, HEAD_NBYTES))
+        head = Head.parse(start)
+        if head is None or head.value_nbytes != nbytes:
+            self._wire.skip(nbytes - len(start))
+            return Outcome.BROKEN
+        if head.frame_nbytes > len(want.into):
+            self._wire.skip(nbytes - len(start))
+            return Outcome.UNFIT
+        self._wire.skip(head.metadata_nbytes)
+        self._arrive(want.into[head.part(0)])
+        return head
+
+    def _arrive(self, view: memoryview) -> None:
+        early = self._under_way - _AHEAD_NBYTES
+        if 0 < early < len(view):
+            self._wire.into(view[:early])
+            self._under_way -= early
+            self._due -= early
+            self._request()
+            view = view[early:]
+        self._wire.into(view)
+
+
+def _weight(want: Want) -> int:
+    return max(1, len(want.into))
