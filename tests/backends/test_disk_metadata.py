@@ -165,6 +165,19 @@ async def test_maintenance_deletes_what_it_is_told_to_and_no_more(make_disk, kit
         assert await kit.stored(engine, keys) == [True] * 40
 
 
+async def test_what_maintenance_reads_is_not_used_by_that(make_disk, kit):
+    keys = kit.keys("looked at", count=4)
+    async with kit.opened(make_disk()) as store:
+        await store.save(kit.chain(keys))
+    tool = make_disk()
+    tool.open_for("maintain")
+    async with kit.opened(tool):
+        before = {entry.key: entry.used_at async for entry in tool.scan()}
+        assert await kit.stored(tool, keys) == [True] * 4
+    async with kit.opened(make_disk()) as store:
+        assert {entry.key: entry.used_at async for entry in store.scan()} == before
+
+
 async def test_maintenance_gives_back_data_files_without_blocks(make_disk, kit):
     keys = kit.keys("files", count=8)
     async with kit.opened(make_disk()) as engine:
