@@ -119,6 +119,7 @@ class TieredBackend(Backend):
         self._opened()
         loaded = 0
         promotions: list[asyncio.Task[None]] = []
+        bad: set[BlockKey] = set()
         try:
             progress = True
             while progress and loaded < len(keys):
@@ -126,7 +127,7 @@ class TieredBackend(Backend):
                 # A slow tier comes last: what is in another need not wait for it.
                 for tier in sorted(self.tiers, key=lambda tier: not tier.prompt):
                     rest = slice(loaded, None)
-                    got = await tier.load(keys[rest], into[rest])
+                    got = await tier.load(keys[rest], into[rest], bad)
                     if got:
                         piece = slice(loaded, loaded + got)
                         promotions += self._promotion(tier, keys[piece], into[piece])
@@ -137,6 +138,8 @@ class TieredBackend(Backend):
         finally:
             # They read `into`, which is handed on then.
             await asyncio.gather(*promotions)
+            for _ in bad:  # once, however many tiers had a bad copy
+                count("store.bad_frame")
         return loaded
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:

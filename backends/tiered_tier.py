@@ -130,10 +130,12 @@ class Tier:
             self._tell(error)
         return 0
 
-    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+    async def load(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], bad: set[BlockKey]
+    ) -> int:
         """Fill `into`; return how many leading ones are filled, and sound if that is checked.
 
-        Nothing is filled if the store fails.
+        Nothing is filled if the store fails. Keys of frames that were not sound are added to `bad`.
 
         Raises:
             BackendTimeout: `into` belongs to the call until `pending` is done.
@@ -149,7 +151,7 @@ class Tier:
             ahead = slice(0, 0) if ended else parts[number + 1]
             got = slice(part.start, part.start + filled)
             good, filled = await together(
-                self._check(keys[got], into[got]), self._fill(keys[ahead], into[ahead])
+                self._check(keys[got], into[got], bad), self._fill(keys[ahead], into[ahead])
             )
             sound += good
             if good < size or ended:
@@ -274,7 +276,9 @@ class Tier:
             self._tell(error)
         return 0
 
-    async def _check(self, keys: Sequence[BlockKey], frames: Sequence[Tensor]) -> int:
+    async def _check(
+        self, keys: Sequence[BlockKey], frames: Sequence[Tensor], told: set[BlockKey]
+    ) -> int:
         if not self.verify_frames or not keys:
             return len(keys)
         if sum(data.numel() for data in frames) <= _INLINE_NBYTES:
@@ -284,7 +288,8 @@ class Tier:
         if not bad:
             return len(keys)
         for index, error in bad.items():
-            count("store.bad_frame")
+            told.add(keys[index])
+            count(f"store.tiered.bad_frame.{self.name}")
             warn_once(
                 f"{self.name}.bad_frame",
                 f"tier {self.name}: block {keys[index].hex()[:16]} is bad ({error}); it is dropped",
