@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -224,6 +225,31 @@ async def test_own_save_is_seen_at_once_whatever_is_remembered(make_s3, kit):
         await store.delete(keys[3:4])
         assert await store.lookup(keys) == 3
         assert await kit.stored(store, keys) == [n != 3 for n in range(9)]
+
+
+async def test_answer_that_was_on_its_way_during_a_delete_is_not_remembered(
+    make_s3, kit, s3_server
+):
+    key = kit.key("overtaken")
+    async with kit.opened(make_s3(lookup_ttl_s=60.0)) as reader, kit.opened(make_s3()) as writer:
+        await writer.save([kit.block(key)])
+        answered, go = threading.Event(), threading.Event()
+
+        def late(request):
+            if request.method != "GET" or answered.is_set():
+                return None
+            answer = s3_server._answer(request, b"")
+            answered.set()
+            go.wait(20)
+            return answer
+
+        s3_server.fault = late
+        looking = asyncio.ensure_future(reader.lookup([key]))
+        assert await asyncio.to_thread(answered.wait, 20)
+        await reader.delete([key])
+        go.set()
+        assert await looking == 1
+        assert await reader.lookup([key]) == 0
 
 
 async def test_requests_for_one_prompt_at_the_same_time_are_asked_once(make_s3, kit, s3_server):

@@ -149,7 +149,9 @@ def range_of(status, headers):
 
     def change(request, answer):
         if request.method == "GET" and request.kind == "g":
-            return Answer(status, answer.body, {**answer.headers, **headers})
+            length = len(answer.body)
+            told = {name: value.format(length=length) for name, value in headers.items()}
+            return Answer(status, answer.body, {**answer.headers, **told})
         return answer
 
     return change
@@ -162,6 +164,7 @@ def range_of(status, headers):
         (206, {"Content-Range": ""}),
         (206, {"Content-Range": "bytes 1-4096/99999999"}),
         (206, {"Content-Range": "bytes 0-9/99999999"}),
+        (206, {"Content-Range": "bytes 1-{length}/99999999"}),
     ],
 )
 async def test_wrong_range_is_a_failure(store, kit, saved, s3_server, status, headers):
@@ -226,6 +229,18 @@ async def test_connections_that_the_server_closed_are_not_used_again(store, kit,
     for _ in range(3):
         await works(store, kit, saved)
     assert store._parts.bucket.transport.num_open == 0
+
+
+async def test_idle_connections_that_the_server_closed_cost_no_attempt(
+    store, kit, saved, s3_server, monkeypatch
+):
+    def refuse(*_):
+        raise AssertionError("boto3 had to ask again")
+
+    monkeypatch.setattr("botocore.client.BaseClient._make_api_call", refuse)
+    for connection in list(s3_server.connections):
+        connection.shutdown(socket.SHUT_RDWR)
+    await works(store, kit, saved)
 
 
 async def test_server_that_hangs_up_without_an_answer_is_a_failure(
