@@ -207,7 +207,7 @@ def _timed(way: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure groups of small, usual and large blocks."""
-    for block_nbytes, count in [(256 << 10, 8), (2 << 20, 8), (32 << 20, 1)]:
+    for block_nbytes, count in [(256 << 10, 8), (2 << 20, 1), (2 << 20, 8), (32 << 20, 1)]:
         title = f"S3, {count} blocks of {block_nbytes / 2**20:g} MiB"
         print(render(title, measure(block_nbytes, count)))
 
