@@ -20,7 +20,7 @@ _PARAMETERS = (
     *("sse_kms_key_id", "ttl", "lookup_ttl", "miss_ttl"),
 )
 _BLOCKS_PER_OBJECT = 8
-_PART_NBYTES = 4 << 20
+_PART_NBYTES = 8 << 20
 _CONCURRENCY = 16
 _TIMEOUT_S = 10.0
 _LOOKUP_TTL_S = 60.0
