@@ -73,6 +73,7 @@ async def save(
 
     subject.arm(store, at)
     await store.open([BlockMaker.layout])
+    tell({"opened": True})
     for start in range(0, count, batch):
         stored = await store.save(chain_of(blocks, start, batch, nbytes))
         tell({"start": start, "stored": stored})

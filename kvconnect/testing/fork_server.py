@@ -77,6 +77,7 @@ def _child(job: dict[str, Any], subject: Subject) -> None:
     tell = _teller(job["job"])
     work = getattr(child_work, job["work"])
     status = 1
+    tell({"started": os.getpid()})  # not the server: what the child says next would overtake it
     try:
         asyncio.run(work(subject, tell, **job["arguments"]))
         status = 0
@@ -101,7 +102,6 @@ def _start(job: dict[str, Any], running: dict[int, int]) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _child(job, revive(recipe))
     running[pid] = job["job"]
-    tell({"started": pid})
 
 
 def _reap(running: dict[int, int]) -> None:

@@ -70,6 +70,7 @@ class Subject(ABC):
         long: run the long form: 200 kills instead of 20, and so on.
         ttl_s: of the store that `make_expiring` is asked for; ``None``: a minute. Short, if time
             really has to pass (see `pass_time`).
+        deadline_s: of calls while the network fails: longer than `open` takes, and not much more.
         patience_s: after so long a call of the backend alone counts as hanging.
         directory: where the store keeps its files; ``None``: it has none. Enables the checks that
             make a disk fail.
@@ -82,6 +83,7 @@ class Subject(ABC):
     long: bool = False
     ttl_s: float | None = None
     patience_s: float = 10.0
+    deadline_s: float = 0.7
     directory: Path | None = None
     address: Address | None = None
     kill_points: ClassVar[Sequence[str]] = ()

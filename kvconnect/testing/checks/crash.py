@@ -24,14 +24,20 @@ def _run(
     """Run a child until it is killed; the numbers of the blocks that it acknowledged."""
     work = {"nbytes": _NBYTES, "batch": _BATCH, "count": 4000, **options}
     child = children.start(subject, "save", name=name, **work)
-    if kill_after_s is not None:
-        child.kill_later(kill_after_s)
     acked: dict[int, bool] = {}
     for told in child.listen():
+        if "opened" in told:
+            if kill_after_s is not None:
+                child.kill_later(kill_after_s)
+            continue
         acked |= dict.fromkeys(range(told["start"], told["start"] + told["stored"]), True)
     killed = child.status is not None and os.WIFSIGNALED(child.status)
     demand(killed or kill_after_s is None or child.status == 0, f"the child ended: {child.status}")
     return acked if killed or "point" not in options else {**acked, -1: False}
+
+
+def _first_save(child: children.Child) -> None:
+    next(told for told in child.listen() if "stored" in told)
 
 
 async def _expect_sound(
@@ -118,7 +124,7 @@ async def stopped_process(subject: Subject) -> None:
     deadline_s = subject.patience_s
     work = {"name": "stopped", "nbytes": _NBYTES, "batch": _BATCH, "count": 4000}
     child = await asyncio.to_thread(lambda: children.start(subject, "save", **work))
-    await asyncio.to_thread(lambda: next(iter(child.listen())))
+    await asyncio.to_thread(_first_save, child)
     await asyncio.sleep(random.Random(subject.seed).uniform(0.02, 0.03))
     child.kill(signal.SIGSTOP)
     blocks = subject.blocks("beside a stopped process")

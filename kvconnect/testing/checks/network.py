@@ -19,8 +19,6 @@ from kvconnect.testing.checks.faults import answer, calls_in_time, recovers
 from kvconnect.testing.subject import Address, Subject, Unsupported
 from kvconnect.testing.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
 
-_DEADLINE_S = 0.7
-
 
 @dataclass(frozen=True, slots=True)
 class _Proxied:
@@ -41,9 +39,9 @@ async def _proxied(subject: Subject, name: str) -> AsyncIterator[_Proxied]:
     blocks = subject.blocks("network", name)
     with _proxy(subject) as proxy:
         inner = subject.bare(subject.make_via(Address(proxy.host, proxy.port)))
-        async with subject.guarded(_DEADLINE_S, inner) as store:
+        async with subject.guarded(subject.deadline_s, inner) as store:
             keys = blocks.keys(count=3)
-            await answer(store.save(blocks.chain(keys)), _DEADLINE_S, "a save")
+            await answer(store.save(blocks.chain(keys)), subject.deadline_s, "a save")
             if not proxy.accepted:
                 raise Violation(
                     "make_via() made a store that does not use the address it was given"
@@ -54,7 +52,7 @@ async def _proxied(subject: Subject, name: str) -> AsyncIterator[_Proxied]:
 async def _suffer(subject: Subject, name: str, fault: TcpFault) -> None:
     async with _proxied(subject, name) as way:
         way.proxy.set(fault)
-        await calls_in_time(way.store, way.blocks, _DEADLINE_S, name)
+        await calls_in_time(way.store, way.blocks, subject.deadline_s, name)
         way.proxy.heal()
         await recovers(way.store, way.blocks, name, within_s=subject.patience_s)
 
@@ -169,14 +167,14 @@ async def unreachable_at_start(subject: Subject) -> None:
 
 async def _refuses(subject: Subject, proxy: TcpProxy, what: str) -> None:
     inner = subject.bare(subject.make_via(Address(proxy.host, proxy.port)))
-    store = open_backend(inner, deadline_s=_DEADLINE_S)
+    store = open_backend(inner, deadline_s=subject.deadline_s)
     start = time.monotonic()
     try:
         await store.open([BlockMaker.layout])
         raise Violation(f"open() of {what} raised nothing")
     except (RetryLater, ConfigurationError):
         took = time.monotonic() - start
-        demand(took < 2 * _DEADLINE_S + 1, f"open() of {what} took {took:.1f} s to say so")
+        demand(took < 2 * subject.deadline_s + 1, f"open() of {what} took {took:.1f} s to say so")
     finally:
         await store.close()
 
@@ -193,7 +191,10 @@ async def close_while_frozen(subject: Subject) -> None:
         await way.store.close()
         took = time.monotonic() - start
         # Draining has a deadline, and the store's own close has one.
-        demand(took < 2 * _DEADLINE_S + 1.5, f"close() took {took:.1f} s beside a stopped server")
+        demand(
+            took < 2 * subject.deadline_s + 1.5,
+            f"close() took {took:.1f} s beside a stopped server",
+        )
         await asyncio.gather(loading, return_exceptions=True)
 
 
@@ -206,7 +207,9 @@ async def breaker(subject: Subject) -> None:
         quick = 0
         for _ in range(11):
             start = time.monotonic()
-            await answer(way.store.lookup(keys), _DEADLINE_S, "a lookup while the server is gone")
+            await answer(
+                way.store.lookup(keys), subject.deadline_s, "a lookup while the server is gone"
+            )
             quick = quick + 1 if time.monotonic() - start < 0.01 else 0
             if quick == 5:
                 break
@@ -233,7 +236,7 @@ async def _restart(subject: Subject, *, empty: bool) -> None:
     what = f"restart{' empty' if empty else ''}"
     blocks = subject.blocks(what)
     keys = blocks.keys(count=3)
-    async with subject.guarded(_DEADLINE_S) as store:
+    async with subject.guarded(subject.deadline_s) as store:
         demand(await store.save(blocks.chain(keys)) == 3, "a save stored nothing")
         await subject.restart_server(empty=empty)
         await recovers(store, blocks, what, within_s=subject.patience_s)
