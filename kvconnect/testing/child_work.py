@@ -99,23 +99,25 @@ async def crowd(
     name: str,
     nbytes: int,
     count: int,
-    rounds: int,
+    lasts_s: float,
     seed: int,
-    begin: float,
 ) -> None:
     """Save the same blocks as others do, over and over, reading each; tell of wrong ones."""
     blocks, chance = subject.blocks(name), random.Random(seed)
-    await asyncio.sleep(begin - time.monotonic())
     wrong = lost = 0
+    saved: list[int] = []
     async with subject.opened() as store:
-        for _ in range(rounds):
+        end = time.monotonic() + lasts_s
+        while time.monotonic() < end:
             for number in chance.sample(range(count), count):
-                key = blocks.key(number)
-                await store.save([blocks.block(key, nbytes=nbytes)])
+                await store.save([blocks.block(blocks.key(number), nbytes=nbytes)])
+                saved.append(number)
+                read = chance.choice(saved)  # another process may be saving this one just now
+                key = blocks.key(read)
                 (into,) = blocks.buffers(1, nbytes)
                 if await store.load([key], [into]):
                     wrong += not blocks.holds(into, key, framed=False)
-                elif number:  # the first one is also deleted
+                elif read:  # the first one is also deleted
                     lost += 1
             await store.delete([blocks.key(0)])
     tell({"wrong": wrong, "lost": lost})

@@ -75,6 +75,7 @@ class Subject(ABC):
         directory: where the store keeps its files; ``None``: it has none. Enables the checks that
             make a disk fail.
         address: of the store's server; enables the checks of a failing network.
+        keeps_copies: of a `shared` store: what another process deleted may be found for a while.
         kill_points: names that the backend passes to what `arm` sets.
         tidy: `clean` after each check, since the medium outlives the run.
     """
@@ -86,6 +87,7 @@ class Subject(ABC):
     deadline_s: float = 0.7
     directory: Path | None = None
     address: Address | None = None
+    keeps_copies: bool = False
     kill_points: ClassVar[Sequence[str]] = ()
     tidy: ClassVar[bool] = False
     _makers: tuple[BlockMaker, ...] = ()

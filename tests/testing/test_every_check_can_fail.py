@@ -79,7 +79,7 @@ WRONG = {
     "contract.nothing_is_left ": wrong.memory(wrong.LeavesThread),
     "contract.nothing_is_left  ": wrong.memory(wrong.LeavesFile),
     "contract.loop_stays_free": wrong.memory(wrong.BlocksTheLoop),
-    "contract.two_processes": wrong.files("InPlace"),
+    "contract.two_processes": wrong.files("RemovesFirst"),
     "contract.processes_see_each_other": wrong.OwnFolderPerProcess,
     "capabilities.declared": wrong.memory(wrong.DurableInWords),
     "capabilities.durable": wrong.memory(wrong.NotDurable),

@@ -564,6 +564,15 @@ class InPlace(FileBackend):
             file.write(block.data.numpy().data[half:])
 
 
+class RemovesFirst(FileBackend):
+    """Saving again what another has stored makes it absent for a while."""
+
+    async def write(self, block):
+        self.path(block.key).unlink(missing_ok=True)
+        await asyncio.sleep(0.01)
+        await super().write(block)
+
+
 class AcknowledgesEarly(FileBackend):
     async def write(self, block):
         asyncio.get_running_loop().call_later(0.02, self.really_write, block)
