@@ -45,9 +45,9 @@ def divisor(number: int) -> tuple[int, int]:
 
 
 class Rows(NamedTuple):
-    """What a launch copies: `count` rows of `nbytes`, in accesses of `width` bytes."""
+    """What a launch copies: `num_rows` of `nbytes`, in accesses of `width` bytes."""
 
-    count: int
+    num_rows: int
     nbytes: int
     width: int
 
@@ -105,10 +105,10 @@ class Launcher:
         """Launch ``entry`` over all rows, as often as it takes."""
         kernel = _kernel(file, entry, rows.width)
         per_row = rows.nbytes // rows.width
-        divisor(rows.count)  # more cannot be numbered
+        divisor(rows.num_rows)  # more cannot be numbered
         at_once = max(1, self.max_vectors // per_row)
-        for first in range(0, rows.count, at_once):
-            count = min(at_once, rows.count - first)
+        for first in range(0, rows.num_rows, at_once):
+            count = min(at_once, rows.num_rows - first)
             ctas = min(grid.max_ctas, -(-count * per_row // TILE))
             filled = params.filled(span(first, count, per_row))
             self.driver.launch(kernel, ctas, filled, grid.stream)

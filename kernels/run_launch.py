@@ -75,7 +75,7 @@ def launch_copy(launcher: Launcher, copy: BlockCopy, grid: Grid) -> tuple[object
 
 def _launch_inline(launcher: Launcher, copy: BlockCopy, group: _Group, grid: Grid) -> None:
     raw = [
-        _NOTHING if numbers is None else numbers.tobytes().ljust(_INLINE_NBYTES, b"\0")
+        _NOTHING if numbers is None else np.asarray(numbers).tobytes().ljust(_INLINE_NBYTES, b"\0")
         for numbers in (copy.source_ids, copy.target_ids, _prefixes(copy, group))
     ]
     entry = "copy_inline" if copy.num_tokens is None else "copy_inline_prefixes"

@@ -57,8 +57,8 @@ class Work:
                 waiting += left
                 continue
             waiting.pop()
+            work.over = True  # also if it fails: nobody runs it twice
             work.run()
-            work.over = True
 
 
 class FakeEvent:

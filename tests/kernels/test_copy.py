@@ -202,3 +202,15 @@ def test_what_inference_mode_made_can_be_copied_outside_of_it_and_the_other_way_
         gather_blocks(outer_kv, many, outer_rows)
         scatter_blocks(outer_rows[:3], inner_kv, range(3))
         assert torch.equal(inner[0], inner[2])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_numbers_of_tokens_belong_to_their_pairs_also_behind_padding(path):
+    shape = Shape("pool", "NHD", torch.float32, 1, 6, 4, 1, 8, 8)
+    cache, other = shape.make(1), shape.make(2)
+    target = other.clone()
+    target.put_tokens(2, cache, 1, 1, range(1))
+    target.put_tokens(4, cache, 3, 2, range(1))
+    pairs = [(-1, 0), (1, 2), (5, 5), (3, 4), (2, -1)]
+    copy_blocks(cache.kv, other.kv, pairs, [4, 1, 0, 2, 3], path=path)
+    assert torch.equal(other.memory, target.memory)

@@ -29,8 +29,20 @@ SMALL_SLOTS = CopyPolicy(slot_nbytes=300, num_slots=2)
 PAIRS = [(0, 3), (5, 1), (2, 7)]
 
 
+made_drivers: list[FakeDriver] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_to_run():
+    made_drivers.clear()
+    yield
+    for driver in made_drivers:
+        driver.finish()
+
+
 def work_of(shim=None, *, lazy=True, policy=None, seed=0):
     driver = FakeDriver(shim, lazy=lazy, seed=seed)
+    made_drivers.append(driver)
     return driver, DeviceWork(driver, policy or CopyPolicy())
 
 
