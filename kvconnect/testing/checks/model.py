@@ -147,7 +147,7 @@ async def _explore(subject: Subject, *, bounded: bool) -> None:
         subject.make_small(1 << 20)
     machine = _machine(subject, bounded=bounded)
     chosen = settings(
-        max_examples=300 if subject.long else 25,
+        max_examples=300 if subject.long else 30,
         stateful_step_count=25,
         deadline=None,
         derandomize=True,
