@@ -14,7 +14,7 @@ from kvconnect.backends.disk import DiskBackend
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.tiered import TieredBackend
-from kvconnect.backends.url import StoreUrl
+from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 __all__ = ["Part", "add_url", "listed", "parts", "visit", "visiting"]
@@ -60,7 +60,7 @@ async def visiting(url: str, purpose: Purpose) -> AsyncIterator[GuardedBackend]:
             f"{url}: a memory store belongs to the process that opened it; "
             f"from outside there is nothing in it"
         )
-    backend = open_backend(url, deadline_s=_DEADLINE_S, raw=True)
+    backend = open_backend(without_codec(url), deadline_s=_DEADLINE_S, raw=True)
     if purpose != "store":
         _open_for(backend.inner, purpose)
     await backend.open([])
