@@ -68,7 +68,7 @@ def reshape_and_cache(
         return
     for state, view in zip(states, kv.layer_views(range(layer, layer + 1)), strict=True):
         plane = view if kv.layout == "NHD" else view.transpose(1, 2)
-        reference.append(state, plane, slot_mapping.tolist())
+        reference.append(state, plane, slot_mapping)
 
 
 def _checked_states(

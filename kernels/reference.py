@@ -79,15 +79,15 @@ def transpose(src: Tensor, dst: Tensor) -> None:
     _bytes(dst).copy_(_bytes(src).transpose(-3, -2))
 
 
-def append(states: Tensor, plane: Tensor, slots: Sequence[int]) -> None:
+def append(states: Tensor, plane: Tensor, slots: Sequence[int] | Tensor) -> None:
     """Token i, ``states[i]`` (``[heads, dim]``), goes to slot ``slots[i]``; -1 is skipped.
 
     `plane` is ``[num_blocks, T, heads, dim]``; slot s is token ``s % T`` of block ``s // T``.
     """
-    tokens = plane.shape[1]
-    for index, slot in enumerate(slots):
-        if slot >= 0:
-            _bytes(plane)[slot // tokens, slot % tokens] = _bytes(states)[index]
+    places = torch.as_tensor(slots, device=plane.device).long()
+    used = places >= 0
+    blocks, tokens = places[used] // plane.shape[1], places[used] % plane.shape[1]
+    _bytes(plane)[blocks, tokens] = _bytes(states)[used]
 
 
 def update_padded(cache: Tensor, update: Tensor, write_indices: Sequence[int]) -> None:

@@ -21,6 +21,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from kvconnect.kernels.streams import copy_streams
+
 __all__ = ["CopyStreams", "CudaStreams", "StreamDevice"]
 
 StreamT = TypeVar("StreamT")
@@ -53,8 +55,9 @@ class CudaStreams:
         self._device = device
 
     def new_stream(self, priority: int) -> torch.cuda.Stream:
-        """See `StreamDevice`. It does not synchronise with the legacy default stream."""
-        return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
+        """See `StreamDevice`. One of the device's two, which all copies share."""
+        pair = copy_streams(self._device)
+        return pair.load if priority < 0 else pair.store
 
     def current_stream(self) -> torch.cuda.Stream:
         """See `StreamDevice`."""

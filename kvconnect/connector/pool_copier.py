@@ -11,6 +11,7 @@ from kvconnect.connector.offload_data import BlockLoad
 from kvconnect.connector.staging import Slot, StagingPool
 from kvconnect.kernels.paged import PagedKv
 from kvconnect.kernels.pair_copy import copy_pairs
+from kvconnect.kernels.streams import copy_streams
 from kvconnect.kernels.transfer import Transfer
 from kvconnect.layout import KvCacheLayout
 
@@ -23,8 +24,8 @@ class PoolCopier:
     """Moves blocks between one pool and the slots of a staging memory.
 
     On the CPU every copy is over when its method returns. On CUDA copies are enqueued, those into
-    the pool on one stream, those out of it on another; slots must be page-locked for that to be
-    concurrent. Methods may be called from several threads.
+    the pool on the device's load stream, those out of it on its store stream; slots must be
+    page-locked for that to be concurrent. Methods may be called from several threads.
     """
 
     def __init__(self, pool: Tensor, layout: KvCacheLayout, staging: StagingPool) -> None:
@@ -32,9 +33,9 @@ class PoolCopier:
         self.layout = layout
         self._blocks = PagedKv.from_pool(pool, layout)
         self._slots = staging.paged(layout)
-        self._cuda = pool.is_cuda
-        self._in = torch.cuda.Stream(pool.device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._out = torch.cuda.Stream(pool.device) if self._cuda else None  # type: ignore[no-untyped-call]
+        streams = copy_streams(pool.device) if pool.is_cuda else None
+        self._in = None if streams is None else streams.load
+        self._out = None if streams is None else streams.store
 
     def copy_out(
         self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
