@@ -7,6 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is, no more.
+settings.register_profile("kvconnect", deadline=None)
+settings.load_profile("kvconnect")
 
 ModelOf = Callable[[str], Path]
 

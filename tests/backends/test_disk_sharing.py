@@ -102,7 +102,7 @@ async def test_five_processes_never_exceed_the_capacity(tmp_path):
     acked = run_together([{**job, "seed": seed} for seed in range(5)], measure)
     assert capacity * 3 // 4 < max(files) <= capacity
     # The index's log is longer than planned for now and then while several write to it.
-    assert max(total) <= capacity * 5 // 4
+    assert max(total) <= capacity + (4 << 20)
     assert sizes_on_disk(path)[1] <= capacity
     assert all(sum(counts.values()) > 0 for counts in acked)
     assert await expect_blocks_right(path, nbytes, range(5), 128) > 48
@@ -124,7 +124,7 @@ async def test_processes_of_different_models_share_the_capacity(tmp_path):
     run_together([{**job, "seed": seed} for seed, job in enumerate(jobs)], measure)
     assert max(files) <= capacity
     # The index's log is longer than planned for now and then while several write to it.
-    assert max(total) <= capacity * 5 // 4
+    assert max(total) <= capacity + (4 << 20)
     assert sizes_on_disk(path)[1] <= capacity
     found = [
         await expect_blocks_right(path, job["nbytes"], [seed], 160) for seed, job in enumerate(jobs)

@@ -27,7 +27,7 @@ OPENING: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda model, tmp: LLM(model, connector="disc:///tmp/x"),
         r"'disc'.*'disk'",
     ),
-    "planned store": (lambda model, tmp: LLM(model, connector="s3://bucket"), r"'s3'.*planned"),
+    "planned store": (lambda model, tmp: LLM(model, connector="nixl://"), r"'nixl'.*planned"),
     "capacity below one block": (
         lambda model, tmp: LLM(model, connector=disk_url(tmp / "store", "4KiB")),
         r"capacity=4096.*one block takes",

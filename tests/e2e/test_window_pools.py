@@ -28,7 +28,6 @@ class CountingDisk(DiskBackend):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, capacity=64 << 20)
-        self.path = path
         self.counts = Counter[str]()
         self.saved: dict[int, list[BlockKey]] = {}
 
