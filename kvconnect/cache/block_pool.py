@@ -447,13 +447,13 @@ class BlockPool:
         self._tree.shorten(segment, count)
 
     def _drop_descendants(self, segment: Segment) -> None:
-        waiting = list(segment.children)
+        waiting = list(segment.children.values())
         gone = []
         while waiting:
             below = waiting.pop()
             if below.pools[self.group].host_ids is not None:
                 gone.append(below)
-                waiting.extend(below.children)
+                waiting.extend(below.children.values())
         for below in reversed(gone):
             if self.host is not None:
                 self.host.release(below)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,80 +53,78 @@ class SortedKeys:
         else:
             del self._chunks[place], self._firsts[place]
 
-    def before(self, key: bytes) -> bytes | None:
-        """The last one before `key`."""
-        place = bisect_left(self._firsts, key) - 1
-        if place < 0:
-            return None
-        chunk = self._chunks[place]
-        return chunk[bisect_left(chunk, key) - 1]
+    def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
+        """The last one before `low`, and the first one from `high` on; empty: there is none."""
+        if not self._chunks:
+            return b"", b""
+        place, at = self._place(low)
+        if at:
+            before = self._chunks[place][at - 1]
+        else:
+            before = self._chunks[place - 1][-1] if place else b""
+        if high != low:
+            place, at = self._place(high)
+        if at < len(self._chunks[place]):
+            return before, self._chunks[place][at]
+        return before, self._firsts[place + 1] if place + 1 < len(self._firsts) else b""
 
-    def since(self, key: bytes) -> Iterator[bytes]:
-        """`key`, if it is there, and those after it."""
+    def begun_by(self, prefix: bytes) -> Iterator[bytes]:
+        """Those that begin with `prefix`, or are just that."""
+        if not self._chunks:
+            return
+        place, at = self._place(prefix)
+        for chunk in islice(self._chunks, place, None):
+            for key in islice(chunk, at, None):
+                if not key.startswith(prefix):
+                    return
+                yield key
+            at = 0
+
+    def _place(self, key: bytes) -> tuple[int, int]:
+        # The chunk where `key` is or would be, and its place there.
         place = max(bisect_right(self._firsts, key) - 1, 0)
-        for number, chunk in enumerate(self._chunks[place:]):
-            yield from chunk if number else chunk[bisect_left(chunk, key) :]
+        return place, bisect_left(self._chunks[place], key)
 
 
-class Children:
-    """The segments that follow another one, each found by its whole first block, or by a part.
+class Children(dict[bytes, "Segment"]):
+    """The segments that follow another one, each found by its whole first block.
 
     Sorted, too, because the child that shares the longest prefix with some tokens is then beside
     the place where those would be, and all that share so much lie together.
     """
 
-    __slots__ = ("_by_key", "_order")
+    __slots__ = ("_order",)
 
     def __init__(self) -> None:
-        self._by_key: dict[bytes, Segment] = {}
-        self._order: SortedKeys | None = None
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self._by_key.values())
+        self._order: SortedKeys | None = None  # most segments never get a child
 
     @property
-    def keys(self) -> list[bytes]:
-        """The first blocks, in order."""
+    def in_order(self) -> list[bytes]:
+        """The first blocks."""
         return [] if self._order is None else list(self._order)
-
-    def get(self, key: bytes) -> Segment | None:
-        """The child whose first block holds exactly `key`."""
-        return self._by_key.get(key)
 
     def begun_by(self, prefix: bytes) -> Iterator[Segment]:
         """The children whose first block begins with `prefix`, or holds just that."""
-        for key in self._order.since(prefix) if self._order is not None else ():
-            if not key.startswith(prefix):
-                return
-            yield self._by_key[key]
+        for key in self._order.begun_by(prefix) if self._order is not None else ():
+            yield self[key]
 
-    def beside(self, prefix: bytes, longest: int) -> tuple[bytes, bytes]:
-        """The nearest first blocks before and after those that begin with `prefix`.
-
-        Empty where there is none. No key has more than `longest` bytes.
-        """
-        if self._order is None:
-            return b"", b""
-        before = self._order.before(prefix)
-        after = next(self._order.since(prefix + b"\xff" * longest), b"")
-        return before or b"", after
+    def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
+        """The last first block before `low`, and the first one from `high` on; empty: none."""
+        return (b"", b"") if self._order is None else self._order.beside(low, high)
 
     def add(self, key: bytes, segment: Segment) -> None:
         """`key` must be new."""
-        self._by_key[key] = segment
+        self[key] = segment
         if self._order is None:
             self._order = SortedKeys()
         self._order.add(key)
 
     def replace(self, key: bytes, segment: Segment) -> None:
         """`segment` takes the place of the child that `key` names."""
-        self._by_key[key] = segment
+        self[key] = segment
 
     def remove(self, key: bytes) -> None:
         """`key` must be there."""
-        del self._by_key[key]
+        del self[key]
         if self._order is not None:
             self._order.remove(key)

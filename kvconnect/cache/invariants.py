@@ -63,9 +63,9 @@ def _check_path(segment: Segment, stride: int) -> None:
     whole = len(segment.tokens) == len(segment) * stride
     _require(whole or (is_tail and len(segment) == 1), "a segment has the tokens of its blocks")
     _require(not is_tail or not segment.children, "a tail has no children")
-    keys = segment.children.keys
-    _require(keys == sorted(set(keys)), "children are in order and apart")
-    resident = any(state.is_resident for state in segment.pools)
+    keys = segment.children.in_order
+    _require(keys == sorted(segment.children), "children are in order, each once")
+    resident = segment.is_resident
     _require(resident or len(segment.children) > 0, "a leaf is resident in some pool")
 
 
@@ -73,7 +73,7 @@ def _check_residence(segment: Segment, pool: BlockPool) -> None:
     state = segment.pools[pool.group]
     for ids in (state.ids, state.host_ids):
         _require(ids is None or len(ids) == len(segment), "a segment has an id for every block")
-    below = [child.pools[pool.group] for child in segment.children]
+    below = [child.pools[pool.group] for child in segment.children.values()]
     primary = sum(child.ids is not None for child in below)
     resident = sum(child.is_resident for child in below)
     _require(state.primary_below == primary, "children in primary are counted")

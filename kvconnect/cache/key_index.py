@@ -52,11 +52,11 @@ class KeyIndex:
 
     def named(self, root: Root) -> None:
         """`root` got its chain root: what is below it has keys now."""
-        waiting = list(root.children)
+        waiting = list(root.children.values())
         while waiting:
             segment = waiting.pop()
             self.added(segment)
-            waiting.extend(segment.children)
+            waiting.extend(segment.children.values())
 
     def added(self, segment: Segment, chain: KeyChain | None = None) -> None:
         """`segment` was inserted for a sequence with this `chain`."""

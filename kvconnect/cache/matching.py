@@ -146,19 +146,16 @@ class Matcher:
     def _part_of_child(self, segment: Segment, rest: bytes) -> PartialSource | None:
         # Those that share the first k tokens lie together; each round looks at those that share a
         # little less than the ones before, until it has one that may be used.
-        children, longest = segment.children, self._tree.stride
-        candidates = children.begun_by(rest)
-        shared = len(rest) // 4
-        while True:
-            usable = [child for child in candidates if self._may_use(child, child.start)]
+        children = segment.children
+        before, after = children.beside(rest, rest)
+        while shared := max(shared_tokens(rest, before), shared_tokens(rest, after)):
+            prefix = rest[: 4 * shared]
+            usable = [c for c in children.begun_by(prefix) if self._may_use(c, c.start)]
             if usable:
                 best = max(usable, key=_preference)
                 return PartialSource(best, best.start, shared)
-            before, after = children.beside(rest[: 4 * shared], longest)
-            shared = max(shared_tokens(rest, before), shared_tokens(rest, after))
-            if shared == 0:
-                return None
-            candidates = children.begun_by(rest[: 4 * shared])
+            before, after = children.beside(prefix, prefix + b"\xff" * self._tree.stride)
+        return None
 
     def _may_use(self, segment: Segment, block: int) -> bool:
         if not self._copy and (segment.children or block != segment.end - 1):

@@ -60,11 +60,13 @@ class RadixTree:
 
     def segments(self) -> Iterator[Segment]:
         """All segments, parents before children; nothing may be changed meanwhile."""
-        waiting: list[Segment] = [child for root in self._roots.values() for child in root.children]
+        waiting: list[Segment] = []
+        for root in self._roots.values():
+            waiting.extend(root.children.values())
         while waiting:
             segment = waiting.pop()
             yield segment
-            waiting.extend(segment.children)
+            waiting.extend(segment.children.values())
 
     def clear(self) -> None:
         """Forget everything."""
@@ -215,13 +217,11 @@ class RadixTree:
 
     def prune(self, segment: Segment) -> None:
         """Remove `segment`, and those above it, as far as no pool has them and nothing follows."""
-        while not segment.children:
+        while not segment.children and not segment.is_resident:
             parent = segment.parent
             if parent is None:
                 if isinstance(segment, Root):
                     self._roots.pop(segment.namespace, None)
-                return
-            if any(state.is_resident for state in segment.pools):
                 return
             if self.index is not None:
                 self.index.removed(segment)
@@ -231,6 +231,8 @@ class RadixTree:
 
 def shared_tokens(left: bytes, right: bytes) -> int:
     """How many leading tokens are equal."""
+    if left[:4] != right[:4]:
+        return 0  # mostly
     size = min(len(left), len(right))
     differing = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     lowest = differing & -differing

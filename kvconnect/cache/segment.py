@@ -134,6 +134,14 @@ class Segment:
         """Blocks."""
         return self.end - self.start
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether any pool has its blocks."""
+        for state in self.pools:  # faster than `any`
+            if state.ids is not None or state.host_ids is not None:
+                return True
+        return False
+
     def path(self) -> list[Segment]:
         """The segments from the first below the root down to this one."""
         path = []
