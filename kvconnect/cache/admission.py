@@ -10,7 +10,7 @@ from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.copier import BlockCopier
 from kvconnect.cache.matching import Match, Matcher, PartialSource, first_in_window
 from kvconnect.cache.radix_tree import RadixTree, TokenBytes
-from kvconnect.cache.retention import RetentionRun
+from kvconnect.cache.retention import DEFAULT_RETENTION, RetentionRun
 from kvconnect.cache.segment import BlockIds, Segment
 from kvconnect.cache.sequence import Grip, Sequence, no_ids
 from kvconnect.cache.slabs import SlabMove, Slabs
@@ -52,7 +52,7 @@ class AdmissionPlan(NamedTuple):
     match: Match
     num_matched: int
     reserved: int
-    demands: tuple[Demand, ...]
+    demands: Items[Demand]
     moves: Collection[SlabMove] = ()
 
 
@@ -102,9 +102,12 @@ class Admission:
 
     # ---------------------------------------------------------------- plans: these change nothing
 
-    def match(self, request: Request) -> Match:
-        """What could be reused, whether the rest fits or not."""
-        return self._matcher.match(request.namespace, request.tokens, self._limit(request))
+    def match(self, request: Request, *, partial: bool = True) -> Match:
+        """What could be reused, whether the rest fits or not; `partial`: also a part of a block."""
+        limit = request.num_tokens - 1
+        if request.max_matched is not None:
+            limit = min(limit, request.max_matched)
+        return self._matcher.match(request.namespace, request.tokens, limit, partial=partial)
 
     def num_matched(self, match: Match) -> int:
         """Tokens of `match`."""
@@ -119,31 +122,29 @@ class Admission:
         match = self.match(request)
         plan = self._plan(request, match)
         if plan is None and match.source is not None:
-            limit = self._limit(request)
-            whole = self._matcher.match(request.namespace, request.tokens, limit, partial=False)
+            whole = self.match(request, partial=False)
             plan = self._plan(request, whole)
         return plan
 
-    def _limit(self, request: Request) -> int:
-        limit = request.num_tokens - 1
-        return limit if request.max_matched is None else min(limit, request.max_matched)
-
     def _plan(self, request: Request, match: Match) -> AdmissionPlan | None:
         num_matched = self.num_matched(match)
-        begin = max(num_matched, request.external_end or 0)
-        reserved = request.num_tokens
+        num_tokens = reserved = request.num_tokens
+        begin = num_matched
+        if request.external_end is not None:
+            begin = max(begin, request.external_end)
         if self._any_window and request.first_chunk is not None:
             reserved = min(reserved, begin + request.first_chunk)
-        demands = tuple(
-            self._demand(
-                pool, match, begin, request.num_tokens if pool.window is None else reserved
-            )
-            for pool in self._pools
-        )
-        moves = self._slabs.plan([demand.fresh + demand.claimed for demand in demands])
-        return (
-            None if moves is None else AdmissionPlan(match, num_matched, reserved, demands, moves)
-        )
+        demands = []
+        needs = []
+        for pool in self._pools:
+            stop = num_tokens if pool.window is None else reserved
+            demand = self._demand(pool, match, begin, stop)
+            demands.append(demand)
+            needs.append(demand.fresh + demand.claimed)
+        moves = self._slabs.plan(needs)
+        if moves is None:
+            return None
+        return AdmissionPlan(match, num_matched, reserved, demands, moves)
 
     def _demand(self, pool: BlockPool, match: Match, begin: int, reserved: int) -> Demand:
         first = first_in_window(pool.window, begin) // self._tokens_per_block
@@ -182,13 +183,14 @@ class Admission:
         if segment is not None:
             if at < segment.end:
                 segment = self._tree.split(segment, at)
-            for grip, demand, pool in zip(sequence.grips, plan.demands, self._pools, strict=True):
-                self._claim(grip, pool, segment, demand.first)
+            for grip, demand in zip(sequence.grips, plan.demands, strict=True):
+                self._claim(grip, segment, demand.first)
         source = self._hold_source(plan.match.source)
-        self._slabs.carry_out(plan.moves)
+        if plan.moves:
+            self._slabs.carry_out(plan.moves)
         num_blocks = -(-sequence.num_tokens // self._tokens_per_block)
-        for grip, demand, pool in zip(sequence.grips, plan.demands, self._pools, strict=True):
-            self._fill(grip, demand, pool, num_blocks)
+        for grip, demand in zip(sequence.grips, plan.demands, strict=True):
+            self._fill(grip, demand, num_blocks)
         if source is not None:
             self._use_source(sequence, plan, source)
         if segment is not None:
@@ -198,7 +200,7 @@ class Admission:
         sequence.offered = at
         sequence.reserved = plan.reserved
 
-    def _claim(self, grip: Grip, pool: BlockPool, segment: Segment, first: int) -> None:
+    def _claim(self, grip: Grip, segment: Segment, first: int) -> None:
         if first >= segment.end:
             return
         if first:
@@ -208,24 +210,25 @@ class Admission:
             if step.start < first:
                 self._tree.split(step, first)
         grip.add(segment, first, segment.end)
-        pool.claim(segment, grip.spans)
+        grip.claim()
 
-    def _fill(self, grip: Grip, demand: Demand, pool: BlockPool, num_blocks: int) -> None:
-        # Its ids: places before the window, what was claimed, what is fresh, what comes later. In
-        # the place of a source that is taken over, for now none.
+    def _fill(self, grip: Grip, demand: Demand, num_blocks: int) -> None:
+        # Its ids: none before the window, what was claimed, what is fresh, none for what comes
+        # later. In the place of a source that is taken over, for now none.
+        pool = grip.pool
         fresh = pool.allocate(demand.fresh)
         grip.first, grip.stop = demand.first, demand.stop
-        grip.ids = no_ids(demand.first)
+        grip.ids = ids = no_ids(num_blocks)
         if grip.segment is not None:
-            path = [step for step in grip.segment.path() if step.start >= demand.first]
+            path = grip.segment.path(demand.first)
             if demand.onboard:
                 self._onboard(path, pool, fresh[: demand.onboard])
-                fresh = fresh[demand.onboard :]
+                del fresh[: demand.onboard]
             for segment in path:
-                grip.ids.extend(segment.pools[pool.group].ids or ())
-        grip.ids.extend(no_ids(demand.stop - len(grip.ids) - len(fresh)))
-        grip.ids.extend(fresh)
-        grip.ids.extend(no_ids(num_blocks - len(grip.ids)))
+                own = segment.pools[pool.group].ids
+                if own is not None:
+                    ids[segment.start : segment.end] = own
+        ids[demand.stop - len(fresh) : demand.stop] = fresh
 
     def _onboard(self, path: list[Segment], pool: BlockPool, ids: BlockIds) -> None:
         at = 0
@@ -236,16 +239,16 @@ class Admission:
                 at += len(segment)
                 if self._copier is not None:
                     self._copier.onboard(pool.group, state.host_ids, part)
-                pool.adopt(segment, part, None, 0, 0)
+                pool.adopt(segment, part, None, 0)
 
     def _retain(self, sequence: Sequence, segment: Segment, run: RetentionRun) -> None:
         # From the end of the path upwards: a part that is split off keeps what is below it valid.
         step: Segment | None = segment
         while step is not None and step.end > run.start:
             pools = [
-                pool
-                for pool, grip in zip(self._pools, sequence.grips, strict=True)
-                if step.start >= grip.first and pool.differs(step, run.retention)
+                grip.pool
+                for grip in sequence.grips
+                if step.start >= grip.first and grip.pool.differs(step, run.retention)
             ]
             if pools and step.start < run.stop:
                 if run.stop < step.end:
@@ -275,18 +278,21 @@ class Admission:
     def _use_source(self, sequence: Sequence, plan: AdmissionPlan, source: Segment) -> None:
         block = source.start
         num_tokens = plan.num_matched - block * self._tokens_per_block
-        sequence.plan.inherit(block)
-        for grip, pool in zip(sequence.grips, self._pools, strict=True):
+        for grip in sequence.grips:
+            pool = grip.pool
             state = source.pools[pool.group]
             if not state.is_resident:
                 continue
             grip.inherited = pool.effective_retention(source)
+            if pool.host is not None or grip.inherited != DEFAULT_RETENTION:
+                # Else it has the default anyway, and there is no copy for that to be set on.
+                sequence.plan.inherit(block)
             if self._copy:
                 if grip.first <= block:
                     self._copy_part(pool, source, grip.ids[block], num_tokens)
                 pool.dereference(source, pool.next_moment())
             else:
-                self._take_over(pool, grip, source)
+                self._take_over(grip, source)
 
     def _copy_part(self, pool: BlockPool, source: Segment, target: int, num_tokens: int) -> None:
         state = source.pools[pool.group]
@@ -296,8 +302,9 @@ class Admission:
                 pool.group, ids[0], target, num_tokens, from_host=state.ids is None
             )
 
-    def _take_over(self, pool: BlockPool, grip: Grip, source: Segment) -> None:
+    def _take_over(self, grip: Grip, source: Segment) -> None:
         # The block becomes the sequence's own; where it does not need it, it becomes blank.
+        pool = grip.pool
         state = source.pools[pool.group]
         place = source.start
         if grip.first > place:

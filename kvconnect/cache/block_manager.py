@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.admission import Admission, AdmissionPlan, Request
-from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.copier import BlockCopier
 from kvconnect.cache.events import EventLog, KvCacheEvent
 from kvconnect.cache.host_tier import make_pools
@@ -20,7 +19,7 @@ from kvconnect.cache.pin_table import PinTable
 from kvconnect.cache.publisher import Publisher
 from kvconnect.cache.radix_tree import RadixTree
 from kvconnect.cache.retention import RetentionPlan
-from kvconnect.cache.sequence import PinHandle, as_id_array
+from kvconnect.cache.sequence import Grip, PinHandle, as_id_array
 from kvconnect.cache.sequence import Sequence as LiveSequence
 from kvconnect.cache.sizing import PoolSizes, pool_sizes
 from kvconnect.cache.slabs import Slabs
@@ -37,6 +36,8 @@ from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenBuffer, Tokens, as_token_array
 
 __all__ = ["BlockManager", "SequenceAllocation"]
+
+_COMMON = Namespace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class BlockManager:
         self._slabs = Slabs(self._pools, self._tree, sizes.slabs, copier)
         matcher = Matcher(self._tree, self._pools, config)
         self._admission = Admission(self._tree, self._pools, matcher, self._slabs, config, copier)
-        self._publisher = Publisher(self._tree, self._pools, config)
+        self._publisher = Publisher(self._tree, config)
         self._sequences: dict[int, LiveSequence] = {}
         self._pins = PinTable(self._tree, self._pools, matcher)
         self._slabs.watch(self._sequences, self._pins)
@@ -115,7 +116,7 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) no tokens, or a token outside int32.
         """
-        request = Request(Namespace(cache_salt, lora_id, extra_key), _token_bytes(tokens))
+        request = Request(_namespace(cache_salt, lora_id, extra_key), _token_bytes(tokens))
         return self._admission.num_matched(self._admission.match(request))
 
     def can_add(
@@ -134,7 +135,7 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) as `add_sequence`.
         """
-        namespace = Namespace(cache_salt, lora_id, extra_key)
+        namespace = _namespace(cache_salt, lora_id, extra_key)
         request = Request(namespace, _token_bytes(tokens), max_matched, first_chunk, external_end)
         return self._plan(request) is not None
 
@@ -153,11 +154,12 @@ class BlockManager:
         Less than `match` where a partial match has to be given up for want of blocks. `keys` need
         not hash again what was hashed of the match, if somebody asks for them before.
         """
-        namespace = Namespace(cache_salt, lora_id, extra_key)
+        namespace = _namespace(cache_salt, lora_id, extra_key)
         plan = self._plan(Request(namespace, _token_bytes(tokens), first_chunk=first_chunk))
         if plan is None:
             return None
-        self._teach(keys, plan)
+        if keys is not None:
+            self._teach(keys, plan)
         return plan.num_matched
 
     def num_free_blocks(self, *, window: int | None = None) -> int:
@@ -244,15 +246,13 @@ class BlockManager:
         Of a block that it does not hold: the priority that the request asked for.
         """
         sequence = self._sequence(request_id)
-        pool, grip = self._pools[0], sequence.grips[0]
+        grip = sequence.grips[0]
         found: list[int] = []
         for run in sequence.plan.runs(0, len(grip.ids)):
             retention = grip.inherited if run.inherited else run.retention
             found.extend([retention.priority] * (run.stop - run.start))
-        if grip.segment is not None:
-            for step in grip.segment.path():
-                if step.start >= grip.first and grip.covers(step.start):
-                    found[step.start : step.end] = [pool.effective_priority(step)] * len(step)
+        for step in grip.segments():
+            found[step.start : step.end] = [grip.pool.effective_priority(step)] * len(step)
         return found[start:]
 
     # ---------------------------------------------------------------- the life of a sequence
@@ -302,7 +302,7 @@ class BlockManager:
                 f"keys: made for blocks of {keys.tokens_per_block} tokens, these have "
                 f"{self._tokens_per_block}"
             )
-        namespace = Namespace(cache_salt, lora_id, extra_key)
+        namespace = _namespace(cache_salt, lora_id, extra_key)
         query = _token_bytes(tokens)
         request = Request(namespace, query, max_matched, first_chunk, external_end)
         plan = self._plan(request)
@@ -310,8 +310,9 @@ class BlockManager:
             needed = -(-request.num_tokens // self._tokens_per_block)
             raise OutOfBlocks(f"{needed} blocks are needed, less what is shared; {self._state()}")
         prompt = RetentionPlan(retention, request.num_tokens, self._tokens_per_block)
-        sequence = LiveSequence(namespace, query, prompt, keys, len(self._pools))
-        self._teach(keys, plan)
+        sequence = LiveSequence(namespace, query, prompt, keys, self._pools)
+        if keys is not None:
+            self._teach(keys, plan)
         self._admission.admit(sequence, plan)
         if keys is not None and namespace in self._tree.roots:
             self._tree.root(namespace, keys.root)
@@ -332,8 +333,8 @@ class BlockManager:
         stop = -(-num_tokens // self._tokens_per_block)
         needs = [max(stop - grip.stop, 0) for grip in sequence.grips]
         self._supply(needs)
-        for pool, grip, need in zip(self._pools, sequence.grips, needs, strict=True):
-            grip.ids[grip.stop : grip.stop + need] = pool.allocate(need)
+        for grip, need in zip(sequence.grips, needs, strict=True):
+            grip.ids[grip.stop : grip.stop + need] = grip.pool.allocate(need)
             grip.stop += need
         sequence.reserved = num_tokens
 
@@ -353,8 +354,8 @@ class BlockManager:
         needed = -(-num_tokens // self._tokens_per_block) - sequence.num_blocks
         if needed > 0:
             self._supply([needed] * len(self._pools))
-            for pool, grip in zip(self._pools, sequence.grips, strict=True):
-                grip.ids.extend(pool.allocate(needed))
+            for grip in sequence.grips:
+                grip.ids.extend(grip.pool.allocate(needed))
                 grip.stop += needed
         sequence.tokens += added.tobytes()
         sequence.reserved = num_tokens
@@ -375,10 +376,10 @@ class BlockManager:
         self._check_reserved(sequence, num_computed_tokens)
         sequence.computed = num_computed_tokens
         self._publisher.commit(sequence, num_computed_tokens // self._tokens_per_block)
-        for pool in self._pools:
-            if pool.window is not None:
-                first = first_in_window(pool.window, num_computed_tokens)
-                self._give_up(sequence, pool, first // self._tokens_per_block)
+        for grip in sequence.grips:
+            if grip.pool.window is not None:
+                first = first_in_window(grip.pool.window, num_computed_tokens)
+                self._give_up(sequence, grip, first // self._tokens_per_block)
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
         """Drop the last `num_tokens` tokens, and the blocks that held nothing else.
@@ -394,8 +395,8 @@ class BlockManager:
                 f"{max(sequence.computed, sequence.matched)} are matched or committed"
             )
         blocks = -(-keep // self._tokens_per_block)
-        for pool, grip in zip(self._pools, sequence.grips, strict=True):
-            pool.drop(sequence.forget(pool.group, blocks, sequence.num_blocks))
+        for grip in sequence.grips:
+            grip.pool.drop(sequence.forget(grip, blocks, sequence.num_blocks))
             grip.stop = min(grip.stop, blocks)
         for pin in sequence.pins:
             for held in pin.grips:
@@ -510,18 +511,18 @@ class BlockManager:
         raise ConfigurationError(f"window: there is no pool of window {window}, only {windows}")
 
     def _plan(self, request: Request) -> AdmissionPlan | None:
-        for field, least in (("max_matched", 0), ("first_chunk", 1), ("external_end", 0)):
-            value = getattr(request, field)
-            if value is not None and value < least:
-                raise ConfigurationError(f"{field}: {value} must be at least {least}, or None")
+        if request.max_matched is not None:
+            _check_least("max_matched", request.max_matched, 0)
+        if request.first_chunk is not None:
+            _check_least("first_chunk", request.first_chunk, 1)
         if request.external_end is not None:
             self._check_position("external_end", request.external_end, request.num_tokens)
         return self._admission.plan(request)
 
-    def _teach(self, keys: KeyChain | None, plan: AdmissionPlan) -> None:
+    def _teach(self, keys: KeyChain, plan: AdmissionPlan) -> None:
         # Only where keys are asked for: otherwise the tree has none.
         segment, index = plan.match.segment, self._tree.index
-        if keys is not None and segment is not None and index is not None:
+        if segment is not None and index is not None:
             index.teach(keys, segment, plan.match.num_blocks)
 
     def _supply(self, needs: Sequence[int]) -> None:
@@ -536,25 +537,22 @@ class BlockManager:
             for pool in self._pools
         )
 
-    def _give_up(self, sequence: LiveSequence, pool: BlockPool, stop: int) -> None:
-        grip = sequence.grips[pool.group]
+    def _give_up(self, sequence: LiveSequence, grip: Grip, stop: int) -> None:
         if stop <= grip.first:
             return
-        private = sequence.forget(pool.group, grip.first, stop)
+        private = sequence.forget(grip, grip.first, stop)
         outside = grip.split_off(stop, self._tree.split)
         grip.first = stop
-        pool.let_go(outside.segment, outside.spans, pool.next_moment())
-        pool.drop(private)
+        outside.let_go()
+        grip.pool.drop(private)
 
     def _end(self, request_id: int, num_valid: int) -> None:
         sequence = self._sequences.pop(request_id)
-        moments = [pool.next_moment() for pool in self._pools]
-        private = self._publisher.finish(sequence, num_valid, moments)
-        for pool, grip, moment, ids in zip(
-            self._pools, sequence.grips, moments, private, strict=True
-        ):
-            pool.let_go(grip.segment, grip.spans, moment)
-            pool.drop(ids)
+        self._publisher.finish(sequence, num_valid)
+        for grip in sequence.grips:
+            private = sequence.forget(grip, grip.first, grip.stop)
+            grip.let_go()
+            grip.pool.drop(private)
         sequence.disband()
 
     @staticmethod
@@ -569,6 +567,19 @@ class BlockManager:
     def _check_position(field: str, position: int, num_tokens: int) -> None:
         if not 0 <= position <= num_tokens:
             raise ConfigurationError(f"{field}: {position} is outside 0..{num_tokens}")
+
+
+def _namespace(
+    cache_salt: str | None, lora_id: int | str | None, extra_key: str | int | None
+) -> Namespace:
+    if cache_salt is None and lora_id is None and extra_key is None:
+        return _COMMON  # mostly; a dictionary finds it without comparing
+    return Namespace(cache_salt, lora_id, extra_key)
+
+
+def _check_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigurationError(f"{field}: {value} must be at least {least}, or None")
 
 
 def _token_bytes(tokens: Tokens) -> bytearray:

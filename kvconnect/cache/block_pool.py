@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from kvconnect.cache.events import EventLog
     from kvconnect.cache.host_tier import HostTier
 
-__all__ = ["BlockPool", "Span"]
-
-Span = tuple[int, int]
-"""Block numbers of a path, from the first up to and without the second."""
+__all__ = ["BlockPool"]
 
 _NEVER_LET_GO = -(1 << 62)
 """Stamps from here on count publishing; all are older than any moment of letting go."""
@@ -153,7 +150,7 @@ class BlockPool:
     # ---------------------------------------------------------------- publishing
 
     def publish(
-        self, segment: Segment, ids: BlockIds, retention: Retention, references: int, moment: int
+        self, segment: Segment, ids: BlockIds, retention: Retention, references: int
     ) -> None:
         """Private blocks become the blocks of `segment`, which is not resident here so far.
 
@@ -161,17 +158,15 @@ class BlockPool:
             segment: in the tree; with full attention, below primary blocks only.
             ids: one per block of it.
             retention: of these blocks.
-            references: who holds them.
-            moment: of letting go, if that is nobody.
+            references: how many hold them, at least one.
         """
         state = segment.pools[self.group]
-        parent = self._state_above(segment)
-        if parent is not None:
-            parent.resident_below += 1
+        if segment.parent is not None:
+            segment.parent.pools[self.group].resident_below += 1
         state.retention, state.expires = retention, inf
         self._published += 1
         state.stamp = self._published
-        self._enter_primary(segment, state, ids, references, moment)
+        self._enter_primary(segment, state, ids, references)
         if self.events is not None:
             self.events.stored(self, segment)
 
@@ -180,7 +175,8 @@ class BlockPool:
         state = segment.pools[self.group]
         if state.ids is not None:
             state.ids.extend(ids)
-        self._unhold(ids)
+        if self.num_private_pins:
+            self._unhold(ids)
         if self.events is not None:
             self.events.stored(self, segment, len(segment) - len(ids))
 
@@ -196,23 +192,19 @@ class BlockPool:
         )
 
     def adopt(
-        self,
-        segment: Segment,
-        ids: BlockIds,
-        retention: Retention | None,
-        references: int,
-        moment: int,
+        self, segment: Segment, ids: BlockIds, retention: Retention | None, references: int
     ) -> None:
         """Private blocks become the primary copy of `segment`, which is in secondary only.
 
-        As `publish`, but a `retention` of ``None`` leaves that alone. The host copy stays valid.
+        As `publish`, but `references` are those that come to what it has, and a `retention` of
+        ``None`` leaves that alone. The host copy stays valid.
         """
         state = segment.pools[self.group]
         if self.host is not None:
             self.host.sole.discard(segment)
         if retention is not None:
             self._set_retention(segment, retention)
-        self._enter_primary(segment, state, ids, references, moment)
+        self._enter_primary(segment, state, ids, references)
         if self.host is not None:
             self.host.redundant.add(segment)
         if self.events is not None:
@@ -224,24 +216,6 @@ class BlockPool:
         """A moment of letting go or use, later than all before."""
         self._now += 1
         return self._now
-
-    def claim(self, segment: Segment | None, spans: Sequence[Span]) -> None:
-        """One more holder of those parts of the path to `segment`; segments begin and end there."""
-        step = segment
-        for first, stop in reversed(spans):
-            while step is not None and step.end > first:
-                if step.start < stop:
-                    self.reference(step)
-                step = step.parent
-
-    def let_go(self, segment: Segment | None, spans: Sequence[Span], moment: int) -> None:
-        """One holder less of those parts of the path to `segment`, last block first."""
-        step = segment
-        for first, stop in reversed(spans):
-            while step is not None and step.end > first:
-                if step.start < stop:
-                    self.dereference(step, moment)
-                step = step.parent
 
     def reference(self, segment: Segment) -> None:
         """One more holder of this one segment."""
@@ -307,31 +281,24 @@ class BlockPool:
 
     # ---------------------------------------------------------------- inside: states
 
-    def _state_above(self, segment: Segment) -> Residence | None:
-        parent = segment.parent
-        return None if parent is None or parent.parent is None else parent.pools[self.group]
-
     def _enter_primary(
-        self, segment: Segment, state: Residence, ids: BlockIds, references: int, moment: int
+        self, segment: Segment, state: Residence, ids: BlockIds, references: int
     ) -> None:
         state.ids = ids
-        self._unhold(ids)
-        parent = self._state_above(segment)
-        if parent is not None:
-            parent.primary_below += 1
-            if self.window is None and segment.parent is not None:
-                self.queue.discard(segment.parent)
-                if self.host is not None:
-                    self.host.sole.discard(segment.parent)
         state.references += references
-        if state.references == 0:
-            state.stamp = moment
-            self._become_unreferenced(segment, state)
+        if self.num_private_pins:
+            self._unhold(ids)
+        parent = segment.parent
+        if parent is not None:
+            parent.pools[self.group].primary_below += 1
+            if self.window is None:
+                self.queue.discard(parent)
+                if self.host is not None:
+                    self.host.sole.discard(parent)
 
     def _unhold(self, ids: BlockIds) -> None:
         # These were private and are published now: their segment counts who holds them.
-        if self.num_private_pins and ids:
-            self._holders[np.frombuffer(ids, np.int32)] = 0
+        self._holders[np.frombuffer(ids, np.int32)] = 0
 
     def _become_unreferenced(self, segment: Segment, state: Residence) -> None:
         if state.retention.duration is not None and state.expires == inf:
@@ -389,7 +356,7 @@ class BlockPool:
     def _reclaim(self, count: int) -> None:
         # All blocks of a segment are next in order, last to first: nothing lies between them.
         segment = self.queue.first()
-        count = min(count, len(segment))
+        count = min(count, segment.end - segment.start)
         host = self.host
         if host is not None and segment.pools[self.group].host_ids is not None:
             self._evict(host, self._tail_part(segment, count))
@@ -424,7 +391,7 @@ class BlockPool:
             # room there, perhaps for the block before it.
             self._drop_descendants(segment)
             count = 1
-        elif len(segment.pools) == 1 and not segment.children:
+        elif count < len(segment) and len(segment.pools) == 1 and not segment.children:
             self._cut(segment, count)
             return
         part = self._tail_part(segment, count)
@@ -435,10 +402,6 @@ class BlockPool:
         # As `_drop`, without dividing the segment first: nothing else is in it or below it.
         if self.events is not None:
             self.events.removed(self, segment, len(segment) - count)
-        if count == len(segment):
-            self.blank.extend(self._leave_primary(segment))
-            self._leave_pool(segment, silent=True)
-            return
         state = segment.pools[self.group]
         self.num_unreferenced -= count
         if state.ids is not None:
@@ -471,29 +434,27 @@ class BlockPool:
         ids, state.ids = state.ids or new_ids(), None
         self.queue.discard(segment)
         self.num_unreferenced -= len(ids)
-        above, parent = segment.parent, self._state_above(segment)
-        if parent is not None and above is not None:
-            parent.primary_below -= 1
-            free_leaf = parent.references == 0 and parent.ids is not None
-            if self.window is None and free_leaf and not parent.primary_below:
-                self.queue.add(above)
+        if segment.parent is not None:
+            above = segment.parent.pools[self.group]
+            above.primary_below -= 1
+            free_leaf = above.references == 0 and above.ids is not None
+            if self.window is None and free_leaf and not above.primary_below:
+                self.queue.add(segment.parent)
         return ids
 
     def lost_copy(self, segment: Segment) -> None:
         """The host took the only copy of `segment` away."""
         self._leave_pool(segment)
 
-    def _leave_pool(self, segment: Segment, *, silent: bool = False) -> None:
+    def _leave_pool(self, segment: Segment) -> None:
         # Nothing of the segment is resident here any more.
-        if self.events is not None and not silent:
+        if self.events is not None:
             self.events.removed(self, segment)
-        above, parent = segment.parent, self._state_above(segment)
-        if parent is not None and above is not None:
-            parent.resident_below -= 1
-            if self.window is None and parent.ids is None and not parent.resident_below:
-                self._requeue_orphan(above, parent)
+        if segment.parent is not None:
+            above = segment.parent.pools[self.group]
+            above.resident_below -= 1
+            if self.host is not None and self.window is None and not above.resident_below:
+                only_copy = above.host_ids is not None and above.ids is None
+                if only_copy and above.references == 0:
+                    self.host.sole.add(segment.parent)
         self._tree.prune(segment)
-
-    def _requeue_orphan(self, segment: Segment, state: Residence) -> None:
-        if self.host is not None and state.references == 0 and state.host_ids is not None:
-            self.host.sole.add(segment)

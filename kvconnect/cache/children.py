@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,9 +19,10 @@ class SortedKeys:
 
     __slots__ = ("_chunks", "_firsts")
 
-    def __init__(self) -> None:
-        self._chunks: list[list[bytes]] = []
-        self._firsts: list[bytes] = []
+    def __init__(self, keys: Iterable[bytes] = ()) -> None:
+        ordered = sorted(keys)
+        self._chunks = [ordered[at : at + _CHUNK] for at in range(0, len(ordered), _CHUNK)]
+        self._firsts = [chunk[0] for chunk in self._chunks]
 
     def __iter__(self) -> Iterator[bytes]:
         for chunk in self._chunks:
@@ -73,12 +73,13 @@ class SortedKeys:
         if not self._chunks:
             return
         place, at = self._place(prefix)
-        for chunk in islice(self._chunks, place, None):
-            for key in islice(chunk, at, None):
-                if not key.startswith(prefix):
+        while place < len(self._chunks):
+            chunk = self._chunks[place]
+            for number in range(at, len(chunk)):  # a slice would touch all that is left of it
+                if not chunk[number].startswith(prefix):
                     return
-                yield key
-            at = 0
+                yield chunk[number]
+            place, at = place + 1, 0
 
     def _place(self, key: bytes) -> tuple[int, int]:
         # The chunk where `key` is or would be, and its place there.
@@ -91,33 +92,30 @@ class Children(dict[bytes, "Segment"]):
 
     Sorted, too, because the child that shares the longest prefix with some tokens is then beside
     the place where those would be, and all that share so much lie together.
+
+    Attributes:
+        order: the first blocks, once somebody asked: most segments have one child at most.
     """
 
-    __slots__ = ("_order",)
+    __slots__ = ("order",)
 
     def __init__(self) -> None:
-        self._order: SortedKeys | None = None  # most segments never get a child
-
-    @property
-    def in_order(self) -> list[bytes]:
-        """The first blocks."""
-        return [] if self._order is None else list(self._order)
+        self.order: SortedKeys | None = None
 
     def begun_by(self, prefix: bytes) -> Iterator[Segment]:
         """The children whose first block begins with `prefix`, or holds just that."""
-        for key in self._order.begun_by(prefix) if self._order is not None else ():
+        for key in self._sorted().begun_by(prefix) if self else ():
             yield self[key]
 
     def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
         """The last first block before `low`, and the first one from `high` on; empty: none."""
-        return (b"", b"") if self._order is None else self._order.beside(low, high)
+        return self._sorted().beside(low, high) if self else (b"", b"")
 
     def add(self, key: bytes, segment: Segment) -> None:
         """`key` must be new."""
         self[key] = segment
-        if self._order is None:
-            self._order = SortedKeys()
-        self._order.add(key)
+        if self.order is not None:
+            self.order.add(key)
 
     def replace(self, key: bytes, segment: Segment) -> None:
         """`segment` takes the place of the child that `key` names."""
@@ -126,5 +124,10 @@ class Children(dict[bytes, "Segment"]):
     def remove(self, key: bytes) -> None:
         """`key` must be there."""
         del self[key]
-        if self._order is not None:
-            self._order.remove(key)
+        if self.order is not None:
+            self.order.remove(key)
+
+    def _sorted(self) -> SortedKeys:
+        if self.order is None:
+            self.order = SortedKeys(self)
+        return self.order

@@ -63,8 +63,9 @@ def _check_path(segment: Segment, stride: int) -> None:
     whole = len(segment.tokens) == len(segment) * stride
     _require(whole or (is_tail and len(segment) == 1), "a segment has the tokens of its blocks")
     _require(not is_tail or not segment.children, "a tail has no children")
-    keys = segment.children.in_order
-    _require(keys == sorted(segment.children), "children are in order, each once")
+    order = segment.children.order
+    in_order = order is None or list(order) == sorted(segment.children)
+    _require(in_order, "children are in order, each once")
     resident = segment.is_resident
     _require(resident or len(segment.children) > 0, "a leaf is resident in some pool")
 

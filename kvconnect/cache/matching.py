@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvconnect.cache.block_pool import BlockPool, Span
+from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.radix_tree import RadixTree, TokenBytes, shared_tokens
-from kvconnect.cache.segment import Segment
+from kvconnect.cache.segment import Segment, Span
 from kvconnect.config import KvCacheConfig
 from kvconnect.keys import Namespace
 

@@ -23,7 +23,7 @@ class PinTable:
     """Pins hold published blocks by reference to their path, and private ones by count.
 
     What a pin holds of a running sequence changes hands as that goes on: see `Offer` for blocks
-    that become published, and `Sequence.forget` and `Publisher.finish` for those it gives up.
+    that become published, and `Sequence.forget` for those it gives up.
     """
 
     def __init__(self, tree: RadixTree, pools: Items[BlockPool], matcher: Matcher) -> None:
@@ -42,10 +42,11 @@ class PinTable:
 
     def pin(self, sequence: Sequence) -> PinHandle:
         """See `BlockManager.pin`."""
-        handle = PinHandle(as_id_array(sequence.grips[0].ids), len(self._pools))
-        for pool, grip, held in zip(self._pools, sequence.grips, handle.grips, strict=True):
+        handle = PinHandle(as_id_array(sequence.grips[0].ids), self._pools)
+        for grip, held in zip(sequence.grips, handle.grips, strict=True):
+            pool = grip.pool
             held.segment, held.spans = grip.segment, list(grip.spans)
-            pool.claim(held.segment, held.spans)
+            held.claim()
             held.first, held.end = grip.first, grip.stop
             pool.num_private_pins += 1
             pool.hold(grip.private_ids(grip.first, grip.stop))
@@ -62,7 +63,7 @@ class PinTable:
         found = self._tree.index.find(keys)
         num_blocks = 0 if found is None else self._matcher.usable_blocks(*found)
         if found is None or num_blocks == 0:
-            handle = PinHandle(np.empty(0, np.int32), len(self._pools))
+            handle = PinHandle(np.empty(0, np.int32), self._pools)
         else:
             handle = self._pin_path(self._place(found[0], num_blocks), num_blocks)
         self._live.add(handle)
@@ -70,19 +71,18 @@ class PinTable:
 
     def _pin_path(self, segment: Segment, num_blocks: int) -> PinHandle:
         ids = np.full(num_blocks, NOT_HELD, np.int32)
-        handle = PinHandle(ids, len(self._pools))
+        handle = PinHandle(ids, self._pools)
         size = self._tree.tokens_per_block
-        for pool, held in zip(self._pools, handle.grips, strict=True):
-            first = first_in_window(pool.window, num_blocks * size) // size
+        for held in handle.grips:
+            first = first_in_window(held.pool.window, num_blocks * size) // size
             if first < num_blocks:
                 self._place(segment, first)
                 held.add(segment, first, num_blocks)
-                pool.claim(segment, held.spans)
-        for start, stop in handle.grips[0].spans:
-            for step in segment.path():
-                own = step.pools[0].ids
-                if own is not None and start <= step.start < stop:
-                    ids[step.start : step.end] = own
+                held.claim()
+        for step in handle.grips[0].segments():
+            own = step.pools[0].ids
+            if own is not None:
+                ids[step.start : step.end] = own
         return handle
 
     def _place(self, segment: Segment, block: int) -> Segment:
@@ -97,8 +97,9 @@ class PinTable:
             raise ConfigurationError("handle: not a pin of this manager, or unpinned already")
         self._live.remove(handle)
         sequence = handle.sequence
-        for pool, held in zip(self._pools, handle.grips, strict=True):
-            pool.let_go(held.segment, held.spans, pool.next_moment())
+        for held in handle.grips:
+            pool = held.pool
+            held.let_go()
             private = held.loose
             if sequence is not None:
                 grip = sequence.grips[pool.group]
@@ -127,12 +128,10 @@ class PinTable:
                 raise OutOfBlocks(
                     f"{need} blocks are needed, {pool.num_free} of {pool.num_blocks} are free"
                 )
-        handle = PinHandle(as_id_array(sequence.grips[0].ids[first_block:]), len(self._pools))
-        for pool, grip, held, need in zip(
-            self._pools, sequence.grips, handle.grips, needs, strict=True
-        ):
-            held.loose = sequence.forget(pool.group, first_block, grip.stop)
-            grip.ids[grip.stop - need : grip.stop] = pool.allocate(need)
+        handle = PinHandle(as_id_array(sequence.grips[0].ids[first_block:]), self._pools)
+        for grip, held, need in zip(sequence.grips, handle.grips, needs, strict=True):
+            held.loose = sequence.forget(grip, first_block, grip.stop)
+            grip.ids[grip.stop - need : grip.stop] = grip.pool.allocate(need)
             grip.duplicate = grip.duplicate and first_block > (
                 grip.spans[-1][1] if grip.spans else 0
             )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-
-from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.offer import Offer
 from kvconnect.cache.radix_tree import RadixTree
-from kvconnect.cache.segment import BlockIds
 from kvconnect.cache.sequence import Sequence
 from kvconnect.config import KvCacheConfig
 
@@ -23,9 +19,8 @@ class Publisher:
     once more. Window pools know no such order.
     """
 
-    def __init__(self, tree: RadixTree, pools: Items[BlockPool], config: KvCacheConfig) -> None:
+    def __init__(self, tree: RadixTree, config: KvCacheConfig) -> None:
         self._tree = tree
-        self._pools = pools
         self._reuse = config.enable_block_reuse
         self._tails = config.enable_partial_reuse
 
@@ -34,29 +29,24 @@ class Publisher:
         first = sequence.offered
         if stop > first and self._reuse:
             sequence.offered = stop
-            Offer(self._tree, self._pools, sequence).blocks(first, stop)
+            Offer(self._tree, sequence).blocks(first, stop)
 
-    def finish(
-        self, sequence: Sequence, num_valid: int, moments: Items[int]
-    ) -> tuple[BlockIds, ...]:
-        """Publish what is valid at the end of `sequence`; what stays private, by pool.
-
-        Its pins keep what they hold of that, loose. The caller then lets go of what the sequence
-        references, at the same `moments`.
-        """
+    def finish(self, sequence: Sequence, num_valid: int) -> None:
+        """Publish what is valid at the end of `sequence`; the caller then lets go of its blocks."""
+        if not self._reuse:
+            return
         size = self._tree.tokens_per_block
         # A block that was committed whole is offered whole, whatever is said to be valid now.
-        valid = max(num_valid, sequence.computed // size * size) if self._reuse else 0
+        valid = max(num_valid, sequence.computed // size * size)
         blocks, tail = divmod(valid, size)
         self.commit(sequence, blocks)
-        offer = Offer(self._tree, self._pools, sequence, moments)
-        offer.close_pinned(-(-valid // size))
+        if sequence.is_published:
+            return
+        offer = Offer(self._tree, sequence, ends=True)
+        if sequence.pins:
+            offer.close_pinned(-(-valid // size))
         start = offer.first_private(blocks)
         if start < blocks:
             offer.blocks(start, blocks)
         if tail and self._tails:
             offer.tail(blocks, tail)
-        for pin in sequence.pins:
-            for group, held in enumerate(pin.grips):
-                held.loose.extend(offer.left(group, held.first, held.end))
-        return tuple(offer.left(group, 0, sequence.num_blocks) for group in range(len(self._pools)))

@@ -131,7 +131,7 @@ class RadixTree:
         It is in no pool yet. What `chain` knows of its keys is not hashed again.
         """
         segment = Segment(parent, parent.end, parent.end + num_blocks, tokens, self._num_pools)
-        parent.children.add(bytes(tokens[: self.stride]), segment)
+        parent.add_child(bytes(tokens[: self.stride]), segment)
         if self.index is not None:
             self.index.added(segment, chain)
         return segment
@@ -168,7 +168,7 @@ class RadixTree:
         segment.tokens = upper.tokens[cut:]
         segment.keys = upper.keys[count * KEY_NBYTES :]
         del upper.tokens[cut:], upper.keys[count * KEY_NBYTES :]
-        upper.children.add(bytes(segment.tokens[: self.stride]), segment)
+        upper.add_child(bytes(segment.tokens[: self.stride]), segment)
         for divided in self.on_split:
             divided(upper, segment)
         if self.index is not None:
@@ -181,7 +181,7 @@ class RadixTree:
         They may if nobody holds them and every pool has them in the same state; and they must be
         short, as joining copies both. The lower object stays.
         """
-        lower = next(iter(upper.children), None)
+        lower = next(iter(upper.children.values()), None)
         if lower is None or len(upper.children) > 1 or upper.parent is None:
             return
         if len(upper) + len(lower) > _LONGEST_JOINED or len(lower.tokens) < self.stride:

@@ -64,16 +64,18 @@ class RetentionPlan:
                 retention = Retention(given.priority, _seconds(given.duration_ms))
                 self._ranges.append(RetentionRun(start, stop, retention, requested=True))
 
-    def requested(self, start: int, stop: int) -> Iterator[RetentionRun]:
+    def requested(self, start: int, stop: int) -> list[RetentionRun]:
         """The prompt blocks within ``start..stop`` whose retention the request sets, in order."""
+        found: list[RetentionRun] = []
         for run in self._ranges:
             low, high = max(run.start, start), min(run.stop, stop)
             if low < high:
-                yield RetentionRun(low, high, run.retention, requested=True)
+                found.append(RetentionRun(low, high, run.retention, requested=True))
+        return found
 
     def inherit(self, block: int) -> None:
         """`block` is a copy, and has the retention of its source; a range of the request wins."""
-        if not any(self.requested(block, block + 1)):
+        if not self.requested(block, block + 1):
             self._inherited = block
 
     def runs(self, start: int, stop: int) -> Iterator[RetentionRun]:
@@ -90,7 +92,7 @@ class RetentionPlan:
 
     def _set(self, start: int, stop: int) -> Iterator[RetentionRun]:
         prompt_stop = min(stop, self._first_decoded)
-        runs = list(self.requested(start, prompt_stop))
+        runs = self.requested(start, prompt_stop)
         block = self._inherited
         if block is not None and start <= block < prompt_stop:
             runs.append(RetentionRun(block, block + 1, DEFAULT_RETENTION, inherited=True))

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from array import array
+from math import inf
 from typing import TypeAlias
 
 from kvconnect.cache.children import Children
 from kvconnect.cache.retention import DEFAULT_RETENTION, Retention
 from kvconnect.keys import BlockKey, Namespace
 
-__all__ = ["BlockIds", "Residence", "Root", "Segment", "new_ids"]
+__all__ = ["BlockIds", "Residence", "Root", "Segment", "Span", "new_ids"]
 
 BlockIds: TypeAlias = "array[int]"
 """C ints: four bytes an id, sliced, extended and cut at memcpy speed."""
 
 
+Span: TypeAlias = tuple[int, int]
+"""Block numbers of a path, from the first up to and without the second."""
+
+
+_NO_IDS: BlockIds = array("i")
+
+
 def new_ids() -> BlockIds:
     """No ids."""
-    return array("i")
+    return _NO_IDS[:]  # half the time of making one
 
 
 class Residence:
@@ -52,7 +60,7 @@ class Residence:
         self.host_ids: BlockIds | None = None
         self.references = 0
         self.retention: Retention = DEFAULT_RETENTION
-        self.expires = float("inf")
+        self.expires = inf
         self.stamp = 0
         self.primary_below = 0
         self.resident_below = 0
@@ -99,6 +107,10 @@ class Residence:
             self.host_ids = upper.host_ids + self.host_ids
 
 
+_NO_CHILDREN = Children()
+"""Of every segment that never had one: most."""
+
+
 class Segment:
     """Consecutive blocks of one path that are in the same state, in every pool.
 
@@ -109,7 +121,7 @@ class Segment:
 
     Attributes:
         parent: what the first block follows; ``None`` for a root.
-        children: what follows the last block.
+        children: what follows the last block; see `add_child`.
         start: blocks before the first one.
         end: blocks up to and including the last one.
         tokens: of all blocks, as native int32 bytes.
@@ -123,7 +135,7 @@ class Segment:
         self, parent: Segment | None, start: int, end: int, tokens: bytearray, num_pools: int
     ) -> None:
         self.parent = parent
-        self.children = Children()
+        self.children = _NO_CHILDREN
         self.start = start
         self.end = end
         self.tokens = tokens
@@ -137,16 +149,22 @@ class Segment:
     @property
     def is_resident(self) -> bool:
         """Whether any pool has its blocks."""
-        for state in self.pools:  # faster than `any`
+        for state in self.pools:  # noqa: SIM110 - a generator costs several times as much
             if state.ids is not None or state.host_ids is not None:
                 return True
         return False
 
-    def path(self) -> list[Segment]:
-        """The segments from the first below the root down to this one."""
+    def add_child(self, key: bytes, child: Segment) -> None:
+        """`child` follows; `key` is its first block, and no other child begins with that."""
+        if self.children is _NO_CHILDREN:
+            self.children = Children()
+        self.children.add(key, child)
+
+    def path(self, first: int = 0) -> list[Segment]:
+        """The segments from the one that begins with block number `first` down to this one."""
         path = []
         segment = self
-        while segment.parent is not None:
+        while segment.parent is not None and segment.start >= first:
             path.append(segment)
             segment = segment.parent
         path.reverse()

@@ -10,16 +10,18 @@ from collections.abc import Sequence as Items
 import numpy as np
 import numpy.typing as npt
 
-from kvconnect.cache.block_pool import Span
+from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.resource_manager import PinnedBlocks
 from kvconnect.cache.retention import DEFAULT_RETENTION, Retention, RetentionPlan
-from kvconnect.cache.segment import BlockIds, Segment, new_ids
+from kvconnect.cache.segment import BlockIds, Segment, Span, new_ids
 from kvconnect.keys import KeyChain, Namespace
 
 __all__ = ["NOT_HELD", "Grip", "PinGrip", "PinHandle", "Sequence", "as_id_array", "no_ids"]
 
 NOT_HELD = -1
 """In the place of a block id: given up, or not reserved yet."""
+
+_ONE_PLACE = array("i", [NOT_HELD])
 
 
 def as_id_array(ids: BlockIds) -> npt.NDArray[np.int32]:
@@ -29,21 +31,23 @@ def as_id_array(ids: BlockIds) -> npt.NDArray[np.int32]:
 
 def no_ids(count: int) -> BlockIds:
     """`count` places without a block."""
-    return array("i", [NOT_HELD]) * count
+    return _ONE_PLACE * count
 
 
 class PathGrip:
     """References to parts of one path in one pool.
 
     Attributes:
+        pool: which.
         segment: the deepest one referenced; ``None``: none.
         spans: which blocks of the path down to it are referenced; in order and apart. They begin
             and end where segments do.
     """
 
-    __slots__ = ("segment", "spans")
+    __slots__ = ("pool", "segment", "spans")
 
-    def __init__(self) -> None:
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
         self.segment: Segment | None = None
         self.spans: list[Span] = []
 
@@ -59,16 +63,39 @@ class PathGrip:
         else:
             insort(spans, (start, stop))
 
+    def segments(self) -> Iterator[Segment]:
+        """What is referenced, the deepest first."""
+        step = self.segment
+        for first, stop in reversed(self.spans):
+            while step is not None and step.end > first:
+                if step.start < stop:
+                    yield step
+                step = step.parent
+
+    def claim(self) -> None:
+        """One more holder of all that."""
+        for segment in self.segments():
+            self.pool.reference(segment)
+
+    def let_go(self) -> None:
+        """One holder less of all that, last block first; the grip is not to be used any more."""
+        moment = self.pool.next_moment()
+        for segment in self.segments():
+            self.pool.dereference(segment, moment)
+
     def covers(self, block: int) -> bool:
         """Whether that block is referenced."""
-        return any(start <= block < stop for start, stop in self.spans)
+        for start, stop in self.spans:  # noqa: SIM110 - a generator costs several times as much
+            if start <= block < stop:
+                return True
+        return False
 
     def split_off(self, block: int, split: Callable[[Segment, int], Segment]) -> PathGrip:
         """What it references before `block`, as a grip of its own; this one keeps the rest.
 
         `split` divides a segment there, if need be, and returns the upper part.
         """
-        before = PathGrip()
+        before = PathGrip(self.pool)
         before.spans = [(start, min(stop, block)) for start, stop in self.spans if start < block]
         self.spans = [(max(start, block), stop) for start, stop in self.spans if stop > block]
         segment = self.segment
@@ -84,8 +111,10 @@ class PathGrip:
     def gaps(self, start: int, stop: int) -> Iterator[Span]:
         """The parts of ``start..stop`` that are not referenced."""
         for low, high in self.spans:
-            if start < min(low, stop):
-                yield start, min(low, stop)
+            if low >= stop:
+                break
+            if start < low:
+                yield start, low
             start = max(start, high)
         if start < stop:
             yield start, stop
@@ -107,27 +136,39 @@ class Grip(PathGrip):
 
     __slots__ = ("duplicate", "first", "ids", "inherited", "stop")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
         self.ids: BlockIds = new_ids()
         self.first = 0
         self.stop = 0
         self.duplicate = False
         self.inherited: Retention = DEFAULT_RETENTION
 
+    @property
+    def is_published(self) -> bool:
+        """Whether none of its blocks is private."""
+        spans = self.spans
+        return len(spans) == 1 and spans[0] == (self.first, self.stop)
+
     def holds(self, start: int, stop: int) -> bool:
         """Whether it has all these blocks."""
         return self.first <= start and stop <= self.stop
 
-    def private(self, start: int, stop: int) -> Iterator[Span]:
-        """The parts of ``start..stop`` that it holds, and that are not published."""
-        return self.gaps(max(start, self.first), min(stop, self.stop))
+    def first_private(self, stop: int) -> int:
+        """The first block before `stop` that it holds and that is not published; `stop`: none."""
+        at = self.first
+        for low, high in self.spans:
+            if low > at:
+                break
+            at = high
+        return at if at < self.stop and at < stop else stop
 
     def private_ids(self, start: int, stop: int) -> BlockIds:
-        """The ids of these blocks."""
+        """The ids of the blocks ``start..stop`` that it holds and that are not published."""
         ids = new_ids()
-        for low, high in self.private(start, stop):
-            ids.extend(self.ids[low:high])
+        if not self.is_published:
+            for low, high in self.gaps(max(start, self.first), min(stop, self.stop)):
+                ids.extend(self.ids[low:high])
         return ids
 
 
@@ -141,8 +182,8 @@ class PinGrip(PathGrip):
 
     __slots__ = ("end", "first", "loose")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
         self.first = 0
         self.end = 0
         self.loose: BlockIds = new_ids()
@@ -160,14 +201,15 @@ class PinHandle(PinnedBlocks):
             pinned; -1 where there is none, or only in secondary.
         sequence: whose private blocks it holds, too; ``None``: none, or it ended.
         grips: by pool group.
+        shares_private: whether it was made of a sequence.
     """
 
     __slots__ = ("block_ids", "grips", "sequence", "shares_private")
 
-    def __init__(self, block_ids: npt.NDArray[np.int32], num_pools: int) -> None:
+    def __init__(self, block_ids: npt.NDArray[np.int32], pools: Items[BlockPool]) -> None:
         self.block_ids = block_ids
         self.sequence: Sequence | None = None
-        self.grips = [PinGrip() for _ in range(num_pools)]
+        self.grips = [PinGrip(pool) for pool in pools]
         self.shares_private = False
 
     def __len__(self) -> int:
@@ -208,13 +250,13 @@ class Sequence:
         tokens: bytearray,
         plan: RetentionPlan,
         chain: KeyChain | None,
-        num_pools: int,
+        pools: Items[BlockPool],
     ) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.plan = plan
         self.chain = chain
-        self.grips: Items[Grip] = [Grip() for _ in range(num_pools)]
+        self.grips: Items[Grip] = [Grip(pool) for pool in pools]
         self.offered = 0
         self.computed = 0
         self.matched = 0
@@ -231,14 +273,21 @@ class Sequence:
         """Blocks that its tokens need."""
         return len(self.grips[0].ids)
 
-    def forget(self, group: int, start: int, stop: int) -> BlockIds:
-        """It gives up these places in one pool; returns the private blocks there.
+    @property
+    def is_published(self) -> bool:
+        """Whether it has no private block."""
+        for grip in self.grips:  # noqa: SIM110 - a generator costs several times as much
+            if not grip.is_published:
+                return False
+        return True
+
+    def forget(self, grip: Grip, start: int, stop: int) -> BlockIds:
+        """It gives up these places of one of its grips; returns the private blocks there.
 
         Pins that hold those keep them, loose.
         """
-        grip = self.grips[group]
         for pin in self.pins:
-            held = pin.grips[group]
+            held = pin.grips[grip.pool.group]
             held.loose.extend(grip.private_ids(max(start, held.first), min(stop, held.end)))
         private = grip.private_ids(start, stop)
         start, stop = max(start, grip.first), min(stop, grip.stop)

@@ -68,12 +68,15 @@ class Slabs:
 
         Changes nothing.
         """
-        spare = [pool.num_free - need for pool, need in zip(self._pools, needs, strict=True)]
-        if min(spare) >= 0:
+        for pool, need in zip(self._pools, needs, strict=True):
+            if pool.num_free < need:
+                break
+        else:
             return ()
         geometry = self._geometry
         if geometry is None:
             return None
+        spare = [pool.num_free - need for pool, need in zip(self._pools, needs, strict=True)]
         sizes = geometry.blocks_per_slab
         whole = [left // size for left, size in zip(spare, sizes, strict=True)]
         missing = [max(-slabs, 0) for slabs in whole]
@@ -123,9 +126,8 @@ class Slabs:
         for pin in () if self._pins is None else self._pins.live:
             grip = pin.grips[group]
             yield _array(grip.loose)
-            for segment in () if grip.segment is None else grip.segment.path():
-                if grip.covers(segment.start):
-                    yield _array(segment.pools[group].ids or new_ids())
+            for segment in grip.segments():
+                yield _array(segment.pools[group].ids or new_ids())
 
     def _clear(self, pool: BlockPool, slabs: list[int]) -> None:
         # Empty these slabs and take them away from the pool.

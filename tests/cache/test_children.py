@@ -21,20 +21,21 @@ def small_chunks():
         yield
 
 
-def filled(keys, removed):
-    order = SortedKeys()
-    for key in keys:
+def filled(keys, added, removed):
+    order = SortedKeys(keys)
+    for key in added:
         order.add(key)
     for key in removed:
         order.remove(key)
-    return order, sorted(set(keys) - set(removed))
+    return order, sorted({*keys, *added} - set(removed))
 
 
 @st.composite
 def orders(draw):
     keys = draw(st.lists(KEYS, unique=True, max_size=40))
     removed = draw(st.lists(st.sampled_from(keys), unique=True)) if keys else []
-    return filled(keys, removed)
+    first = draw(st.integers(0, len(keys)))
+    return filled(keys[:first], keys[first:], removed)
 
 
 @given(orders())
@@ -68,7 +69,7 @@ def test_a_child_can_be_replaced_without_another_place_in_the_order():
     made = Children()
     for key, name in zip([b"b", b"a", b"c"], itertools.count()):
         made.add(key, name)
+    assert list(made.begun_by(b"")) == [1, 0, 2]
     made.replace(b"a", "new")
     made.remove(b"c")
-    assert made.in_order == [b"a", b"b"]
     assert list(made.begun_by(b"")) == ["new", 0]
