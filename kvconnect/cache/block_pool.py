@@ -233,6 +233,8 @@ class BlockPool:
         state = segment.pools[self.group]
         state.references -= 1
         state.stamp = moment
+        if not self.group:
+            self._tree.let_go(segment)
         if state.references == 0:
             self._become_unreferenced(segment, state)
         elif state.host_ids is not None:

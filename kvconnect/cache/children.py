@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -95,12 +96,14 @@ class Children(dict[bytes, "Segment"]):
 
     Attributes:
         order: the first blocks, once somebody asked: most segments have one child at most.
+        recent: the same, those last that were let go last in group 0; once somebody asked.
     """
 
-    __slots__ = ("order",)
+    __slots__ = ("order", "recent")
 
     def __init__(self) -> None:
         self.order: SortedKeys | None = None
+        self.recent: dict[bytes, None] | None = None
 
     def begun_by(self, prefix: bytes) -> Iterator[Segment]:
         """The children whose first block begins with `prefix`, or holds just that."""
@@ -111,11 +114,30 @@ class Children(dict[bytes, "Segment"]):
         """The last first block before `low`, and the first one from `high` on; empty: none."""
         return self._sorted().beside(low, high) if self else (b"", b"")
 
+    def latest(self, prefix: bytes, most: int) -> Iterator[Segment]:
+        """Of the `most` children that were let go last, those begun by `prefix`; the last first.
+
+        Children that nobody let go so far are among them in any place.
+        """
+        if self.recent is None:
+            self.recent = dict.fromkeys(sorted(self, key=lambda key: self[key].pools[0].stamp))
+        for key in islice(reversed(self.recent), most):
+            if key.startswith(prefix):
+                yield self[key]
+
+    def let_go(self, key: bytes) -> None:
+        """The child that `key` names was let go, or used, just now; see `recent`."""
+        if self.recent is not None:
+            del self.recent[key]
+            self.recent[key] = None
+
     def add(self, key: bytes, segment: Segment) -> None:
         """`key` must be new."""
         self[key] = segment
         if self.order is not None:
             self.order.add(key)
+        if self.recent is not None:
+            self.recent[key] = None
 
     def replace(self, key: bytes, segment: Segment) -> None:
         """`segment` takes the place of the child that `key` names."""
@@ -126,6 +148,8 @@ class Children(dict[bytes, "Segment"]):
         del self[key]
         if self.order is not None:
             self.order.remove(key)
+        if self.recent is not None:
+            del self.recent[key]
 
     def _sorted(self) -> SortedKeys:
         if self.order is None:

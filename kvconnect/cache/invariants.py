@@ -29,8 +29,10 @@ def check_invariants(
     for namespace, root in tree.roots.items():
         _require(root.namespace == namespace, "a root is filed under its namespace")
         _require(len(root.children) > 0, "a namespace without published blocks has no root")
+        _check_children(root)
     for segment in segments:
         _check_path(segment, tree.stride)
+        _check_children(segment)
     for pool in pools:
         for segment in segments:
             _check_residence(segment, pool)
@@ -63,11 +65,19 @@ def _check_path(segment: Segment, stride: int) -> None:
     whole = len(segment.tokens) == len(segment) * stride
     _require(whole or (is_tail and len(segment) == 1), "a segment has the tokens of its blocks")
     _require(not is_tail or not segment.children, "a tail has no children")
-    order = segment.children.order
-    in_order = order is None or list(order) == sorted(segment.children)
-    _require(in_order, "children are in order, each once")
     resident = segment.is_resident
     _require(resident or len(segment.children) > 0, "a leaf is resident in some pool")
+
+
+def _check_children(segment: Segment) -> None:
+    children = segment.children
+    in_order = children.order is None or list(children.order) == sorted(children)
+    _require(in_order, "children are in order, each once")
+    if children.recent is not None:
+        _require(children.recent.keys() == children.keys(), "recency is of the children")
+        stamps = [children[key].pools[0].stamp for key in children.recent]
+        let_go = [stamp for stamp in stamps if stamp > 0]
+        _require(let_go == sorted(let_go), "children that were let go last are last")
 
 
 def _check_residence(segment: Segment, pool: BlockPool) -> None:

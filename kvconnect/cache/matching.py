@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from kvconnect.cache.block_pool import BlockPool
+from kvconnect.cache.children import Children
 from kvconnect.cache.radix_tree import RadixTree, TokenBytes, shared_tokens
 from kvconnect.cache.segment import Segment, Span
 from kvconnect.config import KvCacheConfig
@@ -40,6 +42,12 @@ class Match(NamedTuple):
     num_blocks: int
     source: PartialSource | None
 
+
+FEW = 16
+"""Up to so many candidates for a partial match, all are looked at."""
+
+MANY = 512
+"""Where there are more: so many of those let go last, and then all."""
 
 NO_MATCH = Match(None, 0, None)
 
@@ -150,12 +158,24 @@ class Matcher:
         before, after = children.beside(rest, rest)
         while shared := max(shared_tokens(rest, before), shared_tokens(rest, after)):
             prefix = rest[: 4 * shared]
-            usable = [c for c in children.begun_by(prefix) if self._may_use(c, c.start)]
-            if usable:
-                best = max(usable, key=_preference)
+            best = self._best_of(children, prefix)
+            if best is not None:
                 return PartialSource(best, best.start, shared)
             before, after = children.beside(prefix, prefix + b"\xff" * self._tree.stride)
         return None
+
+    def _best_of(self, children: Children, prefix: bytes) -> Segment | None:
+        # Of those begun by `prefix`. All prompts may begin with the same few tokens: where there
+        # are many, the one to take is probably among those that were let go last.
+        candidates = children.begun_by(prefix)
+        few = list(islice(candidates, FEW))
+        if len(few) == FEW:
+            for child in children.latest(prefix, MANY):
+                state = child.pools[0]
+                if state.ids is not None and state.stamp > 0 and self._may_use(child, child.start):
+                    return child
+        usable = [c for c in chain(few, candidates) if self._may_use(c, c.start)]
+        return max(usable, key=_preference) if usable else None
 
     def _may_use(self, segment: Segment, block: int) -> bool:
         if not self._copy and (segment.children or block != segment.end - 1):

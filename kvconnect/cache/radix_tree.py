@@ -151,6 +151,12 @@ class RadixTree:
         keep = segment.end - segment.start
         del segment.tokens[keep * self.stride :], segment.keys[keep * KEY_NBYTES :]
 
+    def let_go(self, segment: Segment) -> None:
+        """`segment` was let go, or used, just now in group 0."""
+        parent = segment.parent
+        if parent is not None and parent.children.recent is not None:
+            parent.children.let_go(bytes(segment.tokens[: self.stride]))
+
     def split(self, segment: Segment, at: int) -> Segment:
         """Divide `segment` before block number `at`; returns the upper part, a new segment.
 

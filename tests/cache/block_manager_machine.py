@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from naive_manager import NaiveManager
 from slot_content import SlotContent
 
+from kvconnect.cache import matching
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import KvConnectError
@@ -104,7 +105,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def start(self, random):
         config = some_config(random)
         primary, host = some_pools(random)
-        note(f"{config!r} {primary} {host}")
+        # Whether a few candidates for a partial match are many.
+        matching.FEW, matching.MANY = random.choice([(1, 1), (1, 3), (2, 512), (16, 512)])
+        note(f"{config!r} {primary} {host} {matching.FEW} {matching.MANY}")
         self.churn = random.random() < 0.6
         self.size = config.tokens_per_block
         self.windows = list(primary)
@@ -115,6 +118,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         )
         self.manager = self.make(config, primary, host)
         self.replay = EventReplay(primary, host) if config.event_buffer_max_size else None
+
+    def teardown(self):
+        matching.FEW, matching.MANY = 16, 512
 
     def make(self, config, primary, host):
         layouts = [
