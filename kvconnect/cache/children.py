@@ -107,8 +107,7 @@ class Children(dict[bytes, "Segment"]):
 
     def begun_by(self, prefix: bytes) -> Iterator[Segment]:
         """The children whose first block begins with `prefix`, or holds just that."""
-        for key in self._sorted().begun_by(prefix) if self else ():
-            yield self[key]
+        return map(self.__getitem__, self._sorted().begun_by(prefix) if self else ())
 
     def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
         """The last first block before `low`, and the first one from `high` on; empty: none."""

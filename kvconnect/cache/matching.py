@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 from kvconnect.cache.block_pool import BlockPool
@@ -43,11 +43,11 @@ class Match(NamedTuple):
     source: PartialSource | None
 
 
-FEW = 16
-"""Up to so many candidates for a partial match, all are looked at."""
+FEW = 8
+"""With less candidates for a partial match, all are looked at."""
 
 MANY = 512
-"""Where there are more: so many of those let go last, and then all."""
+"""With more: so many of those let go last, and then all."""
 
 NO_MATCH = Match(None, 0, None)
 
@@ -174,8 +174,9 @@ class Matcher:
                 state = child.pools[0]
                 if state.ids is not None and state.stamp > 0 and self._may_use(child, child.start):
                     return child
-        usable = [c for c in chain(few, candidates) if self._may_use(c, c.start)]
-        return max(usable, key=_preference) if usable else None
+            few.extend(candidates)
+        usable = [child for child in few if self._may_use(child, child.start)]
+        return max(usable, key=_preference, default=None)
 
     def _may_use(self, segment: Segment, block: int) -> bool:
         if not self._copy and (segment.children or block != segment.end - 1):

@@ -106,7 +106,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         config = some_config(random)
         primary, host = some_pools(random)
         # Whether a few candidates for a partial match are many.
-        matching.FEW, matching.MANY = random.choice([(1, 1), (1, 3), (2, 512), (16, 512)])
+        matching.FEW, matching.MANY = random.choice([(1, 1), (1, 3), (2, 512), (8, 512)])
         note(f"{config!r} {primary} {host} {matching.FEW} {matching.MANY}")
         self.churn = random.random() < 0.6
         self.size = config.tokens_per_block
@@ -120,7 +120,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.replay = EventReplay(primary, host) if config.event_buffer_max_size else None
 
     def teardown(self):
-        matching.FEW, matching.MANY = 16, 512
+        matching.FEW, matching.MANY = 8, 512
 
     def make(self, config, primary, host):
         layouts = [
