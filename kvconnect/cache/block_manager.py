@@ -38,6 +38,7 @@ from kvconnect.tokens import TokenBuffer, Tokens, as_token_array
 __all__ = ["BlockManager", "SequenceAllocation"]
 
 _COMMON = Namespace()
+"""Of requests without salt, adapter or other key."""
 
 
 @dataclass(frozen=True, slots=True)

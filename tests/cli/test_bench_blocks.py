@@ -86,6 +86,7 @@ def test_it_measures_alone_and_says_which_peers_are_left_out(kvconnect):
         "cached prompt, tokens doubled: at most",
         "shared request, 1,000 blocks cached",
         "fresh request, 1,000 blocks cached",
+        "alike request, 1,000 blocks cached",
         "memory beyond tokens, resident",
         "memory beyond tokens and keys, asked for",
     } <= found.keys()
