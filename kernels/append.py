@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels import device, reference
-from kvconnect.kernels.block_ids import check_integers, check_targets, host_ids, kept
+from kvconnect.kernels.block_ids import Placed, check_integers, check_targets, host_ids, kept
 from kvconnect.kernels.buffers import as_bytes
 from kvconnect.kernels.library import register
 from kvconnect.kernels.paged import PagedKv
 from kvconnect.kernels.submit import note_missing
-from kvconnect.kernels.work import AppendWork, Ids
+from kvconnect.kernels.work import AppendWork
 
 __all__ = ["reshape_and_cache"]
 
-_FEW_TOKENS = 8
+_KNOWN = {torch.float64, torch.float32, torch.float16}
+"""NumPy has these types; others are shown to it as bytes."""
+
+_FEW_ROWS = 4  # up to so many, moving them one by one costs less than NumPy's views
 
 
 def reshape_and_cache(
@@ -53,18 +55,15 @@ def reshape_and_cache(
     states = _checked_states(key, value, kv, slot_mapping)
     if not slot_mapping.shape[0]:
         return
-    slots = None
-    if slot_mapping.is_cpu:
-        slots = host_ids("slot_mapping", slot_mapping, kv.num_blocks * kv.tokens, noun="slot ")
-        check_targets("slot_mapping", kept(slots).ids)
+    placed = _placed(slot_mapping, kv.num_blocks * kv.tokens) if slot_mapping.is_cpu else None
     if device.wanted(kv.device):
         try:
             device.submit_append(_work(states, kv, slot_mapping, layer))
             return
         except device.NoDevice as error:
             note_missing(error)
-    if slots is not None and kv.device.type == "cpu":
-        _write(states, kv, slots, layer)
+    if placed is not None and kv.device.type == "cpu":
+        _write(states, kv, placed, layer)
         return
     for state, view in zip(states, kv.layer_views(range(layer, layer + 1)), strict=True):
         plane = view if kv.layout == "NHD" else view.transpose(1, 2)
@@ -97,38 +96,39 @@ def _checked_states(
     return tuple(state if state.stride(-1) == 1 else state.contiguous() for state in states)
 
 
-def _write(states: tuple[Tensor, ...], kv: PagedKv, slots: Ids, layer: int) -> None:
-    """On the host."""
-    if slots.shape[0] <= _FEW_TOKENS and _write_few(states, kv, slots.tolist(), layer):
+def _placed(slot_mapping: Tensor, limit: int) -> Placed:
+    slots = host_ids("slot_mapping", slot_mapping, limit, noun="slot ")
+    placed = kept(slots)
+    check_targets("slot_mapping", placed.ids, noun="slot ")
+    return placed
+
+
+def _write(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
+    """On the host: every head's row is one element, wherever it comes from."""
+    slots, count = placed.ids, len(placed.ids)
+    if count * kv.heads <= _FEW_ROWS:
+        _write_few(states, kv, placed, layer)
         return
-    valid = slots >= 0
-    some = None if valid.all() else valid
-    if some is not None:
-        slots = slots[some]
-    blocks, tokens = np.divmod(slots, kv.tokens)
+    place = slots // kv.tokens, slots % kv.tokens
     for state, plane in zip(states, kv.slot_arrays(layer), strict=True):
-        rows = as_bytes(state).numpy()
-        if plane.ndim == 2:  # a token's heads follow each other, so they are one element
-            rows = np.ascontiguousarray(rows).reshape(len(rows), -1)
-        elements = rows.view(plane.dtype)[..., 0]
-        plane[blocks, tokens] = elements if some is None else elements[some]
+        array = state.detach().numpy() if state.dtype in _KNOWN else as_bytes(state).numpy()
+        rows = array.view(plane.dtype)[..., 0]
+        plane[place] = rows if count == rows.shape[0] else rows[placed.places]
 
 
-def _write_few(states: tuple[Tensor, ...], kv: PagedKv, slots: list[int], layer: int) -> bool:
-    """Token by token, where their heads follow each other; whether they do."""
+def _write_few(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
+    slots, places = placed.ids.tolist(), placed.places.tolist()
     size, first = kv.dtype.itemsize, layer * kv.per_layer
     planes = kv.plane_bytes[first : first + kv.per_layer]
     for state, plane in zip(states, planes, strict=True):
-        if kv.heads > 1 and not state.stride(1) * size == plane.row == plane.head:
-            return False
-    for state, plane in zip(states, planes, strict=True):
-        origin, step, width = state.data_ptr(), state.stride(0) * size, kv.heads * plane.row
-        for index, slot in enumerate(slots):
-            if slot >= 0:
-                block, token = divmod(slot, kv.tokens)
-                target = plane.offset + block * plane.block + token * plane.token
-                ctypes.memmove(target, origin + index * step, width)
-    return True
+        origin, row = state.data_ptr(), plane.row
+        token_step, head_step, _ = (stride * size for stride in state.stride())
+        for index, slot in zip(places, slots, strict=True):
+            block, token = divmod(slot, kv.tokens)
+            target = plane.offset + block * plane.block + token * plane.token
+            source = origin + index * token_step
+            for head in range(kv.heads):
+                ctypes.memmove(target + head * plane.head, source + head * head_step, row)
 
 
 def _work(states: tuple[Tensor, ...], kv: PagedKv, slots: Tensor, layer: int) -> AppendWork:

@@ -107,7 +107,7 @@ def kept(ids: Ids) -> Placed:
     return Placed(ids[places], places, bool(len(places) == 0 or places[-1] == len(places) - 1))
 
 
-def check_targets(name: str, ids: Ids) -> None:
+def check_targets(name: str, ids: Ids, *, noun: str = "block ") -> None:
     """No block is written to twice.
 
     Raises:
@@ -119,7 +119,7 @@ def check_targets(name: str, ids: Ids) -> None:
             return
     ordered = np.sort(ids)
     if (twice := ordered[:-1][ordered[1:] == ordered[:-1]]).size:
-        raise ConfigurationError(f"{name}: block {twice[0]} is given twice")
+        raise ConfigurationError(f"{name}: {noun}{twice[0]} is given twice")
 
 
 _COUNTS = [np.arange(count) for count in range(_SMALL + 1)]

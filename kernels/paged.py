@@ -197,11 +197,7 @@ class PagedKv:
         return num_layers * self.tokens * self.heads * width
 
     def slot_arrays(self, layer: int) -> list[npt.NDArray[np.void]]:
-        """A layer's planes as elements to write new tokens to; host memory only.
-
-        Returns:
-            ``[num_blocks, T]`` of a token's heads in one, or ``[num_blocks, T, heads]``.
-        """
+        """A layer's planes as ``[num_blocks, T, heads]`` of one row each; host memory only."""
         if (known := self._slot_arrays.get(layer)) is None:
             known = [
                 _slot_array(view if self.layout == "NHD" else view.transpose(1, 2))
@@ -289,13 +285,8 @@ class PagedKv:
 def _slot_array(view: Tensor) -> npt.NDArray[np.void]:
     with torch.inference_mode(mode=False):
         rows = view.view(torch.uint8).numpy()
-    nbytes = rows.shape[3]
-    if rows.strides[2] == nbytes or rows.shape[2] == 1:
-        width = rows.shape[2] * nbytes
-        strides = (*rows.strides[:2], 1)
-        rows = np.lib.stride_tricks.as_strided(rows, (*rows.shape[:2], width), strides)
-        nbytes = width
-    return rows.view(np.dtype((np.void, nbytes)))[..., 0]
+    array: npt.NDArray[np.void] = rows.view(np.dtype((np.void, rows.shape[3])))[..., 0]
+    return array
 
 
 def _spans(views: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
