@@ -121,13 +121,15 @@ def _write_few(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: i
     size, first = kv.dtype.itemsize, layer * kv.per_layer
     planes = kv.plane_bytes[first : first + kv.per_layer]
     for state, plane in zip(states, planes, strict=True):
-        origin, row = state.data_ptr(), plane.row
-        token_step, head_step, _ = (stride * size for stride in state.stride())
+        origin, row, heads = state.data_ptr(), plane.row, kv.heads
+        token_step, head_step = state.stride(0) * size, state.stride(1) * size
+        if head_step == plane.head == row:  # all heads of a token are one row
+            heads, row = 1, row * heads
         for index, slot in zip(places, slots, strict=True):
             block, token = divmod(slot, kv.tokens)
             target = plane.offset + block * plane.block + token * plane.token
             source = origin + index * token_step
-            for head in range(kv.heads):
+            for head in range(heads):
                 ctypes.memmove(target + head * plane.head, source + head * head_step, row)
 
 
