@@ -82,8 +82,9 @@ def _checked_states(
         raise ConfigurationError("value: None, but the cache has values")
     count, device_ = slots.shape[0], kv.device
     states = (key,) if kv.per_layer == 1 or value is None else (key, value)
-    for name, state, dim in zip(("key", "value"), states, (kv.key_dim, kv.value_dim), strict=False):
-        if state.dtype != kv.dtype:
+    dims, dtype = (kv.key_dim, kv.value_dim), kv.dtype
+    for name, state, dim in zip(("key", "value"), states, dims, strict=False):
+        if state.dtype != dtype:
             raise TypeError(f"{name}: {state.dtype}, the cache is {kv.dtype}")
         if state.device != device_:
             raise RuntimeError(f"{name}: on {state.device}, the cache is on {device_}")
@@ -93,7 +94,9 @@ def _checked_states(
             )
     if not slots.is_cpu and slots.device != device_:
         raise RuntimeError(f"slot_mapping: on {slots.device}, the cache is on {kv.device}")
-    return tuple(state if state.stride(-1) == 1 else state.contiguous() for state in states)
+    if all(state.stride(2) == 1 for state in states):
+        return states
+    return tuple(state.contiguous() for state in states)
 
 
 def _placed(slot_mapping: Tensor, limit: int) -> Placed:

@@ -85,7 +85,7 @@ def host_ids(
     if array.ndim != ndim:
         raise ConfigurationError(f"{name}: shape {array.shape}; {ndim} dimensions are needed")
     if array.size <= _SMALL:
-        values = array.ravel().tolist()
+        values = (array if ndim == 1 else array.ravel()).tolist()
         low, high = min(values), max(values)
     else:
         low, high = int(array.min()), int(array.max())
