@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntFlag
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -12,9 +12,13 @@ from torch import Tensor
 from kvconnect import frame
 from kvconnect.backends.compression import Compressor, Lz4, Zstd
 from kvconnect.backends.encryption import Cipher
-from kvconnect.backends.quantize import QuantizedDtype, dequantize, quantize, quantized_nbytes
 from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra, OtherCodec, nearest
 from kvconnect.frame import FrameHeader, frame_nbytes
+from kvconnect.kernels.quantized_payload import (
+    dequantize_payload,
+    quantize_payload,
+    quantized_nbytes,
+)
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["CodecFlag", "Codecs"]
@@ -37,6 +41,8 @@ _NAMES = {
     "lz4": CodecFlag.LZ4,
     "aes-gcm": CodecFlag.AES_GCM,
 }
+QuantizedDtype = Literal["fp8", "int8"]
+_QUANTIZED = {"fp8": "fp8_e4m3", "int8": "int8"}
 _LOSSY: dict[CodecFlag, QuantizedDtype] = {CodecFlag.FP8: "fp8", CodecFlag.INT8: "int8"}
 _LOSSLESS: dict[CodecFlag, type[Zstd | Lz4]] = {CodecFlag.ZSTD: Zstd, CodecFlag.LZ4: Lz4}
 _LOSSY_FLAGS = CodecFlag.FP8 | CodecFlag.INT8
@@ -107,7 +113,15 @@ class Codecs:
         Raises:
             ConfigurationError: `layout` cannot be encoded so.
         """
-        return layout.block_nbytes if self.quantized is None else quantized_nbytes(layout)
+        if self.quantized is None:
+            return layout.block_nbytes
+        nbytes = quantized_nbytes(layout)
+        if nbytes >= layout.block_nbytes:
+            raise ConfigurationError(
+                f"codec={self.quantized}: {nbytes} bytes instead of {layout.block_nbytes} for a "
+                "block of so short rows; use a lossless codec"
+            )
+        return nbytes
 
     # ------------------------------------------------------------------ encoding
 
@@ -131,7 +145,7 @@ class Codecs:
         flags, source = CodecFlag(0), payload.numpy().data
         if self.quantized is not None:
             rounded = frame.payload(scratch, quantized_nbytes(layout))
-            quantize(payload, rounded, layout, self.quantized)
+            quantize_payload(payload, layout, rounded, dtype=_QUANTIZED[self.quantized])
             source = rounded.numpy().data
             flags |= _NAMES[self.quantized]
         if self.compression is not None:
@@ -202,7 +216,7 @@ class Codecs:
             raise BadFrame(f"{len(source)} bytes of payload, {nbytes} are expected")
         if self.quantized is not None:
             rounded = torch.frombuffer(bytearray(source), dtype=torch.uint8)
-            dequantize(rounded, out, layout, self.quantized)
+            dequantize_payload(rounded, layout, out, dtype=_QUANTIZED[self.quantized])
         elif packed or inside.data_ptr() != out.data_ptr():
             out.numpy().data[:] = source
 

@@ -26,7 +26,7 @@ def quantized_nbytes(layout: KvCacheLayout) -> int:
     if layout.dtype not in _DTYPES:
         raise ConfigurationError(
             f"dtype: blocks of {layout.dtype} cannot be quantised, only those of float32, float16 "
-            "and bfloat16"
+            "and bfloat16; use a lossless codec"
         )
     return 4 * _num_rows(layout) + layout.block_nbytes // layout.dtype.itemsize
 

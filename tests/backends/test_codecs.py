@@ -19,9 +19,13 @@ from kvconnect import frame
 from kvconnect.backend import Backend, Child, StoredBlock
 from kvconnect.backends import framing, open_backend
 from kvconnect.backends.codecs import CodecFlag, Codecs
-from kvconnect.backends.quantize import dequantize, quantize, quantized_nbytes
 from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra
+from kvconnect.kernels.quantized_payload import (
+    dequantize_payload,
+    quantize_payload,
+    quantized_nbytes,
+)
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import metrics
 
@@ -255,7 +259,7 @@ async def test_compressed_blocks_really_take_less_room(kit, tmp_path, scheme):
     ),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     latent=st.booleans(),
-    stored=st.sampled_from(["fp8", "int8"]),
+    stored=st.sampled_from(["fp8_e4m3", "int8"]),
     seed=st.integers(0, 100),
 )
 def test_rounding_errs_by_less_than_a_step_of_its_row(dims, dtype, latent, stored, seed):
@@ -268,8 +272,8 @@ def test_rounding_errs_by_less_than_a_step_of_its_row(dims, dtype, latent, store
     source = rows.to(dtype)
     coded = torch.empty(quantized_nbytes(layout), dtype=torch.uint8)
     back = torch.empty(layout.block_nbytes, dtype=torch.uint8)
-    quantize(source.view(torch.uint8).view(-1), coded, layout, stored)
-    dequantize(coded, back, layout, stored)
+    quantize_payload(source.view(torch.uint8).view(-1), layout, coded, dtype=stored)
+    dequantize_payload(coded, layout, back, dtype=stored)
     got = back.view(dtype).view(rows.shape).float()
     largest = source.float().abs().amax(1, keepdim=True)
     # e4m3 has three bits of mantissa: a sixteenth of the value; int8 steps of 1/127 of the largest.
@@ -284,8 +288,8 @@ def test_keys_and_values_of_different_length_have_scales_of_their_own():
     source = torch.cat([keys.view(-1), values.view(-1)])
     coded = torch.empty(quantized_nbytes(layout), dtype=torch.uint8)
     back = torch.empty(layout.block_nbytes, dtype=torch.uint8)
-    quantize(source.view(torch.uint8), coded, layout, "int8")
-    dequantize(coded, back, layout, "int8")
+    quantize_payload(source.view(torch.uint8), layout, coded, dtype="int8")
+    dequantize_payload(coded, layout, back, dtype="int8")
     assert torch.allclose(back.view(torch.float32), source)
 
 
