@@ -14,19 +14,19 @@ from kvconnect.layout import KvCacheLayout
 
 __all__ = ["dequantize_payload", "quantize_payload", "quantized_nbytes"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def quantized_nbytes(layout: KvCacheLayout) -> int:
     """Bytes of a quantised block of `layout`: a float32 scale for each row, then the values.
 
     Raises:
-        ConfigurationError: its elements are not float32, float16 or bfloat16.
+        ConfigurationError: its elements are not float64, float32, float16 or bfloat16.
     """
     if layout.dtype not in _DTYPES:
         raise ConfigurationError(
-            f"dtype: blocks of {layout.dtype} cannot be quantised, only those of float32, float16 "
-            "and bfloat16; use a lossless codec"
+            f"dtype: blocks of {layout.dtype} cannot be quantised, only those of float64, "
+            "float32, float16 and bfloat16; use a lossless codec"
         )
     return 4 * _num_rows(layout) + layout.block_nbytes // layout.dtype.itemsize
 
@@ -44,7 +44,8 @@ def quantize_payload(payload: Tensor, layout: KvCacheLayout, out: Tensor, *, dty
         ConfigurationError: one of them is not what it must be; nothing was written.
     """
     for rows, values, scales in _parts(payload, layout, out, dtype):
-        quantized, scale = quantize_rows(rows, dtype)
+        exact = rows.float() if rows.dtype == torch.float64 else rows
+        quantized, scale = quantize_rows(exact, dtype)
         values.copy_(quantized)
         scales.copy_(scale)
 
@@ -55,7 +56,8 @@ def dequantize_payload(encoded: Tensor, layout: KvCacheLayout, out: Tensor, *, d
     Any bytes of the right length give some block. Raises as `quantize_payload` does.
     """
     for rows, values, scales in _parts(out, layout, encoded, dtype):
-        rows.copy_(reference.dequantize(values, scales, dtype, layout.dtype))
+        wanted = torch.float32 if layout.dtype == torch.float64 else layout.dtype
+        rows.copy_(reference.dequantize(values, scales, dtype, wanted))
 
 
 def _num_rows(layout: KvCacheLayout) -> int:
