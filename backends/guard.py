@@ -16,6 +16,7 @@ from kvconnect.backends.calls import Call, Calls, counted, mapped, together, uno
 from kvconnect.backends.codecs import Codecs
 from kvconnect.backends.framing import Framing, pieces
 from kvconnect.backends.guard_gauges import GuardGauges
+from kvconnect.backends.wrapper import BackendWrapper
 from kvconnect.errors import (
     BackendUnavailable,
     BadFrame,
@@ -32,7 +33,7 @@ __all__ = ["GuardedBackend"]
 logger = logging.getLogger("kvconnect")
 
 
-class GuardedBackend(Backend):
+class GuardedBackend(BackendWrapper):
     """`inner`, safe to call: every call ends in time, and what `load` returns is what was saved.
 
     Runs on one event loop. Blocks that callers pass have frame buffers of
@@ -105,47 +106,6 @@ class GuardedBackend(Backend):
             reason = "frames must be checked before they are decoded; leave verify_frames on"
         if reason:
             raise ConfigurationError(f"codec={self.codecs}: {reason}")
-
-    # What the inner backend can do, this one can.
-    @property
-    def device_buffers(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.device_buffers
-
-    @property
-    def enumerable(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.enumerable
-
-    @property
-    def inline(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.inline
-
-    @property
-    def durable(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.durable
-
-    @property
-    def shared(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.shared
-
-    @property
-    def expires(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.expires
-
-    @property
-    def max_value_bytes(self) -> int | None:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.max_value_bytes
-
-    @property
-    def variable_length(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.variable_length
 
     @property
     def available(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.wrapper import BackendWrapper
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
@@ -35,7 +36,7 @@ BackendFault = Literal[
 BACKEND_FAULTS: tuple[BackendFault, ...] = get_args(BackendFault)
 
 
-class FaultyBackend(Backend):
+class FaultyBackend(BackendWrapper):
     """`inner`, with a fault that can be set and healed at any moment.
 
     It keeps the one promise that nothing can protect from: a coroutine of it does not end while it
@@ -67,47 +68,6 @@ class FaultyBackend(Backend):
         self._operations = frozenset(operations)
         self._random = random.Random(seed)
         self._healed = asyncio.Event()
-
-    # What the inner backend can do, this one can.
-    @property
-    def device_buffers(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.device_buffers
-
-    @property
-    def enumerable(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.enumerable
-
-    @property
-    def inline(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.inline
-
-    @property
-    def durable(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.durable
-
-    @property
-    def shared(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.shared
-
-    @property
-    def expires(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.expires
-
-    @property
-    def max_value_bytes(self) -> int | None:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.max_value_bytes
-
-    @property
-    def variable_length(self) -> bool:  # type: ignore[override]
-        """As `inner` says."""
-        return self.inner.variable_length
 
     def set(self, fault: BackendFault) -> None:
         """From now on `fault`; calls that hang end with an error."""
