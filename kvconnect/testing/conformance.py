@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ class BackendConformance(Subject):
     which method they miss.
 
     Attributes:
-        tmp_path: a directory of each test's own.
+        tmp_path: a directory of each test's own, removed after it.
         skip: ids or groups of checks that are left out, each with its reason.
     """
 
@@ -36,8 +37,11 @@ class BackendConformance(Subject):
     skip: ClassVar[dict[str, str]] = {}
 
     @pytest.fixture(autouse=True)
-    def _kvconnect_place(self, tmp_path: Path) -> None:
+    def _kvconnect_place(self, tmp_path: Path) -> Iterator[None]:
         self.tmp_path = tmp_path
+        yield
+        # A hundred checks of a store on disk would leave gigabytes.
+        shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 def _method(one: Check) -> Callable[[Any], None]:
