@@ -142,7 +142,8 @@ class RedisCluster:
     """Three nodes that share the slots, without replicas."""
 
     def __init__(self, folder: Path) -> None:
-        cluster = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+        # Long enough that no test on a busy machine sees a frozen node voted out.
+        cluster = ("--cluster-enabled", "yes", "--cluster-node-timeout", "20000")
         self.nodes = [RedisServer(folder / str(number), *cluster) for number in range(3)]
 
     @property

@@ -115,7 +115,7 @@ def test_while_the_store_is_left_alone_nothing_is_looked_up_or_copied_for_it(
     store: DictStore,
 ) -> None:
     store.lookup_error = store.save_error = ConnectionRefusedError("nobody there")
-    with BenchEngine(llm_args(store)) as bench:
+    with BenchEngine(llm_args(store, **BUDGET)) as bench:
         for token in range(10, 16):
             bench.answer([token] * 9, 1)
         assert not bench.manager._scheduler._store.backend.available
@@ -133,7 +133,7 @@ def test_what_was_not_saved_while_it_was_left_alone_is_saved_afterwards(
     store: DictStore, monkeypatch
 ) -> None:
     other = [250 - token for token in PROMPT]
-    with BenchEngine(llm_args(store)) as bench:
+    with BenchEngine(llm_args(store, **BUDGET)) as bench:
         guard = bench.manager._scheduler._store.backend
         monkeypatch.setattr(type(guard), "available", False)
         request = bench.submit(other, 3)
@@ -141,6 +141,7 @@ def test_what_was_not_saved_while_it_was_left_alone_is_saved_afterwards(
         monkeypatch.undo()
         bench.run()
         assert request.tokens.view[len(other) :].tolist() == reference(other, 3)
+    with BenchEngine(llm_args(store, **BUDGET)) as bench:  # closing the first ended its saves
         again = bench.submit(other, 3)
         bench.run()
         assert bench.store_tokens[again.request_id] == len(other) - 1
