@@ -239,7 +239,7 @@ class Admission:
                 at += len(segment)
                 if self._copier is not None:
                     self._copier.onboard(pool.group, state.host_ids, part)
-                pool.adopt(segment, part, None, 0)
+                pool.published.adopt(segment, part, None, 0)
 
     def _retain(self, sequence: Sequence, segment: Segment, run: RetentionRun) -> None:
         # From the end of the path upwards: a part that is split off keeps what is below it valid.
@@ -248,7 +248,7 @@ class Admission:
             pools = [
                 grip.pool
                 for grip in sequence.grips
-                if step.start >= grip.first and grip.pool.differs(step, run.retention)
+                if step.start >= grip.first and grip.pool.published.differs(step, run.retention)
             ]
             if pools and step.start < run.stop:
                 if run.stop < step.end:
@@ -256,7 +256,7 @@ class Admission:
                 if step.start < run.start:
                     self._tree.split(step, run.start)
                 for pool in pools:
-                    pool.retain(step, run.retention)
+                    pool.published.retain(step, run.retention)
             step = step.parent
 
     # ---------------------------------------------------------------- the partial source
@@ -272,7 +272,7 @@ class Admission:
             segment = self._tree.split(segment, source.block + 1)
         for pool in self._pools:
             if segment.pools[pool.group].is_resident:
-                pool.reference(segment)
+                pool.published.reference(segment)
         return segment
 
     def _use_source(self, sequence: Sequence, plan: AdmissionPlan, source: Segment) -> None:
@@ -283,14 +283,14 @@ class Admission:
             state = source.pools[pool.group]
             if not state.is_resident:
                 continue
-            grip.inherited = pool.effective_retention(source)
+            grip.inherited = pool.published.effective_retention(source)
             if pool.host is not None or grip.inherited != DEFAULT_RETENTION:
                 # Else it has the default anyway, and there is no copy for that to be set on.
                 sequence.plan.inherit(block)
             if self._copy:
                 if grip.first <= block:
                     self._copy_part(pool, source, grip.ids[block], num_tokens)
-                pool.dereference(source, pool.next_moment())
+                pool.published.dereference(source, pool.published.next_moment())
             else:
                 self._take_over(grip, source)
 
@@ -308,7 +308,7 @@ class Admission:
         state = source.pools[pool.group]
         place = source.start
         if grip.first > place:
-            pool.drop(pool.take(source))
+            pool.private.drop(pool.take(source))
         elif state.ids is not None:
             grip.ids[place] = pool.take(source)[0]
         else:

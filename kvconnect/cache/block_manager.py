@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.admission import Admission, AdmissionPlan, Request
+from kvconnect.cache.block_pool import make_pools
 from kvconnect.cache.copier import BlockCopier
 from kvconnect.cache.events import EventLog, KvCacheEvent
-from kvconnect.cache.host_tier import make_pools
 from kvconnect.cache.invariants import check_invariants
 from kvconnect.cache.matching import Matcher, first_in_window
 from kvconnect.cache.pin_table import PinTable
@@ -253,7 +253,9 @@ class BlockManager:
             retention = grip.inherited if run.inherited else run.retention
             found.extend([retention.priority] * (run.stop - run.start))
         for step in grip.segments():
-            found[step.start : step.end] = [grip.pool.effective_priority(step)] * len(step)
+            found[step.start : step.end] = [grip.pool.published.effective_priority(step)] * len(
+                step
+            )
         return found[start:]
 
     # ---------------------------------------------------------------- the life of a sequence
@@ -397,7 +399,7 @@ class BlockManager:
             )
         blocks = -(-keep // self._tokens_per_block)
         for grip in sequence.grips:
-            grip.pool.drop(sequence.forget(grip, blocks, sequence.num_blocks))
+            grip.pool.private.drop(sequence.forget(grip, blocks, sequence.num_blocks))
             grip.stop = min(grip.stop, blocks)
         for pin in sequence.pins:
             for held in pin.grips:
@@ -477,7 +479,7 @@ class BlockManager:
             raise SequencesLive(
                 f"{len(self._sequences)} sequences and {len(self._pins)} pins hold blocks"
             )
-        self._events.removed_all(self._pools)
+        self._events.removed_all([pool.published for pool in self._pools])
         for pool in self._pools:
             pool.reset()
         self._tree.clear()
@@ -545,7 +547,7 @@ class BlockManager:
         outside = grip.split_off(stop, self._tree.split)
         grip.first = stop
         outside.let_go()
-        grip.pool.drop(private)
+        grip.pool.private.drop(private)
 
     def _end(self, request_id: int, num_valid: int) -> None:
         sequence = self._sequences.pop(request_id)
@@ -553,7 +555,7 @@ class BlockManager:
         for grip in sequence.grips:
             private = sequence.forget(grip, grip.first, grip.stop)
             grip.let_go()
-            grip.pool.drop(private)
+            grip.pool.private.drop(private)
         sequence.disband()
 
     @staticmethod

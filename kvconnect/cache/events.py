@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,7 +17,7 @@ from kvconnect.cache.sizing import PoolSizes
 from kvconnect.keys import BlockKey, root_key
 
 if TYPE_CHECKING:
-    from kvconnect.cache.block_pool import BlockPool
+    from kvconnect.cache.published_blocks import PublishedBlocks
 
 __all__ = ["Created", "EventLog", "KvCacheEvent", "PublishedBlock", "Removed", "Stored", "Updated"]
 
@@ -124,7 +125,7 @@ class EventLog:
         self._events.clear()
         return events
 
-    def stored(self, pool: BlockPool, segment: Segment, first: int = 0) -> None:
+    def stored(self, pool: PublishedBlocks, segment: Segment, first: int = 0) -> None:
         """The blocks of `segment` from its number `first` on were published."""
         keys = self._keys(segment, first)
         if not keys:
@@ -149,25 +150,25 @@ class EventLog:
         )
         self._add(pool.window, Stored(self._key_before(segment, first), blocks))
 
-    def moved(self, pool: BlockPool, segment: Segment, *, to_primary: bool) -> None:
+    def moved(self, pool: PublishedBlocks, segment: Segment, *, to_primary: bool) -> None:
         """The blocks of `segment` changed their level."""
         level = (SECONDARY, PRIMARY) if to_primary else (PRIMARY, SECONDARY)
         for key in self._keys(segment):
             self._add(pool.window, Updated(key, level=level))
 
-    def reprioritised(self, pool: BlockPool, segment: Segment, priority: int) -> None:
+    def reprioritised(self, pool: PublishedBlocks, segment: Segment, priority: int) -> None:
         """The blocks of `segment` are about to get another priority."""
         old = segment.pools[pool.group].retention.priority
         for key in self._keys(segment):
             self._add(pool.window, Updated(key, priority=(old, priority)))
 
-    def removed(self, pool: BlockPool, segment: Segment, first: int = 0) -> None:
+    def removed(self, pool: PublishedBlocks, segment: Segment, first: int = 0) -> None:
         """The blocks of `segment` from its number `first` on left the pool."""
         keys = self._keys(segment, first)
         if keys:
             self._add(pool.window, Removed(tuple(keys)))
 
-    def removed_all(self, pools: tuple[BlockPool, ...]) -> None:
+    def removed_all(self, pools: Collection[PublishedBlocks]) -> None:
         """Everything is about to leave all pools."""
         if not self.is_on:
             return

@@ -164,7 +164,7 @@ def _check_blocks(
     pins: Collection[PinHandle],
 ) -> None:
     states = [segment.pools[pool.group] for segment in segments]
-    blank = Counter(pool.blank)
+    blank = Counter(pool.private.blank)
     published = Counter(block for state in states for block in state.ids or ())
     private = Counter(b for s in sequences for b in _private(s.grips[pool.group]))
     loose = {block for pin in pins for block in pin.grips[pool.group].loose}
@@ -175,7 +175,7 @@ def _check_blocks(
     _require(once, "every block is blank, published or private, and only one")
     _require(everything.total() == pool.num_blocks, "no block is lost")
     unreferenced = sum(len(state.ids or ()) for state in states if state.references == 0)
-    _require(pool.num_unreferenced == unreferenced, "unreferenced blocks are counted")
+    _require(pool.published.num_unreferenced == unreferenced, "unreferenced blocks are counted")
     holders = Counter(block for pin in pins for block in pin.grips[pool.group].loose)
     for sequence in sequences:
         grip = sequence.grips[pool.group]
@@ -185,7 +185,7 @@ def _check_blocks(
             held = pin.grips[pool.group]
             holders.update(grip.private_ids(held.first, held.end))
     for block, count in holders.items():
-        _require(pool.num_holders(block) == count, "holders of private blocks are counted")
+        _require(pool.private.num_holders(block) == count, "holders of private blocks are counted")
 
 
 def _private(grip: Grip) -> Items[int]:
@@ -199,9 +199,11 @@ def _check_queue(segments: list[Segment], pool: BlockPool) -> None:
         leaf = pool.window is not None or not state.primary_below
         if state.references == 0 and state.ids is not None and leaf:
             expected.add(segment)
-    found = {segment for segment in segments if segment in pool.queue}
+    found = {segment for segment in segments if segment in pool.published.candidates.primary}
     _require(found == expected, "every candidate can be reclaimed, and nothing else")
-    _require(len(pool.queue) == len(expected), "no candidate is out of the tree")
+    _require(
+        len(pool.published.candidates.primary) == len(expected), "no candidate is out of the tree"
+    )
 
 
 def _check_host(segments: list[Segment], pool: BlockPool) -> None:
@@ -213,6 +215,7 @@ def _check_host(segments: list[Segment], pool: BlockPool) -> None:
     states = [segment.pools[pool.group] for segment in segments]
     ids = Counter(host.blank) + Counter(b for state in states for b in state.host_ids or ())
     _require(ids == Counter(range(host.num_blocks)), "every host block is blank or holds a copy")
+    candidates = pool.published.candidates
     redundant, sole = set(), set()
     for segment, state in zip(segments, states, strict=True):
         leaf = pool.window is not None or not state.resident_below
@@ -221,12 +224,12 @@ def _check_host(segments: list[Segment], pool: BlockPool) -> None:
         elif state.host_ids is not None and state.references == 0 and leaf:
             sole.add(segment)
     _require(
-        {segment for segment in segments if segment in host.redundant} == redundant
-        and len(host.redundant) == len(redundant),
+        {segment for segment in segments if segment in candidates.redundant} == redundant
+        and len(candidates.redundant) == len(redundant),
         "copies of what is in primary can go",
     )
     _require(
-        {segment for segment in segments if segment in host.sole} == sole
-        and len(host.sole) == len(sole),
+        {segment for segment in segments if segment in candidates.sole} == sole
+        and len(candidates.sole) == len(sole),
         "what is only in secondary can go, leaf by leaf",
     )

@@ -180,7 +180,7 @@ class Offer:
         if self._may_extend(above, start, stop, run):
             self._tree.lengthen(above, tokens, stop - start, sequence.chain)
             for grip in self._grips:
-                grip.pool.extend(above, grip.ids[start:stop])
+                grip.pool.published.extend(above, grip.ids[start:stop])
                 grip.add(above, start, stop)
             return above
         segment = self._tree.insert(above, tokens, stop - start, sequence.chain)
@@ -193,9 +193,9 @@ class Offer:
         if above.children or run.inherited or self._sequence.pins:
             return False
         for grip in self._grips:
-            if grip.segment is not above or not grip.pool.can_extend(above, run.retention):
+            if grip.segment is not above or not self._offers(grip, start, stop):
                 return False
-            if not self._offers(grip, start, stop):
+            if not grip.pool.published.can_extend(above, run.retention):
                 return False
         return True
 
@@ -211,7 +211,7 @@ class Offer:
         for grip in self._grips:
             if not self._offers(grip, start, stop):
                 continue
-            pool = grip.pool
+            pool = grip.pool.published
             state = segment.pools[pool.group]
             if state.ids is not None:
                 grip.duplicate = True

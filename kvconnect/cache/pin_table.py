@@ -48,8 +48,8 @@ class PinTable:
             held.segment, held.spans = grip.segment, list(grip.spans)
             held.claim()
             held.first, held.end = grip.first, grip.stop
-            pool.num_private_pins += 1
-            pool.hold(grip.private_ids(grip.first, grip.stop))
+            pool.private.num_pins += 1
+            pool.private.hold(grip.private_ids(grip.first, grip.stop))
         handle.shares_private = True
         handle.sequence = sequence
         sequence.pins.append(handle)
@@ -104,8 +104,8 @@ class PinTable:
             if sequence is not None:
                 grip = sequence.grips[pool.group]
                 private = private + grip.private_ids(held.first, held.end)
-            pool.drop(private)
-            pool.num_private_pins -= handle.shares_private
+            pool.private.drop(private)
+            pool.private.num_pins -= handle.shares_private
         if sequence is not None:
             sequence.pins.remove(handle)
 

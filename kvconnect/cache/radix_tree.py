@@ -206,6 +206,12 @@ class RadixTree:
         for absorbed in self.on_join:
             absorbed(upper)
 
+    def last_blocks(self, segment: Segment, count: int) -> Segment:
+        """`segment`, which is divided so that it has just its last `count` blocks."""
+        if count < len(segment):
+            self.split(segment, segment.end - count)
+        return segment
+
     def descend(self, segment: Segment, tokens: TokenBytes, stop: int) -> Segment:
         """The segment that ends after `stop` blocks of `tokens`, made if need be."""
         if segment.end == stop:

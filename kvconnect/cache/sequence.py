@@ -74,14 +74,16 @@ class PathGrip:
 
     def claim(self) -> None:
         """One more holder of all that."""
+        published = self.pool.published
         for segment in self.segments():
-            self.pool.reference(segment)
+            published.reference(segment)
 
     def let_go(self) -> None:
         """One holder less of all that, last block first; the grip is not to be used any more."""
-        moment = self.pool.next_moment()
+        published = self.pool.published
+        moment = published.next_moment()
         for segment in self.segments():
-            self.pool.dereference(segment, moment)
+            published.dereference(segment, moment)
 
     def covers(self, block: int) -> bool:
         """Whether that block is referenced."""

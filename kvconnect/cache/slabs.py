@@ -114,7 +114,9 @@ class Slabs:
         held = set()
         for ids in self._held(group):
             held.update((ids // size).tolist())
-        blank = np.bincount(_array(self._pools[group].blank) // size, minlength=len(self._owners))
+        blank = np.bincount(
+            _array(self._pools[group].private.blank) // size, minlength=len(self._owners)
+        )
         mine = [slab for slab, owner in enumerate(self._owners) if owner == group]
         free = [slab for slab in mine if slab not in held]
         return sorted(free, key=lambda slab: -int(blank[slab]))
@@ -135,10 +137,10 @@ class Slabs:
             return
         size = self._geometry.blocks_per_slab[pool.group]
         while True:
-            pool.blank = _outside(pool.blank, slabs, size)
+            pool.private.blank = _outside(pool.private.blank, slabs, size)
             lying = list(self._lying(pool.group, slabs, size))
             count = sum(len(places) for _, places in lying)
-            if len(pool.blank) >= count:
+            if len(pool.private.blank) >= count:
                 break
             pool.make_blank(count)  # perhaps some of these: look again
         sources, targets = new_ids(), pool.allocate(count)

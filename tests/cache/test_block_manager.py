@@ -338,8 +338,8 @@ def sizes(manager):
         "pins": len(manager._pins),
         "roots": len(tree.roots),
         "index": len(tree.index),
-        "blank": len(pool.blank),
-        "candidates": len(pool.queue),
+        "blank": len(pool.private.blank),
+        "candidates": len(pool.published.candidates.primary),
     }
 
 
@@ -359,7 +359,7 @@ def test_ten_thousand_requests_leave_no_growth():
         manager.release(number)
         if pin is not None:
             manager.unpin(pin)
-        most_entries = max(most_entries, manager._pools[0].queue.num_entries)
+        most_entries = max(most_entries, manager._pools[0].published.candidates.primary.num_entries)
     manager.check_invariants()
     assert most_entries < 64 + 8 * 64 + 2
     left = sizes(manager)
