@@ -83,7 +83,8 @@ class BlockPool:
             raise OutOfBlocks(
                 f"{count} blocks are needed, {self.num_free} of {self.num_blocks} are free"
             )
-        self.make_blank(count)
+        if count > len(self.private.blank):
+            self.make_blank(count)
         return self.private.take(count)
 
     def make_blank(self, count: int) -> None:

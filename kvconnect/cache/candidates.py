@@ -49,11 +49,6 @@ class Candidates:
         else:
             self.sole.add(segment)
 
-    def withdraw(self, segment: Segment) -> None:
-        """Somebody holds `segment`, or something follows it: its blocks have to stay."""
-        self.primary.discard(segment)
-        self.sole.discard(segment)
-
     def without_copy(self, segment: Segment) -> None:
         """`segment` has no host copy any more."""
         self.redundant.discard(segment)

@@ -133,7 +133,9 @@ class PublishedBlocks:
         if state.references == 0:
             if state.ids is not None:
                 self.num_unreferenced -= len(state.ids)
-            self.candidates.withdraw(segment)
+                self.candidates.primary.discard(segment)
+            else:
+                self.candidates.sole.discard(segment)
         state.references += 1
 
     def dereference(self, segment: Segment, moment: int) -> None:
@@ -194,7 +196,7 @@ class PublishedBlocks:
         if segment.parent is not None:
             above = segment.parent.pools[self.group]
             above.resident_below -= 1
-            if self.window is None and above.ids is None and not above.resident_below:
+            if self.window is None and above.host_ids is not None and above.ids is None:
                 self.candidates.review(segment.parent)
         self._tree.prune(segment)
         return ids
@@ -232,11 +234,11 @@ class PublishedBlocks:
         state.ids = ids
         state.references += references
         self._private.published(ids)
-        parent = segment.parent
-        if parent is not None:
-            parent.pools[self.group].primary_below += 1
-            if self.window is None:
-                self.candidates.withdraw(parent)
+        if segment.parent is not None:
+            above = segment.parent.pools[self.group]
+            above.primary_below += 1
+            if self.window is None and above.ids is not None:
+                self.candidates.primary.discard(segment.parent)
 
     def _leave_primary(self, segment: Segment) -> BlockIds:
         state = segment.pools[self.group]
@@ -248,7 +250,7 @@ class PublishedBlocks:
         if segment.parent is not None:
             above = segment.parent.pools[self.group]
             above.primary_below -= 1
-            if self.window is None and not above.primary_below:
+            if self.window is None and above.ids is not None and not above.primary_below:
                 self.candidates.review(segment.parent)
         return ids
 
