@@ -1,183 +1,69 @@
-"""Decides whether a new sequence fits, and gives it its blocks (specification: using a match)."""
+"""Gives a new sequence its blocks (specification: using a match)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from collections.abc import Sequence as Items
-from typing import NamedTuple
 
 from kvconnect.cache.block_pool import BlockPool
 from kvconnect.cache.copier import BlockCopier
-from kvconnect.cache.matching import Match, Matcher, PartialSource, first_in_window
-from kvconnect.cache.radix_tree import RadixTree, TokenBytes
-from kvconnect.cache.retention import DEFAULT_RETENTION, RetentionRun
+from kvconnect.cache.grip import Grip, no_ids
+from kvconnect.cache.matching import PartialSource
+from kvconnect.cache.planner import AdmissionPlan, Demand, Planner
+from kvconnect.cache.prompt import Prompt
+from kvconnect.cache.radix_tree import RadixTree
+from kvconnect.cache.retention import DEFAULT_RETENTION, RetentionPlan, RetentionRun
 from kvconnect.cache.segment import BlockIds, Segment
-from kvconnect.cache.sequence import Grip, Sequence, no_ids
-from kvconnect.cache.slabs import SlabMove, Slabs
-from kvconnect.config import KvCacheConfig
-from kvconnect.keys import Namespace
+from kvconnect.cache.sequence import Sequence
+from kvconnect.cache.slabs import Slabs
+from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
+from kvconnect.errors import OutOfBlocks
+from kvconnect.keys import KeyChain
 
-__all__ = ["Admission", "AdmissionPlan", "Demand", "Request"]
-
-
-class Demand(NamedTuple):
-    """What a new sequence takes from one pool.
-
-    Attributes:
-        first: place of the first block that it holds.
-        stop: places from it on are for later chunks.
-        onboard: matched blocks that come back from the host, each into a fresh one.
-        fresh: blocks to allocate, those included.
-        claimed: blocks that are free so far, and that it keeps from being reclaimed.
-    """
-
-    first: int
-    stop: int
-    onboard: int
-    fresh: int
-    claimed: int
-
-
-class AdmissionPlan(NamedTuple):
-    """What a sequence reuses and takes.
-
-    Attributes:
-        match: what it reuses.
-        num_matched: the same in tokens.
-        reserved: leading tokens that it gets blocks for.
-        demands: by pool group.
-        moves: memory that changes pools before.
-    """
-
-    match: Match
-    num_matched: int
-    reserved: int
-    demands: Items[Demand]
-    moves: Collection[SlabMove] = ()
-
-
-class Request(NamedTuple):
-    """What `BlockManager.add_sequence` was asked for.
-
-    Attributes:
-        namespace: whose blocks may be reused.
-        tokens: as bytes.
-        max_matched: reuse at most so many tokens.
-        first_chunk: window pools hold blocks for so many tokens to be computed.
-        external_end: leading tokens that somebody fills before any is computed.
-    """
-
-    namespace: Namespace
-    tokens: TokenBytes
-    max_matched: int | None = None
-    first_chunk: int | None = None
-    external_end: int | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.tokens) // 4
+__all__ = ["Admission"]
 
 
 class Admission:
-    """Plans, claims and allocates for new sequences."""
+    """Claims what a plan reuses, and allocates what it takes."""
 
     def __init__(
         self,
         tree: RadixTree,
         pools: Items[BlockPool],
-        matcher: Matcher,
+        planner: Planner,
         slabs: Slabs,
         config: KvCacheConfig,
         copier: BlockCopier | None,
     ) -> None:
         self._tree = tree
         self._pools = pools
-        self._matcher = matcher
+        self._planner = planner
         self._slabs = slabs
         self._copier = copier
         self._copy = config.copy_on_partial_reuse
         self._tokens_per_block = config.tokens_per_block
-        self._any_window = any(pool.window is not None for pool in pools)
 
-    # ---------------------------------------------------------------- plans: these change nothing
+    def admit(
+        self, prompt: Prompt, retention: KvCacheRetentionConfig | None, keys: KeyChain | None
+    ) -> Sequence:
+        """A new sequence with its blocks.
 
-    def match(self, request: Request, *, partial: bool = True) -> Match:
-        """What could be reused, whether the rest fits or not; `partial`: also a part of a block."""
-        limit = request.num_tokens - 1
-        if request.max_matched is not None:
-            limit = min(limit, request.max_matched)
-        return self._matcher.match(request.namespace, request.tokens, limit, partial=partial)
-
-    def num_matched(self, match: Match) -> int:
-        """Tokens of `match`."""
-        partial = match.source.num_tokens if match.source is not None else 0
-        return match.num_blocks * self._tokens_per_block + partial
-
-    def plan(self, request: Request) -> AdmissionPlan | None:
-        """How the request would be admitted now; ``None``: not now.
-
-        A partial match that does not fit is given up for the longest whole one.
+        Raises:
+            OutOfBlocks: there are not enough; nothing changed.
         """
-        match = self.match(request)
-        plan = self._plan(request, match)
-        if plan is None and match.source is not None:
-            whole = self.match(request, partial=False)
-            plan = self._plan(request, whole)
-        return plan
+        plan = self._planner.plan(prompt, keys)
+        if plan is None:
+            needed = -(-prompt.num_tokens // self._tokens_per_block)
+            free = self._slabs.free_blocks()
+            raise OutOfBlocks(f"{needed} blocks are needed, less what is shared; {free}")
+        wanted = RetentionPlan(retention, prompt.num_tokens, self._tokens_per_block)
+        sequence = Sequence(prompt.namespace, prompt.tokens, wanted, keys, self._pools)
+        self._carry_out(sequence, plan)
+        if keys is not None and prompt.namespace in self._tree.roots:
+            self._tree.root(prompt.namespace, keys.root)
+        return sequence
 
-    def _plan(self, request: Request, match: Match) -> AdmissionPlan | None:
-        num_matched = self.num_matched(match)
-        num_tokens = reserved = request.num_tokens
-        begin = num_matched
-        if request.external_end is not None:
-            begin = max(begin, request.external_end)
-        if self._any_window and request.first_chunk is not None:
-            reserved = min(reserved, begin + request.first_chunk)
-        demands = []
-        needs = []
-        for pool in self._pools:
-            stop = num_tokens if pool.window is None else reserved
-            demand = self._demand(pool, match, begin, stop)
-            demands.append(demand)
-            needs.append(demand.fresh + demand.claimed)
-        moves = self._slabs.plan(needs)
-        if moves is None:
-            return None
-        return AdmissionPlan(match, num_matched, reserved, demands, moves)
-
-    def _demand(self, pool: BlockPool, match: Match, begin: int, reserved: int) -> Demand:
-        first = first_in_window(pool.window, begin) // self._tokens_per_block
-        stop = -(-reserved // self._tokens_per_block)
-        fresh = stop - max(first, match.num_blocks)
-        onboard = claimed = 0
-        step = match.segment
-        end = match.num_blocks
-        while step is not None and end > first:
-            state = step.pools[pool.group]
-            count = end - max(step.start, first)
-            if state.ids is None:
-                onboard += count
-            elif state.references == 0:
-                claimed += count
-            elif pool.window is None:
-                break  # whoever holds these holds all before them
-            end = step.start
-            step = step.parent
-        if match.source is not None and first <= match.num_blocks:
-            state = match.source.segment.pools[pool.group]
-            if state.ids is not None and state.references == 0:
-                claimed += 1
-                fresh -= 0 if self._copy else 1
-        return Demand(first, stop, onboard, fresh + onboard, claimed)
-
-    # ---------------------------------------------------------------- carrying a plan out
-
-    def admit(self, sequence: Sequence, plan: AdmissionPlan) -> None:
-        """Give `sequence` its blocks; `plan` was made just now.
-
-        Claims come first, in all pools, so that no allocation evicts what is about to be used.
-        """
+    def _carry_out(self, sequence: Sequence, plan: AdmissionPlan) -> None:
+        # Claims come first, in all pools, so that no allocation evicts what is about to be used.
         at = plan.match.num_blocks
         segment = plan.match.segment
         if segment is not None:

@@ -9,36 +9,29 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvconnect.cache.admission import Admission, AdmissionPlan, Request
+from kvconnect.cache.admission import Admission
 from kvconnect.cache.block_pool import make_pools
 from kvconnect.cache.copier import BlockCopier
 from kvconnect.cache.events import EventLog, KvCacheEvent
+from kvconnect.cache.grip import as_id_array
 from kvconnect.cache.invariants import check_invariants
-from kvconnect.cache.matching import Matcher, first_in_window
+from kvconnect.cache.matching import Matcher
 from kvconnect.cache.pin_table import PinTable
+from kvconnect.cache.planner import Planner
+from kvconnect.cache.prompt import Prompt
 from kvconnect.cache.publisher import Publisher
 from kvconnect.cache.radix_tree import RadixTree
-from kvconnect.cache.retention import RetentionPlan
-from kvconnect.cache.sequence import Grip, PinHandle, as_id_array
-from kvconnect.cache.sequence import Sequence as LiveSequence
+from kvconnect.cache.sequence import PinHandle
+from kvconnect.cache.sequence_table import SequenceTable
 from kvconnect.cache.sizing import PoolSizes, pool_sizes
 from kvconnect.cache.slabs import Slabs
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
-from kvconnect.errors import (
-    ConfigurationError,
-    DuplicateRequest,
-    OutOfBlocks,
-    SequencesLive,
-    UnknownRequest,
-)
-from kvconnect.keys import BlockKey, KeyChain, Namespace, root_key
+from kvconnect.errors import ConfigurationError, DuplicateRequest, SequencesLive
+from kvconnect.keys import BlockKey, KeyChain
 from kvconnect.layout import KvCacheLayout
-from kvconnect.tokens import TokenBuffer, Tokens, as_token_array
+from kvconnect.tokens import Tokens
 
 __all__ = ["BlockManager", "SequenceAllocation"]
-
-_COMMON = Namespace()
-"""Of requests without salt, adapter or other key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +83,16 @@ class BlockManager:
         sizes = sizes or pool_sizes(config, layout, num_blocks, num_host_blocks)
         self._layouts = sizes.layouts
         self._tokens_per_block = config.tokens_per_block
-        self._reuse = config.enable_block_reuse
-        self._tree = RadixTree(config.tokens_per_block, len(sizes.layouts))
-        self._events = EventLog(config.event_buffer_max_size, sizes, self._tree)
-        self._pools = tuple(make_pools(config, sizes, self._tree, clock, copier, self._events))
-        self._slabs = Slabs(self._pools, self._tree, sizes.slabs, copier)
-        matcher = Matcher(self._tree, self._pools, config)
-        self._admission = Admission(self._tree, self._pools, matcher, self._slabs, config, copier)
-        self._publisher = Publisher(self._tree, config)
-        self._sequences: dict[int, LiveSequence] = {}
-        self._pins = PinTable(self._tree, self._pools, matcher)
-        self._slabs.watch(self._sequences, self._pins)
+        self._tree = tree = RadixTree(config.tokens_per_block, len(sizes.layouts))
+        self._events = EventLog(config.event_buffer_max_size, sizes, tree)
+        self._pools = pools = tuple(make_pools(config, sizes, tree, clock, copier, self._events))
+        self._slabs = slabs = Slabs(pools, tree, sizes.slabs, copier)
+        matcher = Matcher(tree, pools, config)
+        self._planner = Planner(tree, pools, matcher, slabs, config)
+        self._admission = Admission(tree, pools, self._planner, slabs, config, copier)
+        self._sequences = SequenceTable(tree, slabs, Publisher(tree, config))
+        self._pins = PinTable(tree, pools, matcher)
+        slabs.watch(self._sequences.live, self._pins)
 
     # ---------------------------------------------------------------- queries
 
@@ -117,8 +109,7 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) no tokens, or a token outside int32.
         """
-        request = Request(_namespace(cache_salt, lora_id, extra_key), _token_bytes(tokens))
-        return self._admission.num_matched(self._admission.match(request))
+        return self._planner.num_matched(Prompt.of(tokens, cache_salt, lora_id, extra_key))
 
     def can_add(
         self,
@@ -136,9 +127,10 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) as `add_sequence`.
         """
-        namespace = _namespace(cache_salt, lora_id, extra_key)
-        request = Request(namespace, _token_bytes(tokens), max_matched, first_chunk, external_end)
-        return self._plan(request) is not None
+        prompt = Prompt.of(
+            tokens, cache_salt, lora_id, extra_key, max_matched, first_chunk, external_end
+        )
+        return self._planner.plan(prompt) is not None
 
     def foretell(
         self,
@@ -155,13 +147,9 @@ class BlockManager:
         Less than `match` where a partial match has to be given up for want of blocks. `keys` need
         not hash again what was hashed of the match, if somebody asks for them before.
         """
-        namespace = _namespace(cache_salt, lora_id, extra_key)
-        plan = self._plan(Request(namespace, _token_bytes(tokens), first_chunk=first_chunk))
-        if plan is None:
-            return None
-        if keys is not None:
-            self._teach(keys, plan)
-        return plan.num_matched
+        prompt = Prompt.of(tokens, cache_salt, lora_id, extra_key, first_chunk=first_chunk)
+        plan = self._planner.plan(prompt, keys)
+        return None if plan is None else plan.num_matched
 
     def num_free_blocks(self, *, window: int | None = None) -> int:
         """Blocks that could be allocated now, without memory of other pools."""
@@ -190,19 +178,15 @@ class BlockManager:
 
         False changes nothing.
         """
-        moves = self._slabs.plan(needs)
-        if moves is None:
-            return False
-        self._slabs.carry_out(moves)
-        return True
+        return self._slabs.ensure_free(needs)
 
     def num_tokens(self, request_id: int) -> int:
         """Tokens of the sequence, prompt and appended."""
-        return self._sequence(request_id).num_tokens
+        return self._sequences.get(request_id).num_tokens
 
     def tokens(self, request_id: int, start: int = 0) -> npt.NDArray[np.int32]:
         """A copy of the sequence's tokens from `start` on, int32."""
-        return np.frombuffer(bytes(self._sequence(request_id).tokens[4 * start :]), np.int32)
+        return np.frombuffer(bytes(self._sequences.get(request_id).tokens[4 * start :]), np.int32)
 
     def holds(self, request_id: int) -> bool:
         """Whether there is a sequence of this id."""
@@ -217,46 +201,30 @@ class BlockManager:
 
     def group_block_ids(self, request_id: int, group: int) -> npt.NDArray[np.int32]:
         """As `block_ids`, by the number of the pool group."""
-        return as_id_array(self._sequence(request_id).grips[group].ids)
+        return as_id_array(self._sequences.get(request_id).grips[group].ids)
 
     def num_blocks(self, request_id: int, group: int = 0) -> int:
         """How many blocks the sequence holds in a pool group."""
-        grip = self._sequence(request_id).grips[group]
+        grip = self._sequences.get(request_id).grips[group]
         return grip.stop - grip.first
 
     def num_reserved_tokens(self, request_id: int) -> int:
         """Leading tokens of the sequence that every pool group has blocks for."""
-        return self._sequence(request_id).reserved
+        return self._sequences.get(request_id).reserved
 
     def block_keys(self, request_id: int) -> Sequence[BlockKey]:
         """Chained keys of the sequence's full blocks, each hashed once by its `KeyChain`.
 
         Without a chain in `add_sequence` they are hashed now, and no store knows them.
         """
-        sequence = self._sequence(request_id)
-        chain = sequence.chain
-        if chain is None:
-            root = root_key(b"", self._layouts, sequence.namespace)
-            tokens = np.frombuffer(bytes(sequence.tokens), np.int32)
-            chain = KeyChain(root, self._tokens_per_block, TokenBuffer(tokens))
-        return chain.keys(0, sequence.num_tokens // self._tokens_per_block)
+        return self._sequences.get(request_id).block_keys(self._tokens_per_block, self._layouts)
 
     def priorities(self, request_id: int, start: int = 0) -> list[int]:
         """Retention priority of each of the sequence's blocks from number `start` on, in group 0.
 
         Of a block that it does not hold: the priority that the request asked for.
         """
-        sequence = self._sequence(request_id)
-        grip = sequence.grips[0]
-        found: list[int] = []
-        for run in sequence.plan.runs(0, len(grip.ids)):
-            retention = grip.inherited if run.inherited else run.retention
-            found.extend([retention.priority] * (run.stop - run.start))
-        for step in grip.segments():
-            found[step.start : step.end] = [grip.pool.published.effective_priority(step)] * len(
-                step
-            )
-        return found[start:]
+        return self._sequences.get(request_id).priorities(start)
 
     # ---------------------------------------------------------------- the life of a sequence
 
@@ -305,21 +273,11 @@ class BlockManager:
                 f"keys: made for blocks of {keys.tokens_per_block} tokens, these have "
                 f"{self._tokens_per_block}"
             )
-        namespace = _namespace(cache_salt, lora_id, extra_key)
-        query = _token_bytes(tokens)
-        request = Request(namespace, query, max_matched, first_chunk, external_end)
-        plan = self._plan(request)
-        if plan is None:
-            needed = -(-request.num_tokens // self._tokens_per_block)
-            raise OutOfBlocks(f"{needed} blocks are needed, less what is shared; {self._state()}")
-        prompt = RetentionPlan(retention, request.num_tokens, self._tokens_per_block)
-        sequence = LiveSequence(namespace, query, prompt, keys, self._pools)
-        if keys is not None:
-            self._teach(keys, plan)
-        self._admission.admit(sequence, plan)
-        if keys is not None and namespace in self._tree.roots:
-            self._tree.root(namespace, keys.root)
-        self._sequences[request_id] = sequence
+        prompt = Prompt.of(
+            tokens, cache_salt, lora_id, extra_key, max_matched, first_chunk, external_end
+        )
+        sequence = self._admission.admit(prompt, retention, keys)
+        self._sequences.add(request_id, sequence)
         return SequenceAllocation(sequence.matched, as_id_array(sequence.grips[0].ids))
 
     def reserve(self, request_id: int, num_tokens: int) -> None:
@@ -329,17 +287,7 @@ class BlockManager:
             ConfigurationError: (a ``ValueError``) `num_tokens` is beyond the sequence.
             OutOfBlocks: there are not enough blocks; nothing changed.
         """
-        sequence = self._sequence(request_id)
-        self._check_position("num_tokens", num_tokens, sequence.num_tokens)
-        if num_tokens <= sequence.reserved:
-            return
-        stop = -(-num_tokens // self._tokens_per_block)
-        needs = [max(stop - grip.stop, 0) for grip in sequence.grips]
-        self._supply(needs)
-        for grip, need in zip(sequence.grips, needs, strict=True):
-            grip.ids[grip.stop : grip.stop + need] = grip.pool.allocate(need)
-            grip.stop += need
-        sequence.reserved = num_tokens
+        self._sequences.reserve(request_id, num_tokens)
 
     def append_tokens(self, request_id: int, tokens: Tokens) -> None:
         """The sequence goes on with `tokens`; takes a block where one begins.
@@ -348,20 +296,7 @@ class BlockManager:
             ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
             OutOfBlocks: there are not enough blocks; nothing was appended.
         """
-        sequence = self._sequence(request_id)
-        added = as_token_array(tokens)
-        if len(added) == 0:
-            return
-        self._check_reserved(sequence, sequence.num_tokens)
-        num_tokens = sequence.num_tokens + len(added)
-        needed = -(-num_tokens // self._tokens_per_block) - sequence.num_blocks
-        if needed > 0:
-            self._supply([needed] * len(self._pools))
-            for grip in sequence.grips:
-                grip.ids.extend(grip.pool.allocate(needed))
-                grip.stop += needed
-        sequence.tokens += added.tobytes()
-        sequence.reserved = num_tokens
+        self._sequences.append_tokens(request_id, tokens)
 
     def commit(self, request_id: int, num_computed_tokens: int) -> None:
         """The KV of the first `num_computed_tokens` is valid: publish the full blocks among them.
@@ -372,17 +307,7 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) beyond the sequence, or what is reserved of it.
         """
-        sequence = self._sequence(request_id)
-        self._check_position("num_computed_tokens", num_computed_tokens, sequence.num_tokens)
-        if num_computed_tokens <= sequence.computed:
-            return
-        self._check_reserved(sequence, num_computed_tokens)
-        sequence.computed = num_computed_tokens
-        self._publisher.commit(sequence, num_computed_tokens // self._tokens_per_block)
-        for grip in sequence.grips:
-            if grip.pool.window is not None:
-                first = first_in_window(grip.pool.window, num_computed_tokens)
-                self._give_up(sequence, grip, first // self._tokens_per_block)
+        self._sequences.commit(request_id, num_computed_tokens)
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
         """Drop the last `num_tokens` tokens, and the blocks that held nothing else.
@@ -390,24 +315,7 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) negative, or below what was committed or matched.
         """
-        sequence = self._sequence(request_id)
-        keep = sequence.num_tokens - num_tokens
-        if num_tokens < 0 or keep < max(sequence.computed, sequence.matched):
-            raise ConfigurationError(
-                f"num_tokens: {num_tokens} of {sequence.num_tokens} cannot be dropped; the first "
-                f"{max(sequence.computed, sequence.matched)} are matched or committed"
-            )
-        blocks = -(-keep // self._tokens_per_block)
-        for grip in sequence.grips:
-            grip.pool.private.drop(sequence.forget(grip, blocks, sequence.num_blocks))
-            grip.stop = min(grip.stop, blocks)
-        for pin in sequence.pins:
-            for held in pin.grips:
-                held.end = min(held.end, blocks)
-        for grip in sequence.grips:
-            del grip.ids[blocks:]
-        del sequence.tokens[4 * keep :]
-        sequence.reserved = min(sequence.reserved, keep)
+        self._sequences.rewind(request_id, num_tokens)
 
     def release(self, request_id: int) -> None:
         """The sequence ended, and the KV of all its tokens but the last is valid.
@@ -417,9 +325,7 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
         """
-        sequence = self._sequence(request_id)
-        self._check_reserved(sequence, sequence.num_tokens)
-        self._end(request_id, sequence.num_tokens - 1)
+        self._sequences.release(request_id)
 
     def abort(self, request_id: int, num_valid_tokens: int) -> None:
         """The sequence ended: as `release`, but only the first `num_valid_tokens` are valid.
@@ -429,15 +335,13 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) beyond the sequence.
         """
-        sequence = self._sequence(request_id)
-        self._check_position("num_valid_tokens", num_valid_tokens, sequence.num_tokens)
-        self._end(request_id, num_valid_tokens)
+        self._sequences.abort(request_id, num_valid_tokens)
 
     # ---------------------------------------------------------------- pins
 
     def pin(self, request_id: int) -> PinHandle:
         """Keep the blocks that the sequence holds now, also when it lets go of them."""
-        return self._pins.pin(self._sequence(request_id))
+        return self._pins.pin(self._sequences.get(request_id))
 
     def pin_keys(self, keys: Sequence[BlockKey]) -> PinHandle:
         """Keep the longest leading run of blocks with these keys; perhaps none.
@@ -465,7 +369,7 @@ class BlockManager:
             ConfigurationError: (a ``ValueError``) no such block, or it is published.
             OutOfBlocks: there are not enough blocks.
         """
-        return self._pins.detach(self._sequence(request_id), first_block)
+        return self._pins.detach(self._sequences.get(request_id), first_block)
 
     # ---------------------------------------------------------------- the whole
 
@@ -494,15 +398,9 @@ class BlockManager:
         Raises:
             AssertionError: names the broken invariant.
         """
-        check_invariants(self._tree, self._pools, self._sequences.values(), self._pins.live)
+        check_invariants(self._tree, self._pools, self._sequences.live.values(), self._pins.live)
 
     # ---------------------------------------------------------------- inside
-
-    def _sequence(self, request_id: int) -> LiveSequence:
-        try:
-            return self._sequences[request_id]
-        except KeyError:
-            raise UnknownRequest(f"no live request has the id {request_id}") from None
 
     def _group(self, window: int | None) -> int:
         if window is None:
@@ -512,81 +410,3 @@ class BlockManager:
                 return pool.group
         windows = [pool.window for pool in self._pools]
         raise ConfigurationError(f"window: there is no pool of window {window}, only {windows}")
-
-    def _plan(self, request: Request) -> AdmissionPlan | None:
-        if request.max_matched is not None:
-            _check_least("max_matched", request.max_matched, 0)
-        if request.first_chunk is not None:
-            _check_least("first_chunk", request.first_chunk, 1)
-        if request.external_end is not None:
-            self._check_position("external_end", request.external_end, request.num_tokens)
-        return self._admission.plan(request)
-
-    def _teach(self, keys: KeyChain, plan: AdmissionPlan) -> None:
-        # Only where keys are asked for: otherwise the tree has none.
-        segment, index = plan.match.segment, self._tree.index
-        if segment is not None and index is not None:
-            index.teach(keys, segment, plan.match.num_blocks)
-
-    def _supply(self, needs: Sequence[int]) -> None:
-        # All pools or none: after this, allocating so many cannot fail.
-        if not self.ensure_free(needs):
-            raise OutOfBlocks(f"{'/'.join(map(str, needs))} blocks are needed; {self._state()}")
-
-    def _state(self) -> str:
-        return ", ".join(
-            f"{pool.num_free} of {pool.num_blocks} are free"
-            + ("" if pool.window is None else f" in the pool of window {pool.window}")
-            for pool in self._pools
-        )
-
-    def _give_up(self, sequence: LiveSequence, grip: Grip, stop: int) -> None:
-        if stop <= grip.first:
-            return
-        private = sequence.forget(grip, grip.first, stop)
-        outside = grip.split_off(stop, self._tree.split)
-        grip.first = stop
-        outside.let_go()
-        grip.pool.private.drop(private)
-
-    def _end(self, request_id: int, num_valid: int) -> None:
-        sequence = self._sequences.pop(request_id)
-        self._publisher.finish(sequence, num_valid)
-        for grip in sequence.grips:
-            private = sequence.forget(grip, grip.first, grip.stop)
-            grip.let_go()
-            grip.pool.private.drop(private)
-        sequence.disband()
-
-    @staticmethod
-    def _check_reserved(sequence: LiveSequence, num_tokens: int) -> None:
-        if num_tokens > sequence.reserved:
-            raise ConfigurationError(
-                f"request: blocks are reserved for {sequence.reserved} of its tokens, and this "
-                f"needs {num_tokens}; call reserve first"
-            )
-
-    @staticmethod
-    def _check_position(field: str, position: int, num_tokens: int) -> None:
-        if not 0 <= position <= num_tokens:
-            raise ConfigurationError(f"{field}: {position} is outside 0..{num_tokens}")
-
-
-def _namespace(
-    cache_salt: str | None, lora_id: int | str | None, extra_key: str | int | None
-) -> Namespace:
-    if cache_salt is None and lora_id is None and extra_key is None:
-        return _COMMON  # mostly; a dictionary finds it without comparing
-    return Namespace(cache_salt, lora_id, extra_key)
-
-
-def _check_least(field: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigurationError(f"{field}: {value} must be at least {least}, or None")
-
-
-def _token_bytes(tokens: Tokens) -> bytearray:
-    array = as_token_array(tokens)
-    if len(array) == 0:
-        raise ConfigurationError("tokens: at least one is needed")
-    return bytearray(array)

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
 
 from kvconnect.cache.block_pool import BlockPool
+from kvconnect.cache.grip import NOT_HELD, Grip, PathGrip
 from kvconnect.cache.radix_tree import RadixTree
 from kvconnect.cache.segment import Root, Segment
-from kvconnect.cache.sequence import NOT_HELD, Grip, PathGrip, PinHandle, Sequence
+from kvconnect.cache.sequence import PinHandle, Sequence
 
 __all__ = ["check_invariants"]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from kvconnect.cache.grip import Grip, PathGrip
 from kvconnect.cache.radix_tree import RadixTree
 from kvconnect.cache.retention import RetentionRun
 from kvconnect.cache.segment import Segment
-from kvconnect.cache.sequence import Grip, PathGrip, Sequence
+from kvconnect.cache.sequence import Sequence
 
 __all__ = ["Offer"]
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from kvconnect.cache.block_pool import BlockPool
+from kvconnect.cache.grip import NOT_HELD, as_id_array
 from kvconnect.cache.key_index import KeyIndex
 from kvconnect.cache.matching import Matcher, first_in_window
 from kvconnect.cache.radix_tree import RadixTree
 from kvconnect.cache.segment import Segment
-from kvconnect.cache.sequence import NOT_HELD, PinHandle, Sequence, as_id_array
+from kvconnect.cache.sequence import PinHandle, Sequence
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.keys import BlockKey
 

@@ -15,6 +15,7 @@ from kvconnect.cache.radix_tree import RadixTree
 from kvconnect.cache.segment import BlockIds, Segment, new_ids
 from kvconnect.cache.sequence import Sequence as LiveSequence
 from kvconnect.cache.sizing import SlabGeometry
+from kvconnect.errors import OutOfBlocks
 
 __all__ = ["SlabMove", "Slabs"]
 
@@ -103,6 +104,32 @@ class Slabs:
             self._owners[move.slab] = move.taker
             if self._geometry is not None:
                 self._pools[move.taker].grow(self._geometry.block_ids(move.slab, move.taker))
+
+    def ensure_free(self, needs: Sequence[int]) -> bool:
+        """See `BlockManager.ensure_free`."""
+        moves = self.plan(needs)
+        if moves is None:
+            return False
+        self.carry_out(moves)
+        return True
+
+    def supply(self, needs: Sequence[int]) -> None:
+        """After this, no pool fails to allocate so many.
+
+        Raises:
+            OutOfBlocks: one pool would; nothing changed.
+        """
+        if not self.ensure_free(needs):
+            wanted = "/".join(map(str, needs))
+            raise OutOfBlocks(f"{wanted} blocks are needed; {self.free_blocks()}")
+
+    def free_blocks(self) -> str:
+        """How many there are in each pool, for messages."""
+        return ", ".join(
+            f"{pool.num_free} of {pool.num_blocks} are free"
+            + ("" if pool.window is None else f" in the pool of window {pool.window}")
+            for pool in self._pools
+        )
 
     # ---------------------------------------------------------------- inside
 

@@ -1,0 +1,81 @@
+"""A prompt that asks for blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import Namespace
+from kvconnect.tokens import Tokens, as_token_array
+
+__all__ = ["Prompt", "check_position"]
+
+_COMMON = Namespace()
+"""Of prompts without salt, adapter or other key: a dictionary finds it without comparing."""
+
+
+class Prompt(NamedTuple):
+    """What `BlockManager.add_sequence` was asked for.
+
+    Attributes:
+        namespace: whose blocks may be reused.
+        tokens: as native int32 bytes.
+        max_matched: reuse at most so many tokens.
+        first_chunk: window pools hold blocks for so many tokens to be computed.
+        external_end: leading tokens that somebody fills before any is computed.
+    """
+
+    namespace: Namespace
+    tokens: bytearray
+    max_matched: int | None
+    first_chunk: int | None
+    external_end: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many they are."""
+        return len(self.tokens) // 4
+
+    @staticmethod
+    def of(
+        tokens: Tokens,
+        cache_salt: str | None,
+        lora_id: int | str | None,
+        extra_key: str | int | None,
+        max_matched: int | None = None,
+        first_chunk: int | None = None,
+        external_end: int | None = None,
+    ) -> Prompt:
+        """The prompt of these arguments of `BlockManager.add_sequence`.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) one of them is out of range.
+        """
+        namespace = _COMMON
+        if cache_salt is not None or lora_id is not None or extra_key is not None:
+            namespace = Namespace(cache_salt, lora_id, extra_key)
+        array = as_token_array(tokens)
+        if len(array) == 0:
+            raise ConfigurationError("tokens: at least one is needed")
+        if max_matched is not None:
+            _check_least("max_matched", max_matched, 0)
+        if first_chunk is not None:
+            _check_least("first_chunk", first_chunk, 1)
+        if external_end is not None:
+            check_position("external_end", external_end, len(array))
+        return Prompt(namespace, bytearray(array), max_matched, first_chunk, external_end)
+
+
+def check_position(field: str, position: int, num_tokens: int) -> None:
+    """Refuse a number of leading tokens that there are not.
+
+    Raises:
+        ConfigurationError: (a ``ValueError``) it is outside ``0..num_tokens``.
+    """
+    if not 0 <= position <= num_tokens:
+        raise ConfigurationError(f"{field}: {position} is outside 0..{num_tokens}")
+
+
+def _check_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigurationError(f"{field}: {value} must be at least {least}, or None")
