@@ -29,6 +29,9 @@ class Candidates:
         self.sole = ReclaimQueue(group, clock)
         self._group = group
         self._leaves_only = window is None
+        everything = (self.primary, self.redundant, self.sole)
+        # Where both parts of a candidate that is divided are candidates.
+        self._any_part = (self.redundant,) if self._leaves_only else everything
 
     def review(self, segment: Segment) -> None:
         """The state of `segment` changed: it is a candidate as that says, in the place it gives."""
@@ -56,11 +59,13 @@ class Candidates:
 
     def divided(self, upper: Segment, lower: Segment) -> None:
         """`upper` was split off `lower`, which stands where the whole stood."""
-        state = lower.pools[self._group]
-        if state.host_ids is not None or not self._leaves_only:
-            # In the place of the whole it would go after what is split off it later.
-            self.review(lower)
-            self.review(upper)
+        if self._leaves_only and lower.pools[self._group].host_ids is None:
+            return  # of primary, the lower part alone is the leaf
+        for queue in self._any_part:
+            if lower in queue:
+                # Where the whole stood it would go after what is split off it later.
+                queue.add(upper)
+                queue.add(lower)
 
     def forget(self, segment: Segment) -> None:
         """`segment` is gone."""

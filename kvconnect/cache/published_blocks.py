@@ -191,6 +191,7 @@ class PublishedBlocks:
     def remove(self, segment: Segment) -> BlockIds:
         """Nobody holds `segment`, and it has no host copy: it is gone; returns its primary ids."""
         ids = self._leave_primary(segment)
+        self.candidates.primary.discard(segment)
         if self._events is not None:
             self._events.removed(self, segment)
         if segment.parent is not None:
@@ -245,7 +246,6 @@ class PublishedBlocks:
         if state.ids is None:
             return new_ids()
         ids, state.ids = state.ids, None
-        self.candidates.primary.discard(segment)
         self.num_unreferenced -= len(ids)
         if segment.parent is not None:
             above = segment.parent.pools[self.group]
