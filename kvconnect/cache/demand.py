@@ -5,8 +5,35 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kvconnect.cache.matching import first_in_window
+from kvconnect.request import LlmRequest, RequestState
 
-__all__ = ["peak_of_decode", "peak_of_prefill"]
+__all__ = ["peak_of_decode", "peak_of_prefill", "peak_to_completion"]
+
+
+def peak_to_completion(
+    request: LlmRequest, window: int | None, tokens_per_block: int, chunk: int | None
+) -> int:
+    """The most blocks of one pool that `request` holds at any time from now on.
+
+    Args:
+        request: as it stands; the last token that it generates takes no slot.
+        window: attention window of the pool; ``None``: full attention.
+        tokens_per_block: T.
+        chunk: at most so many tokens of its prompt are computed in a step; see `peak_of_prefill`.
+    """
+    total = request.prompt_len + request.sampling_params.max_tokens - 1
+    begin = request.num_tokens
+    peak = 0
+    if request.state is not RequestState.GENERATION:
+        peak = peak_of_prefill(window, tokens_per_block, begin, chunk)
+    else:
+        begin = request.num_computed_tokens
+    peak = max(peak, peak_of_decode(window, tokens_per_block, begin, total))
+    if len(request.draft_tokens):
+        first = first_in_window(window, request.num_computed_tokens)
+        verified = request.num_tokens + len(request.draft_tokens)
+        peak = max(peak, -(-verified // tokens_per_block) - first // tokens_per_block)
+    return peak
 
 
 @lru_cache(maxsize=4096)

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 
 from kvconnect.cache.block_manager import BlockManager
-from kvconnect.cache.demand import peak_of_decode, peak_of_prefill
+from kvconnect.cache.cache_memory import CacheMemory
+from kvconnect.cache.demand import peak_to_completion
 from kvconnect.cache.host_traffic import MeteredCopier
-from kvconnect.cache.matching import first_in_window
-from kvconnect.cache.pool_tensor import (
-    allocate_arena,
-    allocate_host_pool,
-    allocate_pool,
-    layer_buffers,
-    pool_view,
-)
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.cache.sequence import PinHandle
-from kvconnect.cache.sizing import PoolSizes, pool_sizes
+from kvconnect.cache.sizing import pool_sizes
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.layout import KvCacheLayout
@@ -79,19 +72,10 @@ class KVCacheManager(BaseKVCacheManager):
     ) -> None:
         sizes = pool_sizes(config, layouts, num_blocks, device=device)
         self.layouts = sizes.layouts
-        self._pools = _allocate(sizes, device)
-        host_pools = [
-            allocate_host_pool(layout, count, device) if count else None
-            for layout, count in zip(sizes.layouts, sizes.num_host_blocks, strict=True)
-        ]
-        self._copier = MeteredCopier(self._pools, host_pools, sizes.layouts)
+        self._memory = memory = CacheMemory(sizes, device)
+        self._copier = MeteredCopier(memory.pools, memory.host_pools, sizes.layouts)
         self.blocks = BlockManager(config, layouts, copier=self._copier, sizes=sizes)
         self._tokens_per_block = config.tokens_per_block
-        self._places = {
-            number: (group, index)
-            for group, layout in enumerate(self.layouts)
-            for index, number in enumerate(layout.layer_numbers)
-        }
         self._max_chunk: int | None = None
         self._matcher: ExternalMatcher | None = None
 
@@ -192,13 +176,7 @@ class KVCacheManager(BaseKVCacheManager):
 
     def get_buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's KV memory; see `BaseKVCacheManager`. Shares the pool's memory."""
-        try:
-            group, index = self._places[layer_idx]
-        except KeyError:
-            raise ConfigurationError(
-                f"layer_idx: there is no layer {layer_idx}, only {sorted(self._places)}"
-            ) from None
-        return layer_buffers(self._pools[group], self.layouts[group], index)
+        return self._memory.buffers(layer_idx)
 
     # ---------------------------------------------------------------- for connectors
 
@@ -211,7 +189,7 @@ class KVCacheManager(BaseKVCacheManager):
 
         Where pools give each other memory, all of them are views of the whole of it.
         """
-        return self._pools[group]
+        return self._memory.pools[group]
 
     def detach(self, request: LlmRequest, first_block: int) -> PinnedBlocks:
         """See `BlockManager.detach`."""
@@ -243,20 +221,14 @@ class KVCacheManager(BaseKVCacheManager):
             "lora_id": request.lora_id,
             "extra_key": request.extra_key,
         }
-        tokens = request.tokens.view
-        matched = self.blocks.foretell(
-            tokens, **space, first_chunk=self._max_chunk, keys=request.key_chain
-        )
-        if matched is None:
+        external = self._match_external(request, space)
+        if external is None:
             return False
-        external = ExternalMatch()
-        if self._matcher is not None:
-            external = self._matcher.match_external(request, matched)
         onboarded = self._copier.onboarded_tokens
         try:
             allocation = self.blocks.add_sequence(
                 request.request_id,
-                tokens,
+                request.tokens.view,
                 **space,
                 retention=request.retention,
                 keys=request.key_chain,
@@ -265,21 +237,29 @@ class KVCacheManager(BaseKVCacheManager):
                 external_end=external.end if external.num_tokens else None,
             )
         except OutOfBlocks:
-            # Matching less, because the store reaches further, shares fewer blocks with others.
+            # Also where it would fit without the store: if that reaches further than the device,
+            # less is matched there, so fewer blocks are shared with others.
             return False
-        request.reused_device_tokens = allocation.matched_tokens
-        onboarded = self._copier.onboarded_tokens - onboarded
-        request.reused_host_tokens = min(onboarded, allocation.matched_tokens)
-        request.num_computed_tokens = allocation.matched_tokens
+        matched = allocation.matched_tokens
+        request.reused_device_tokens = request.num_computed_tokens = matched
+        request.reused_host_tokens = min(self._copier.onboarded_tokens - onboarded, matched)
         request.num_external_tokens = external.end if external.num_tokens else 0
         loading = external.num_tokens > 0 and external.is_async
         request.state = RequestState.LOADING if loading else RequestState.CONTEXT
         if self._matcher is not None:
-            by_group = [
-                self._reserved_ids(request.request_id, group) for group in range(len(self.layouts))
-            ]
+            groups = range(len(self.layouts))
+            by_group = [self._reserved_ids(request.request_id, group) for group in groups]
             self._matcher.blocks_allocated(request, allocation.block_ids.tolist(), by_group)
         return True
+
+    def _match_external(self, request: LlmRequest, space: _Space) -> ExternalMatch | None:
+        # What a store has beyond the device's match; None: there are no blocks for the request.
+        if self._matcher is None:
+            return ExternalMatch()
+        matched = self.blocks.foretell(
+            request.tokens.view, **space, first_chunk=self._max_chunk, keys=request.key_chain
+        )
+        return None if matched is None else self._matcher.match_external(request, matched)
 
     def _reserved_ids(self, request_id: int, group: int) -> list[int]:
         ids: list[int] = self.blocks.group_block_ids(request_id, group).tolist()
@@ -295,23 +275,11 @@ class KVCacheManager(BaseKVCacheManager):
         self.blocks.reserve(request.request_id, num_tokens)
 
     def _needed(self, request: LlmRequest, group: int) -> int:
-        window, size = self.layouts[group].window, self._tokens_per_block
-        total = request.prompt_len + request.sampling_params.max_tokens - 1
-        held = 0
+        window = self.layouts[group].window
+        peak = peak_to_completion(request, window, self._tokens_per_block, self._max_chunk)
         if self.blocks.holds(request.request_id):
-            held = self.blocks.num_blocks(request.request_id, group)
-        begin = request.num_tokens
-        peak = 0
-        if request.state is not RequestState.GENERATION:
-            peak = peak_of_prefill(window, size, begin, self._max_chunk)
-        else:
-            begin = request.num_computed_tokens
-        peak = max(peak, peak_of_decode(window, size, begin, total))
-        if len(request.draft_tokens):
-            first = first_in_window(window, request.num_computed_tokens)
-            verified = request.num_tokens + len(request.draft_tokens)
-            peak = max(peak, -(-verified // size) - first // size)
-        return max(peak - held, 0)
+            peak -= self.blocks.num_blocks(request.request_id, group)
+        return max(peak, 0)
 
     def _extend(self, request: LlmRequest) -> None:
         self._forget_rejected(request)
@@ -333,11 +301,3 @@ class KVCacheManager(BaseKVCacheManager):
 
     def _num_valid(self, request: LlmRequest) -> int:
         return min(request.num_computed_tokens, self.blocks.num_tokens(request.request_id))
-
-
-def _allocate(sizes: PoolSizes, device: torch.device) -> list[Tensor]:
-    if sizes.slabs is None:
-        counts = zip(sizes.layouts, sizes.num_blocks, strict=True)
-        return [allocate_pool(layout, count, device) for layout, count in counts]
-    arena = allocate_arena(sizes.slabs.nbytes * len(sizes.slabs.owners), device)
-    return [pool_view(arena, layout) for layout in sizes.layouts]
