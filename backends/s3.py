@@ -167,6 +167,20 @@ class S3Backend(Backend):
             for entry in entries:
                 yield entry
 
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """What is known of `keys`; of those just looked up or loaded without asking again.
+
+        When they were written is told by the writer's clock.
+
+        Raises:
+            BackendUnavailable: the service cannot be asked.
+        """
+        found = {one.member.key: one for one in await self._opened().finder.present(keys)}
+        return [
+            None if (one := found.get(key)) is None else one.member.entry(one.record.created_at)
+            for key in keys
+        ]
+
     async def stats(self) -> Mapping[str, float]:
         """``blocks`` and ``bytes``, unless there are too many to list them; ``remembered``."""
         parts = self._opened()

@@ -186,7 +186,7 @@ class S3Bucket:
             first, last, total = self._span(reply)
             if first != 0 or last >= limit:
                 raise self._wrong_range(reply)
-            data = body.read()
+            data = body.read(last + 1)
         if len(data) != last + 1:
             raise IncompleteReadError(actual_bytes=len(data), expected_bytes=last + 1)
         return Fetched(data, reply.headers["etag"], total, _age(reply.headers))
@@ -210,7 +210,7 @@ class S3Bucket:
         try:
             response = self._client.head_object(Bucket=self._bucket, Key=name)
         except ClientError as error:
-            if S3Failure.of(error).absent:
+            if S3Failure.of(error).status == 404:  # without a body that tells more
                 return None
             raise
         headers = response["ResponseMetadata"]["HTTPHeaders"]
@@ -294,7 +294,8 @@ class S3Bucket:
         if etag is None:
             body.seek(0)
             response = self._client.put_object(Bucket=self._bucket, Key=name, Body=body, **options)
-            etag = response.get("ETag")
+            written = response["ResponseMetadata"]["HTTPStatusCode"] == 200
+            etag = response.get("ETag") if written else None
         if not etag:
             raise BackendUnavailable(f"{self._settings}: writing {name}: no receipt")
         return str(etag)
@@ -327,8 +328,16 @@ class S3Bucket:
         if reply.status != 206 or match is None or "etag" not in reply.headers:
             raise self._wrong_range(reply)
         first, last, total = map(int, match.groups())
-        if reply.headers.get("content-length") != str(last - first + 1):
+        length = str(last - first + 1)
+        # Without a length the body ends where it ends: in chunks, or with its connection.
+        if reply.headers.get("content-length", length) != length:
             raise self._wrong_range(reply)
+        encoding = reply.headers.get("content-encoding", "identity")
+        if encoding not in {"", "identity", "aws-chunked"}:
+            raise BackendUnavailable(
+                f"{self._settings}: the service answered with content-encoding '{encoding}', "
+                "which was not asked for"
+            )
         return first, last, total
 
     def _wrong_range(self, reply: Reply) -> BackendUnavailable:
@@ -354,5 +363,5 @@ def _age(headers: Mapping[str, str]) -> float:
 def _when(text: str | None) -> float | None:
     try:
         return None if text is None else parsedate_to_datetime(text).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -18,6 +18,7 @@ from botocore.exceptions import (
     ProfileNotFound,
     TokenRetrievalError,
 )
+from botocore.parsers import ResponseParserError
 
 from kvconnect.backends.s3_settings import S3Settings
 from kvconnect.backends.s3_transport import Aborted
@@ -25,10 +26,9 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 __all__ = ["S3Failure", "failures", "failures_at_open"]
 
-_ABSENT = frozenset({"NoSuchKey", "NotFound", "404"})
 _REMEDIES = {
     "NoSuchBucket": "there is no such bucket; make it first",
-    "404": "there is no such bucket; make it first",
+    "404": "there is no such bucket, or what answers at endpoint_url is no S3 service",
     "InvalidAccessKeyId": "the service does not know this access key",
     "SignatureDoesNotMatch": "the secret key is wrong for this access key",
     "ExpiredToken": "the session's credentials have expired",
@@ -42,6 +42,9 @@ _REMEDIES = {
     "PermanentRedirect": "the bucket is in another region; set region=",
 }
 _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
+# What boto3 lets through: an answer that it cannot make sense of (no XML, no date, no name where
+# there must be one), and RuntimeError for credentials that are past their time when they are new.
+_NONSENSE = (ResponseParserError, ValueError, OverflowError, KeyError, RuntimeError)
 _MISCONFIGURED = (
     *_NO_CREDENTIALS,
     CredentialRetrievalError,
@@ -71,7 +74,8 @@ class S3Failure:
     @property
     def absent(self) -> bool:
         """There is no such object; the bucket is there."""
-        return self.code in _ABSENT
+        # Any web server says 404; only this names the object.
+        return self.code == "NoSuchKey"
 
     @property
     def conflict(self) -> bool:
@@ -100,6 +104,8 @@ def failures(settings: S3Settings, operation: str) -> Iterator[None]:
         if isinstance(error, BackendUnavailable):
             raise
         raise BackendUnavailable(f"{settings}: {operation} failed: {error}") from error
+    except _NONSENSE as error:
+        raise BackendUnavailable(f"{settings}: {operation} failed: {error!r}") from error
 
 
 @contextmanager
@@ -112,6 +118,8 @@ def failures_at_open(settings: S3Settings) -> Iterator[None]:
     """
     try:
         yield
+    except ConfigurationError:
+        raise
     except _NO_CREDENTIALS as error:
         raise ConfigurationError(
             f"{settings}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
@@ -126,3 +134,5 @@ def failures_at_open(settings: S3Settings) -> Iterator[None]:
         raise ConfigurationError(f"{settings}: {failure}") from error
     except (BotoCoreError, Aborted) as error:
         raise BackendUnavailable(f"{settings}: {error}") from error
+    except _NONSENSE as error:
+        raise BackendUnavailable(f"{settings}: {error!r}") from error

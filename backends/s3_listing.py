@@ -78,20 +78,7 @@ class S3Listing:
             member = None if record is None else record.find(key)
             if record is None or member is None:
                 continue  # damaged, or deleted since
-            entries.append(
-                StoredEntry(
-                    key,
-                    member.nbytes,
-                    member.priority,
-                    created_at=one.modified_at,
-                    used_at=one.modified_at,
-                    parent=member.parent,
-                    tokens=member.tokens,
-                    namespace=member.namespace,
-                    model=member.model,
-                    group=member.group,
-                )
-            )
+            entries.append(member.entry(one.modified_at))
         while len(records) > _MOST_RECORDS:
             records.popitem(last=False)
         return entries

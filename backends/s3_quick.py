@@ -27,13 +27,15 @@ __all__ = ["Body", "Credentials", "QuickRequests", "Reply"]
 # The header begins with an algorithm and the scope of a key: its name, a date, a region, a service.
 _SIGNED = re.compile(r"AWS4-HMAC-SHA256 Credential=.+/\d{8}/([^/]+)/s3/aws4_request,.*")
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
+# What a service says instead of an object; whoever says more has something else in mind.
+_MOST_SAID = 64 << 10
 
 
 class Body(Protocol):
     """What is read of a reply."""
 
-    def read(self) -> bytes:
-        """All of it."""
+    def read(self, size: int, /) -> bytes:
+        """The next `size` bytes, or all that are left."""
 
     def readinto(self, view: memoryview, /) -> int:
         """Fill the beginning of `view`; 0 at the end."""
@@ -111,7 +113,7 @@ class QuickRequests:
         if reply is None or reply.status == 206:
             return reply
         with closing(reply.body):
-            code = _CODE.search(reply.body.read())
+            code = _CODE.search(reply.body.read(_MOST_SAID))
         absent = reply.status == 404 and code is not None and code[1] == b"NoSuchKey"
         return reply if absent else None
 
@@ -121,7 +123,7 @@ class QuickRequests:
         if reply is None:
             return None
         with closing(reply.body):
-            said = reply.body.read()
+            said = reply.body.read(_MOST_SAID)
         return reply.headers.get("etag") if reply.status == 200 and not said else None
 
     def _send(

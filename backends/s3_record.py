@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvconnect.backend import Child, StoredBlock
+from kvconnect.backend import Child, StoredBlock, StoredEntry
 from kvconnect.errors import Recompute
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
@@ -55,6 +55,21 @@ class Member:
     namespace: bytes = b""
     model: bytes = b""
     group: int = 0
+
+    def entry(self, created_at: float) -> StoredEntry:
+        """As `Backend.scan` lists it; when it was used nobody keeps."""
+        return StoredEntry(
+            self.key,
+            self.nbytes,
+            self.priority,
+            created_at=created_at,
+            used_at=created_at,
+            parent=self.parent,
+            tokens=self.tokens,
+            namespace=self.namespace,
+            model=self.model,
+            group=self.group,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,6 +37,8 @@ __all__ = ["Aborted", "Transport"]
 
 # Bytes per second; a request may take this long, beside the timeout.
 _SLOWEST = 256 << 10
+# Of answers that are no objects: errors and pages of a listing.
+_MOST_SAID = 16 << 20
 
 
 class Aborted(Exception):
@@ -82,7 +84,9 @@ class Transport:
             self.drop(connection)
             late = time.monotonic() - started >= self._read_timeout
             raise self._translated(error, request.url, late=late) from error
-        self._allow(connection, response.length or 0)
+        promised = response.length or 0
+        # A part of an object is looked at before it is read; what anything else promises is not.
+        self._allow(connection, promised if response.status == 206 else min(promised, _MOST_SAID))
         body = _Body(self, connection, response, (url.scheme, url.netloc), request.url)
         return AWSResponse(request.url, response.status, cast("Any", response.headers), body)
 
@@ -239,8 +243,13 @@ class _Body:
         return data or b""
 
     def stream(self) -> Iterator[bytes]:
-        """All of it."""
-        yield self.read()
+        """All of it, of which boto3 wants to know what is in it."""
+        said = self.read(_MOST_SAID)
+        if not self._response.isclosed() and self._response.read(1):
+            self._drop()
+            error = ValueError(f"more than {_MOST_SAID} bytes, and no object")
+            raise self._transport.body_error(error, self._url)
+        yield said
 
     def readable(self) -> bool:
         """As of a file."""

@@ -124,7 +124,6 @@ class TcpProxy:
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
-        self._accepting: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="kvconnect-tcp-proxy", daemon=True)
         self._thread.start()
         self._call(self._start())
@@ -188,17 +187,17 @@ class TcpProxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     async def _start(self) -> None:
-        self._accepting = asyncio.create_task(self._accept())
+        self._start_accepting()
 
     async def _stop(self) -> None:
-        await self._stop_accepting()
+        self._stop_accepting()
         self._listener.close()
         self._drop_fillers()
         await self._reset_all()
 
     async def _set(self, fault: TcpFault) -> None:
         before, self._fault = self._fault, fault
-        await self._stop_accepting()
+        self._stop_accepting()
         self._drop_fillers()
         self._listener.close()
         if fault.refused or before.half_open:
@@ -208,18 +207,19 @@ class TcpProxy:
             if fault.black_hole:
                 self._fill_backlog()
             else:
-                self._accepting = asyncio.create_task(self._accept())
+                self._start_accepting()
         for connection in self._connections:
             connection.start_counting()
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _stop_accepting(self) -> None:
-        if self._accepting is not None:
-            self._accepting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._accepting
-            self._accepting = None
+    def _start_accepting(self) -> None:
+        # Not a task: one that is cancelled as a client comes in would lose the client's socket.
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _stop_accepting(self) -> None:
+        if self._listener.fileno() >= 0:  # closed while connections are refused
+            self._loop.remove_reader(self._listener)
 
     def _fill_backlog(self) -> None:
         # The kernel drops the SYN of a client once the queue of those not yet accepted is full.
@@ -237,15 +237,14 @@ class TcpProxy:
     async def _reset_all(self) -> None:
         await asyncio.gather(*(connection.reset() for connection in list(self._connections)))
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = await self._loop.sock_accept(self._listener)
-            except OSError:  # the client was gone before it was accepted
-                continue
-            client.settimeout(0)
-            self._accepted += 1
-            _Connection(self, client).start()
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:  # the client was gone before it was accepted
+            return
+        client.settimeout(0)
+        self._accepted += 1
+        _Connection(self, client).start()
 
     async def pause(self, seconds: float | None) -> None:
         """Sleep until `seconds` are over or the fault changes. For connections."""

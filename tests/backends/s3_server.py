@@ -15,11 +15,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 BUCKET = "cache"
 SECRET = "secret"
+_STOP_S = 1.0
 
 
 @contextmanager
@@ -135,9 +137,7 @@ class S3Server:
         self.stopping = threading.Event()
         self.connections: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
-        self._server.daemon_threads = True
-        self._server.block_on_close = False
+        self._server = _Http(port, self)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
 
@@ -150,6 +150,7 @@ class S3Server:
         return self._server.server_port
 
     def stop(self) -> None:
+        """Hang up on everybody; no socket is left open then, unless a fault still waits."""
         self.stopping.set()
         self._server.shutdown()
         self._server.server_close()
@@ -157,6 +158,7 @@ class S3Server:
         for connection in list(self.connections):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        self._server.all_ended.wait(_STOP_S)
 
     def counts(self) -> Counter[str]:
         """Requests so far, as ``GET k``, ``PUT g``, …; forgets them."""
@@ -237,11 +239,35 @@ class S3Server:
         )
 
 
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, port: int, server: S3Server) -> None:
+        super().__init__(("127.0.0.1", port), _handler(server))
+        self._connections = server.connections
+        self._lock = threading.Lock()
+        self.all_ended = threading.Event()
+        self.all_ended.set()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._connections.add(request)
+            self.all_ended.clear()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)  # closes it
+        with self._lock:
+            self._connections.discard(request)
+            if not self._connections:
+                self.all_ended.set()
+
+
 def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
-        wbufsize = -1
 
         def serve(self) -> None:
             parts = urlsplit(self.path)
@@ -273,7 +299,6 @@ def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
             if answer.drip_s:
                 for byte in answer.body:
                     self.wfile.write(bytes([byte]))
-                    self.wfile.flush()
                     if server.stopping.wait(answer.drip_s):
                         break
             else:
@@ -282,10 +307,8 @@ def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
 
         def handle(self) -> None:
-            server.connections.add(self.connection)
             with suppress(OSError):  # the client went away
                 super().handle()
-            server.connections.discard(self.connection)
 
         def date_time_string(self, timestamp: float | None = None) -> str:
             return formatdate(time.time() + server.ahead_s, usegmt=True)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from s3_server import BUCKET, moto_server
 
 from kvconnect.backends import open_backend
+from kvconnect.backends.memory import MemoryBackend
 from kvconnect.backends.s3 import S3Backend
 from kvconnect.backends.s3_settings import S3Settings
+from kvconnect.backends.tiered import TieredBackend
+from kvconnect.backends.tiered_url import TieredSettings
 from kvconnect.errors import BackendUnavailable
 
 
@@ -474,6 +479,77 @@ async def test_scan_tells_what_copies_need(store, kit):
     assert (entry.namespace, entry.model, entry.group) == (b"n" * 8, b"m" * 8, 2)
     assert entry.tokens.tolist() == [7, -8]
     assert abs(entry.created_at - time.time()) < 60
+
+
+def described(block):
+    return replace(
+        block,
+        tokens=np.arange(5, dtype=np.int32),
+        priority=71,
+        namespace=b"n" * 32,
+        model=b"m" * 32,
+        group=3,
+    )
+
+
+async def test_what_was_just_loaded_is_described_without_a_request(make_s3, kit, s3_server):
+    keys = kit.keys("described", count=5)
+    blocks = [described(block) for block in kit.chain(keys)]
+    async with kit.opened(make_s3()) as store:
+        await store.save(blocks)
+    async with kit.opened(make_s3(lookup_ttl_s=60.0)) as store:
+        assert await loaded(store, kit, keys) == 5
+        s3_server.counts()
+        entries = await store.describe(keys)
+        assert not s3_server.counts()
+        scanned = {entry.key: entry async for entry in store.scan()}
+        (asked,) = await store.describe([kit.key("absent")])
+        assert asked is None
+    for entry, block in zip(entries, blocks, strict=True):
+        for known in (entry, scanned[block.key]):
+            assert (known.key, known.nbytes, known.parent) == (
+                block.key,
+                block.data.numel(),
+                block.parent,
+            )
+            assert (known.priority, known.group) == (71, 3)
+            assert (known.namespace, known.model) == (b"n" * 32, b"m" * 32)
+            assert known.tokens.tolist() == [0, 1, 2, 3, 4]
+
+
+async def test_describing_asks_for_what_is_not_remembered(store, kit, s3_server):
+    keys = kit.keys("asked", count=9)
+    await store.save([described(block) for block in kit.chain(keys)])
+    s3_server.counts()
+    entries = await store.describe([kit.key("absent"), *keys])
+    assert [entry and entry.key for entry in entries] == [None, *keys]
+    assert set(s3_server.counts()) == {"GET k"}
+
+
+async def test_what_is_promoted_to_memory_keeps_all_that_is_known_of_it(make_s3, kit, s3_server):
+    keys = kit.keys("promoted", count=5)
+    blocks = [described(block) for block in kit.chain(keys)]
+    async with kit.opened(make_s3()) as store:
+        await store.save(blocks)
+    memory = MemoryBackend(1 << 20)
+    tiers = TieredBackend(
+        [memory, make_s3(lookup_ttl_s=60.0)], TieredSettings(patience_s=5, verify_frames=False)
+    )
+    async with kit.opened(tiers):
+        assert await tiers.lookup(keys) == 5
+        s3_server.counts()
+        assert await loaded(tiers, kit, keys) == 5
+        assert s3_server.counts() == {"GET g": 1}
+        async with asyncio.timeout(10):
+            while len(tiers.tiers[0].backlog):  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0)
+        entries = await memory.describe(keys)
+        children = await memory.children(keys[0])
+    for entry, block in zip(entries, blocks, strict=True):
+        assert (entry.parent, entry.priority, entry.group) == (block.parent, 71, 3)
+        assert (entry.namespace, entry.model) == (b"n" * 32, b"m" * 32)
+        assert entry.tokens.tolist() == [0, 1, 2, 3, 4]
+    assert [child.key for child in children] == [keys[1]]
 
 
 async def test_upload_is_hashed_only_where_nothing_else_covers_it(make_s3, kit, s3_server):

@@ -34,6 +34,10 @@ def connections():
     return sum(c.status != psutil.CONN_LISTEN for c in psutil.Process().net_connections())
 
 
+def own_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvconnect")]
+
+
 class Frozen:
     """A fault: requests (of a method) wait until `thaw` is set; `reached` counts them."""
 
@@ -441,13 +445,8 @@ async def test_open_ends_with_the_deadline_and_can_be_closed(make_s3, s3_server)
 # ---------------------------------------------------------------------- close
 
 
-def others() -> int:
-    """Threads, without those in which this file waits."""
-    return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
-
-
 async def test_close_ends_calls_in_flight_and_leaves_nothing_open(make_s3, kit, s3_server):
-    before, threads = connections(), others()
+    before = connections()
     store = make_s3(timeout_s=30.0)
     await store.open([kit.layout])
     s3_server.fault = frozen = Frozen()
@@ -468,8 +467,8 @@ async def test_close_ends_calls_in_flight_and_leaves_nothing_open(make_s3, kit, 
     s3_server.stop()
     gc.collect()
     deadline = time.monotonic() + 10
-    while others() > threads or connections() > before:
-        assert time.monotonic() < deadline, (threading.enumerate(), connections(), before)
+    while own_threads() or connections() > before:
+        assert time.monotonic() < deadline, (own_threads(), connections(), before)
         await asyncio.sleep(0.02)
 
 

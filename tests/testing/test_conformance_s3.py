@@ -11,9 +11,6 @@ from kvconnect.backends.s3 import S3Backend
 from kvconnect.backends.s3_settings import S3Settings
 from kvconnect.testing import Address, BackendConformance
 
-# The test's own server lets go of connections that a fault left behind without closing them.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 
 class TestS3(BackendConformance):
     deadline_s = 1.5  # making a client takes boto3 half a second on a busy machine
