@@ -83,8 +83,9 @@ class S3Failure:
         return self.status == 412 or self.code == "PreconditionFailed"
 
     def __str__(self) -> str:
-        remedy = _REMEDIES.get(self.code)
-        said = f"{self.status} {self.code}" if self.code != str(self.status) else self.code
+        code = self.code or str(self.status)
+        remedy = _REMEDIES.get(code)
+        said = f"{self.status} {code}" if code != str(self.status) else code
         return f"{said}: {remedy or self.message or 'no reason given'}"
 
 

@@ -243,13 +243,17 @@ class _Body:
         return data or b""
 
     def stream(self) -> Iterator[bytes]:
-        """All of it, of which boto3 wants to know what is in it."""
-        said = self.read(_MOST_SAID)
-        if not self._response.isclosed() and self._response.read(1):
-            self._drop()
-            error = ValueError(f"more than {_MOST_SAID} bytes, and no object")
-            raise self._transport.body_error(error, self._url)
-        yield said
+        """All of it, unless it is longer than what boto3 looks into this way."""
+        promised = self._response.length
+        if (promised or 0) <= _MOST_SAID:
+            said = self.read(_MOST_SAID + 1 if promised is None else None)
+            self._drop()  # not if it was given back
+            if len(said) <= _MOST_SAID:
+                yield said
+                return
+        self._drop()
+        error = ValueError(f"more than {_MOST_SAID} bytes, and no object")
+        raise self._transport.body_error(error, self._url)
 
     def readable(self) -> bool:
         """As of a file."""

@@ -66,6 +66,7 @@ class Answer:
 
     Attributes:
         promise: Content-Length, if not the body's.
+        raw: sent instead of all this, as it is; then the connection is closed.
         drip_s: seconds between two bytes of the body.
     """
 
@@ -74,6 +75,7 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     promise: int | None = None
     drip_s: float = 0.0
+    raw: bytes | None = None
 
 
 def refusal(status: int, code: str) -> Answer:
@@ -287,6 +289,10 @@ def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
             self._send(answer)
 
         def _send(self, answer: Answer) -> None:
+            if answer.raw is not None:
+                self.wfile.write(answer.raw)
+                self.close_connection = True
+                return
             length = len(answer.body) if answer.promise is None else answer.promise
             self.send_response(answer.status)
             for name, value in answer.headers.items():

@@ -1,0 +1,298 @@
+"""A service that answers anything at all: it costs time, bounded by the deadline, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import torch
+from s3_server import Answer, refusal
+
+from kvconnect import frame
+from kvconnect.backend import StoredBlock
+from kvconnect.backends import open_backend
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+
+DEADLINE_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch, request):
+    """boto3 asks again at once, but where a test is about how long it waits."""
+    if "unhurried" not in request.fixturenames:
+        monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+
+
+@pytest.fixture
+def unhurried():
+    """boto3 waits as it does."""
+
+
+@pytest.fixture
+async def store(make_s3, kit):
+    async with kit.opened(make_s3(timeout_s=0.5)) as backend:
+        yield backend
+
+
+def head_of(answer, version="HTTP/1.1", **headers):
+    """Status line and headers as they would be sent, without a length."""
+    told = {**answer.headers, **{name.replace("_", "-"): text for name, text in headers.items()}}
+    lines = [f"{version} {answer.status} Told", *(f"{name}: {text}" for name, text in told.items())]
+    return "\r\n".join([*lines, "\r\n"]).encode()
+
+
+def changed(answer, status=None, body=None, promise=None, **headers):
+    told = {name.replace("_", "-"): text for name, text in headers.items()}
+    body = answer.body if body is None else body
+    return Answer(status or answer.status, body, {**answer.headers, **told}, promise)
+
+
+def in_chunks(answer):
+    half = len(answer.body) // 2
+    parts = [part for part in (answer.body[:half], answer.body[half:]) if part]
+    body = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    return Answer(0, raw=head_of(answer, Transfer_Encoding="chunked") + body)
+
+
+def without_length(answer):
+    return Answer(0, raw=head_of(answer, "HTTP/1.0") + answer.body)
+
+
+LIES = {
+    "an error as a success": lambda a: Answer(200, refusal(200, "InternalError").body, a.headers),
+    "another range": lambda a: changed(a, Content_Range="bytes 7-99/100"),
+    "a range that nothing has": lambda a: changed(a, Content_Range=f"bytes 0-{'9' * 40}/1"),
+    "another total": lambda a: changed(
+        a, Content_Range=a.headers.get("Content-Range", "").rpartition("/")[0] + "/1"
+    ),
+    "another object's etag": lambda a: changed(a, ETag='"of another"'),
+    "no etag": lambda a: changed(a, ETag=""),
+    "the whole where a part was asked for": lambda a: changed(a, 200),
+    "a part where the whole was asked for": lambda a: changed(a, 206),
+    "nothing": lambda a: Answer(a.status, b"", a.headers),
+    "more than promised": lambda a: changed(
+        a, body=a.body + b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n", promise=len(a.body)
+    ),
+    "more than there is memory": lambda a: changed(a, 200, promise=10**15),
+    "an error longer than memory": lambda a: Answer(
+        503, b"<Error>", {"Retry-After": "3600"}, promise=10**15
+    ),
+    "a redirection to itself": lambda a: Answer(307, b"", {"Location": "/cache/kv"}),
+    "another region, again and again": lambda a: Answer(
+        301, refusal(301, "PermanentRedirect").body, {"x-amz-bucket-region": "eu-west-9"}
+    ),
+    "an end in the status": lambda a: Answer(0, raw=b"HTTP/1.1 2"),
+    "an end in a header": lambda a: Answer(0, raw=head_of(a)[:-20]),
+    "an end in an error's header": lambda a: Answer(0, raw=b"HTTP/1.1 404 Not Found\r\nConte"),
+    "another web server's 404": lambda a: Answer(404, b"<html><h1>404 Not Found</h1></html>"),
+    "bytes that are no HTTP": lambda a: Answer(0, raw=b"\x16\x03\x01\x02\x00" * 999),
+    "promises to go on": lambda a: Answer(0, raw=b"HTTP/1.1 100 Continue\r\n\r\n" * 999),
+    "headers without end": lambda a: Answer(0, raw=b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 9999),
+    "compressed bytes": lambda a: changed(a, Content_Encoding="gzip"),
+    "a date that never comes": lambda a: changed(
+        a, Last_Modified="Thu, 01 Jan 99999999999999999999 00:00:00 GMT"
+    ),
+    "chunks of no length": lambda a: Answer(
+        0, raw=head_of(a, Transfer_Encoding="chunked") + b"what?\r\n" + a.body
+    ),
+    "a body that is no XML": lambda a: changed(a, body=b"<<<" * 9),
+    "XML of something else": lambda a: changed(
+        a, body=b"<ListBucketResult><Contents><Size>x</Size></Contents></ListBucketResult>"
+    ),
+}
+
+
+async def listed(store):
+    return [entry async for entry in store.scan()]
+
+
+async def outcome(call):
+    """What a call returns, or ``None``: it failed as it may. Fails if that took too long."""
+    started = time.monotonic()
+    try:
+        return await call
+    except BackendUnavailable:
+        return None
+    finally:
+        assert time.monotonic() - started < 2 * DEADLINE_S + 1
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_lie_is_a_miss_or_a_failure_in_time_and_is_forgotten(store, kit, s3_server, lie):
+    keys = kit.keys("lied about", count=9)
+    assert await store.save(kit.chain(keys)) == 9
+    s3_server.after = lambda _, answer: LIES[lie](answer)
+    into = kit.buffers(9)
+    count = await outcome(store.load(keys, into))
+    for buffer, key in zip(into[: count or 0], keys, strict=False):
+        assert lie.startswith(("nothing", "a body", "XML")) or kit.holds(buffer, key)
+    assert all(kit.margins_whole(buffer) for buffer in into)
+    more = kit.keys("more", count=9)
+    for call in (
+        store.lookup(keys),
+        store.save(kit.chain(more)),
+        store.delete(more[:2]),
+        store.children(keys[0]),
+        store.describe(keys),
+        store.stats(),
+    ):
+        await outcome(call)
+    await outcome(listed(store))
+    transport = store._parts.bucket.transport
+    assert transport.num_open == sum(map(len, transport._idle.values()))
+    s3_server.after = lambda _, answer: answer
+    await until_sound(store, kit, keys)
+
+
+async def until_sound(store, kit, keys):
+    assert await store.save(kit.chain(keys)) == len(keys)
+    into = kit.buffers(len(keys))
+    assert await store.load(keys, into) == len(keys)
+    assert all(kit.holds(buffer, key) for buffer, key in zip(into, keys, strict=True))
+
+
+async def test_objects_of_other_blocks_are_misses(make_s3, kit, s3_server):
+    keys = kit.keys("mixed up", count=4)
+    store = open_backend(make_s3(blocks_per_object=2))
+    async with kit.opened(store):
+        assert await store.save(frames(kit, keys)) == 4
+        real, (one, other) = s3_server.objects, s3_server.names("g")
+        entries = dict(zip(s3_server.names("k"), reversed(s3_server.names("k")), strict=True))
+        # Etags and lengths are those of what was asked for.
+        s3_server.objects = {**real, one: (real[other][0], *real[one][1:])}
+        s3_server.objects[other] = (real[one][0], *real[other][1:])
+        assert await store.load(keys, kit.buffers(4)) == 0
+        s3_server.objects = {name: real[entries.get(name, name)] for name in real}
+        assert await store.lookup(keys) == 0
+        s3_server.objects = real
+        assert await store.save(frames(kit, keys)) == 4
+        assert await store.load(keys, kit.buffers(4)) == 4
+
+
+def frames(kit, keys):
+    made = []
+    for block in kit.chain(keys):
+        data = torch.zeros(kit.frame_nbytes, dtype=torch.uint8)
+        payload = kit.layout.block_nbytes
+        frame.seal(data, frame.FrameHeader(2, payload, kit.layout.fingerprint(), block.key))
+        made.append(StoredBlock(block.key, data, block.parent))
+    return made
+
+
+async def test_storm_of_refusals_that_ask_for_an_hour_ends_with_the_deadline(
+    make_s3, kit, s3_server, unhurried
+):
+    store = open_backend(make_s3(), raw=True, deadline_s=DEADLINE_S)
+    async with kit.opened(store):
+        busy = refusal(503, "SlowDown")
+        busy.headers["Retry-After"] = "3600"
+        s3_server.fault = lambda _: busy
+        keys = kit.keys("storm", count=20)
+        await asyncio.gather(
+            *(outcome(store.lookup([key])) for key in keys),
+            outcome(store.save(kit.chain(keys))),
+            outcome(store.load(keys, kit.buffers(20))),
+        )
+        s3_server.fault = lambda _: None
+        started = time.monotonic()
+    assert time.monotonic() - started < DEADLINE_S  # close() waits for none of them
+
+
+async def test_policy_that_forbids_writing_meanwhile_leaves_reading_alone(make_s3, kit, s3_server):
+    keys, more = kit.keys("policy", count=9), kit.keys("forbidden", count=9)
+    async with kit.opened(make_s3()) as store:
+        assert await store.save(kit.chain(keys)) == 9
+        s3_server.fault = lambda r: refusal(403, "AccessDenied") if r.method != "GET" else None
+        for call in (store.save(kit.chain(more)), store.delete(keys)):
+            with pytest.raises(BackendUnavailable, match="may not use it"):
+                await call
+        assert await store.load(keys, kit.buffers(9)) == 9
+        assert await store.lookup(more) == 0
+        s3_server.fault = lambda _: None
+        await until_sound(store, kit, more)
+
+
+async def test_clock_that_is_wrong_for_a_while_is_told_and_forgotten(make_s3, kit, s3_server):
+    keys = kit.keys("clock", count=9)
+    async with kit.opened(make_s3()) as store:
+        assert await store.save(kit.chain(keys)) == 9
+        s3_server.fault = lambda _: refusal(403, "RequestTimeTooSkewed")
+        with pytest.raises(BackendUnavailable, match="clock"):
+            await store.load(keys, kit.buffers(9))
+        s3_server.fault = lambda _: None
+        await until_sound(store, kit, keys)
+
+
+async def test_another_web_server_is_no_empty_bucket(make_s3, s3_server):
+    s3_server.fault = lambda _: Answer(404, b"<html><h1>404 Not Found</h1></html>")
+    store = make_s3()
+    with pytest.raises(ConfigurationError, match="no S3 service"):
+        await store.open([])
+
+
+# ---------------------------------------------------------------------- credentials that expire
+
+
+@pytest.fixture
+def vault(monkeypatch, tmp_path, s3_credentials):
+    """A program that boto3 asks for credentials; what is written to the file is what it says."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    said = tmp_path / "said.json"
+    config = tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = cat {said}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+
+    def say(token, lifetime_s):
+        ends = datetime.now(UTC) + timedelta(seconds=lifetime_s)
+        key = {"AccessKeyId": "tester", "SecretAccessKey": "secret", "SessionToken": token}
+        said.write_text(json.dumps({"Version": 1, **key, "Expiration": ends.isoformat()}))
+
+    return say
+
+
+def expired(*tokens):
+    """A fault: these are refused."""
+    refused = refusal(400, "ExpiredToken")
+    return lambda r: refused if r.headers.get("x-amz-security-token") in tokens else None
+
+
+async def test_credentials_that_expire_are_renewed_in_time(make_s3, kit, s3_server, vault):
+    keys = kit.keys("renewed", count=9)
+    vault("first", 60)  # boto3 asks anew before that
+    async with kit.opened(make_s3()) as store:
+        assert await store.save(kit.chain(keys)) == 9
+        vault("second", 3600)
+        s3_server.fault = expired("first")
+        await until_sound(store, kit, keys)
+        assert {r.headers["x-amz-security-token"] for r in s3_server.requests} == {
+            "first",
+            "second",
+        }
+
+
+async def test_credentials_that_are_not_renewed_are_a_failure_until_they_are(
+    make_s3, kit, s3_server, vault
+):
+    keys = kit.keys("not renewed", count=9)
+    vault("first", 60)
+    async with kit.opened(make_s3()) as store:
+        assert await store.save(kit.chain(keys)) == 9
+        vault("late", -60)
+        s3_server.fault = expired("first", "late")
+        with pytest.raises(BackendUnavailable, match="expired"):
+            await store.load(keys, kit.buffers(9))
+        with pytest.raises(BackendUnavailable, match="expired"):
+            await store.save(kit.chain(kit.keys("more", count=2)))
+        vault("second", 3600)
+        await until_sound(store, kit, keys)
+
+
+async def test_credentials_that_are_expired_at_open_are_told(make_s3, vault):
+    vault("late", -60)
+    store = make_s3()
+    with pytest.raises((BackendUnavailable, ConfigurationError), match="expired"):
+        await store.open([])
