@@ -85,6 +85,9 @@ class S3Bucket:
     Args:
         settings: where it is.
 
+    Attributes:
+        quick: requests without boto3's machinery, after `check`; ``None``: it must do all of them.
+
     Raises:
         ConfigurationError: the profile, region or certificates are not there.
     """
@@ -102,7 +105,7 @@ class S3Bucket:
             if value
         }
         self._has_conditions = True
-        self._quick: QuickRequests | None = None
+        self.quick: QuickRequests | None = None
         with failures_at_open(settings):
             client = make_client(settings)
         self._client, self._credentials = client.boto3, client.credentials
@@ -131,7 +134,7 @@ class S3Bucket:
             # Not HEAD for the bucket: an answer to HEAD has no body that says what is wrong.
             sent = self._watched(name)
         if self.transport is not None and self._credentials is not None and sent is not None:
-            self._quick = QuickRequests.like(
+            self.quick = QuickRequests.like(
                 sent.url,
                 _text(sent.headers.get("Authorization", "")),
                 name,
@@ -194,7 +197,7 @@ class S3Bucket:
     def _get(self, name: str, start: int, end: int) -> Reply | None:
         """Bytes ``start..end`` of an object; ``None``: it is not there."""
         span = f"bytes={start}-{end - 1}"
-        quick = None if self._quick is None else self._quick.get(name, span)
+        quick = None if self.quick is None else self.quick.get(name, span)
         if quick is not None:
             return None if quick.status == 404 else quick
         try:
@@ -290,7 +293,7 @@ class S3Bucket:
 
     def _put(self, name: str, body: Upload, options: Mapping[str, str]) -> str:
         headers = {_HEADERS[option]: value for option, value in options.items()}
-        etag = None if self._quick is None else self._quick.put(name, body, headers)
+        etag = None if self.quick is None else self.quick.put(name, body, headers)
         if etag is None:
             body.seek(0)
             response = self._client.put_object(Bucket=self._bucket, Key=name, Body=body, **options)

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest
+from botocore.awsrequest import AWSPreparedRequest, AWSRequest
+from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 
 from kvconnect.backends.s3_transport import Transport
@@ -29,6 +30,7 @@ _SIGNED = re.compile(r"AWS4-HMAC-SHA256 Credential=.+/\d{8}/([^/]+)/s3/aws4_requ
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
 # What a service says instead of an object; whoever says more has something else in mind.
 _MOST_SAID = 64 << 10
+_UNHASHED = Config(s3={"payload_signing_enabled": False})
 
 
 class Body(Protocol):
@@ -126,16 +128,34 @@ class QuickRequests:
             said = reply.body.read(_MOST_SAID)
         return reply.headers.get("etag") if reply.status == 200 and not said else None
 
+    def signed(self, method: str, name: str) -> AWSPreparedRequest:
+        """A request for an object, to be sent within minutes with whatever body.
+
+        Raises:
+            BotoCoreError: there are no credentials.
+        """
+        return self._signed(method, name, {}, None, _UNHASHED)
+
+    def _signed(
+        self,
+        method: str,
+        name: str,
+        headers: Mapping[str, str],
+        body: Upload | None,
+        config: object,
+    ) -> AWSPreparedRequest:
+        url = self._base + quote(name, safe="/~")
+        request = AWSRequest(method=method, url=url, headers=dict(headers), data=body)
+        request.context["client_config"] = config
+        frozen = self._credentials.get_frozen_credentials()
+        S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
+        return request.prepare()
+
     def _send(
         self, method: str, name: str, headers: Mapping[str, str], body: Upload | None
     ) -> Reply | None:
-        url = self._base + quote(name, safe="/~")
         try:
-            request = AWSRequest(method=method, url=url, headers=dict(headers), data=body)
-            request.context["client_config"] = self._config
-            frozen = self._credentials.get_frozen_credentials()
-            S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
-            answer = self._transport(request.prepare())
+            answer = self._transport(self._signed(method, name, headers, body, self._config))
         except BotoCoreError:
             return None
         names: Any = answer.headers

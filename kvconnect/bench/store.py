@@ -151,7 +151,9 @@ def _figure(
     if how == _GUARDED and floor is not None and not floor.overlaps and what != "lookup":
         name += " + checksum"
     if what == "lookup":
-        name = {"memcpy": "dict", "O_DIRECT slots": "one query"}.get(name, name)
+        name = {"memcpy": "dict", "O_DIRECT slots": "one query", "plain HTTP": "dict"}.get(
+            name, name
+        )
     return StoreFigure(
         store,
         what,

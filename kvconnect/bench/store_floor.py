@@ -71,6 +71,8 @@ def make_floor(url: str, store: Backend, payloads: Payloads) -> Floor | None:
         return DiskFloor(payloads, store.path)
     if url.startswith(("redis:", "rediss:")):
         return RedisFloor(payloads, url)
+    if url.startswith("s3:"):
+        return import_module("kvconnect.bench.store_floor_s3").floor_of(store, payloads)
     return None
 
 
