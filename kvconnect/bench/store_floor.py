@@ -72,7 +72,9 @@ def make_floor(url: str, store: Backend, payloads: Payloads) -> Floor | None:
     if url.startswith(("redis:", "rediss:")):
         return RedisFloor(payloads, url)
     if url.startswith("s3:"):
-        return import_module("kvconnect.bench.store_floor_s3").floor_of(store, payloads)
+        from kvconnect.bench.store_floor_s3 import open_floor
+
+        return open_floor(url, payloads)
     return None
 
 

@@ -18,14 +18,15 @@ from urllib.parse import urlsplit
 from botocore.awsrequest import AWSPreparedRequest
 
 from kvconnect.backends.direct_io import view
-from kvconnect.backends.s3 import S3Backend
 from kvconnect.backends.s3_bucket import S3Bucket
+from kvconnect.backends.s3_quick import QuickRequests
 from kvconnect.backends.s3_settings import S3Settings
+from kvconnect.backends.url import StoreUrl
 from kvconnect.bench.store_floor import Floor
 from kvconnect.bench.store_payloads import Payloads, StorePlan
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["S3Floor", "floor_of", "values_per_object"]
+__all__ = ["S3Floor", "open_floor", "values_per_object"]
 
 _CONNECTIONS = (1, 2, 4)
 _REPEATS = 16
@@ -42,16 +43,21 @@ class _Object:
     targets: list[memoryview]
 
 
-def floor_of(store: S3Backend, payloads: Payloads) -> S3Floor | None:
-    """The floor of an open `store`; ``None``: there is a proxy before it, or nothing is signed.
+def open_floor(url: str, payloads: Payloads) -> S3Floor | None:
+    """The floor of the store of `url`; ``None``: it is behind a proxy, or nothing is signed.
 
     Raises:
-        BackendUnavailable: the service cannot be used in this way.
+        ConfigurationError, BackendUnavailable: the service cannot be used.
     """
-    bucket = S3Bucket(store.settings)
-    bucket.check()
-    if bucket.quick is not None:
-        return S3Floor(payloads, bucket, store.settings)
+    settings = S3Settings.from_url(StoreUrl.parse(url))
+    bucket = S3Bucket(settings)
+    try:
+        bucket.check()
+        if bucket.quick is not None:
+            return S3Floor(payloads, bucket, bucket.quick, settings)
+    except BaseException:
+        bucket.close()
+        raise
     bucket.close()
     return None
 
@@ -73,9 +79,12 @@ class S3Floor(Floor):
 
     name = "plain HTTP"
 
-    def __init__(self, payloads: Payloads, bucket: S3Bucket, settings: S3Settings) -> None:
+    def __init__(
+        self, payloads: Payloads, bucket: S3Bucket, requests: QuickRequests, settings: S3Settings
+    ) -> None:
         super().__init__(payloads)
         self._bucket = bucket
+        self._requests = requests
         self._tls = ssl.create_default_context(cafile=settings.ca_bundle)
         step = values_per_object(payloads, settings)
         stem = secrets.token_hex(8)
@@ -115,7 +124,7 @@ class S3Floor(Floor):
         self._bucket.close()
 
     def _run(self, method: str, number: int) -> float:
-        requests = [self._signed(method, one.name) for one in self._objects]
+        requests = [self._requests.signed(method, one.name) for one in self._objects]
 
         def work(at: int) -> None:
             connection = self._connections[at]
@@ -132,7 +141,7 @@ class S3Floor(Floor):
             return time.perf_counter() - start
 
     def _connect(self) -> socket.socket:
-        url = urlsplit(self._signed("GET", "").url)
+        url = urlsplit(self._requests.signed("GET", "").url)
         secure = url.scheme == "https"
         place = (url.hostname or "", url.port or (443 if secure else 80))
         connection = socket.create_connection(place, timeout=30)
@@ -141,11 +150,6 @@ class S3Floor(Floor):
         if not secure:
             return connection
         return self._tls.wrap_socket(connection, server_hostname=url.hostname)
-
-    def _signed(self, method: str, name: str) -> AWSPreparedRequest:
-        if self._bucket.quick is None:
-            raise BackendUnavailable("requests to this service are not signed as usual")
-        return self._bucket.quick.signed(method, name)
 
 
 def _put(connection: socket.socket, request: AWSPreparedRequest, views: list[memoryview]) -> None:

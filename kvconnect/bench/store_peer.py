@@ -1,10 +1,11 @@
-"""LMCache moving values of the same size to the same place, in an interpreter of its own."""
+"""A peer moving values of the same size to the same place: LMCache elsewhere, for S3 boto3 here."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,11 +25,15 @@ def bench_peer(
 ) -> list[StoreFigure]:
     """What LMCache does; nothing, and a sentence, where it is not installed or has no such store.
 
+    Beside S3, which it has no counterpart of, boto3 is measured instead.
+
     Its put and get check nothing, so they stand beside the bare figures as well as the guarded.
 
     Raises:
         ConfigurationError: there is no such interpreter.
     """
+    if StoreUrl.parse(url).scheme == "s3":  # boto3 is here anyway; LMCache has no counterpart
+        return list(import_module("kvconnect.bench.store_s3").bench_boto3(url, plan, tell))
     if python is None:
         return []
     if not python.is_file():

@@ -1,183 +1,153 @@
-"""What the S3 store gets out of a plain HTTP server, and what else there is to compare it with.
+"""boto3 moving the same values to the same service in its ordinary way, and S3 without a service.
 
-``python -m kvconnect.bench.store_s3`` measures and prints. Beside the store, in the same rounds:
-boto3's ordinary way to read (``get_object()["Body"].read()``), of objects of the same length; and
-raw sockets, which is as fast as it can be.
+``python -m kvconnect.bench.store_s3`` starts a plain server and measures the store, the floor and
+boto3 against it. The others, and which way boto3 is used, are in the table; the last lines say how
+many times as fast as boto3's ordinary body read the store's GET is, each taken by the same floor.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
+import argparse
 import os
-import socket
+import secrets
 import statistics
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import boto3
-import torch
-from torch import Tensor
 
-from kvconnect.backend import Backend, StoredBlock
-from kvconnect.backends.registry import open_backend
-from kvconnect.backends.s3 import S3Backend
 from kvconnect.backends.s3_settings import S3Settings
-from kvconnect.bench.report import Figure, render
+from kvconnect.backends.url import StoreUrl, parse_size
+from kvconnect.bench.store import bench_store
+from kvconnect.bench.store_floor import Floor
+from kvconnect.bench.store_floor_s3 import open_floor, values_per_object
+from kvconnect.bench.store_payloads import Payloads, StorePlan
+from kvconnect.bench.store_report import StoreFigure, median_ratio, render
 from kvconnect.bench.store_s3_server import plain_server
-from kvconnect.frame import frame_nbytes
-from kvconnect.keys import BlockKey
-from kvconnect.layout import KvCacheLayout
 
-__all__ = ["measure", "raw_get_seconds", "raw_put_seconds"]
+__all__ = ["bench_boto3"]
 
 _BUCKET = "bench"
 
 
-def measure(block_nbytes: int, count: int, *, repeats: int = 15) -> list[Figure]:
-    """Load and save `count` blocks that share an object, beside the other ways. Blocks.
+def bench_boto3(url: str, plan: StorePlan, tell: Callable[[str], None]) -> list[StoreFigure]:
+    """``put_object`` and ``get_object()["Body"].read()`` of the same values, beside the floor.
 
-    Args:
-        block_nbytes: payload of a block.
-        count: blocks of one call.
-        repeats: rounds; in each everything is measured once, the median counts.
+    Once with objects as long as those of the store, once with an object for each value; as many
+    calls at once as the store gets. Blocks. Leaves nothing behind.
+
+    Raises:
+        ConfigurationError, BackendUnavailable: the service cannot be used.
     """
-    with plain_server() as endpoint, _credentials():
-        seconds = asyncio.run(_Bench(endpoint, block_nbytes, count).run(repeats))
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    nbytes = frame_nbytes(block_nbytes) * count
-    figures = [Figure(name, nbytes / value / 1e9, "GB/s") for name, value in median.items()]
-    return [
-        *figures,
-        _ratio("GET / ordinary, one object", median, "GET, ordinary, one object", "GET", ">= 3"),
-        _ratio("GET / ordinary, each block", median, "GET, ordinary, each block", "GET"),
-        _ratio("GET / raw socket", median, "GET, raw socket", "GET"),
-        _ratio("PUT / ordinary, one object", median, "PUT, ordinary, one object", "PUT"),
-        _ratio("PUT / raw socket", median, "PUT, raw socket", "PUT"),
-    ]
+    settings = S3Settings.from_url(StoreUrl.parse(url))
+    figures: list[StoreFigure] = []
+    for size in plan.sizes:
+        payloads = Payloads(size, max(2, plan.total_nbytes // size))
+        tell(f"boto3: {payloads.count} values of {size / 2**20:g} MiB, {plan.rounds} rounds")
+        floor = open_floor(url, payloads)
+        try:
+            together = values_per_object(payloads, settings)
+            for step in dict.fromkeys((together, 1)):
+                figures += _Boto3(settings, payloads, step, plan).figures(floor)
+        finally:
+            if floor is not None:
+                floor.close()
+    return figures
 
 
-def _ratio(title: str, median: dict[str, float], other: str, ours: str, target: str = "") -> Figure:
-    return Figure(title, median[other] / median[ours], "x", target)
+class _Boto3:
+    """boto3 and nothing around it: objects of `step` values each."""
 
-
-class _Bench:
-    def __init__(self, endpoint: str, block_nbytes: int, count: int) -> None:
-        self._endpoint = endpoint
-        self._layout = KvCacheLayout(1, 1, block_nbytes // 4, block_nbytes // 4, 2, torch.uint8)
-        nbytes = frame_nbytes(self._layout.block_nbytes)
-        self._total = nbytes * count
-        keys = [BlockKey(hashlib.blake2b(b"%d" % n, digest_size=32).digest()) for n in range(count)]
-        parents = [None, *keys]
-        self._blocks = [
-            StoredBlock(key, _touched(nbytes), parent)
-            for key, parent in zip(keys, parents, strict=False)
-        ]
-        self._into = [_touched(nbytes) for _ in keys]
-        self._client: Any = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
-        whole = bytes(self._total)
-        self._client.put_object(Bucket=_BUCKET, Key="whole", Body=whole)
-        for number in range(count):
-            self._client.put_object(Bucket=_BUCKET, Key=f"block{number}", Body=bytes(nbytes))
-        self._whole = whole
-
-    async def run(self, repeats: int) -> dict[str, list[float]]:
-        """Seconds of each way, once a round."""
-        seconds: defaultdict[str, list[float]] = defaultdict(list)
-        bare, checked = self._store(), open_backend(self._store())
-        await bare.open([self._layout])
-        await checked.open([self._layout])
-        for _ in range(repeats + 1):
-            await self._ours(seconds, "", bare)
-            await self._ours(seconds, ", checked", checked)
-            for name, way in self._others().items():
-                seconds[name].append(_timed(way))
-        await bare.close()
-        await checked.close()
-        self._client.close()
-        return {name: times[1:] for name, times in seconds.items()}  # the first one connects
-
-    def _store(self) -> S3Backend:
-        return S3Backend(
-            S3Settings(
-                bucket=_BUCKET,
-                endpoint_url=self._endpoint,
-                blocks_per_object=len(self._blocks),
-                sign_payload=False,
-            )
+    def __init__(
+        self, settings: S3Settings, payloads: Payloads, step: int, plan: StorePlan
+    ) -> None:
+        self._plan = plan
+        self._payloads = payloads
+        self._what = "one object per value" if step == 1 else f"objects of {step} values"
+        self._bucket = settings.bucket
+        self._client: Any = boto3.Session(profile_name=settings.profile).client(
+            "s3",
+            endpoint_url=settings.endpoint_url,
+            region_name=settings.region or ("us-east-1" if settings.endpoint_url else None),
+            verify=settings.ca_bundle,
         )
-
-    async def _ours(self, seconds: dict[str, list[float]], what: str, store: Backend) -> None:
-        keys = [block.key for block in self._blocks]
-        await store.delete(keys)
-        start = time.perf_counter()
-        saved = await store.save(self._blocks)
-        middle = time.perf_counter()
-        loaded = await store.load(keys, self._into)
-        end = time.perf_counter()
-        if (saved, loaded) != (len(keys), len(keys)):
-            raise RuntimeError(f"{saved} of {len(keys)} blocks were saved, {loaded} loaded")
-        seconds["PUT" + what].append(middle - start)
-        seconds["GET" + what].append(end - middle)
-
-    def _ordinary(self, name: str) -> bytes:
-        data: bytes = self._client.get_object(Bucket=_BUCKET, Key=name)["Body"].read()
-        return data
-
-    def _others(self) -> dict[str, Callable[[], object]]:
-        return {
-            "GET, ordinary, one object": lambda: self._ordinary("whole"),
-            "GET, ordinary, each block": lambda: [
-                self._ordinary(f"block{number}") for number in range(len(self._blocks))
-            ],
-            "GET, raw socket": lambda: raw_get_seconds(self._endpoint, "whole", self._into),
-            "PUT, ordinary, one object": lambda: self._client.put_object(
-                Bucket=_BUCKET, Key="other", Body=self._whole
-            ),
-            "PUT, raw socket": lambda: raw_put_seconds(self._endpoint, "other", self._into),
+        stem = secrets.token_hex(8)
+        blocks = payloads.blocks
+        self._objects = {
+            settings.name("bench", stem, str(start)): [
+                block.data.numpy().data for block in blocks[start : start + step]
+            ]
+            for start in range(0, payloads.count, step)
         }
 
+    def figures(self, floor: Floor | None) -> list[StoreFigure]:
+        """Of put and get; leaves nothing behind."""
+        ways = {"put": self._put, "get": self._get}
+        seconds: dict[str, list[float]] = {what: [] for what in ways}
+        floors: dict[str, list[float]] = {what: [] for what in ways}
+        try:
+            for number in range(self._plan.rounds + 1):
+                for what, way in ways.items():
+                    spent = self._all(way)
+                    least = None if floor is None else getattr(floor, what)()
+                    if number:  # the first one connects
+                        seconds[what].append(spent)
+                        floors[what] += [] if least is None else [least]
+        finally:
+            for name in self._objects:
+                self._client.delete_object(Bucket=self._bucket, Key=name)
+            self._client.close()
+        return [self._figure(what, seconds[what], floors[what], floor) for what in ways]
 
-def raw_get_seconds(endpoint: str, name: str, into: list[Tensor]) -> float:
-    """Seconds to read one object into `into`, by hand, on a new connection. Blocks."""
-    views = [buffer.numpy().data for buffer in into]
-    start = time.perf_counter()
-    with _connected(endpoint) as server:
-        server.sendall(f"GET /{_BUCKET}/{name} HTTP/1.1\r\n\r\n".encode())
-        head = b""
-        while not head.endswith(b"\r\n\r\n"):
-            head += server.recv(1)
-        for view in views:
-            at = 0
-            while at < len(view):
-                at += server.recv_into(view[at:])
-    return time.perf_counter() - start
+    def _figure(
+        self, what: str, seconds: Sequence[float], floors: Sequence[float], floor: Floor | None
+    ) -> StoreFigure:
+        rates = [self._payloads.total / one for one in seconds]
+        least = [self._payloads.total / one for one in floors]
+        return StoreFigure(
+            "s3",
+            what,
+            f"boto3, {self._what}",
+            self._payloads.nbytes,
+            statistics.median(rates),
+            floor=statistics.median(least) if least else None,
+            floor_name="" if floor is None else floor.name,
+            ratio=median_ratio(rates, least) if least else None,
+        )
+
+    def _all(self, way: Callable[[str], object]) -> float:
+        with ThreadPoolExecutor(self._plan.in_flight) as pool:
+            start = time.perf_counter()
+            list(pool.map(way, self._objects))
+            return time.perf_counter() - start
+
+    def _put(self, name: str) -> None:
+        # It takes bytes in one piece; joining several is what a user would have to do, too.
+        body = b"".join(self._objects[name])
+        self._client.put_object(Bucket=self._bucket, Key=name, Body=body)
+
+    def _get(self, name: str) -> None:
+        self._client.get_object(Bucket=self._bucket, Key=name)["Body"].read()
 
 
-def raw_put_seconds(endpoint: str, name: str, data: list[Tensor]) -> float:
-    """Seconds to write one object of all `data`, by hand, on a new connection. Blocks."""
-    views = [buffer.numpy().data for buffer in data]
-    start = time.perf_counter()
-    with _connected(endpoint) as server:
-        nbytes = sum(len(view) for view in views)
-        head = f"PUT /{_BUCKET}/{name} HTTP/1.1\r\nContent-Length: {nbytes}\r\n\r\n"
-        server.sendall(head.encode())
-        for view in views:
-            server.sendall(view)
-        server.recv(4096)
-    return time.perf_counter() - start
-
-
-@contextmanager
-def _connected(endpoint: str) -> Iterator[socket.socket]:
-    parts = urlsplit(endpoint)
-    with socket.create_connection((parts.hostname or "", parts.port or 80)) as server:
-        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        yield server
+def compare(figures: Sequence[StoreFigure]) -> list[str]:
+    """How many times as fast as boto3 the bare store reads, for each size."""
+    lines = []
+    gets = [one for one in figures if one.operation == "get" and one.ratio is not None]
+    for own in [one for one in gets if one.how == "bare"]:
+        for other in gets:
+            if other.how.startswith("boto3") and other.value_nbytes == own.value_nbytes:
+                size = f"{own.value_nbytes / 2**20:g} MiB"
+                times = (own.ratio or 0) / (other.ratio or 1)
+                most = 1 / (other.ratio or 1)
+                lines.append(
+                    f"  {size:>7}  get    {times:.1f} x {other.how}; the floor itself {most:.1f} x"
+                )
+    return lines
 
 
 @contextmanager
@@ -195,21 +165,26 @@ def _credentials() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _touched(nbytes: int) -> Tensor:
-    return torch.full((nbytes,), 1, dtype=torch.uint8)
-
-
-def _timed(way: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    way()
-    return time.perf_counter() - start
-
-
 def main() -> None:
-    """Measure groups of small, usual and large blocks."""
-    for block_nbytes, count in [(256 << 10, 8), (2 << 20, 1), (2 << 20, 8), (32 << 20, 1)]:
-        title = f"S3, {count} blocks of {block_nbytes / 2**20:g} MiB"
-        print(render(title, measure(block_nbytes, count)))
+    """Measure against a plain server."""
+    parser = argparse.ArgumentParser(prog="python -m kvconnect.bench.store_s3")
+    parser.add_argument("--sizes", default="256KiB,2MiB,32MiB", help="of values (%(default)s)")
+    parser.add_argument("--total", default="128MiB", help="of all values (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="medians of so many (%(default)s)")
+    arguments = parser.parse_args()
+    plan = StorePlan(
+        sizes=tuple(parse_size(size, field="--sizes") for size in arguments.sizes.split(",")),
+        total_nbytes=parse_size(arguments.total, field="--total"),
+        rounds=arguments.rounds,
+    )
+    with plain_server() as endpoint, _credentials():
+        url = f"s3://{_BUCKET}/?endpoint_url={endpoint}&sign_payload=no"
+        figures = bench_store(url, plan, _tell) + bench_boto3(url, plan, _tell)
+    print("\n".join([render(f"store {url}", figures), *compare(figures)]))
+
+
+def _tell(what: str) -> None:
+    print(f"kvconnect: {what}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+"""The benchmark of S3: each figure beside plain HTTP, boto3's ordinary way beside them."""
+
+from __future__ import annotations
+
+import pytest
+from s3_server import BUCKET, refusal
+
+from kvconnect.bench.store import bench_store
+from kvconnect.bench.store_payloads import StorePlan
+from kvconnect.bench.store_peer import bench_peer
+from kvconnect.bench.store_s3 import compare
+from kvconnect.errors import BackendUnavailable
+
+PLAN = StorePlan(sizes=(64 << 10,), total_nbytes=1 << 20, rounds=1, latencies=2)
+
+
+@pytest.fixture
+def url(s3_server):
+    return f"s3://{BUCKET}/kv?endpoint_url={s3_server.endpoint}"
+
+
+def test_put_and_get_stand_beside_the_same_objects_over_plain_http(url, s3_server):
+    figures = bench_store(url, PLAN, lambda _: None)
+    floors = {(one.operation, one.how): one.floor_name for one in figures}
+    assert floors == {
+        ("put", "bare"): "plain HTTP",
+        ("get", "bare"): "plain HTTP",
+        ("put", "guarded"): "plain HTTP + checksum",
+        ("get", "guarded"): "plain HTTP + checksum",
+        ("lookup", "bare"): "dict",
+        ("lookup", "guarded"): "dict",
+    }
+    assert all(one.floor and one.ratio for one in figures)
+    by_hand = [r for r in s3_server.requests if "/bench/" in r.name and r.method != "DELETE"]
+    # 1, 2 and 4 connections; a round that counts and one that does not; two objects of 8 values.
+    assert len(by_hand) == 2 * 3 * 2 * 2
+    assert {int(r.headers.get("content-length", 0)) for r in by_hand} == {0, 8 * (64 << 10)}
+    assert not [name for name in s3_server.objects if "/c/" not in name]
+
+
+def test_boto3_stands_beside_the_same_floor_and_leaves_nothing(url, s3_server):
+    figures = bench_store(url, PLAN, lambda _: None)
+    figures += bench_peer(url, PLAN, None, lambda _: None)
+    ways = {(one.operation, one.how) for one in figures if one.how.startswith("boto3")}
+    assert ways == {
+        (what, how)
+        for what in ("put", "get")
+        for how in ("boto3, objects of 8 values", "boto3, one object per value")
+    }
+    assert all(one.ratio for one in figures)
+    assert len(compare(figures)) == 2
+    assert not [name for name in s3_server.objects if "/c/" not in name]
+
+
+def test_service_that_does_not_let_itself_be_compared_with_is_told(url, s3_server):
+    busy = refusal(503, "SlowDown")
+    s3_server.fault = lambda r: busy if r.method == "PUT" and "/bench/" in r.name else None
+    with pytest.raises(BackendUnavailable, match="503"):
+        bench_store(url, PLAN, lambda _: None)
