@@ -86,7 +86,7 @@ LIES = {
     ),
     "an end in the status": lambda a: Answer(0, raw=b"HTTP/1.1 2"),
     "an end in a header": lambda a: Answer(0, raw=head_of(a)[:-20]),
-    "an end in an error's header": lambda a: Answer(0, raw=b"HTTP/1.1 404 Not Found\r\nConte"),
+    "a 404 that ends in a header": lambda a: Answer(0, raw=b"HTTP/1.1 404 Not Found\r\nConte"),
     "another web server's 404": lambda a: Answer(404, b"<html><h1>404 Not Found</h1></html>"),
     "bytes that are no HTTP": lambda a: Answer(0, raw=b"\x16\x03\x01\x02\x00" * 999),
     "promises to go on": lambda a: Answer(0, raw=b"HTTP/1.1 100 Continue\r\n\r\n" * 999),
@@ -130,6 +130,7 @@ async def test_lie_is_a_miss_or_a_failure_in_time_and_is_forgotten(store, kit, s
     for buffer, key in zip(into[: count or 0], keys, strict=False):
         assert lie.startswith(("nothing", "a body", "XML")) or kit.holds(buffer, key)
     assert all(kit.margins_whole(buffer) for buffer in into)
+    assert "404" not in lie or count is None  # a failure, no miss
     more = kit.keys("more", count=9)
     for call in (
         store.lookup(keys),
@@ -226,8 +227,9 @@ async def test_clock_that_is_wrong_for_a_while_is_told_and_forgotten(make_s3, ki
         await until_sound(store, kit, keys)
 
 
-async def test_another_web_server_is_no_empty_bucket(make_s3, s3_server):
-    s3_server.fault = lambda _: Answer(404, b"<html><h1>404 Not Found</h1></html>")
+@pytest.mark.parametrize("page", [b"", b"<html><h1>404 Not Found</h1></html>", b"Not found."])
+async def test_another_web_server_is_no_empty_bucket(make_s3, s3_server, page):
+    s3_server.fault = lambda _: Answer(404, page)
     store = make_s3()
     with pytest.raises(ConfigurationError, match="no S3 service"):
         await store.open([])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
-from contextlib import closing
+import warnings
+from contextlib import closing, suppress
 
 import pytest
 
@@ -241,3 +243,20 @@ def test_close_releases_everything_under_any_fault(proxy, connect, fault):
         connect()
     assert proxy.open_connections == 0
     assert not [t for t in threading.enumerate() if t is proxy._thread]
+
+
+def test_client_that_comes_while_the_fault_changes_is_not_forgotten(proxy):
+    def come_and_go():
+        with socket.socket() as client, suppress(OSError):
+            client.settimeout(5)
+            client.connect((proxy.host, proxy.port))
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        for _ in range(30):
+            coming = threading.Thread(target=come_and_go)
+            coming.start()
+            proxy.heal()
+            coming.join()
+        gc.collect()
+    assert not told  # of a socket that nobody closed
