@@ -65,7 +65,7 @@ class OffloadStore:
         self._io = IoLoop()
         self.copying = DaemonThreads(2, "kvconnect-copy")
         try:
-            self._open(source, config.load_timeout_s)
+            self._open(source, deadline_s)
         except BaseException:
             self._end_threads()
             raise

@@ -17,6 +17,7 @@ from kvconnect.connector.pool_copier import PoolCopier, clear_beyond
 from kvconnect.layout import KvCacheLayout
 
 PROMPT = list(range(1, 6 * T + 3))  # six blocks and two tokens, of which one is loaded
+PATIENT = {"lookup_timeout_ms": 10_000}  # each of these is about a load, however busy the machine
 SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
 
 
@@ -55,7 +56,7 @@ def filled() -> DictStore:
 def test_waiting_for_a_layer_returns_while_the_next_is_pending(
     copier: type[RecordingCopier],
 ) -> None:
-    with BenchEngine(llm_args(filled())) as bench:
+    with BenchEngine(llm_args(filled(), **PATIENT)) as bench:
         request = bench.submit(PROMPT, 1)
         batch = bench.schedule()
         bench.manager.begin_step(batch)
@@ -75,7 +76,7 @@ def test_waiting_for_a_layer_returns_while_the_next_is_pending(
 
 
 def test_without_layerwise_whole_blocks_are_copied(copier: type[RecordingCopier]) -> None:
-    with BenchEngine(llm_args(filled(), layerwise=False)) as bench:
+    with BenchEngine(llm_args(filled(), **PATIENT, layerwise=False)) as bench:
         assert bench.answer(PROMPT, 1) == reference(PROMPT, 1)
     assert copier.calls == [None] * 7
 
@@ -85,7 +86,7 @@ def test_what_does_not_fit_the_staging_memory_goes_first_and_whole(
 ) -> None:
     for event in copier.allowed:
         event.set()
-    with BenchEngine(llm_args(filled(), staging_bytes=3 * SLOT)) as bench:
+    with BenchEngine(llm_args(filled(), **PATIENT, staging_bytes=3 * SLOT)) as bench:
         assert bench.answer(PROMPT, 1) == reference(PROMPT, 1)
     assert copier.calls[:6] == [None] * 6
     assert copier.calls[6:] == [range(layer, layer + 1) for layer in range(LAYERS)]
@@ -95,7 +96,7 @@ def test_copies_that_hang_fail_the_load_and_write_nothing_afterwards(
     copier: type[RecordingCopier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copier.allowed[0].set()  # layer 1 never comes
-    with BenchEngine(llm_args(filled(), load_timeout_s=0.2)) as bench:
+    with BenchEngine(llm_args(filled(), **PATIENT, load_timeout_s=0.2)) as bench:
         request = bench.submit(PROMPT, 1)
         blocked = threading.Timer(0.5, copier.allowed[1].set)
         blocked.start()

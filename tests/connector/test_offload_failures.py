@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -482,6 +483,17 @@ def test_a_store_that_never_opens_is_an_error_within_the_deadline() -> None:
         BenchEngine(llm_args(store, **HASTY))
     assert time.monotonic() - started < 2
     store.open_doors()
+
+
+def test_opening_is_no_load_and_may_take_longer() -> None:
+    store = DictStore()
+
+    async def slow(_layouts):
+        await asyncio.sleep(0.1)
+
+    store.open = slow
+    with BenchEngine(llm_args(store, load_timeout_s=0.01)) as bench:
+        assert bench.answer(PROMPT, 3) == ANSWER
 
 
 def test_thousands_of_requests_leave_nothing_behind() -> None:
