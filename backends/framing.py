@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from kvconnect import frame
-from kvconnect.backend import Child, StoredBlock
+from kvconnect.backend import Backend, Child, StoredBlock
 from kvconnect.backends.calls import together
 from kvconnect.backends.codecs import Codecs
 from kvconnect.backends.scratch import Lane, Scratch
@@ -21,7 +22,7 @@ from kvconnect.frame import FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["PIECE_NBYTES", "Framing", "pieces"]
+__all__ = ["PIECE_NBYTES", "ChecksFrames", "Framing", "pieces"]
 
 T = TypeVar("T")
 
@@ -34,6 +35,19 @@ _INLINE_CODED_NBYTES = 32 << 10
 _THREADS = 2
 
 
+class ChecksFrames(Backend):
+    """A backend that verifies what it loads, so that nobody has to do it again.
+
+    Not a capability that a wrapper could pass on: what is put around such a backend may damage what
+    came out of it.
+    """
+
+    @property
+    @abstractmethod
+    def checks_frames(self) -> bool:
+        """Whether every frame that `load` calls filled is one of its key, its checksum right."""
+
+
 class Framing:
     """The frames of one store: headers, checksums and codecs. Belongs to one event loop.
 
@@ -41,11 +55,15 @@ class Framing:
         name: of the store, for messages.
         codecs: what payloads are encoded with.
         verify: check every frame that is opened.
+
+    Attributes:
+        checksums: whether that includes their checksums; not if the store has verified them.
     """
 
     def __init__(self, name: str, codecs: Codecs, *, verify: bool) -> None:
         self.name = name
         self.codecs = codecs
+        self.checksums = True
         self._verify = verify
         self._layouts: tuple[KvCacheLayout, ...] = ()
         self._by_fingerprint: dict[bytes, KvCacheLayout] = {}
@@ -174,7 +192,8 @@ class Framing:
         if not self._verify and not self.codecs and not frame.is_encoded(data):
             return
         sealed = frame.whole(data)
-        header = frame.check(sealed, key, self._by_fingerprint or None)
+        layouts = self._by_fingerprint or None
+        header = frame.check(sealed, key, layouts, checksum=self.checksums)
         flags = self.codecs.check_flags(header)
         layout = self._by_fingerprint.get(header.fingerprint)
         if layout is None:

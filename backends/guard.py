@@ -14,7 +14,7 @@ from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.breaker import BreakerState
 from kvconnect.backends.calls import Call, Calls, counted, mapped, together, unopened
 from kvconnect.backends.codecs import Codecs
-from kvconnect.backends.framing import Framing, pieces
+from kvconnect.backends.framing import ChecksFrames, Framing, pieces
 from kvconnect.backends.guard_gauges import GuardGauges
 from kvconnect.backends.wrapper import BackendWrapper
 from kvconnect.errors import (
@@ -121,6 +121,8 @@ class GuardedBackend(BackendWrapper):
             raise BackendUnavailable(f"{self.name}: is closed")
         if self._framing is not None:
             self._framing.set_layouts(layouts, variable_length=self.variable_length)
+            checked = isinstance(self.inner, ChecksFrames) and self.inner.checks_frames
+            self._framing.checksums = not checked
         with self._trace("open"):
             await self._calls.run_always("open", lambda _: self.inner.open(layouts))
         self._layouts = tuple(layouts)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.backend import MAX_CHILDREN, Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.framing import ChecksFrames
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.tiered_lookups import TierLookups
 from kvconnect.backends.tiered_tier import Tier, Write
@@ -37,7 +38,7 @@ def from_url(url: StoreUrl) -> TieredBackend:
     return TieredBackend(made, settings, names=[StoreUrl.parse(tier).scheme for tier in tiers])
 
 
-class TieredBackend(Backend):
+class TieredBackend(ChecksFrames):
     """An ordered list of stores, the fastest first, that are looked up, loaded and saved as one.
 
     A prefix may come from several tiers: each piece of it is loaded from the first tier that has
@@ -72,6 +73,11 @@ class TieredBackend(Backend):
         self._declare(stores)
         self._lookups = TierLookups(self.tiers, settings.patience_s)
         self._is_open = False
+
+    @property
+    def checks_frames(self) -> bool:
+        """Whether every tier's frames are checked: a bad one has to be fetched from the next."""
+        return all(tier.verify_frames for tier in self.tiers)
 
     def look_only(self) -> None:
         """Before `open`: load frames unchecked and copy none, so that looking changes nothing."""

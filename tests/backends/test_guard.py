@@ -462,9 +462,9 @@ async def test_the_event_loop_stays_free_while_large_frames_are_hashed(kit, monk
     hashed_on = set()
     real = frame.check
 
-    def check(*args):
+    def check(*args, **options):
         hashed_on.add(threading.current_thread().name)
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(frame, "check", check)
     async with kit.opened(GuardedBackend(Recording())) as store:

@@ -18,6 +18,7 @@ from kvconnect.backends.tiered import TieredBackend
 from kvconnect.backends.tiered_url import TieredSettings
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
 from kvconnect.frame import FrameHeader
+from kvconnect.testing.faulty_backend import FaultyBackend
 
 PATIENCE_S = 0.2
 
@@ -363,6 +364,86 @@ async def test_a_bad_frame_is_not_promoted(kit):
         assert await store.load([key], kit.buffers(1)) == 0
     assert not one.blocks
     assert not two.blocks
+
+
+@pytest.fixture
+def checksums(monkeypatch):
+    """The frames whose checksum was computed, by length; cleared by tests that saved before."""
+    computed = []
+    compute = frame._checksum
+
+    def counted(view, end):
+        computed.append(end)
+        return compute(view, end)
+
+    monkeypatch.setattr(frame, "_checksum", counted)
+    return computed
+
+
+async def test_every_frame_is_checked_once(kit, checksums):
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("once", count=6)
+    one.put(*(sealed(kit, key) for key in keys[:4]))
+    two.put(*(sealed(kit, key) for key in keys[4:]))
+    store = open_backend(TieredBackend([one, two], TieredSettings(patience_s=5.0)))
+    async with kit.opened(store):
+        checksums.clear()
+        assert await store.load(keys, kit.buffers(6)) == 6
+        assert len(checksums) == 6
+
+
+@pytest.mark.parametrize("damage", ["payload", "other key", "other layout", "zeros"])
+async def test_tiers_that_lie_are_never_a_hit(kit, damage):
+    lying = [DictTier(), DictTier()]
+    keys = kit.keys("lies", damage, count=3)
+    for tier in lying:
+        tier.put(*(sealed(kit, key) for key in keys))
+        data = tier.blocks[keys[1]].data
+        if damage == "payload":
+            data[1000] ^= 1
+        elif damage == "other key":
+            data.copy_(tier.blocks[keys[0]].data)
+        elif damage == "other layout":
+            header = FrameHeader(16, kit.layout.block_nbytes, b"another layout!!", keys[1])
+            frame.seal(data, header)
+        else:
+            data.zero_()
+    store = open_backend(TieredBackend(lying, TieredSettings(patience_s=5.0)))
+    async with kit.opened(store):
+        assert await store.load(keys, kit.buffers(3)) == 1
+        # What nobody can use is gone from both.
+        assert [keys[1] in tier.blocks for tier in lying] == [False, False]
+
+
+async def test_what_is_damaged_on_its_way_out_of_the_tiers_is_never_a_hit(kit, checksums):
+    tier = DictTier()
+    keys = kit.keys("way out", count=2)
+    tier.put(*(sealed(kit, key) for key in keys))
+
+    class Damaging(FaultyBackend):
+        async def load(self, keys, into):
+            loaded = await self.inner.load(keys, into)
+            into[-1][1000] ^= 1
+            return loaded
+
+    store = open_backend(Damaging(TieredBackend([tier], TieredSettings(patience_s=5.0))))
+    async with kit.opened(store):
+        checksums.clear()
+        assert await store.load(keys, kit.buffers(2)) == 1
+        assert len(checksums) == 4  # in the tier, and around what may damage
+
+
+async def test_tiers_that_are_not_checked_are_checked_as_a_whole(kit, checksums):
+    tier = DictTier()
+    key = kit.key("unchecked")
+    tier.put(sealed(kit, key))
+    tier.blocks[key].data[1000] ^= 1
+    settings = TieredSettings(patience_s=5.0, verify_frames=False)
+    store = open_backend(TieredBackend([tier], settings))
+    async with kit.opened(store):
+        checksums.clear()
+        assert await store.load([key], kit.buffers(1)) == 0
+        assert len(checksums) == 1
 
 
 async def test_the_whole_is_guarded_like_any_store(kit):
