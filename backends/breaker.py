@@ -45,6 +45,8 @@ class Breaker:
         name: of the store, for messages.
         probe: a cheap call to the store with a deadline of its own; raises if it failed.
         failures: so many in a row open it.
+
+    Attributes:
         labels: of what it counts (``store.breaker.opened``, ``store.breaker.closed``).
     """
 
@@ -54,13 +56,12 @@ class Breaker:
         probe: Callable[[], Coroutine[Any, Any, object]],
         *,
         failures: int = 5,
-        labels: Labels = (),
     ) -> None:
         self.name = name
         self.state = BreakerState.CLOSED
         self._probe = probe
         self._limit = failures
-        self._labels = labels
+        self.labels: Labels = ()
         self._in_a_row = 0
         self._reason = ""
         self._probing: asyncio.Task[None] | None = None
@@ -73,7 +74,7 @@ class Breaker:
             BackendUnavailable: the store is left alone for now.
         """
         if self.state is not BreakerState.CLOSED:
-            count("store.refused", self._labels)
+            count("store.refused", self.labels)
             raise BackendUnavailable(f"{self.name}: is left alone for now ({self._reason})")
 
     def succeeded(self) -> None:
@@ -92,7 +93,7 @@ class Breaker:
             return
         self._reason = reason
         self.state = BreakerState.OPEN
-        count("store.breaker.opened", self._labels)
+        count("store.breaker.opened", self.labels)
         loop = asyncio.get_running_loop()
         quiet = loop.time() - self._logged_at < _QUIET_S
         self._logged_at = loop.time()
@@ -140,7 +141,7 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self._in_a_row = 0
         self._probing = None
-        count("store.breaker.closed", self._labels)
+        count("store.breaker.closed", self.labels)
         logger.info("%s: answers again", self.name)
 
 

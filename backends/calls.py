@@ -62,7 +62,6 @@ class Calls:
         failures: after so many in a row calls fail at once, until a probe succeeds.
         max_abandoned: the same with so many calls past their deadline still running: each may hold
             a thread and buffers, and a store that hangs must not take them all.
-        labels: of what is counted.
     """
 
     def __init__(
@@ -74,18 +73,25 @@ class Calls:
         failures: int = 5,
         max_concurrent: int = 64,
         max_abandoned: int = 16,
-        labels: Labels = (),
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s
-        self._labels = labels
         self._inner_probe = probe
-        self._breaker = Breaker(name, self._probe, failures=failures, labels=labels)
+        self._breaker = Breaker(name, self._probe, failures=failures)
         self._max_abandoned = max_abandoned
         self._turns = asyncio.Semaphore(max_concurrent)
         self._running: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._closed = False
+
+    @property
+    def labels(self) -> Labels:
+        """Of what is counted, here and by the breaker; may be set before the first call."""
+        return self._breaker.labels
+
+    @labels.setter
+    def labels(self, labels: Labels) -> None:
+        self._breaker.labels = labels
 
     @property
     def closed(self) -> bool:
@@ -136,7 +142,7 @@ class Calls:
             result = await self.run_always(operation, start, holds_buffers=holds_buffers)
         except RetryLater as error:
             if not isinstance(error, BackendTimeout):
-                count("store.failure", self._labels)
+                count("store.failure", self.labels)
             self._breaker.failed(error)
             raise
         self._breaker.succeeded()
@@ -213,7 +219,7 @@ class Calls:
             raise self._timeout(operation) from error
 
     def _timeout(self, operation: str, pending: Future[None] | None = None) -> BackendTimeout:
-        count("store.timeout", self._labels)
+        count("store.timeout", self.labels)
         return BackendTimeout(
             f"{self.name}: {operation} took longer than {self.deadline_s:g} s", pending
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from kvconnect.backends.calls import Call, Calls, counted, mapped, together, uno
 from kvconnect.backends.codecs import Codecs
 from kvconnect.backends.framing import ChecksFrames, Framing, pieces
 from kvconnect.backends.guard_gauges import GuardGauges
+from kvconnect.backends.store_labels import store_labels
 from kvconnect.backends.wrapper import BackendWrapper
 from kvconnect.errors import (
     BackendUnavailable,
@@ -50,6 +52,7 @@ class GuardedBackend(BackendWrapper):
     Attributes:
         inner: the backend itself.
         name: for messages.
+        place: where the store is, as far as that is known; a label of what is counted.
         codecs: what payloads are encoded with.
     """
 
@@ -62,6 +65,7 @@ class GuardedBackend(BackendWrapper):
         raw: bool = False,
         codecs: Codecs | None = None,
         failures_to_open: int = 5,
+        place: str = "",
     ) -> None:
         if deadline_s <= 0:
             raise ConfigurationError(f"deadline_s={deadline_s}: must be longer than nothing")
@@ -69,13 +73,14 @@ class GuardedBackend(BackendWrapper):
             raise ConfigurationError(f"failures_to_open={failures_to_open}: must be at least 1")
         self.inner = inner
         self.name = type(inner).__name__
-        self._labels: Labels = (("store", self.name),)
+        self.place = place
+        self._labels: Labels = ()
+        self._give_back_labels: Callable[[], object] | None = None
         self._calls = Calls(
             self.name,
             deadline_s,
             probe=self._probe,
             failures=failures_to_open,
-            labels=self._labels,
         )
         self.codecs = codecs or Codecs()
         self._check_codecs(raw=raw, verify_frames=verify_frames)
@@ -87,7 +92,7 @@ class GuardedBackend(BackendWrapper):
                     "%s: loaded blocks are not checked (verify_frames is off)", self.name
                 )
         self._layouts: tuple[KvCacheLayout, ...] | None = None
-        self._gauges = GuardGauges(self._calls, inner.stats, self._labels)
+        self._gauges = GuardGauges(self._calls, inner.stats)
 
     def _check_codecs(self, *, raw: bool, verify_frames: bool) -> None:
         if not self.codecs:
@@ -119,6 +124,7 @@ class GuardedBackend(BackendWrapper):
         """
         if self._calls.closed:
             raise BackendUnavailable(f"{self.name}: is closed")
+        self._take_labels()
         if self._framing is not None:
             self._framing.set_layouts(layouts, variable_length=self.variable_length)
             checked = isinstance(self.inner, ChecksFrames) and self.inner.checks_frames
@@ -126,7 +132,7 @@ class GuardedBackend(BackendWrapper):
         with self._trace("open"):
             await self._calls.run_always("open", lambda _: self.inner.open(layouts))
         self._layouts = tuple(layouts)
-        self._gauges.show(asyncio.get_running_loop())
+        self._gauges.show(asyncio.get_running_loop(), self._labels)
 
     async def close(self) -> None:
         """Wait for calls in flight up to the deadline, then close `inner`, within another one.
@@ -144,6 +150,8 @@ class GuardedBackend(BackendWrapper):
             logger.warning("%s", error)
         if self._framing is not None:
             self._framing.close()
+        if self._give_back_labels is not None:
+            self._give_back_labels()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are present, within the deadline. Changes nothing but recency."""
@@ -250,6 +258,12 @@ class GuardedBackend(BackendWrapper):
         if self._layouts is None:
             raise unopened(self.name)
         return self._layouts
+
+    def _take_labels(self) -> None:
+        # Only what is opened counts anything, and may keep others from the same labels.
+        if self._give_back_labels is None:
+            self._labels = self._calls.labels = store_labels.take(self.name, self.place)
+            self._give_back_labels = weakref.finalize(self, store_labels.give_back, self._labels)
 
     def _trace(self, operation: str, **values: float) -> Span:
         return trace(f"store.{operation}", self._labels, **values)

@@ -29,21 +29,19 @@ class GuardGauges:
         self,
         calls: Calls,
         stats: Callable[[], Awaitable[Mapping[str, float]]],
-        labels: Labels,
     ) -> None:
         self._calls = calls
         self._stats = stats
-        self._labels = labels
         self._loop: asyncio.AbstractEventLoop | None = None
         self._remove: Callable[[], None] = _nothing
         self._last: Mapping[str, float] = {}
         self._asking: Future[dict[str, float]] | None = None
 
-    def show(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Register; the store's own numbers are asked for on `loop`."""
+    def show(self, loop: asyncio.AbstractEventLoop, labels: Labels) -> None:
+        """Register under `labels`; the store's own numbers are asked for on `loop`."""
         self._loop = loop
         self._remove()
-        self._remove = metrics.add_gauges(self.read, self._labels)
+        self._remove = metrics.add_gauges(self.read, labels)
 
     def hide(self) -> None:
         """The opposite; the second time does nothing."""

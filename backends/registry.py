@@ -10,6 +10,7 @@ from typing import TypeAlias
 from kvconnect.backend import Backend
 from kvconnect.backends.codecs import Codecs
 from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.store_labels import place_of
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError, MissingExtra, UnknownScheme, nearest
 
@@ -72,8 +73,10 @@ def open_backend(
         if codec or key_file:
             raise ConfigurationError(f"codec={codec}: {url.name} has its own already")
         return url
+    place = ""
     if isinstance(url, GuardedBackend):
         backend: Backend = url.inner
+        place = url.place
     elif isinstance(url, Backend):
         backend = url
     else:
@@ -81,12 +84,14 @@ def open_backend(
         codec = _one_of("codec", parsed.codec, codec)
         key_file = _one_of("key_file", parsed.key_file, key_file)
         backend = _make(parsed)
+        place = place_of(parsed)
     return GuardedBackend(
         backend,
         deadline_s=deadline_s,
         verify_frames=verify_frames,
         raw=raw,
         codecs=Codecs.parse(codec, key_file),
+        place=place,
     )
 
 

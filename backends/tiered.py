@@ -34,7 +34,7 @@ def from_url(url: StoreUrl) -> TieredBackend:
     from kvconnect.backends.registry import open_backend
 
     tiers, settings = parse_tiered(url)
-    made = [open_backend(tier, raw=True).inner for tier in tiers]
+    made = [open_backend(tier, raw=True) for tier in tiers]
     return TieredBackend(made, settings, names=[StoreUrl.parse(tier).scheme for tier in tiers])
 
 
@@ -59,6 +59,7 @@ class TieredBackend(ChecksFrames):
         *,
         names: Sequence[str] = (),
     ) -> None:
+        places = [tier.place if isinstance(tier, GuardedBackend) else "" for tier in tiers]
         stores = [tier.inner if isinstance(tier, GuardedBackend) else tier for tier in tiers]
         if any(store.device_buffers for store in stores):
             raise ConfigurationError("tiers: a store of device buffers cannot be a tier")
@@ -66,8 +67,10 @@ class TieredBackend(ChecksFrames):
         writes = settings.write_of_each(len(stores))
         names = names or [_short_name(store) for store in stores]
         self.tiers = tuple(
-            self._make_tier(store, name, write)
-            for store, name, write in zip(stores, _unique(names), writes, strict=True)
+            self._make_tier(store, name, write, place)
+            for store, name, write, place in zip(
+                stores, _unique(names), writes, places, strict=True
+            )
         )
         self._decisive = _decisive(self.tiers)
         self._declare(stores)
@@ -264,7 +267,7 @@ class TieredBackend(ChecksFrames):
             reasons = "; ".join(str(error) for error in opened if error is not None)
             raise BackendUnavailable(f"tiered store: no tier can be reached: {reasons}")
 
-    def _make_tier(self, store: Backend, name: str, write: Write) -> Tier:
+    def _make_tier(self, store: Backend, name: str, write: Write, place: str) -> Tier:
         settings = self._settings
         return Tier(
             store,
@@ -274,6 +277,7 @@ class TieredBackend(ChecksFrames):
             deadline_s=settings.deadline_s,
             queue_nbytes=settings.queue_nbytes,
             verify_frames=settings.verify_frames,
+            place=place or name,
         )
 
     def _declare(self, stores: Sequence[Backend]) -> None:

@@ -51,6 +51,7 @@ class Tier:
         deadline_s: of each call.
         queue_nbytes: what may wait to be written in the background.
         verify_frames: whether a value that is no sound frame of its key is deleted and not loaded.
+        place: where the store is, for what is counted.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Tier:
         deadline_s: float,
         queue_nbytes: int,
         verify_frames: bool,
+        place: str,
     ) -> None:
-        self.guard = GuardedBackend(store, deadline_s=deadline_s, raw=True)
+        self.guard = GuardedBackend(store, deadline_s=deadline_s, raw=True, place=place)
         self._deadline_s = deadline_s
         self.name = name
         self.write: Write = write

@@ -28,6 +28,17 @@ Sample: TypeAlias = tuple[tuple[str, ...], float]
 """Values of a metric's labels, in its order, and its own."""
 
 
+Store: TypeAlias = tuple[str, str]
+"""Its labels ``store`` and ``place``."""
+
+_NONE: Store = ("", "")
+
+
+def _store(labels: Labels) -> Store:
+    told = dict(labels)
+    return told.get("store", ""), told.get("place", "")
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All counters and gauges at one moment."""
@@ -44,29 +55,20 @@ class Snapshot:
         """A counter over all labels."""
         return sum(counters.get(name, 0) for counters in self.counters.values())
 
-    def stores(self) -> Iterator[tuple[str, Mapping[str, float]]]:
+    def stores(self) -> Iterator[tuple[Store, Mapping[str, float]]]:
         """The counters of each store."""
         for labels, counters in self.counters.items():
-            store = dict(labels).get("store")
-            if store is not None:
+            store = _store(labels)
+            if store != _NONE:
                 yield store, counters
 
-    def gauge(self, name: str) -> dict[str, float]:
-        """A gauge by store, "" where it is of none; those of several stores of a kind added up."""
-        found: dict[str, float] = {}
+    def gauge(self, name: str) -> dict[Store, float]:
+        """A gauge by store; those that are of none added up."""
+        found: dict[Store, float] = {}
         for gauge in self.gauges:
             if gauge.name == name:
-                store = dict(gauge.labels).get("store", "")
+                store = _store(gauge.labels)
                 found[store] = found.get(store, 0) + gauge.value
-        return found
-
-    def largest(self, name: str) -> dict[str, float]:
-        """As `gauge`, with the largest of them instead."""
-        found: dict[str, float] = {}
-        for gauge in self.gauges:
-            if gauge.name == name:
-                store = dict(gauge.labels).get("store", "")
-                found[store] = max(found.get(store, gauge.value), gauge.value)
         return found
 
 
@@ -97,7 +99,7 @@ def _by_operation(suffix: str) -> Callable[[Snapshot], Iterable[Sample]]:
         for store, counters in now.stores():
             for operation in _OPERATIONS:
                 if f"store.{operation}" in counters:
-                    yield (store, operation), counters.get(f"store.{operation}{suffix}", 0)
+                    yield (*store, operation), counters.get(f"store.{operation}{suffix}", 0)
 
     return read
 
@@ -108,7 +110,7 @@ def _moved(suffix: str | None) -> Callable[[Snapshot], Iterable[Sample]]:
             for operation, moved in _MOVES.items():
                 if f"store.{operation}" in counters:
                     yield (
-                        (store, operation),
+                        (*store, operation),
                         counters.get(f"store.{operation}.{suffix or moved}", 0),
                     )
 
@@ -117,34 +119,29 @@ def _moved(suffix: str | None) -> Callable[[Snapshot], Iterable[Sample]]:
 
 def _misses(now: Snapshot) -> Iterator[Sample]:
     for store, counters in now.stores():
-        yield (store,), counters.get("store.lookup.misses", 0)
+        yield store, counters.get("store.lookup.misses", 0)
 
 
 def _failures(now: Snapshot) -> Iterator[Sample]:
     for store, counters in now.stores():
         for kind in ("failure", "timeout", "refused", "bad_frame", "other_codec"):
-            yield (store, kind), counters.get(f"store.{kind}", 0)
+            yield (*store, kind), counters.get(f"store.{kind}", 0)
 
 
 def _openings(now: Snapshot) -> Iterator[Sample]:
     for store, counters in now.stores():
-        yield (store,), counters.get("store.breaker.opened", 0)
+        yield store, counters.get("store.breaker.opened", 0)
 
 
-def _breaker(now: Snapshot) -> Iterator[Sample]:
-    for store, value in now.largest("store.breaker_state").items():
-        yield (store,), value
-
-
-def _size(name: str) -> Callable[[Snapshot], Iterable[Sample]]:
-    return lambda now: [((store,), value) for store, value in now.gauge(name).items()]
+def _gauge(name: str) -> Callable[[Snapshot], Iterable[Sample]]:
+    return lambda now: now.gauge(name).items()
 
 
 def _calls_in_flight(now: Snapshot) -> Iterator[Sample]:
     abandoned = now.gauge("store.abandoned")
     for store, running in now.gauge("store.running").items():
-        yield (store, "in_time"), running - abandoned.get(store, 0)
-        yield (store, "abandoned"), abandoned.get(store, 0)
+        yield (*store, "in_time"), running - abandoned.get(store, 0)
+        yield (*store, "abandoned"), abandoned.get(store, 0)
 
 
 def _parts(prefix: str, names: tuple[str, ...]) -> Callable[[Snapshot], Iterable[Sample]]:
@@ -236,42 +233,42 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_store_calls_total",
         "counter",
-        ("store", "operation"),
+        ("store", "place", "operation"),
         "Calls to a store, whatever came of them; refused ones too.",
         _by_operation(""),
     ),
     Metric(
         "kvconnect_store_seconds_total",
         "counter",
-        ("store", "operation"),
+        ("store", "place", "operation"),
         "Time that they took.",
         _by_operation(".seconds"),
     ),
     Metric(
         "kvconnect_store_blocks_total",
         "counter",
-        ("store", "operation"),
+        ("store", "place", "operation"),
         "Blocks that were loaded and found sound, or saved.",
         _moved(None),
     ),
     Metric(
         "kvconnect_store_bytes_total",
         "counter",
-        ("store", "operation"),
+        ("store", "place", "operation"),
         "Bytes of these blocks, before codecs.",
         _moved("bytes"),
     ),
     Metric(
         "kvconnect_store_misses_total",
         "counter",
-        ("store",),
+        ("store", "place"),
         "Lookups that did not find all they asked for. No failure.",
         _misses,
     ),
     Metric(
         "kvconnect_store_failures_total",
         "counter",
-        ("store", "kind"),
+        ("store", "place", "kind"),
         "What went wrong: failure (the store's error), timeout, refused (by the open breaker), "
         "bad_frame (damaged, dropped), other_codec (sound, of no use here).",
         _failures,
@@ -279,37 +276,37 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_store_breaker_state",
         "gauge",
-        ("store",),
+        ("store", "place"),
         "0: closed, the store is used; 1: half-open, it is probed; 2: open, it is left alone.",
-        _breaker,
+        _gauge("store.breaker_state"),
     ),
     Metric(
         "kvconnect_store_breaker_openings_total",
         "counter",
-        ("store",),
+        ("store", "place"),
         "How often the breaker opened.",
         _openings,
     ),
     Metric(
         "kvconnect_store_calls_in_flight",
         "gauge",
-        ("store", "state"),
+        ("store", "place", "state"),
         "Calls that have not ended: in_time, or abandoned at their deadline.",
         _calls_in_flight,
     ),
     Metric(
         "kvconnect_store_used_bytes",
         "gauge",
-        ("store",),
+        ("store", "place"),
         "Bytes that blocks take in a store that knows.",
-        _size("store.bytes"),
+        _gauge("store.bytes"),
     ),
     Metric(
         "kvconnect_store_capacity_bytes",
         "gauge",
-        ("store",),
+        ("store", "place"),
         "Bytes that they may take.",
-        _size("store.capacity"),
+        _gauge("store.capacity"),
     ),
 )
 """All metrics, in the order of ``docs/metrics.md``."""

@@ -33,7 +33,7 @@ logger = logging.getLogger("kvconnect")
 
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
-"""Which of several an event or a gauge is about: ``(("store", "DiskBackend"),)``."""
+"""Which of several an event or a gauge is about: ``(("store", "DiskBackend"), ("place", "disk:///kv"))``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from kvconnect.prometheus import METRICS, Collector, serve
 from kvconnect.trace import Metrics, count, trace
 
 ROOT = Path(__file__).parents[2]
-DISK = (("store", "DiskBackend"),)
-REDIS = (("store", "RedisBackend"),)
+DISK = (("store", "DiskBackend"), ("place", "disk:///kv"))
+REDIS = (("store", "RedisBackend"), ("place", "redis://host"))
 
 
 @pytest.fixture
@@ -113,13 +113,13 @@ def test_calls_bytes_and_seconds_are_told_by_store_and_operation(metrics: Metric
             span.set(loaded=2, bytes=nbytes)
     with trace("store.save", DISK, blocks=3) as span:
         span.set(saved=3, bytes=7)
-    load = {"store": "DiskBackend", "operation": "load"}
+    load = dict(DISK, operation="load")
     assert value("kvconnect_store_calls_total", **load) == 1
     assert value("kvconnect_store_bytes_total", **load) == 4096
     assert value("kvconnect_store_blocks_total", **load) == 2
     assert value("kvconnect_store_seconds_total", **load) > 0
-    assert value("kvconnect_store_bytes_total", store="RedisBackend", operation="load") == 10
-    assert value("kvconnect_store_blocks_total", store="DiskBackend", operation="save") == 3
+    assert value("kvconnect_store_bytes_total", **dict(REDIS), operation="load") == 10
+    assert value("kvconnect_store_blocks_total", **dict(DISK), operation="save") == 3
 
 
 def test_a_miss_a_failure_a_timeout_and_a_bad_frame_stay_different(metrics: Metrics):
@@ -129,15 +129,14 @@ def test_a_miss_a_failure_a_timeout_and_a_bad_frame_stay_different(metrics: Metr
     for number, kind in enumerate(kinds, 1):
         for _ in range(number):
             count(f"store.{kind}", DISK)
-    told = [
-        value("kvconnect_store_failures_total", store="DiskBackend", kind=kind) for kind in kinds
-    ]
+    told = [value("kvconnect_store_failures_total", **dict(DISK), kind=kind) for kind in kinds]
     assert told == [1, 2, 3, 4, 5]
-    assert value("kvconnect_store_misses_total", store="DiskBackend") == 1
+    assert value("kvconnect_store_misses_total", **dict(DISK)) == 1
 
 
-def test_sizes_of_stores_of_one_kind_are_added_and_the_worst_breaker_is_told(metrics: Metrics):
-    for state, nbytes in ((0, 100), (2, 50), (1, 1)):
+def test_sizes_and_breakers_are_told_by_store_and_place(metrics: Metrics):
+    other = (("store", "DiskBackend"), ("place", "disk:///other"))
+    for labels, state, nbytes in ((DISK, 2, 50), (other, 1, 1)):
         sizes = {
             "store.breaker_state": float(state),
             "store.bytes": float(nbytes),
@@ -145,13 +144,15 @@ def test_sizes_of_stores_of_one_kind_are_added_and_the_worst_breaker_is_told(met
             "store.running": 3.0,
             "store.abandoned": 1.0,
         }
-        metrics.add_gauges(lambda sizes=sizes: sizes, DISK)
-    store = {"store": "DiskBackend"}
+        metrics.add_gauges(lambda sizes=sizes: sizes, labels)
+    store = dict(DISK)
     assert value("kvconnect_store_breaker_state", **store) == 2
-    assert value("kvconnect_store_used_bytes", **store) == 151
-    assert value("kvconnect_store_capacity_bytes", **store) == 3000
-    assert value("kvconnect_store_calls_in_flight", **store, state="in_time") == 6
-    assert value("kvconnect_store_calls_in_flight", **store, state="abandoned") == 3
+    assert value("kvconnect_store_breaker_state", **dict(other)) == 1
+    assert value("kvconnect_store_used_bytes", **store) == 50
+    assert value("kvconnect_store_used_bytes", **dict(other)) == 1
+    assert value("kvconnect_store_capacity_bytes", **store) == 1000
+    assert value("kvconnect_store_calls_in_flight", **store, state="in_time") == 2
+    assert value("kvconnect_store_calls_in_flight", **store, state="abandoned") == 1
 
 
 def test_two_engines_are_one_process(metrics: Metrics):

@@ -1,0 +1,58 @@
+"""What tells the figures of one store of this process from those of another."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+
+from kvconnect.backends.url import StoreUrl
+from kvconnect.trace import Labels
+
+__all__ = ["StoreLabels", "place_of", "store_labels"]
+
+# Counters stay for as long as the process lives: of a process that opens a store in one place after
+# the other, only so many places are told apart.
+_MOST_PLACES = 256
+_ELSEWHERE = "elsewhere"
+
+
+def place_of(url: StoreUrl) -> str:
+    """Where the store of `url` is, without credentials and parameters: ``disk:///var/cache/kv``."""
+    return str(StoreUrl(url.scheme, url.location.rpartition("@")[2], url.path))
+
+
+class StoreLabels:
+    """The labels ``store`` (its class) and ``place``, of one store at a time. Thread-safe.
+
+    Of stores of one class in one place that are used at the same time, the second one's place ends
+    in `` (2)``, and so on. A store that is opened again where one was closed goes on with its
+    figures.
+    """
+
+    def __init__(self) -> None:
+        self._places: set[str] = set()
+        self._taken: set[Labels] = set()
+        self._lock = threading.Lock()
+
+    def take(self, store: str, place: str) -> Labels:
+        """Labels that nobody else has until they are given back."""
+        with self._lock:
+            if place not in self._places and len(self._places) >= _MOST_PLACES:
+                place = _ELSEWHERE
+            self._places.add(place)
+            for number in count(1):
+                shown = place if number == 1 else f"{place} ({number})".lstrip()
+                labels: Labels = (("store", store), ("place", shown))
+                if labels not in self._taken:
+                    break
+            self._taken.add(labels)
+            return labels
+
+    def give_back(self, labels: Labels) -> None:
+        """The store is closed; the second time does nothing."""
+        with self._lock:
+            self._taken.discard(labels)
+
+
+store_labels = StoreLabels()
+"""Of the whole process."""
