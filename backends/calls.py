@@ -127,8 +127,9 @@ class Calls:
         start: Callable[[Call], Coroutine[Any, Any, T]],
         *,
         holds_buffers: bool = False,
+        deadline_s: float | None = None,
     ) -> T:
-        """The result of ``start(call)``, within the deadline.
+        """The result of ``start(call)``, within the deadline, or within `deadline_s` if given.
 
         With `holds_buffers` the coroutine is never cancelled: at the deadline it is left running,
         and cancelling `run` takes effect only when it has ended or its deadline has come.
@@ -139,7 +140,9 @@ class Calls:
         """
         self._admit()
         try:
-            result = await self.run_always(operation, start, holds_buffers=holds_buffers)
+            result = await self.run_always(
+                operation, start, holds_buffers=holds_buffers, deadline_s=deadline_s
+            )
         except RetryLater as error:
             if not isinstance(error, BackendTimeout):
                 count("store.failure", self.labels)
@@ -154,11 +157,13 @@ class Calls:
         start: Callable[[Call], Coroutine[Any, Any, T]],
         *,
         holds_buffers: bool = False,
+        deadline_s: float | None = None,
     ) -> T:
         """As `run`, whatever happened before, and without consequences: to open and to close."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.deadline_s
-        await self._take_turn(operation, deadline)
+        seconds = self.deadline_s if deadline_s is None else deadline_s
+        deadline = loop.time() + seconds
+        await self._take_turn(operation, deadline, seconds)
         try:
             call = Call()
             task = loop.create_task(_contained(start(call)), name=f"kvconnect-{operation}")
@@ -166,7 +171,7 @@ class Calls:
             task.add_done_callback(self._ended)
             if not await _wait(task, deadline, holds_buffers=holds_buffers):
                 call.abandoned = True
-                raise self._abandon(operation, task, holds_buffers=holds_buffers)
+                raise self._abandon(operation, task, seconds, holds_buffers=holds_buffers)
         finally:
             self._turns.release()
         if task.cancelled():
@@ -208,7 +213,7 @@ class Calls:
             return ""
         return f"{len(self._abandoned)} calls past their deadline still run"
 
-    async def _take_turn(self, operation: str, deadline: float) -> None:
+    async def _take_turn(self, operation: str, deadline: float, seconds: float) -> None:
         if not self._turns.locked():
             await self._turns.acquire()
             return
@@ -216,16 +221,16 @@ class Calls:
             async with asyncio.timeout_at(deadline):
                 await self._turns.acquire()
         except TimeoutError as error:
-            raise self._timeout(operation) from error
+            raise self._timeout(operation, seconds) from error
 
-    def _timeout(self, operation: str, pending: Future[None] | None = None) -> BackendTimeout:
+    def _timeout(
+        self, operation: str, seconds: float, pending: Future[None] | None = None
+    ) -> BackendTimeout:
         count("store.timeout", self.labels)
-        return BackendTimeout(
-            f"{self.name}: {operation} took longer than {self.deadline_s:g} s", pending
-        )
+        return BackendTimeout(f"{self.name}: {operation} took longer than {seconds:g} s", pending)
 
     def _abandon(
-        self, operation: str, task: asyncio.Task[Any], *, holds_buffers: bool
+        self, operation: str, task: asyncio.Task[Any], seconds: float, *, holds_buffers: bool
     ) -> BackendTimeout:
         pending: Future[None] = Future()
         pending.set_running_or_notify_cancel()
@@ -235,7 +240,7 @@ class Calls:
             self._breaker.open(self._hangs)
         if not holds_buffers:
             task.cancel()
-        return self._timeout(operation, pending)
+        return self._timeout(operation, seconds, pending)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvconnect.backends.url import parse_size
 from kvconnect.cli.command import Subparsers
-from kvconnect.errors import ConfigurationError
+from kvconnect.errors import ConfigurationError, nearest
 
 __all__ = ["add_parser"]
 
@@ -40,6 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
     engine.set_defaults(run=run_engine)
     _add_blocks(benchmarks)
     _add_store(benchmarks)
+    _add_dead(benchmarks)
     _add_kernels(benchmarks)
 
 
@@ -76,6 +77,32 @@ in the interpreter given.""",
     )
     store.add_argument("--json", action="store_true", help="print one JSON object")
     store.set_defaults(run=run_store)
+
+
+def _add_dead(benchmarks: Subparsers) -> None:
+    dead = benchmarks.add_parser(
+        "dead",
+        help="what a store that dies costs requests, and how soon it is used again",
+        description="""\
+Let a redis-server and a plain S3 server die under an engine: connections refused, packets
+black-holed, the process frozen. Measure how much later than without a store the first token comes,
+and how long after its recovery the store is used again. Takes some minutes.""",
+    )
+    dead.add_argument(
+        "--model", type=Path, metavar="DIR", help="default: a random Llama, as small as can be"
+    )
+    dead.add_argument("--stores", default="redis,s3", metavar="NAME,…", help="default: redis,s3")
+    dead.add_argument("--prompt-tokens", type=int, default=64, metavar="N")
+    dead.add_argument(
+        "--requests", type=int, default=200, metavar="N", help="to a store that is left alone"
+    )
+    dead.add_argument(
+        "--dead-s", type=float, default=15.0, metavar="S", help="a store is dead at least so long"
+    )
+    dead.add_argument("--lookup-timeout-ms", type=float, default=20.0, metavar="MS")
+    dead.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
+    dead.add_argument("--json", action="store_true", help="print one JSON object")
+    dead.set_defaults(run=run_dead)
 
 
 def _add_kernels(benchmarks: Subparsers) -> None:
@@ -219,6 +246,35 @@ def run_store(arguments: argparse.Namespace) -> None:
     figures = bench_store(arguments.url, plan, _tell)
     figures += bench_peer(arguments.url, plan, arguments.peer_python, _tell)
     print(render(f"store {arguments.url}", figures, as_json=arguments.json))
+
+
+def run_dead(arguments: argparse.Namespace) -> None:
+    """Measure what dead stores cost.
+
+    Raises:
+        ConfigurationError: names the option and what is right.
+    """
+    from kvconnect.bench.dead_servers import SERVERS
+    from kvconnect.bench.dead_store import DeadPlan, dead_stores
+    from kvconnect.bench.report import render
+
+    for name in ("prompt_tokens", "requests"):
+        if getattr(arguments, name) < 1:
+            option = name.replace("_", "-")
+            raise ConfigurationError(f"--{option} {getattr(arguments, name)}: must be at least 1")
+    stores = arguments.stores.split(",")
+    for store in stores:
+        if store not in SERVERS:
+            raise ConfigurationError(f"--stores {store}: {nearest(store, SERVERS)}")
+    plan = DeadPlan(
+        prompt_tokens=arguments.prompt_tokens,
+        requests=arguments.requests,
+        dead_s=arguments.dead_s,
+        budget_ms=arguments.lookup_timeout_ms,
+    )
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        figures = dead_stores(arguments.model, Path(name), stores, plan, _tell)
+    print(render("dead", figures, as_json=arguments.json))
 
 
 def run_kernels(arguments: argparse.Namespace) -> None:

@@ -21,6 +21,8 @@ __all__ = ["BackgroundLoad", "BackgroundLoads"]
 # while their slots stay in the processor's caches.
 _PIECE_NBYTES = 8 << 20
 _PIECES_IN_FLIGHT = 4
+# Between two looks at whether the store is still used at all.
+_LOOK_S = 0.25
 
 
 class BackgroundLoad:
@@ -64,6 +66,9 @@ class BackgroundLoad:
 
 class BackgroundLoads:
     """All loads in the background of one worker.
+
+    A load ends without success at its deadline, or as soon as the store is left alone: the pieces
+    to come would be refused, and those under way need not be waited for.
 
     A failed or cancelled load reports its end only when nothing of it will be copied into the pool
     any more. A store that answers after its deadline writes into staging slots, which stay its own
@@ -136,16 +141,20 @@ class BackgroundLoads:
 
     async def _fetch(self, load: BackgroundLoad, deadline: float) -> None:
         """Return when everything is in the pool, or nothing more will be."""
+        loop = asyncio.get_running_loop()
         while not load.closed:
             load.news.clear()
             self._start_reads(load)
             if not load.reading and load.next >= load.stop:
                 return
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(deadline, loop.time() + _LOOK_S)):
                     await load.news.wait()
             except TimeoutError:
-                load.close(f"not done within {self._timeout_s:g} s")
+                if loop.time() >= deadline:
+                    load.close(f"not done within {self._timeout_s:g} s")
+                elif not self._store.backend.available:
+                    load.close("the store does not answer any more")
         while load.copying:
             load.news.clear()
             await load.news.wait()

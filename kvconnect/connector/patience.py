@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvconnect.backend import Backend
+from kvconnect.backends.guard import GuardedBackend
 from kvconnect.errors import RetryLater
-from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.trace import count
 
 __all__ = ["Patience"]
@@ -30,20 +28,21 @@ class Patience:
 
     So a store that is frozen, or too slow, costs one request the budget, once. What others looked
     up meanwhile is used if it is there by the time they are admitted. Requests do not probe: an
-    unknown key is looked up every second for this.
+    unknown key is looked up every second for this. Five such questions in a row without an answer
+    open the store's breaker: those of requests are taken back when these end, and tell nothing.
 
     `start_step` and `wait` belong to the engine's thread, the rest to the store's loop.
 
     Args:
         budget_s: for all lookups of a step together.
-        backend: the store, guarded.
+        backend: the store.
         submit: starts a coroutine on the store's loop.
     """
 
     def __init__(
         self,
         budget_s: float,
-        backend: Backend,
+        backend: GuardedBackend,
         submit: Callable[[Coroutine[Any, Any, None]], Future[None]],
     ) -> None:
         self._budget_s = budget_s
@@ -96,7 +95,6 @@ class Patience:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
             try:
-                async with asyncio.timeout(_PROBE_S):
-                    await self.timed(self._backend.lookup([BlockKey(os.urandom(KEY_NBYTES))]))
-            except (RetryLater, TimeoutError):
+                await self.timed(self._backend.probe(max(_PROBE_S, self._budget_s)))
+            except RetryLater:
                 continue

@@ -485,6 +485,27 @@ def test_a_store_that_never_opens_is_an_error_within_the_deadline() -> None:
     store.open_doors()
 
 
+def test_a_load_under_way_is_given_up_when_the_store_is_left_alone() -> None:
+    store = filled(inline=False)
+    with BenchEngine(llm_args(store, lookup_timeout_ms=2000, load_timeout_s=100)) as bench:
+        request = bench.submit(PROMPT, 3)
+        store.at_load.shut()
+        bench.step()
+        store.at_load.await_caller()
+        slots = bench.manager._worker._staging
+        taken = slots.num_slots - slots.num_free
+        store.lookup_error = OSError("gone")
+        started = time.monotonic()
+        for token in range(1, 8):
+            bench.submit([token] * 3 * T, 1)
+        bench.run()
+        assert time.monotonic() - started < 10
+        assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER
+        # What the store may still write into stays its own.
+        assert slots.num_slots - slots.num_free == taken > 0
+        store.open_doors()
+
+
 def test_opening_is_no_load_and_may_take_longer() -> None:
     store = DictStore()
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from bench_engine import LAYOUT, BenchEngine, T, llm_args, reference
 from stores import DictStore
 
 from kvconnect import frame
+from kvconnect.trace import metrics
 
 PROMPT = list(range(1, 6 * T + 3))
 BUDGET_S = 1.0
@@ -23,6 +27,17 @@ def store():
         bench.answer(PROMPT, 3)
     yield store
     store.open_doors()
+
+
+@contextmanager
+def told_of(name: str) -> Iterator[threading.Event]:
+    """An event that is set when `name` happens."""
+    happened = threading.Event()
+    remove = metrics.add_hook(lambda event: happened.set() if event.name == name else None)
+    try:
+        yield happened
+    finally:
+        remove()
 
 
 def patience(bench):
@@ -45,6 +60,18 @@ def test_after_one_late_answer_nobody_waits(store: DictStore) -> None:
         for token in range(10, 20):
             assert bench.answer([token] * 5, 1) == reference([token] * 5, 1)
         assert time.monotonic() - started < 5 * BUDGET_S
+        store.open_doors()
+
+
+def test_a_store_that_answers_nobody_is_left_alone(store: DictStore, monkeypatch) -> None:
+    # Requests end sooner than their lookups could fail: without its own questions nobody learns.
+    monkeypatch.setattr("kvconnect.connector.patience._PROBE_S", 0.1)
+    config = {"lookup_timeout_ms": 50.0}
+    with told_of("store.breaker.opened") as opened, BenchEngine(llm_args(store, **config)) as bench:
+        store.at_lookup.shut()
+        bench.answer([7] * 5, 1)
+        assert patience(bench).lost
+        assert opened.wait(10)
         store.open_doors()
 
 

@@ -1,0 +1,50 @@
+"""Real servers that die under an engine: they cost the lookup budget once, and are used again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvconnect.bench.dead_servers import SERVERS, Death
+from kvconnect.bench.dead_store import DeadPlan, measure_death
+
+BUDGET_S = 1.0
+RECOVERY_S = 10.0
+# Figures are the benchmark's (``kvconnect bench dead``); here nothing is hurried, and a store is
+# soon found dead. Answers are compared by what measures.
+PLAN = DeadPlan(
+    requests=10,
+    dead_s=0.0,
+    budget_ms=1000 * BUDGET_S,
+    timeout_s=1.0,
+    parameters="timeout=300ms",
+    stored=25,
+)
+SHORT = {("redis", Death.FROZEN), ("s3", Death.REFUSED)}
+
+
+@pytest.mark.parametrize(
+    ("name", "death"),
+    [
+        pytest.param(
+            name,
+            death,
+            id=f"{name}-{death.value}",
+            marks=() if (name, death) in SHORT else pytest.mark.slow,
+        )
+        for name in SERVERS
+        for death in Death
+    ],
+)
+def test_a_dead_server_costs_one_request_its_budget_and_is_used_again(
+    model: Path, tmp_path: Path, name: str, death: Death
+) -> None:
+    with SERVERS[name](tmp_path) as server:
+        toll = measure_death(model, server, death, PLAN)
+    assert toll.first < 2 * BUDGET_S + 1
+    # Nobody waits for the budget again, the breaker still closed or not: all of them together do
+    # not take what half of them would.
+    assert sum(toll.waiting) < len(toll.waiting) / 2 * BUDGET_S + 1
+    assert sum(toll.opened) < len(toll.opened) / 2 * BUDGET_S
+    assert toll.until_hit < RECOVERY_S
