@@ -201,10 +201,9 @@ class KvCacheConnectorConfig(Settings):
         key_file: file with the secret key of ``aes-gcm``. Blocks rounded by another codec or
             encrypted with another key are not found, as those of another model.
         lookup_timeout_ms: what all lookups of one engine step together may delay it by.
-        load_timeout_s: deadline of a load; past it the tokens are computed. A load that is under way
-            when its store freezes waits for this at most: less if the store gives up sooner (Redis
-            after its ``timeout``, 5 s, S3 after 10 s), or if other calls fail meanwhile, too, so
-            that the store is left alone.
+        load_timeout_s: deadline of a load; past it the tokens are computed. A load that is under
+            way when its store freezes waits for this at most: less if the store gives up sooner
+            (Redis after its ``timeout``, 5 s, S3 after 10 s), or is left alone meanwhile.
         save_timeout_s: deadline of a save, and of draining at close.
         min_load_tokens: load only if at least so many tokens come from the store.
         save_on: save blocks when they are ``full``, or when their request ends (``finish``).

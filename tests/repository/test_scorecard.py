@@ -18,7 +18,7 @@ def scorecard(repository: Path) -> dict[str, list[str]]:
     text = (repository / "docs/stores.md").read_text(encoding="utf-8")
     _, _, table = text.partition("| seen elsewhere | covered by |\n")
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", table.partition("\n\n")[0], re.MULTILINE)
-    return {fault: re.findall(r"`([^`]+)`", covered) for fault, covered in rows[1:]}
+    return {fault: re.findall(r"`([^`]+)`", covered) for fault, covered in rows}
 
 
 def test_every_fault_is_covered(scorecard: dict[str, list[str]]) -> None:
