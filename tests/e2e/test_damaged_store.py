@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from harness import PROMPT, answer, disk_url, store_files
+from harness import PROMPT, T, answer, disk_url, store_files
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_each_file_deleted_in_turn(
         assert list(answer(model, disk_url(directory)).output_token_ids) == expected, path
 
 
-def test_swapped_blocks(model: Path, store: Path, expected: list[int]) -> None:
+def test_swapped_pages(model: Path, store: Path, expected: list[int]) -> None:
     """Every 4 KiB page of the data files changes places: right bytes in wrong places."""
     for path in store_files(store):
         if path.stat().st_size > 1 << 16 and "sqlite" not in path.name and ".db" not in path.name:
@@ -78,6 +79,26 @@ def test_swapped_blocks(model: Path, store: Path, expected: list[int]) -> None:
             pages = [data[at : at + 4096] for at in range(0, len(data), 4096)]
             path.write_bytes(b"".join(reversed(pages)))
     assert list(answer(model, disk_url(store)).output_token_ids) == expected
+
+
+def test_swapped_blocks(model: Path, store: Path, expected: list[int]) -> None:
+    """Whole blocks change places: each is sound, and another key's."""
+    swapped = 0
+    for path in store_files(store):
+        data = path.read_bytes()
+        starts = [match.start() for match in re.finditer(b"KVCFRAME", data)]
+        if len(starts) < 2 or "sqlite" in path.name or ".db" in path.name:
+            continue
+        nbytes = starts[1] - starts[0]
+        mixed = bytearray(data)
+        for to, start in zip(starts, starts[1:] + starts[:1], strict=True):
+            mixed[to : to + nbytes] = data[start : start + nbytes]
+            swapped += 1
+        path.write_bytes(mixed)
+    assert swapped >= len(PROMPT) // T
+    damaged = answer(model, disk_url(store))
+    assert list(damaged.output_token_ids) == expected
+    assert damaged.reused_store_tokens == 0
 
 
 def test_another_prompts_data_under_this_index(

@@ -9,16 +9,16 @@ import pytest
 from kvconnect.bench.dead_servers import SERVERS, Death
 from kvconnect.bench.dead_store import DeadPlan, measure_death
 
-BUDGET_S = 1.0
+BUDGET_S = 0.2
 RECOVERY_S = 10.0
-# Figures are the benchmark's (``kvconnect bench dead``); here nothing is hurried, and a store is
-# soon found dead. Answers are compared by what measures.
+# Figures are the benchmark's (``kvconnect bench dead``), which also compares the answers. Here a
+# store is soon found dead, but not so soon that it would pass for the budget.
 PLAN = DeadPlan(
     requests=10,
     dead_s=0.0,
     budget_ms=1000 * BUDGET_S,
-    timeout_s=1.0,
-    parameters="timeout=300ms",
+    timeout_s=5.0,
+    parameters="timeout=2s",
     stored=25,
 )
 SHORT = {("redis", Death.FROZEN), ("s3", Death.REFUSED)}
@@ -46,5 +46,5 @@ def test_a_dead_server_costs_one_request_its_budget_and_is_used_again(
     # Nobody waits for the budget again, the breaker still closed or not: all of them together do
     # not take what half of them would.
     assert sum(toll.waiting) < len(toll.waiting) / 2 * BUDGET_S + 1
-    assert sum(toll.opened) < len(toll.opened) / 2 * BUDGET_S
+    assert sum(toll.opened) < len(toll.opened) / 2 * BUDGET_S + 1
     assert toll.until_hit < RECOVERY_S
