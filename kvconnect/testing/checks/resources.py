@@ -66,6 +66,11 @@ async def _fails(subject: Subject, operation: FileOperation, number: int) -> Non
         files.heal()
         await recovers(store, blocks, what, within_s=subject.patience_s)
         await _whole_or_absent(shimmed, what)
+        # The same blocks, which may have failed before: nothing of that is in their way.
+        again = blocks.keys(what, 0, count=4)
+        saved = await store.save(blocks.chain(again))
+        demand(saved == 4, f"{what}: of 4 blocks that failed {saved} can be saved afterwards")
+        await expect_stored(store, blocks, again)
 
 
 async def _whole_or_absent(shimmed: _Shimmed, what: str) -> None:
