@@ -17,14 +17,8 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 
 from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
-from kvconnect.backends.disk_directory import (
-    Access,
-    DiskDirectory,
-    DiskSettings,
-    identity,
-    ignore,
-    warn_damaged,
-)
+from kvconnect.backends.disk_directory import DiskDirectory, ignore
+from kvconnect.backends.disk_place import Access, DiskSettings, identity, warn_damaged
 from kvconnect.backends.disk_schema import (
     INDEX_NAME,
     Durability,

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
-import shutil
 import threading
-import uuid
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from itertools import takewhile
-from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
 from kvconnect.backends.disk_index import IndexReader, Located, microseconds
+from kvconnect.backends.disk_lifetime import Lifetime
+from kvconnect.backends.disk_place import (
+    DiskSettings,
+    check_format,
+    default_capacity,
+    identity,
+    unwritable,
+    warn_damaged,
+    write_format,
+)
 from kvconnect.backends.disk_schema import (
-    INDEX_NAME,
-    Durability,
     IndexDamaged,
     IndexFull,
     connect,
@@ -35,31 +36,9 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 
-__all__ = ["Access", "DiskDirectory", "DiskSettings", "identity", "ignore", "warn_damaged"]
+__all__ = ["DiskDirectory", "ignore"]
 
 logger = logging.getLogger("kvconnect")
-
-FORMAT = 1
-
-Access = Literal["store", "read", "maintain"]
-"""What a directory is opened for: to be a store; to be read without leaving a trace, use included;
-or to delete from it, whatever its capacity. The latter two do not make one."""
-
-_FORMAT_NAME = "FORMAT"
-_DEFAULT_CAPACITY = 50 << 30
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT}
-
-
-@dataclass(frozen=True, slots=True)
-class DiskSettings:
-    """What a disk store's URL says, see `DiskBackend`, and how long whole blocks are."""
-
-    path: Path
-    capacity: int | None = None
-    durability: Durability = "process"
-    ttl: float | None = None
-    frame_sizes: frozenset[int] = frozenset()
-    access: Access = "store"
 
 
 def ignore(point: str) -> None:
@@ -94,16 +73,14 @@ class DiskDirectory:
         self._reader: IndexReader | None = None
         self.identity: tuple[int, int] | None = None
         self.capacity = 0
-        self._closing = threading.Lock()
-        self._users = 0
-        self._retired = False
+        self._lifetime = Lifetime(self._close)
         self._outdated = False
         self._maintained = settings.access == "maintain"
         self._looking = settings.access == "read"
         if settings.access != "store" and identity(self.path) is None:
             raise ConfigurationError(f"disk store: there is none in '{self.path}'; give another")
         self.read_only = settings.access == "read"
-        reason = None if self.read_only else _unwritable(self.path)
+        reason = None if self.read_only else unwritable(self.path)
         self.read_only |= reason is not None
         self._files = SegmentFiles(self.path, writable=not self.read_only)
         try:
@@ -118,7 +95,7 @@ class DiskDirectory:
             raise
 
     def _open(self, settings: DiskSettings, reason: OSError | None) -> None:
-        _check_format(self.path)
+        check_format(self.path)
         if settings.access == "read":
             self._open_read_only(settings.ttl, must=True)
             return
@@ -151,9 +128,9 @@ class DiskDirectory:
         return full
 
     def _make_writer(self, settings: DiskSettings) -> None:
-        _write_format(self.path)
+        write_format(self.path)
         given = None if self._maintained else settings.capacity
-        self.capacity = given or _default_capacity(self.path, self._files.nbytes())
+        self.capacity = given or default_capacity(self.path, self._files.nbytes())
         self._writer = IndexWriter(
             self.path,
             self._files,
@@ -270,26 +247,13 @@ class DiskDirectory:
             return dict(totals)
         return {**totals, "capacity": self.capacity, "read_only": self.read_only}
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> AbstractContextManager[None]:
         """Keep this open meanwhile, also if `retire` is called."""
-        with self._closing:
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._closing:
-                self._users -= 1
-                if self._retired and not self._users:
-                    self._close()
+        return self._lifetime.in_use()
 
     def retire(self) -> None:
         """Close everything, as soon as nobody uses it. The second time does nothing."""
-        with self._closing:
-            if not self._retired:
-                self._retired = True
-                if not self._users:
-                    self._close()
+        self._lifetime.end()
 
     def forget(self) -> None:
         """Not be `current` any more: the directory may be writable by now."""
@@ -350,69 +314,3 @@ class DiskDirectory:
             f"disk.full.{self.path}",
             f"disk store {self.path}: {error}; blocks are not saved until there is space",
         )
-
-
-def warn_damaged(path: Path, error: Exception) -> None:
-    """Say once that the index is not usable."""
-    count("store.disk.index_damaged")
-    warn_once(
-        f"disk.damaged.{path}",
-        f"disk store {path}: the index is damaged ({error}); it starts empty",
-    )
-
-
-def _unwritable(path: Path) -> OSError | None:
-    """Why nothing can be written to the directory `path`, which is made if need be."""
-    probe = path / f"probe-{uuid.uuid4().hex}"
-    try:
-        path.mkdir(0o700, parents=True, exist_ok=True)  # prompts can be read from what is in it
-        probe.touch(0o600, exist_ok=False)
-        probe.unlink()
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigurationError(
-            f"disk store: '{path}' is not a directory; give another"
-        ) from error
-    except OSError as error:
-        if error.errno in _READ_ONLY and path.is_dir():
-            return error
-        raise BackendUnavailable(f"disk store {path}: {error}") from error
-    return None
-
-
-def identity(path: Path) -> tuple[int, int] | None:
-    """Which index the directory `path` has now; ``None``: none."""
-    try:
-        stat = (path / INDEX_NAME).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return stat.st_dev, stat.st_ino
-
-
-def _default_capacity(path: Path, present: int) -> int:
-    # Never less than there is: who does not say how much may be stored deletes nothing by that.
-    return max(present, min(_DEFAULT_CAPACITY, (shutil.disk_usage(path).free + present) // 2))
-
-
-def _format_text(number: int) -> bytes:
-    text = b"kvconnect disk store, format %d" % number
-    return text + b", check %08x\n" % zlib.crc32(text)
-
-
-def _check_format(path: Path) -> None:
-    """Refuse a directory of another format. A damaged mark says nothing, and is written again."""
-    try:
-        text = (path / _FORMAT_NAME).read_bytes()
-    except FileNotFoundError:
-        return
-    match = re.match(rb"kvconnect disk store, format (\d{1,9}),", text)
-    if match and int(match[1]) != FORMAT and text == _format_text(int(match[1])):
-        raise ConfigurationError(
-            f"disk store: '{path}' has format {int(match[1])}, this version reads format {FORMAT}; "
-            f"give another directory, or delete this one"
-        )
-
-
-def _write_format(path: Path) -> None:
-    mark = path / _FORMAT_NAME
-    if not mark.exists() or mark.read_bytes() != _format_text(FORMAT):
-        mark.write_bytes(_format_text(FORMAT))

@@ -66,8 +66,8 @@ CREATE INDEX blocks_by_segment ON blocks(segment, used);
 CREATE INDEX blocks_by_parent ON blocks(parent);
 """
 _BUSY_S = 5.0
-# The write-ahead log is moved into the database at so many pages, and stays that short.
-_LOG_PAGES = 1024
+# The write-ahead log is moved into the database at so many pages; see `IndexLog`.
+_LOG_PAGES = 4096
 _LOG_PAGES_MIN = 16
 _PAGE = 4096
 _CACHE_KIB = 32 << 10
@@ -127,7 +127,9 @@ def log_nbytes(capacity: int) -> int:
 
 
 def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connection:
-    """The index in `directory`, made if it is not there; its log is kept at about `log` bytes.
+    """The index in `directory`, made if it is not there.
+
+    Its log is cut to `log` bytes when it starts over; when that is, `IndexLog` decides.
 
     Raises:
         BackendUnavailable, IndexDamaged: nothing stays open.
@@ -140,7 +142,7 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
         with index_errors():
             db.execute("PRAGMA journal_mode=WAL")
             db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
-            db.execute(f"PRAGMA wal_autocheckpoint={log // _PAGE}")
+            db.execute("PRAGMA wal_autocheckpoint=0")
             db.execute(f"PRAGMA journal_size_limit={log}")
             db.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
             if _version(db) == 0:

@@ -7,23 +7,27 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from kvconnect.backends.direct_io import is_aligned, open_direct, read_at, scratch, view, write_at
+from kvconnect.backends.disk_runs import Place, Run, parts
 
-__all__ = ["NO_SPACE", "Place", "SegmentFiles", "SegmentLost"]
+__all__ = ["NO_SPACE", "SegmentFiles", "SegmentLost"]
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers that mean: no more bytes, whoever limits them."""
 
 _NAME = re.compile(r"segment-(\d+)-(\d+)\.slots")
-# Neighbouring slots go in one system call up to this; longer ones measure no faster.
-_RUN_NBYTES = 16 << 20
+# The parts of calls are moved by so many threads, in the order of the calls: enough to keep the
+# disk busy, and a call that came first ends first. What follows its I/O, a commit or a checksum,
+# then happens during the next call's I/O; calls that share the disk evenly would all end at once,
+# and leave it idle.
+_THREADS = 3
 
 
 class SegmentLost(Exception):
@@ -32,25 +36,6 @@ class SegmentLost(Exception):
     def __init__(self, segment: int) -> None:
         super().__init__(f"segment {segment} is gone or cut short")
         self.segment = segment
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """A slot of `size` bytes."""
-
-    segment: int
-    slot: int
-    size: int
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Which slot it is, for the index."""
-        return self.segment, self.slot
-
-    @property
-    def offset(self) -> int:
-        """Where it starts in the segment's file."""
-        return self.slot * self.size
 
 
 class _File:
@@ -75,6 +60,7 @@ class SegmentFiles:
         self._writable = writable
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvconnect-disk-parts")
 
     def create(self, segment: int, size: int, slots: int) -> None:
         """Make the file of `segment` with all its bytes allocated.
@@ -138,19 +124,7 @@ class SegmentFiles:
             SegmentLost: a file is gone or too short; `buffers` are undefined.
             OSError: the same.
         """
-        for run in _runs(places, buffers):
-            place = places[run.start]
-            with self._using(place) as fd:
-                if is_aligned(buffers[run.start]):
-                    views = [view(buffer) for buffer in buffers[run]]
-                    need, got = sum(map(len, views)), read_at(fd, views, place.offset)
-                else:
-                    need = buffers[run.start].numel()
-                    bounce = scratch(need)
-                    got = read_at(fd, [bounce], place.offset)
-                    view(buffers[run.start])[:] = bounce[:need]
-            if got < need:
-                raise SegmentLost(place.segment)
+        self._move(self._read, places, buffers)
 
     def write(self, places: Sequence[Place], buffers: Sequence[Tensor]) -> None:
         """Write each of `buffers` to the slot of the same index.
@@ -159,16 +133,7 @@ class SegmentFiles:
             SegmentLost: a file is gone.
             OSError: any of the slots may have been written in part.
         """
-        for run in _runs(places, buffers):
-            place = places[run.start]
-            if is_aligned(buffers[run.start]):
-                views = [view(buffer) for buffer in buffers[run]]
-            else:
-                bounce = scratch(buffers[run.start].numel())
-                bounce[: buffers[run.start].numel()] = view(buffers[run.start])
-                views = [bounce]
-            with self._using(place) as fd:
-                write_at(fd, views, place.offset)
+        self._move(self._write, places, buffers)
 
     def sync(self, places: Collection[Place]) -> None:
         """Return once what was written to `places` survives a power failure."""
@@ -177,8 +142,51 @@ class SegmentFiles:
                 os.fsync(fd)
 
     def close(self) -> None:
-        """Close all files, those in use as soon as they are not."""
+        """Close all files, those in use as soon as they are not. Nothing moves any more."""
         self.keep_only(())
+        self._threads.shutdown(wait=False)
+
+    def _move(
+        self,
+        move: Callable[[Sequence[Run]], None],
+        places: Sequence[Place],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        work = list(parts(places, buffers))
+        if len(work) <= 1:
+            for part in work:
+                move(part)
+            return
+        moving = [self._threads.submit(move, part) for part in work]
+        wait(moving)  # for all, though one fails: the buffers are the caller's again afterwards
+        for moved in moving:
+            moved.result()
+
+    def _read(self, part: Sequence[Run]) -> None:
+        for run in part:
+            need = sum(buffer.numel() for buffer in run.buffers)
+            with self._using(run.place) as fd:
+                if is_aligned(run.buffers[0]):
+                    got = read_at(fd, [view(buffer) for buffer in run.buffers], run.offset)
+                else:
+                    (buffer,) = run.buffers
+                    bounce = scratch(need)
+                    got = read_at(fd, [bounce], run.offset)
+                    view(buffer)[:] = bounce[:need]
+            if got < need:
+                raise SegmentLost(run.place.segment)
+
+    def _write(self, part: Sequence[Run]) -> None:
+        for run in part:
+            if is_aligned(run.buffers[0]):
+                views = [view(buffer) for buffer in run.buffers]
+            else:
+                (buffer,) = run.buffers
+                bounce = scratch(buffer.numel())
+                bounce[: buffer.numel()] = view(buffer)
+                views = [bounce]
+            with self._using(run.place) as fd:
+                write_at(fd, views, run.offset)
 
     def _path(self, segment: int, size: int) -> Path:
         return self._directory / f"segment-{segment:06d}-{size}.slots"
@@ -222,28 +230,3 @@ def _allocate(fd: int, nbytes: int) -> None:
         if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
             raise
         os.ftruncate(fd, nbytes)
-
-
-def _runs(places: Sequence[Place], buffers: Sequence[Tensor]) -> Iterator[slice]:
-    """Slices whose slots are neighbours and can be moved in one call; never an empty buffer's."""
-    start = nbytes = 0
-    for index, (place, buffer) in enumerate(zip(places, buffers, strict=True)):
-        if not buffer.numel():
-            start, nbytes = index + 1, 0
-            continue
-        nbytes += place.size
-        following = places[index + 1] if index + 1 < len(places) else None
-        joined = (
-            following is not None
-            and (following.segment, following.slot) == (place.segment, place.slot + 1)
-            and nbytes < _RUN_NBYTES
-            and _fills(place, buffer)
-            and _fills(following, buffers[index + 1])
-        )
-        if not joined:
-            yield slice(start, index + 1)
-            start, nbytes = index + 1, 0
-
-
-def _fills(place: Place, buffer: Tensor) -> bool:
-    return buffer.numel() == place.size and is_aligned(buffer)

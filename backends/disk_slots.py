@@ -15,7 +15,8 @@ from pathlib import Path
 from kvconnect.backends.direct_io import aligned_size
 from kvconnect.backends.disk_owner import owners
 from kvconnect.backends.disk_schema import index_nbytes, log_nbytes
-from kvconnect.backends.disk_segments import NO_SPACE, Place, SegmentFiles
+from kvconnect.backends.disk_runs import Place
+from kvconnect.backends.disk_segments import NO_SPACE, SegmentFiles
 from kvconnect.backends.url import format_size
 from kvconnect.frame import ALIGNMENT
 from kvconnect.keys import BlockKey

@@ -10,15 +10,11 @@ from pathlib import Path
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk_index import READABLE, marks, microseconds, oldest_valid
+from kvconnect.backends.disk_log import IndexLog
 from kvconnect.backends.disk_owner import Owner, owners
-from kvconnect.backends.disk_schema import (
-    Durability,
-    connect,
-    index_errors,
-    log_file_nbytes,
-    log_nbytes,
-)
-from kvconnect.backends.disk_segments import Place, SegmentFiles
+from kvconnect.backends.disk_schema import Durability, connect, index_errors, log_nbytes
+from kvconnect.backends.disk_runs import Place
+from kvconnect.backends.disk_segments import SegmentFiles
 from kvconnect.backends.disk_slots import SlotAllocator, slot_size
 from kvconnect.keys import BlockKey
 
@@ -83,13 +79,19 @@ class IndexWriter:
         self._at = at
         self._lock = threading.Lock()
         self._saves = 0
-        self._log = log_nbytes(capacity)
-        self._db = connect(directory, durability, self._log)
+        log = log_nbytes(capacity)
+        self._db = connect(directory, durability, log)
         self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
+        try:
+            self._log = IndexLog(directory, durability, log, at)
+        except BaseException:
+            self._db.close()
+            raise
         try:
             with self._transaction():
                 self._owner = Owner(directory)
         except BaseException:
+            self._log.close()
             self._db.close()
             raise
 
@@ -133,7 +135,6 @@ class IndexWriter:
             if inserted.rowcount < len(new):  # another process was faster with some
                 self._slots.free(self._rowless([place.key for _, _, place in new]))
             self._at("committing")
-        self._bound_log()
         lost = (at for at, _, place in reservation.new if place.key not in ours)
         return next(lost, reservation.count)
 
@@ -170,15 +171,10 @@ class IndexWriter:
 
     def close(self) -> None:
         """Close the connection and be a dead owner. The second time does nothing."""
+        self._log.close()
         with self._lock:
             self._owner.close()
             self._db.close()
-
-    def _bound_log(self) -> None:
-        # With several writers there is always one that keeps the log from starting over by itself.
-        with self._lock, index_errors():
-            if log_file_nbytes(self._directory) > 2 * self._log:
-                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _segments(self) -> list[tuple[int, int, int]]:
         return self._db.execute("SELECT id, size, slots FROM segments").fetchall()
@@ -242,6 +238,7 @@ class IndexWriter:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+        self._log.bound()
 
 
 def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.backend import Backend
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.url import StoreUrl
-from kvconnect.bench.store_floor import Floor, checksum_seconds, make_floor
+from kvconnect.bench.store_floor import Floor, checksum_seconds, fastest, make_floor
 from kvconnect.bench.store_payloads import Payloads, StorePlan
 from kvconnect.bench.store_report import StoreFigure, median_ratio, percentile
+from kvconnect.errors import ConfigurationError
 
 __all__ = ["StorePlan", "bench_store"]
 
@@ -39,8 +40,9 @@ def bench_store(url: str, plan: StorePlan, tell: Tell) -> list[StoreFigure]:
         tell: is told what happens.
 
     Raises:
-        ConfigurationError, RetryLater: the store cannot be opened, or failed.
-        RuntimeError: it has no room, or gave back other bytes.
+        ConfigurationError: the store cannot be opened, or has too little room.
+        RetryLater: it failed.
+        BadFrame: it gave back other bytes.
     """
     figures: list[StoreFigure] = []
     for size in plan.sizes:
@@ -52,11 +54,22 @@ def bench_store(url: str, plan: StorePlan, tell: Tell) -> list[StoreFigure]:
 
 @dataclass(slots=True)
 class _Rounds:
-    """What was measured of one operation done one way, round by round."""
+    """What was measured of one operation done one way, round by round.
+
+    `rates` in bytes or keys a second; the others in seconds, those of the floor in each of its
+    ways; `extra` is what comes on top of it.
+    """
 
     rates: list[float] = field(default_factory=list)
-    floors: list[float] = field(default_factory=list)
+    floors: list[Sequence[float]] = field(default_factory=list)
+    extra: list[Sequence[float]] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
+
+    def floor_rates(self, amount: int) -> list[float]:
+        """What the floor does, in each round, with `amount` bytes or keys."""
+        seconds = fastest(self.floors)
+        extra = fastest(self.extra) if self.extra else [0.0] * len(seconds)
+        return [amount / sum(both) for both in zip(seconds, extra, strict=True)]
 
 
 async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) -> list[StoreFigure]:
@@ -72,10 +85,16 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
         for number in range(plan.rounds + 1):
             # The first round touches memory and allocates files: it does not count.
             counted = found if number else {key: _Rounds() for key in found}
-            floors = _floor_seconds(floor, plan, payloads)
+            if floor is not None:
+                _measure_floor(floor, plan, payloads, counted)
             for how, way in ways.items():
                 await _round(way, plan, payloads, {w: counted[how, w] for w in _OPERATIONS})
-                _note_floors(counted, how, floors, plan, payloads)
+    except _Fewer as error:
+        raise ConfigurationError(
+            f"{StoreUrl.parse(url)}: {error}: the benchmark needs room for {payloads.total} bytes "
+            f"beside what the store holds, and that nobody else fills it meanwhile; give it more "
+            f"capacity, or measure with a smaller --total"
+        ) from error
     finally:
         await store.inner.delete(payloads.keys)
         await store.close()
@@ -83,7 +102,8 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
             floor.close()
     name = StoreUrl.parse(url).scheme
     return [
-        _figure(name, how, what, payloads, rounds, floor) for (how, what), rounds in found.items()
+        _figure(name, how, what, plan, payloads, rounds, floor)
+        for (how, what), rounds in found.items()
     ]
 
 
@@ -115,38 +135,31 @@ async def _round(
     found["put"].latencies += [await _timed(put(one)) for one in ones]
 
 
-def _floor_seconds(
-    floor: Floor | None, plan: StorePlan, payloads: Payloads
-) -> dict[str, float | None]:
-    if floor is None:
-        return {}
-    return {
-        "put": floor.put(),
-        "get": floor.get(),
-        "lookup": floor.lookup(plan.lookup_keys),
-        "checksum": 0.0 if floor.overlaps else checksum_seconds(payloads),
-    }
-
-
-def _note_floors(
-    found: dict[tuple[str, str], _Rounds],
-    how: str,
-    seconds: dict[str, float | None],
-    plan: StorePlan,
-    payloads: Payloads,
+def _measure_floor(
+    floor: Floor, plan: StorePlan, payloads: Payloads, found: dict[tuple[str, str], _Rounds]
 ) -> None:
-    extra = (seconds.get("checksum") or 0.0) if how == _GUARDED else 0.0
-    for what in ("put", "get"):
-        if (spent := seconds.get(what)) is not None:
-            found[how, what].floors.append(payloads.total / (spent + extra))
-    if (spent := seconds.get("lookup")) is not None:
-        found[how, "lookup"].floors.append(plan.lookup_keys / spent)
+    seconds: dict[str, Sequence[float]] = {"put": floor.put(), "get": floor.get()}
+    if (lookup := floor.lookup(plan.lookup_keys)) is not None:
+        seconds["lookup"] = [lookup]
+    checksum = None if floor.overlaps else checksum_seconds(payloads)
+    for (how, what), rounds in found.items():
+        if what in seconds:
+            rounds.floors.append(seconds[what])
+        if checksum is not None and how == _GUARDED and what != "lookup":
+            rounds.extra.append(checksum)
 
 
 def _figure(
-    store: str, how: str, what: str, payloads: Payloads, rounds: _Rounds, floor: Floor | None
+    store: str,
+    how: str,
+    what: str,
+    plan: StorePlan,
+    payloads: Payloads,
+    rounds: _Rounds,
+    floor: Floor | None,
 ) -> StoreFigure:
-    compared = floor is not None and bool(rounds.floors)
+    amount = plan.lookup_keys if what == "lookup" else payloads.total
+    floors = rounds.floor_rates(amount) if rounds.floors else []
     name = "" if floor is None else floor.name
     if how == _GUARDED and floor is not None and not floor.overlaps and what != "lookup":
         name += " + checksum"
@@ -162,9 +175,9 @@ def _figure(
         statistics.median(rounds.rates),
         percentile(rounds.latencies, 50) * 1e3,
         percentile(rounds.latencies, 99) * 1e3,
-        statistics.median(rounds.floors) if compared else None,
+        statistics.median(floors) if floors else None,
         name,
-        median_ratio(rounds.rates, rounds.floors) if compared else None,
+        median_ratio(rounds.rates, floors) if floors else None,
     )
 
 
@@ -187,9 +200,10 @@ async def _timed(call: Awaitable[object]) -> float:
     return time.perf_counter() - start
 
 
+class _Fewer(Exception):
+    """The store took or gave back fewer values than were asked for."""
+
+
 def _expect(count: int, part: slice, what: str) -> None:
     if count != part.stop - part.start:
-        raise RuntimeError(
-            f"{count} of {part.stop - part.start} values were {what}: the store has too little "
-            f"room, or others use it meanwhile"
-        )
+        raise _Fewer(f"{count} of {part.stop - part.start} values of a call were {what}")

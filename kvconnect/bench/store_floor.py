@@ -24,8 +24,9 @@ from kvconnect.backends.direct_io import open_direct, view
 from kvconnect.backends.disk import DiskBackend
 from kvconnect.backends.memory import MemoryBackend
 from kvconnect.bench.store_payloads import Payloads
+from kvconnect.errors import ConfigurationError
 
-__all__ = ["Floor", "checksum_seconds", "make_floor"]
+__all__ = ["Floor", "checksum_seconds", "fastest", "make_floor"]
 
 T = TypeVar("T")
 
@@ -48,12 +49,12 @@ class Floor(ABC):
         self.payloads = payloads
 
     @abstractmethod
-    def put(self) -> float:
-        """Seconds to bring all values there; blocks."""
+    def put(self) -> list[float]:
+        """Seconds to bring all values there, in each of the ways there are; blocks."""
 
     @abstractmethod
-    def get(self) -> float:
-        """Seconds to bring all values back; blocks."""
+    def get(self) -> list[float]:
+        """Seconds to bring all values back, in each of the ways there are; blocks."""
 
     def lookup(self, keys: int) -> float | None:
         """Seconds to find so many keys; ``None``: not measured."""
@@ -78,10 +79,19 @@ def make_floor(url: str, store: Backend, payloads: Payloads) -> Floor | None:
     return None
 
 
-def checksum_seconds(payloads: Payloads) -> float:
-    """Seconds of one checksum pass over all values; blocks."""
+def checksum_seconds(payloads: Payloads) -> list[float]:
+    """Seconds of one checksum pass over all values, on one thread and on two; blocks."""
     views = [view(block.data) for block in payloads.blocks]
-    return min(_on_threads(threads, xxhash.xxh3_128_digest, views) for threads in (1, 2))
+    return [_on_threads(threads, xxhash.xxh3_128_digest, views) for threads in (1, 2)]
+
+
+def fastest(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """The seconds of each round in the one way that is fastest in most of them.
+
+    Not the fastest way of each round: that would be the one that happened to be disturbed least,
+    and what is measured once in a round could not compete.
+    """
+    return min(map(list, zip(*rounds, strict=True)), key=statistics.median)
 
 
 class MemoryFloor(Floor):
@@ -95,12 +105,12 @@ class MemoryFloor(Floor):
         self._kept = [whole[at : at + payloads.nbytes] for at in self._starts()]
         self._index = {key: number for number, key in enumerate(payloads.keys)}
 
-    def put(self) -> float:
+    def put(self) -> list[float]:
         """All values, one after the other."""
         sources = [block.data.numpy() for block in self.payloads.blocks]
         return self._copy(sources, self._kept)
 
-    def get(self) -> float:
+    def get(self) -> list[float]:
         """The same back."""
         return self._copy(self._kept, [data.numpy() for data in self.payloads.into])
 
@@ -113,15 +123,20 @@ class MemoryFloor(Floor):
         return range(0, self.payloads.total, self.payloads.nbytes)
 
     @staticmethod
-    def _copy(sources: list[np.ndarray[Any, Any]], targets: list[np.ndarray[Any, Any]]) -> float:
+    def _copy(
+        sources: list[np.ndarray[Any, Any]], targets: list[np.ndarray[Any, Any]]
+    ) -> list[float]:
         pairs = list(zip(targets, sources, strict=True))
-        return min(_on_threads(threads, lambda pair: np.copyto(*pair), pairs) for threads in (1, 2))
+        return [_on_threads(threads, lambda pair: np.copyto(*pair), pairs) for threads in (1, 2)]
 
 
 class DiskFloor(Floor):
     """A slot for each value in one preallocated file, read and written past the page cache.
 
-    With whichever number of threads is fastest here. Keys are found in a SQLite table.
+    With several numbers of threads. Keys are found in a SQLite table.
+
+    Raises:
+        ConfigurationError: the disk has no space for another file of so many bytes.
     """
 
     name = "O_DIRECT slots"
@@ -131,7 +146,15 @@ class DiskFloor(Floor):
         super().__init__(payloads)
         self._scratch = tempfile.TemporaryDirectory(dir=directory, prefix="bench-")
         self._file = open_direct(Path(self._scratch.name) / "slots", os.O_RDWR | os.O_CREAT)
-        os.posix_fallocate(self._file, 0, payloads.total)
+        try:
+            os.posix_fallocate(self._file, 0, payloads.total)
+        except OSError as error:
+            os.close(self._file)
+            self._scratch.cleanup()
+            raise ConfigurationError(
+                f"{directory}: no space for the {payloads.total} bytes of the file that the store "
+                f"is compared with ({error.strerror}); free some, or measure with a smaller --total"
+            ) from error
         self._db = sqlite3.connect(Path(self._scratch.name) / "index", isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("CREATE TABLE keys(key BLOB PRIMARY KEY, slot INTEGER) WITHOUT ROWID")
@@ -141,13 +164,13 @@ class DiskFloor(Floor):
         for pool in self._pools:
             self._write(pool)  # the first write to what was only allocated takes longer
 
-    def put(self) -> float:
+    def put(self) -> list[float]:
         """Write all slots."""
-        return min(self._write(pool) for pool in self._pools)
+        return [self._write(pool) for pool in self._pools]
 
-    def get(self) -> float:
+    def get(self) -> list[float]:
         """Read all slots."""
-        return min(self._read(pool) for pool in self._pools)
+        return [self._read(pool) for pool in self._pools]
 
     def lookup(self, keys: int) -> float:
         """One query."""
@@ -201,18 +224,18 @@ class RedisFloor(Floor):
         }
         self._get = 0.0
 
-    def put(self) -> float:
+    def put(self) -> list[float]:
         """SET of all values; measures their GET as well."""
         measure = import_module("kvconnect.bench.store_floor_redis").redis_floor
         count = max(1, min(self.payloads.count, (128 << 20) // self.payloads.nbytes))
         found = measure(**self._place, value_nbytes=self.payloads.nbytes, count=count, repeats=1)
         share = self.payloads.total / found.nbytes
         self._get = found.get_seconds * share
-        return float(found.set_seconds * share)
+        return [found.set_seconds * share]
 
-    def get(self) -> float:
+    def get(self) -> list[float]:
         """GET of all values, as measured with the last `put`."""
-        return self._get
+        return [self._get]
 
 
 def _on_threads(threads: int, work: Callable[[T], object], items: Sequence[T]) -> float:

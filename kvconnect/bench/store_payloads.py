@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvconnect.backend import StoredBlock
+from kvconnect.errors import BadFrame
 from kvconnect.frame import HEADER_NBYTES, FrameHeader, seal
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
@@ -96,11 +97,11 @@ class Payloads:
         """Whether `into` holds what `blocks` do.
 
         Raises:
-            RuntimeError: a store gave back other bytes.
+            BadFrame: a store gave back other bytes.
         """
         for block, data in zip(self.blocks, self.into, strict=True):
             if not np.array_equal(block.data.numpy(), data.numpy()):
-                raise RuntimeError(f"block {block.key.hex()[:16]} came back with other bytes")
+                raise BadFrame(f"block {block.key.hex()[:16]} came back with other bytes")
 
     def spoil(self) -> None:
         """Make `into` hold something else, so that `check` means something."""

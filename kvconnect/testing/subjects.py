@@ -108,7 +108,7 @@ class DiskSubject(Subject):
         durability: of the store, see `DiskBackend`.
     """
 
-    kill_points = ("reserved", "written", "committing", "evicted")
+    kill_points = ("reserved", "written", "committing", "evicted", "copied")
 
     directory: Path
     durability: Durability = "process"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 
 import pytest
 from stored_blocks import chain, entries, fill
 
+from kvconnect.backends.memory import MemoryBackend
+from kvconnect.bench.store_floor import fastest
 from kvconnect.bench.store_payloads import Payloads
 from kvconnect.bench.store_report import StoreFigure, median_ratio, percentile, render
+from kvconnect.errors import BadFrame
 from kvconnect.frame import check
 
 SMALL = ("--sizes", "64KiB,256KiB", "--total", "2MiB", "--rounds", "1")
@@ -55,18 +59,58 @@ def test_a_store_in_use_keeps_its_blocks_and_nothing_else(kvconnect, tmp_path):
     assert not [path for path in (tmp_path / "kv").iterdir() if path.name.startswith("bench-")]
 
 
-def test_a_store_without_room_is_no_figure(kvconnect):
-    with pytest.raises(RuntimeError, match="the store has too little room"):
-        kvconnect("bench", "store", "memory:?capacity=1MiB", *SMALL)
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("memory:?capacity=1MiB", "memory:?capacity=1MiB: "),
+        ("disk:{tmp}/kv?capacity=1MiB", "{tmp}/kv?capacity=1MiB: "),
+    ],
+)
+def test_a_store_without_room_is_an_error_that_says_what_is_needed(kvconnect, tmp_path, url, named):
+    code, out, err = kvconnect("bench", "store", url.format(tmp=tmp_path), *SMALL)
+    assert (code, out) == (2, "")
+    (sentence,) = [line for line in err.splitlines() if line.startswith("kvconnect: error: ")]
+    assert named.format(tmp=tmp_path) in sentence
+    assert "needs room for 2097152 bytes" in sentence
+    assert "give it more capacity, or measure with a smaller --total" in sentence
+
+
+def test_a_store_that_others_fill_meanwhile_is_the_same_error(kvconnect, monkeypatch):
+    save = MemoryBackend.save
+
+    async def press(self, blocks):
+        stored = await save(self, blocks)
+        await self.delete([blocks[0].key])
+        return stored
+
+    monkeypatch.setattr(MemoryBackend, "save", press)
+    code, _, err = kvconnect("bench", "store", "memory:?capacity=8MiB", *SMALL)
+    assert code == 2
+    assert "values of a call were loaded" in err
+    assert "that nobody else fills it meanwhile" in err
+
+
+def test_a_disk_without_space_for_the_floor_is_an_error_that_leaves_nothing(
+    kvconnect, tmp_path, monkeypatch
+):
+    def full(fd, offset, nbytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvconnect.bench.store_floor.os.posix_fallocate", full)
+    code, _, err = kvconnect("bench", "store", f"disk:{tmp_path}/kv?capacity=32MiB", *SMALL)
+    assert code == 2
+    assert f"{tmp_path}/kv: no space for the 2097152 bytes" in err
+    assert not list((tmp_path / "kv").glob("bench-*"))
 
 
 def test_a_store_that_gives_other_bytes_is_no_figure(kvconnect, monkeypatch):
     async def lie(self, keys, into):
         return len(keys)
 
-    monkeypatch.setattr("kvconnect.backends.memory.MemoryBackend.load", lie)
-    with pytest.raises(RuntimeError, match="came back with other bytes"):
-        kvconnect("bench", "store", "memory:?capacity=8MiB", *SMALL)
+    monkeypatch.setattr(MemoryBackend, "load", lie)
+    code, _, err = kvconnect("bench", "store", "memory:?capacity=8MiB", *SMALL)
+    assert code == 1
+    assert "came back with other bytes" in err
 
 
 def test_a_peer_that_is_not_there_is_left_out_with_a_sentence(kvconnect):
@@ -100,7 +144,7 @@ def test_payloads_are_sound_frames_of_exactly_that_size():
         assert block.data.numel() == 64 << 10
         assert block.data.data_ptr() % 4096 == 0
         check(block.data, block.key, {payloads.layout.fingerprint()})
-    with pytest.raises(RuntimeError):
+    with pytest.raises(BadFrame):
         payloads.check()
 
 
@@ -108,6 +152,11 @@ def test_percentiles_are_values_that_were_measured():
     values = [float(value) for value in range(1, 101)]
     assert (percentile(values, 50), percentile(values, 99)) == (50.0, 99.0)
     assert percentile([3.0], 99) == 3.0
+
+
+def test_the_floor_is_one_way_in_all_rounds_not_the_luckiest_of_each():
+    assert fastest([[2.0, 3.0], [2.0, 1.0], [2.0, 3.0]]) == [2.0, 2.0, 2.0]
+    assert fastest([[1.0]]) == [1.0]
 
 
 def test_a_ratio_is_of_one_round():

@@ -1,0 +1,87 @@
+"""The write-ahead log of the disk store's index, kept short without holding up a save."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from kvconnect.backends.disk_schema import (
+    Durability,
+    IndexDamaged,
+    connect,
+    index_errors,
+    log_file_nbytes,
+)
+from kvconnect.errors import BackendUnavailable
+
+__all__ = ["IndexLog"]
+
+logger = logging.getLogger("kvconnect")
+
+# For the other processes' transactions to end, after which the log can start over; one that was
+# stopped in the middle of its own must not hold up those who wait for this.
+_BUSY_MS = 100
+
+
+class IndexLog:
+    """Moves the log into the database on a thread of its own. Thread-safe.
+
+    SQLite would do so at the end of a commit, two syncs long, while the disk has nothing to write.
+    Whenever a process dies, the log holds what is not in the database yet.
+
+    Args:
+        nbytes: at so many the log is moved; at twice as many `bound` waits for that.
+        at: called with the name of the point that is reached; tests end the process there.
+
+    Raises:
+        BackendUnavailable, IndexDamaged: as `connect`; nothing stays open.
+    """
+
+    def __init__(
+        self, directory: Path, durability: Durability, nbytes: int, at: Callable[[str], None]
+    ) -> None:
+        self._directory = directory
+        self._limit = nbytes
+        self._at = at
+        self._db = connect(directory, durability, nbytes)
+        self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvconnect-disk-log")
+        self._lock = threading.Lock()
+        self._moving: Future[None] | None = None
+
+    def bound(self) -> None:
+        """See to it that the log does not grow much longer; call it after each transaction.
+
+        Blocks only where writers are faster than the disk takes the log. Never raises for a log
+        that cannot be moved: it is tried again after the next transaction.
+        """
+        nbytes = log_file_nbytes(self._directory)
+        if nbytes <= self._limit:
+            return
+        with self._lock:
+            if self._moving is None or self._moving.done():
+                self._moving = self._thread.submit(self._move)
+            moving = self._moving
+        if nbytes > 2 * self._limit:
+            moving.result()
+
+    def close(self) -> None:
+        """End the thread, once a move under way is done. The second time does nothing."""
+        self._thread.shutdown()
+        self._db.close()
+
+    def _move(self) -> None:
+        try:
+            with index_errors():
+                # Nobody waits for this one, however much there is to copy.
+                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+                self._at("copied")
+                # But it never catches up with those who write all the time. They wait for this one,
+                # which has only to copy what they wrote meanwhile.
+                if log_file_nbytes(self._directory) > self._limit:
+                    self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except (BackendUnavailable, IndexDamaged) as error:
+            logger.debug("disk store %s: the log was not moved: %s", self._directory, error)
