@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from kvconnect.backends.disk_schema import (
@@ -66,7 +66,7 @@ class IndexLog:
                 self._moving = self._thread.submit(self._move)
             moving = self._moving
         if nbytes > 2 * self._limit:
-            moving.result()
+            wait([moving])
 
     def close(self) -> None:
         """End the thread, once a move under way is done. The second time does nothing."""

@@ -91,6 +91,41 @@ async def test_failing_write_is_unavailable_stores_nothing_and_keeps_no_slot(
     assert await kit.stored(store, keys) == [True] * 4
 
 
+async def test_failed_save_ends_only_when_all_its_writes_have(kit, make_disk, monkeypatch):
+    """Until then the buffers are the disk's."""
+    failed, held, ended = threading.Event(), threading.Event(), []
+    pwritev = os.pwritev
+
+    def write(fd, buffers, offset):
+        if offset == 0:
+            failed.set()
+            raise OSError(errno.EIO, "as if")
+        assert held.wait(60)
+        ended.append(offset)
+        return pwritev(fd, buffers, offset)
+
+    nbytes = 8 << 20
+    async with kit.opened(make_disk()) as store:
+        monkeypatch.setattr(os, "pwritev", write)
+        save = asyncio.create_task(store.save([kit.block(kit.key("large"), nbytes=nbytes)]))
+        await asyncio.to_thread(failed.wait, 60)
+        assert not (await asyncio.wait({save}, timeout=0.3))[0]
+        held.set()
+        with pytest.raises(BackendUnavailable, match="as if"):
+            await save
+        assert ended
+
+
+async def test_large_block_is_moved_in_parts_and_comes_back_whole(kit, make_disk):
+    nbytes = (9 << 20) + 4096
+    key = kit.key("large")
+    (into,) = kit.buffers(1, nbytes)
+    async with kit.opened(make_disk()) as store:
+        assert await store.save([kit.block(key, nbytes=nbytes)]) == 1
+        assert await store.load([key], [into]) == 1
+        assert kit.holds(into, key, framed=False)
+
+
 @pytest.mark.parametrize("number", FULL)
 async def test_full_disk_at_a_write_stores_nothing_with_one_warning(
     store, kit, monkeypatch, caplog, number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -48,11 +49,27 @@ def sizes_on_disk(path):
     return files, sum(sizes.values())
 
 
-def run_together(jobs, while_running):
-    """Run savers at the same time; calls `while_running` after each line they tell."""
+def slots_left_to_nobody(path):
+    """Slots of the data files that hold no block and cannot be taken either."""
+    with closing(sqlite3.connect(path / "index.sqlite3")) as db:
+        query = "SELECT coalesce(sum(fresh), 0) FROM segments"
+        tables = ("blocks", "free", "reserved")
+        (used,), *held = (
+            db.execute(q).fetchone()
+            for q in (query, *(f"SELECT count(*) FROM {table}" for table in tables))
+        )
+        assert held[-1] == (0,)
+    return used - sum(count for (count,) in held)
+
+
+def run_together(jobs, while_running, kill_after=None):
+    """Run savers at the same time; calls `while_running` after each line they tell.
+
+    With `kill_after` all of them are killed when they have told of so many saves.
+    """
     lines = [json.dumps({**job, "number": n, "wait": False}) for n, job in enumerate(jobs)]
     acked = [{} for _ in jobs]
-    ended = []
+    ended, running = [], []
     with subprocess.Popen(
         [sys.executable, str(_PATH)],
         stdin=subprocess.PIPE,
@@ -64,13 +81,18 @@ def run_together(jobs, while_running):
         process.stdin.close()
         for line in process.stdout:
             word, who, *values = line.split()
-            if word == "acked":
+            if word == "started":
+                running.append(int(values[0]))
+            elif word == "acked":
                 acked[int(who)][int(values[0])] = int(values[1])
+                if sum(map(len, acked)) == kill_after:
+                    for pid in running:
+                        os.kill(pid, signal.SIGKILL)
             elif word == "ended":
                 ended.append(int(values[0]))
             while_running()
     assert process.returncode == 0
-    assert ended == [0] * len(jobs)
+    assert ended == [0 if kill_after is None else signal.SIGKILL] * len(jobs)
     return acked
 
 
@@ -101,11 +123,37 @@ async def test_five_processes_never_exceed_the_capacity(tmp_path):
     # Together they save ten times what fits.
     acked = run_together([{**job, "seed": seed} for seed in range(5)], measure)
     assert capacity * 3 // 4 < max(files) <= capacity
-    # The index's log is longer than planned for now and then while several write to it.
-    assert max(total) <= capacity + (4 << 20)
+    # Everything in the directory: the index's log is longer than planned for now and then while
+    # several write to it, but by less than one block of each.
+    assert max(total) <= capacity + 5 * nbytes
     assert sizes_on_disk(path)[1] <= capacity
     assert all(sum(counts.values()) > 0 for counts in acked)
     assert await expect_blocks_right(path, nbytes, range(5), 128) > 48
+
+
+@pytest.mark.parametrize("blocks_that_fit", [64, 4096])
+async def test_five_processes_killed_at_once_lose_nothing_they_told_of(tmp_path, blocks_that_fit):
+    path, nbytes = tmp_path / "store", 32 << 10
+    capacity = blocks_that_fit * nbytes
+    job = {"path": str(path), "capacity": capacity, "nbytes": nbytes, "batch": 8, "blocks": 4000}
+    jobs = [{**job, "seed": seed} for seed in range(5)]
+    acked = run_together(jobs, lambda: None, kill_after=60)
+    store = DiskBackend(path, capacity=capacity)
+    await store.open([])
+    lost = 0
+    for seed, saves in enumerate(acked):
+        for number in (first + at for first, stored in saves.items() for at in range(stored)):
+            key, into = saver.key_of(seed, number), torch.zeros(nbytes, dtype=torch.uint8)
+            loaded = await store.load([key], [into])
+            assert not loaded or torch.equal(into, saver.content_of(key, nbytes))
+            lost += not loaded
+    files = (await store.stats())["file_bytes"]
+    assert files == sizes_on_disk(path)[0] <= capacity
+    if blocks_that_fit == 4096:
+        assert sum(map(len, acked)) >= 60
+        assert lost == 0
+    assert slots_left_to_nobody(path) == 0
+    await store.close()
 
 
 async def test_processes_of_different_models_share_the_capacity(tmp_path):

@@ -1,0 +1,119 @@
+"""The log of the disk store's index: moved beside the saves, and never long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvconnect.backends.disk_log import IndexLog
+from kvconnect.backends.disk_schema import IndexDamaged, log_nbytes
+
+CAPACITY = 32 << 20
+LIMIT = log_nbytes(CAPACITY)
+# What a save of four blocks adds to the log at most, with room to spare.
+SAVE = 128 << 10
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Bytes of the log as it is."""
+    file = tmp_path / "store" / "index.sqlite3-wal"
+    return lambda: file.stat().st_size
+
+
+class Gate:
+    """As a store's `at`: keeps who comes to a point until it is opened."""
+
+    def __init__(self, point):
+        self.point = point
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, point):
+        if point == self.point:
+            self.reached.set()
+            assert self.opened.wait(60)
+
+
+async def test_log_stays_short_whatever_is_saved(make_disk, kit, log):
+    async with kit.opened(make_disk(capacity=CAPACITY)) as store:
+        for turn in range(60):
+            assert await store.save(kit.chain(kit.keys(turn, count=4))) == 4
+            assert log() <= 2 * LIMIT + SAVE
+
+
+async def test_saves_go_on_while_the_log_is_moved(make_disk, kit, log):
+    gate = Gate("copied")
+    store = make_disk(capacity=CAPACITY)
+    store.at = gate
+    async with kit.opened(store):
+        turn = 0
+        while not gate.reached.is_set():
+            turn += 1
+            assert await store.save(kit.chain(kit.keys(turn, count=4))) == 4
+            assert log() <= 2 * LIMIT + SAVE, "the log was not moved"
+        keys = kit.keys("meanwhile", count=1)
+        assert await store.save(kit.chain(keys)) == 1
+        assert await kit.stored(store, keys) == [True]
+        gate.opened.set()
+
+
+async def test_saves_wait_where_the_log_cannot_be_moved_as_fast(make_disk, kit, log):
+    gate = Gate("copied")
+    store = make_disk(capacity=CAPACITY)
+    store.at = gate
+    async with kit.opened(store):
+        waiting = None
+        for turn in range(200):
+            waiting = asyncio.create_task(store.save(kit.chain(kit.keys(turn, count=4))))
+            if not (await asyncio.wait({waiting}, timeout=0.5))[0]:
+                break
+            assert log() <= 2 * LIMIT + SAVE, "no save waited"
+        gate.opened.set()
+        assert await waiting == 4
+        assert await store.save(kit.chain(kit.keys("after", count=4))) == 4
+        assert log() <= 2 * LIMIT
+
+
+async def test_log_starts_over_though_others_write_meanwhile(make_disk, kit, log):
+    gate = Gate("copied")
+    store = make_disk(capacity=CAPACITY)
+    store.at = gate
+    async with kit.opened(store), kit.opened(make_disk(capacity=CAPACITY)) as other:
+        turn = 0
+        while not gate.reached.is_set():
+            turn += 1
+            await store.save(kit.chain(kit.keys(turn, count=4)))
+        before = log()
+        await other.save(kit.chain(kit.keys("other", count=1)))
+        assert log() >= before, "the log had started over by itself"
+        gate.opened.set()
+        await store.save(kit.chain(kit.keys("ends the move", count=1)))
+        store._directory._writer._log._moving.result(60)
+        assert log() <= LIMIT
+
+
+async def test_no_save_moves_the_log_itself(make_disk, kit, log, tmp_path, monkeypatch):
+    async with kit.opened(make_disk()) as store:
+        monkeypatch.setattr(IndexLog, "bound", lambda self: None)
+        size = (tmp_path / "store" / "index.sqlite3").stat().st_size
+        turn = 0
+        while log() < 5 << 20:  # SQLite by itself would have moved it at 4 MiB
+            turn += 1
+            await store.save(kit.chain(kit.keys(turn, count=64), nbytes=128))
+        assert (tmp_path / "store" / "index.sqlite3").stat().st_size == size
+
+
+async def test_log_that_cannot_be_moved_is_no_failure_of_a_save(make_disk, kit):
+    def damaged(point):
+        if point == "copied":
+            raise IndexDamaged("as if")
+
+    store = make_disk(capacity=CAPACITY)
+    store.at = damaged
+    async with kit.opened(store):
+        for turn in range(30):
+            assert await store.save(kit.chain(kit.keys(turn, count=4))) == 4
+        assert await store.lookup(kit.keys(29, count=4)) == 4
