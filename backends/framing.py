@@ -66,6 +66,7 @@ class Framing:
         self.checksums = True
         self._verify = verify
         self._layouts: tuple[KvCacheLayout, ...] = ()
+        self._fingerprints: tuple[bytes, ...] = ()
         self._by_fingerprint: dict[bytes, KvCacheLayout] = {}
         self._cut: dict[int, int] = {}
         self._scratch = Scratch()
@@ -88,7 +89,8 @@ class Framing:
                 )
             cut[whole] = max(cut[whole], encoded)
         self._layouts = tuple(layouts)
-        self._by_fingerprint = {layout.fingerprint(): layout for layout in layouts}
+        self._fingerprints = tuple(layout.fingerprint() for layout in layouts)
+        self._by_fingerprint = dict(zip(self._fingerprints, layouts, strict=True))
         self._cut = cut
 
     def close(self) -> None:
@@ -139,7 +141,8 @@ class Framing:
         if block.data.numel() != need:
             raise ConfigurationError(f"frame: {block.data.numel()} bytes, {need} are needed")
         tokens = layout.tokens_per_block if block.tokens is None else len(block.tokens)
-        header = FrameHeader(tokens, layout.block_nbytes, layout.fingerprint(), block.key)
+        fingerprint = self._fingerprints[block.group]
+        header = FrameHeader(tokens, layout.block_nbytes, fingerprint, block.key)
         coded = None
         if scratch is not None:
             payload = frame.payload(block.data, layout.block_nbytes)

@@ -300,10 +300,13 @@ class GuardedBackend(BackendWrapper):
         for number, part in enumerate(parts):
             size = part.stop - part.start
             ended = filled < size or call.abandoned or number + 1 == len(parts)
-            ahead = slice(0, 0) if ended else parts[number + 1]
             got = slice(part.start, part.start + filled)
             opening = self._framing.open(keys[got], rooms[got], into[got])
-            wrong, filled = await together(opening, self._fill(keys[ahead], rooms[ahead]))
+            if ended:
+                wrong = await opening
+            else:
+                ahead = parts[number + 1]
+                wrong, filled = await together(opening, self._fill(keys[ahead], rooms[ahead]))
             if wrong:
                 await self._report({keys[got][index]: one for index, one in wrong.items()})
             good = min(wrong, default=got.stop - got.start)
@@ -366,10 +369,13 @@ class GuardedBackend(BackendWrapper):
             sealed = await framing.seal(blocks[parts[0]] if parts else (), lane, 0)
             for number, part in enumerate(parts):
                 last = call.abandoned or number + 1 == len(parts)
-                ahead = () if last else blocks[parts[number + 1]]
-                stored, sealed = await together(
-                    self._store(sealed), framing.seal(ahead, lane, number + 1)
-                )
+                if last:
+                    stored = await self._store(sealed)
+                else:
+                    ahead = blocks[parts[number + 1]]
+                    stored, sealed = await together(
+                        self._store(sealed), framing.seal(ahead, lane, number + 1)
+                    )
                 saved += stored
                 if stored < part.stop - part.start or last:
                     break

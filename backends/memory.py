@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.memory_copier import MemoryCopier
 from kvconnect.backends.memory_index import MemoryBlock, MemoryIndex
 from kvconnect.backends.memory_region import MemoryRegion
 from kvconnect.backends.url import StoreUrl, format_size
@@ -24,8 +24,6 @@ DEFAULT_CAPACITY = 1 << 30
 _SHARED_UNIT = 64 << 10
 # Of a block, where values are shorter than blocks.
 _PARTS = 16
-# Copying less than this takes less time than handing it to a thread.
-_INLINE_NBYTES = 1 << 20
 
 
 def from_url(url: StoreUrl) -> MemoryBackend:
@@ -60,6 +58,7 @@ class MemoryBackend(Backend):
         self._short_values = short_values
         self._index: MemoryIndex | None = None
         self._region: MemoryRegion | None = None
+        self._copier: MemoryCopier | None = None
 
     async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
         """Reserve the region.
@@ -81,10 +80,14 @@ class MemoryBackend(Backend):
             )
         self._region = MemoryRegion(self.capacity, unit)
         self._index = MemoryIndex(self._region.num_units)
+        self._copier = MemoryCopier()
 
     async def close(self) -> None:
         """Let go of the region, as soon as copies in flight have ended."""
+        copier, self._copier = self._copier, None
         self._index = self._region = None
+        if copier is not None:
+            copier.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are present; they count as used now."""
@@ -92,27 +95,28 @@ class MemoryBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Copy blocks out. Nothing fails: what is absent or longer than its buffer is a miss."""
-        index, region = self._opened()
+        index, region, copier = self._opened()
         blocks = index.use(keys)
         for number, (block, buffer) in enumerate(zip(blocks, into, strict=False)):
             if block.nbytes > buffer.numel():
                 del blocks[number:]
                 break
 
-        def copy() -> None:
-            for block, buffer in zip(blocks, into, strict=False):
-                region.read(block.units, buffer[: block.nbytes])
-
+        copies = [
+            pair
+            for block, buffer in zip(blocks, into, strict=False)
+            for pair in region.parts(block.units, buffer, block.nbytes)
+        ]
         index.hold(blocks)
         try:
-            await _run(copy, sum(block.nbytes for block in blocks))
+            await copier.copy(copies)
         finally:
             index.release(blocks)
         return len(blocks)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Copy blocks in, dropping older ones for room; a block is visible once it is whole."""
-        index, region = self._opened()
+        index, region, copier = self._opened()
         now = index.tick()
         new: list[tuple[MemoryBlock, Tensor]] = []
         present = 0
@@ -124,12 +128,13 @@ class MemoryBackend(Backend):
                 new.append((reserved, block.data))
             present += 1
 
-        def copy() -> None:
-            for reserved, data in new:
-                region.write(reserved.units, data)
-
+        copies = [
+            (data, part)
+            for reserved, whole in new
+            for part, data in region.parts(reserved.units, whole, reserved.nbytes)
+        ]
         try:
-            await _run(copy, sum(data.numel() for _, data in new))
+            await copier.copy(copies)
         except BaseException:
             for reserved, _ in new:
                 index.cancel(reserved)
@@ -160,14 +165,14 @@ class MemoryBackend(Backend):
 
     async def stats(self) -> Mapping[str, float]:
         """``blocks``, ``bytes`` taken by them, and ``capacity``."""
-        index, region = self._opened()
+        index, region, _ = self._opened()
         used = index.units_used * region.unit
         return {"blocks": len(index), "bytes": used, "capacity": self.capacity}
 
-    def _opened(self) -> tuple[MemoryIndex, MemoryRegion]:
-        if self._index is None or self._region is None:
+    def _opened(self) -> tuple[MemoryIndex, MemoryRegion, MemoryCopier]:
+        if self._index is None or self._region is None or self._copier is None:
             raise BackendUnavailable("memory store: is not open")
-        return self._index, self._region
+        return self._index, self._region, self._copier
 
 
 def _entry(block: MemoryBlock) -> StoredEntry:
@@ -183,10 +188,3 @@ def _entry(block: MemoryBlock) -> StoredEntry:
         block.model,
         block.group,
     )
-
-
-async def _run(copy: Callable[[], None], nbytes: int) -> None:
-    if nbytes <= _INLINE_NBYTES:
-        copy()
-    else:
-        await asyncio.to_thread(copy)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
@@ -28,7 +29,8 @@ class MemoryRegion:
         self.unit = unit
         self.num_units = nbytes // unit
         try:
-            self._bytes = _allocate(self.num_units * unit)
+            self._memory = _allocate(self.num_units * unit)
+            self._bytes = self._memory.numpy()
         except (OSError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigurationError(
                 f"capacity={nbytes}: so much memory cannot be reserved ({error}); give less"
@@ -38,19 +40,15 @@ class MemoryRegion:
         """How many units a block of `nbytes` takes."""
         return -(-nbytes // self.unit)
 
-    def read(self, units: Sequence[int], into: Tensor) -> None:
-        """Copy the bytes of `units`, in order, to `into`, as many as fit it."""
-        for part, target in self._parts(units, into):
-            _copy(part, target)
+    def parts(
+        self, units: Sequence[int], buffer: Tensor, nbytes: int
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Pairs of equal length: neighbours among `units`, and their piece of `buffer`.
 
-    def write(self, units: Sequence[int], data: Tensor) -> None:
-        """Copy `data` to `units`, in order."""
-        for part, source in self._parts(units, data):
-            _copy(source, part)
-
-    def _parts(self, units: Sequence[int], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        # Pairs of equal length: neighbouring units of the region, and their piece of the buffer.
-        nbytes, done, index = buffer.numel(), 0, 0
+        They are of the first `nbytes` of `buffer`.
+        """
+        whole = buffer.numpy()
+        done = index = 0
         while done < nbytes:
             first = index
             index += 1
@@ -58,14 +56,8 @@ class MemoryRegion:
                 index += 1
             length = min((index - first) * self.unit, nbytes - done)
             start = units[first] * self.unit
-            yield self._bytes[start : start + length], buffer[done : done + length]
+            yield self._bytes[start : start + length], whole[done : done + length]
             done += length
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    # memcpy on this thread, without the interpreter's lock. torch would share the copy with threads
-    # of its own: slower than memcpy on one, and far slower where the cores are busy.
-    np.copyto(target.numpy(), source.numpy())
 
 
 def _allocate(nbytes: int) -> Tensor:
