@@ -17,6 +17,7 @@ from torch import Tensor
 from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.redis_blocks import RedisBlocks
 from kvconnect.backends.redis_children import ChildIndex
+from kvconnect.backends.redis_entries import describe
 from kvconnect.backends.redis_open import check_server
 from kvconnect.backends.redis_router import RedisRouter
 from kvconnect.backends.redis_save import RedisWriter
@@ -135,13 +136,21 @@ class RedisBackend(Backend):
             cursor = 0
             while True:
                 page = await router.on(server, partial(scan_page, self._names, cursor))
-                for entry in page.entries:
-                    if entry.key not in seen:
-                        seen.add(entry.key)
+                keys = [key for key in page.keys if key not in seen]
+                seen.update(keys)
+                for entry in await self.describe(keys):
+                    if entry is not None:
                         yield entry
                 cursor = page.cursor
                 if not cursor:
                     break
+
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """What `scan` lists of each of `keys`.
+
+        Servers older than Redis 7.2 count it as use, those under an LFU policy do not tell of use.
+        """
+        return await describe(_opened(self._router), self._names, keys)
 
     async def stats(self) -> Mapping[str, float]:
         """``blocks`` and their ``bytes``, estimated where there are very many.

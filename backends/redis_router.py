@@ -21,6 +21,7 @@ from kvconnect.backends.redis_transfer import (
     Refused,
     Want,
     ask,
+    look,
 )
 from kvconnect.backends.redis_value import Head
 from kvconnect.backends.redis_wire import Reply, Wire
@@ -93,6 +94,10 @@ class RedisRouter:
     async def ask(self, asks: Sequence[Ask]) -> list[Reply]:
         """The answers to small commands, in order; errors among them are answers."""
         return await self._run(ask, asks)
+
+    async def look(self, asks: Sequence[Ask]) -> list[Reply]:
+        """As `ask`, and no use of the keys, with servers that can tell the difference."""
+        return await self._run(look, asks)
 
     async def fetch(self, wants: Sequence[Want]) -> list[Head | Outcome]:
         """Fetch values; of each server's, those behind the first that is not there are left."""

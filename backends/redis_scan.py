@@ -1,24 +1,22 @@
-"""What a Redis server holds of one store, block by block, and in numbers."""
+"""What a Redis server holds of one store: the keys of its blocks, and numbers."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import hiredis
 
-from kvconnect.backend import StoredEntry
 from kvconnect.backends.redis_settings import Address
 from kvconnect.backends.redis_transfer import command, sound
-from kvconnect.backends.redis_value import HEAD_NBYTES, Head, Names, entry_from
+from kvconnect.backends.redis_value import Names
 from kvconnect.backends.redis_wire import Reply, Wire
 from kvconnect.errors import BackendUnavailable
+from kvconnect.keys import BlockKey
 
 __all__ = ["Page", "Survey", "info", "scan_page", "survey"]
 
 _PAGE = 512
-_HEAD_AND_METADATA = 4096
 _SURVEYED = 200_000
 
 
@@ -27,7 +25,7 @@ class Page:
     """Part of a server's blocks; `cursor` asks for the next, 0: this is the last."""
 
     cursor: int
-    entries: list[StoredEntry]
+    keys: list[BlockKey]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +47,7 @@ class Survey:
 def scan_page(names: Names, cursor: int, wire: Wire, server: Address) -> Page:
     """The blocks of one step of SCAN."""
     after, found = _step(wire, names.prefix + b"b:", cursor)
-    known = [(name, key) for name in found if (key := names.key(name)) is not None]
-    wire.send(
-        [
-            command(b"GETRANGE", name, 0, _HEAD_AND_METADATA - 1)
-            + command(b"OBJECT", b"IDLETIME", name)
-            for name, _ in known
-        ]
-    )
-    replies = wire.replies(2 * len(known))
-    entries = []
-    for (name, key), answer, idle in zip(known, replies[::2], replies[1::2], strict=True):
-        start = answer if isinstance(answer, bytes) else b""
-        head = Head.parse(start)
-        if head is None:
-            continue  # gone meanwhile, or not ours
-        end = HEAD_NBYTES + head.metadata_nbytes
-        if len(start) < end and len(start) == _HEAD_AND_METADATA:
-            wire.send([command(b"GETRANGE", name, 0, end - 1)])
-            start = _text(wire.replies(1)[0])
-        # Under an LFU policy servers do not tell.
-        used_at = time.time() - idle if isinstance(idle, int) else head.created_at
-        entry = entry_from(key, head, start[HEAD_NBYTES:end], used_at)
-        if entry is not None:
-            entries.append(entry)
-    return Page(after, entries)
+    return Page(after, [key for name in found if (key := names.key(name)) is not None])
 
 
 def survey(names: Names, wire: Wire, server: Address) -> Survey:

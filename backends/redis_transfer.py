@@ -28,12 +28,17 @@ __all__ = [
     "ask",
     "command",
     "head_command",
+    "look",
     "redirected",
     "sound",
     "state_of",
 ]
 
 _ASK_WINDOW = 512
+_TOUCHING = {
+    touching: b"*3\r\n$6\r\nCLIENT\r\n$8\r\nNO-TOUCH\r\n$%d\r\n%s\r\n" % (len(word), word)
+    for touching, word in {True: b"OFF", False: b"ON"}.items()
+}
 ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _GET_HEAD = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%s\r\n$1\r\n0\r\n$%d\r\n%d\r\n" % (
     len(str(HEAD_NBYTES - 1)),
@@ -188,6 +193,18 @@ def ask(
             reply if type(reply) is bytes else redirected(reply, server)
             for reply in replies[asking :: 1 + asking]
         ]
+    return found
+
+
+def look(
+    wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
+) -> list[Reply | Redirect]:
+    """As `ask`; what is read does not count as used, if the server has that (Redis 7.2)."""
+    wire.send([_TOUCHING[False]])
+    wire.replies(1)
+    found = ask(wire, asks, server, asking=asking)
+    wire.send([_TOUCHING[True]])
+    wire.replies(1)
     return found
 
 

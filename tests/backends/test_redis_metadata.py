@@ -1,0 +1,132 @@
+"""What a Redis store knows of its blocks, that asking for it is no use, and who passes it on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvconnect.backends import open_backend
+
+PARTED = (5 << 20) + 17  # of several values
+
+
+@pytest.fixture
+def url(redis_server, tmp_path):
+    return f"{redis_server.url}?prefix={tmp_path.name}-{id(tmp_path)}:"
+
+
+@asynccontextmanager
+async def opened(url, layouts=()):
+    store = open_backend(url, raw=not layouts)
+    await store.open(layouts)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def known(block, tokens=5):
+    """`block` with all that a store can be told of it."""
+    return replace(
+        block,
+        tokens=np.arange(tokens, dtype=np.int32),
+        priority=71,
+        namespace=b"n" * 32,
+        model=b"m" * 32,
+        group=3,
+    )
+
+
+def check(entry, key, parent, nbytes, tokens=5):
+    assert (entry.key, entry.parent, entry.nbytes, entry.priority) == (key, parent, nbytes, 71)
+    assert (entry.namespace, entry.model, entry.group) == (b"n" * 32, b"m" * 32, 3)
+    assert entry.tokens.tolist() == list(range(tokens))
+
+
+@pytest.mark.parametrize("nbytes", [100, PARTED])
+@pytest.mark.parametrize("tokens", [5, 2000])  # those are more than what is read at first
+async def test_describe_tells_all_that_was_saved(kit, url, nbytes, tokens):
+    key, parent = kit.keys("known", nbytes, tokens, count=2)
+    async with opened(url) as store:
+        await store.save([known(kit.block(key, parent, nbytes=nbytes), tokens)])
+        described = await store.describe([kit.key("absent"), key, kit.key("absent"), key])
+        scanned = [entry async for entry in store.scan()]
+    assert described[0] is described[2] is None
+    for entry in (described[1], described[3], *scanned):
+        check(entry, key, parent, nbytes, tokens)
+
+
+async def test_describe_knows_nothing_of_junk(kit, url, redis_server, tmp_path):
+    keys = kit.keys("junk", count=3)
+    async with opened(url) as store:
+        await store.save([known(kit.block(key, nbytes=9)) for key in keys])
+        prefix = store.inner._settings.prefix
+        redis_server.admin.setrange(f"{prefix}b:{keys[0].hex()}", 0, "junk")
+        redis_server.admin.delete(f"{prefix}b:{keys[1].hex()}")
+        redis_server.admin.lpush(f"{prefix}b:{keys[1].hex()}", "another kind")
+        described = await store.describe(keys)
+        assert [entry and entry.key for entry in described] == [None, None, keys[2]]
+        assert [entry.key async for entry in store.scan()] == [keys[2]]
+
+
+async def test_blocks_of_a_cluster_are_described_by_the_node_that_has_each(
+    kit, redis_cluster, tmp_path
+):
+    keys = kit.keys("nodes", count=30)
+    async with opened(f"{redis_cluster.url}?prefix={tmp_path.name}-{id(tmp_path)}:") as store:
+        await store.save([known(kit.block(key, nbytes=100)) for key in keys])
+        described = await store.describe(keys)
+        scanned = {entry.key: entry async for entry in store.scan()}
+    assert scanned.keys() == set(keys)
+    for key, entry in zip(keys, described, strict=True):
+        check(entry, key, None, 100)
+        check(scanned[key], key, None, 100)
+
+
+async def test_listing_tells_the_last_use_and_is_none(kit, url, redis_server):
+    key = kit.key("idle")
+    async with opened(url) as store:
+        await store.save([kit.block(key, nbytes=100)])
+        name = f"{store.inner._settings.prefix}b:{key.hex()}"
+        dumped = redis_server.admin.dump(name)
+        redis_server.admin.restore(name, 0, dumped, replace=True, idletime=1000)
+        for _ in range(2 if leaves_no_trace(redis_server.admin) else 1):
+            (entry,) = [entry async for entry in store.scan()]
+            assert 999 <= time.time() - entry.used_at <= 1010
+            redis_server.admin.restore(name, 0, dumped, replace=True, idletime=1000)
+            (entry,) = await store.describe([key])
+            assert 999 <= time.time() - entry.used_at <= 1010
+        assert await store.lookup([key]) == 1
+        assert redis_server.admin.object("idletime", name) < 10
+
+
+def leaves_no_trace(admin):
+    """Whether the server can be read from without that counting as use."""
+    about = admin.info("server")
+    version = about.get("valkey_version", about["redis_version"])
+    return tuple(map(int, version.split(".")[:2])) >= (7, 2)
+
+
+async def test_promotion_from_redis_to_memory_keeps_all_that_is_known(kit, url):
+    keys = kit.keys("promoted", count=3)
+    parents = [None, *keys]
+    blocks = [known(kit.block(*pair)) for pair in zip(keys, parents, strict=False)]
+    layouts = [kit.layout] * 4
+    async with opened(url, layouts) as store:
+        assert await store.save(blocks) == 3
+    both = f"tiered:?tiers=memory:?capacity=1MiB,{url}&patience=5s"
+    async with opened(both, layouts) as tiers:
+        memory = tiers.inner.tiers[0].guard.inner
+        assert await memory.describe(keys) == [None] * 3
+        assert await tiers.load(keys, kit.buffers(3)) == 3
+        async with asyncio.timeout(10):
+            while await memory.lookup(keys) < 3:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0)
+        for key, parent, entry in zip(keys, parents, await memory.describe(keys), strict=False):
+            check(entry, key, parent, kit.frame_nbytes)
+        assert [child.key for child in await memory.children(keys[0])] == [keys[1]]
