@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
-from kvconnect.backends.disk_schema import has_model_column, index_errors
 from kvconnect.backends.disk_runs import Place
+from kvconnect.backends.disk_schema import has_model_column, index_errors
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
 

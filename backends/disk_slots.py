@@ -14,8 +14,8 @@ from pathlib import Path
 
 from kvconnect.backends.direct_io import aligned_size
 from kvconnect.backends.disk_owner import owners
-from kvconnect.backends.disk_schema import index_nbytes, log_nbytes
 from kvconnect.backends.disk_runs import Place
+from kvconnect.backends.disk_schema import index_nbytes, log_nbytes
 from kvconnect.backends.disk_segments import NO_SPACE, SegmentFiles
 from kvconnect.backends.url import format_size
 from kvconnect.frame import ALIGNMENT

@@ -12,8 +12,8 @@ from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk_index import READABLE, marks, microseconds, oldest_valid
 from kvconnect.backends.disk_log import IndexLog
 from kvconnect.backends.disk_owner import Owner, owners
-from kvconnect.backends.disk_schema import Durability, connect, index_errors, log_nbytes
 from kvconnect.backends.disk_runs import Place
+from kvconnect.backends.disk_schema import Durability, connect, index_errors, log_nbytes
 from kvconnect.backends.disk_segments import SegmentFiles
 from kvconnect.backends.disk_slots import SlotAllocator, slot_size
 from kvconnect.keys import BlockKey

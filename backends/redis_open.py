@@ -82,7 +82,8 @@ def _check_reply(reply: Reply, settings: RedisSettings) -> None:
 
 
 def _check_kind(server: dict[str, str], address: Address, settings: RedisSettings) -> None:
-    mode, version = server.get("redis_mode"), server.get("redis_version", "")
+    mode = server.get("redis_mode") or server.get("server_mode")  # Valkey's name for it
+    version = server.get("redis_version", "")
     if mode == "sentinel":
         raise ConfigurationError(
             f"Redis at {address}: is a sentinel; write redis+sentinel://{address}/<service>"

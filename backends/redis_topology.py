@@ -169,6 +169,7 @@ class _Cluster(Topology):
     def __init__(self, settings: RedisSettings) -> None:
         super().__init__(settings)
         self._slots: dict[int, Address] = {}
+        self._servers: tuple[Address, ...] = ()  # those in `_slots`: every call asks for them
 
     def address_of(self, name: bytes) -> Address:
         slot = key_slot(name)
@@ -180,10 +181,10 @@ class _Cluster(Topology):
 
     @property
     def servers(self) -> tuple[Address, ...]:
-        return tuple(sorted(set(self._slots.values())))
+        return self._servers
 
     def moved(self, slot: int, address: Address) -> None:
-        self._slots[slot] = address
+        self._serve({**self._slots, slot: address})
         self.suspect()
 
     async def discover(self) -> None:
@@ -202,13 +203,17 @@ class _Cluster(Topology):
                 # Not the client's own `initialize`: that also asks for COMMAND, which costs more
                 # than all the rest and which not every user may.
                 await cluster.nodes_manager.initialize()
-            self._slots = {
-                slot: Address(str(nodes[0].host), int(nodes[0].port))
-                for slot, nodes in cluster.nodes_manager.slots_cache.items()
-            }
+            nodes = {slot: nodes[0] for slot, nodes in cluster.nodes_manager.slots_cache.items()}
         finally:
             await cluster.nodes_manager.aclose()
             await cluster.nodes_manager.aclose("startup_nodes")
+        each = {node.name: node for node in nodes.values()}
+        addresses = {name: Address(str(node.host), int(node.port)) for name, node in each.items()}
+        self._serve({slot: addresses[node.name] for slot, node in nodes.items()})
+
+    def _serve(self, slots: dict[int, Address]) -> None:
+        self._slots = slots
+        self._servers = tuple(sorted(set(slots.values())))
 
 
 def topology_of(settings: RedisSettings) -> Topology:

@@ -215,27 +215,32 @@ class RedisFloor(Floor):
     def __init__(self, payloads: Payloads, url: str) -> None:
         super().__init__(payloads)
         parts = urlsplit(url)
-        self._place: dict[str, Any] = {
-            "host": parts.hostname or "localhost",
-            "port": parts.port or 6379,
-            "password": None if parts.password is None else unquote(parts.password),
-            "username": unquote(parts.username or "default"),
-            "db": int(parts.path.strip("/") or 0),
-        }
-        self._get = 0.0
+        raw = import_module("kvconnect.bench.store_floor_redis").RawRedis
+        self._raw = raw(
+            parts.hostname or "localhost",
+            parts.port or 6379,
+            [view(block.data) for block in payloads.blocks],
+            [view(data) for data in payloads.into],
+            password=None if parts.password is None else unquote(parts.password),
+            username=unquote(parts.username or "default"),
+            db=int(parts.path.strip("/") or 0),
+        )
 
     def put(self) -> list[float]:
-        """SET of all values; measures their GET as well."""
-        measure = import_module("kvconnect.bench.store_floor_redis").redis_floor
-        count = max(1, min(self.payloads.count, (128 << 20) // self.payloads.nbytes))
-        found = measure(**self._place, value_nbytes=self.payloads.nbytes, count=count, repeats=1)
-        share = self.payloads.total / found.nbytes
-        self._get = found.get_seconds * share
-        return [found.set_seconds * share]
+        """SET of all values under names that are free."""
+        return [float(self._raw.put())]
 
     def get(self) -> list[float]:
-        """GET of all values, as measured with the last `put`."""
-        return [self._get]
+        """GET of all values."""
+        return [float(self._raw.get())]
+
+    def lookup(self, keys: int) -> float:
+        """EXISTS of each key, sent together."""
+        return _median_seconds(lambda: self._raw.lookup(keys))
+
+    def close(self) -> None:
+        """Delete the values."""
+        self._raw.close()
 
 
 def _on_threads(threads: int, work: Callable[[T], object], items: Sequence[T]) -> float:

@@ -1,126 +1,132 @@
-"""What a Redis server and one connection can do: raw sockets, one value after the other."""
+"""What a Redis server and one connection can do: a raw socket, requests written by hand."""
 
 from __future__ import annotations
 
 import secrets
 import socket
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-import numpy as np
+__all__ = ["RawRedis"]
 
-__all__ = ["RedisFloor", "redis_floor"]
-
-
-@dataclass(frozen=True, slots=True)
-class RedisFloor:
-    """Median seconds to move all values of a run, once.
-
-    Attributes:
-        nbytes: of all of them.
-    """
-
-    nbytes: int
-    set_seconds: float
-    get_seconds: float
+_WINDOWS = (1, 2)
 
 
-def redis_floor(
-    host: str,
-    port: int,
-    *,
-    value_nbytes: int = 2 << 20,
-    count: int = 32,
-    repeats: int = 7,
-    password: str | None = None,
-    username: str = "default",
-    db: int = 0,
-) -> RedisFloor:
-    """Store and read `count` values over one blocking TCP socket, `repeats` times.
+class RawRedis:
+    """Values moved over one blocking TCP socket, as fast as it goes. All methods block.
 
-    As fast as it goes: nothing is checked or looked up, requests are written by hand, values go
-    from and to memory that was touched before, and the next request is sent before the last value
-    has arrived. Blocks. Leaves nothing behind.
+    Nothing is checked, indexed or looked up first. Otherwise it is what a store does with the same
+    values: names that were free are taken, from and to the same memory.
+
+    Args:
+        sources: the values; may be empty if only `lookup` is asked for.
+        targets: where they are read to, each as long as its source.
 
     Raises:
         OSError: the server is gone.
         RuntimeError: it answered with an error.
     """
-    stem = secrets.token_hex(8).encode()
-    names = [b"floor:%s:%06d" % (stem, number) for number in range(count)]
-    generator = np.random.default_rng(0)
-    sources = [generator.integers(0, 256, value_nbytes, np.uint8) for _ in names]
-    target = [np.ones(value_nbytes, np.uint8) for _ in names]
-    with socket.create_connection((host, port), timeout=30) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.settimeout(None)
-        if password is not None:
-            _call(sock, b"AUTH", username.encode(), password.encode())
-        _call(sock, b"SELECT", b"%d" % db)
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        sources: Sequence[memoryview],
+        targets: Sequence[memoryview],
+        *,
+        password: str | None = None,
+        username: str = "default",
+        db: int = 0,
+    ) -> None:
+        stem = secrets.token_hex(8).encode()
+        self._sources, self._targets = sources, targets
+        self._names = [b"floor:%s:%06d" % (stem, number) for number in range(len(sources))]
+        self._sock = socket.create_connection((host, port), timeout=30)
         try:
-            return RedisFloor(
-                count * value_nbytes,
-                _best(lambda window: _set(sock, names, sources, window), repeats),
-                _best(lambda window: _get(sock, names, target, window), repeats),
-            )
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sock.settimeout(None)
+            if password is not None:
+                _call(self._sock, b"AUTH", username.encode(), password.encode())
+            _call(self._sock, b"SELECT", b"%d" % db)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def put(self) -> float:
+        """Seconds to SET all values, with whichever number of them under way is faster here."""
+        return min(self._timed(self._set, window, anew=True) for window in _WINDOWS)
+
+    def get(self) -> float:
+        """Seconds to GET them; the next request is sent when the last value begins to arrive."""
+        return min(self._timed(self._get, window) for window in _WINDOWS)
+
+    def lookup(self, count: int) -> float:
+        """Seconds to ask for `count` of the names, sent and answered together."""
+        names = (self._names * count)[:count]
+        asked = b"".join(b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%s\r\n" % (len(one), one) for one in names)
+        start = time.perf_counter()
+        self._sock.sendall(asked)
+        _expect(self._sock, b":1\r\n" * count)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        try:
+            self._forget()
         finally:
-            for name in names:
-                _call(sock, b"UNLINK", name)
+            self._sock.close()
 
-
-def _best(run: Callable[[int], None], repeats: int) -> float:
-    """Median seconds with whichever number of values under way is faster here."""
-    seconds: dict[int, list[float]] = {1: [], 2: []}
-    for window in seconds:
+    def _timed(self, run: Callable[[int], None], window: int, *, anew: bool = False) -> float:
+        if anew:
+            self._forget()
+        start = time.perf_counter()
         run(window)
-    for _ in range(repeats):
-        for window, times in seconds.items():
-            start = time.perf_counter()
-            run(window)
-            times.append(time.perf_counter() - start)
-    return min(statistics.median(times) for times in seconds.values())
+        return time.perf_counter() - start
+
+    def _forget(self) -> None:
+        if self._names:
+            _call(self._sock, b"UNLINK", *self._names)
+
+    def _set(self, window: int) -> None:
+        waiting = 0
+        for name, source in zip(self._names, self._sources, strict=True):
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, source.nbytes)
+            views = [memoryview(head), source, memoryview(b"\r\n")]
+            while views:
+                sent = self._sock.sendmsg(views)
+                while views and sent >= len(views[0]):
+                    sent -= len(views.pop(0))
+                if sent:
+                    views[0] = views[0][sent:]
+            waiting += 1
+            if waiting == window:
+                _expect(self._sock, b"+OK\r\n")
+                waiting -= 1
+        _expect(self._sock, b"+OK\r\n" * waiting)
+
+    def _get(self, window: int) -> None:
+        requests = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(one), one) for one in self._names]
+        self._sock.sendall(b"".join(requests[:window]))
+        for number, view in enumerate(self._targets):
+            _expect(self._sock, b"$%d\r\n" % view.nbytes)
+            self._sock.sendall(b"".join(requests[number + window : number + window + 1]))
+            _receive(self._sock, view)
+            _expect(self._sock, b"\r\n")
 
 
-def _set(sock: socket.socket, names: list[bytes], sources: list[np.ndarray], window: int) -> None:
-    waiting = 0
-    for name, source in zip(names, sources, strict=True):
-        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, source.nbytes)
-        views = [memoryview(head), source.data, memoryview(b"\r\n")]
-        while views:
-            sent = sock.sendmsg(views)
-            while views and sent >= len(views[0]):
-                sent -= len(views.pop(0))
-            if sent:
-                views[0] = views[0][sent:]
-        waiting += 1
-        if waiting == window:
-            _expect(sock, b"+OK\r\n")
-            waiting -= 1
-    for _ in range(waiting):
-        _expect(sock, b"+OK\r\n")
-
-
-def _get(sock: socket.socket, names: list[bytes], targets: list[np.ndarray], window: int) -> None:
-    requests = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names]
-    sock.sendall(b"".join(requests[:window]))
-    for number, target in enumerate(targets):
-        _expect(sock, b"$%d\r\n" % target.nbytes)
-        sock.sendall(b"".join(requests[number + window : number + window + 1]))
-        view = target.data
-        while len(view):
-            received = sock.recv_into(view, len(view), socket.MSG_WAITALL)
-            if not received:
-                raise ConnectionResetError("the server closed the connection")
-            view = view[received:]
-        _expect(sock, b"\r\n")
+def _receive(sock: socket.socket, view: memoryview) -> None:
+    while len(view):
+        received = sock.recv_into(view, len(view), socket.MSG_WAITALL)
+        if not received:
+            raise ConnectionResetError("the server closed the connection")
+        view = view[received:]
 
 
 def _expect(sock: socket.socket, answer: bytes) -> None:
-    found = sock.recv(len(answer), socket.MSG_WAITALL)
+    found = bytearray(len(answer))
+    _receive(sock, memoryview(found))
     if found != answer:
-        raise RuntimeError(f"the server answered {found!r}, not {answer!r}")
+        raise RuntimeError(f"the server answered {bytes(found[:80])!r}, not {answer[:80]!r}")
 
 
 def _call(sock: socket.socket, *words: bytes) -> None:
