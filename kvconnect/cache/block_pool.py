@@ -79,11 +79,11 @@ class BlockPool:
         Raises:
             OutOfBlocks: there are not so many; nothing changed.
         """
-        if count > self.num_free:
-            raise OutOfBlocks(
-                f"{count} blocks are needed, {self.num_free} of {self.num_blocks} are free"
-            )
         if count > len(self.private.blank):
+            if count > self.num_free:
+                raise OutOfBlocks(
+                    f"{count} blocks are needed, {self.num_free} of {self.num_blocks} are free"
+                )
             self.make_blank(count)
         return self.private.take(count)
 
