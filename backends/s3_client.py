@@ -67,6 +67,7 @@ def make_client(settings: S3Settings) -> S3Client:
         verify=certificates,
     )
     meta = client.meta
+    meta.events.register("before-call.s3.HeadBucket", _follow_nowhere)
     # Only now is it known where the client goes: the environment or a profile may say.
     if settings.sign_payload is None:
         tls = meta.endpoint_url.startswith("https:")
@@ -81,6 +82,12 @@ def make_client(settings: S3Settings) -> S3Client:
     )
     meta.events.register("before-send.s3", transport)
     return S3Client(client, session.get_credentials(), transport)
+
+
+def _follow_nowhere(context: dict[str, Any], **_: object) -> None:
+    # Redirected without a region, boto3 asks for it with HeadBucket; if that is redirected, too, it
+    # asks again, and again, as deep as Python goes.
+    context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _config(settings: S3Settings) -> Config:

@@ -244,6 +244,7 @@ class S3Server:
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128  # with the usual 5 a store's many connections wait for half a second
 
     def __init__(self, port: int, server: S3Server) -> None:
         super().__init__(("127.0.0.1", port), _handler(server))
