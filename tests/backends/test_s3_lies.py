@@ -115,6 +115,11 @@ LOADED = {
 }
 
 
+def no_connection_is_lost(store):
+    transport = store._parts.bucket.transport
+    return transport.num_open == sum(map(len, transport._idle.values()))
+
+
 async def listed(store):
     return [entry async for entry in store.scan()]
 
@@ -154,8 +159,7 @@ async def test_lie_is_a_miss_or_a_failure_in_time_and_is_forgotten(store, kit, s
     ):
         await outcome(call)
     await outcome(listed(store))
-    transport = store._parts.bucket.transport
-    assert transport.num_open == sum(map(len, transport._idle.values()))
+    assert no_connection_is_lost(store)
     s3_server.after = lambda _, answer: answer
     await until_sound(store, kit, keys)
 
@@ -167,6 +171,7 @@ async def test_answer_that_tells_no_length_is_read_to_its_end(store, kit, s3_ser
     s3_server.after = lambda r, answer: form(answer) if r.method == "GET" else answer
     await until_sound(store, kit, keys)
     assert len(await listed(store)) == 9
+    assert no_connection_is_lost(store)
     assert [child.key for child in await store.children(keys[0])] == []
 
 
