@@ -294,6 +294,8 @@ class S3Bucket:
     def _put(self, name: str, body: Upload, options: Mapping[str, str]) -> str:
         headers = {_HEADERS[option]: value for option, value in options.items()}
         etag = None if self.quick is None else self.quick.put(name, body, headers)
+        if etag == "":
+            raise Conflict(name)
         if etag is None:
             body.seek(0)
             response = self._client.put_object(Bucket=self._bucket, Key=name, Body=body, **options)

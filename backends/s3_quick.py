@@ -120,13 +120,19 @@ class QuickRequests:
         return reply if absent else None
 
     def put(self, name: str, body: Upload, headers: Mapping[str, str]) -> str | None:
-        """Write an object; its etag, or ``None`` if boto3 should do it (again)."""
+        """Write an object.
+
+        Returns:
+            Its etag; empty: its condition did not hold; ``None``: boto3 should do it (again).
+        """
         reply = self._send("PUT", name, headers, body)
         if reply is None:
             return None
         with closing(reply.body):
             said = reply.body.read(_MOST_SAID)
-        return reply.headers.get("etag") if reply.status == 200 and not said else None
+        if reply.status == 412:
+            return ""
+        return reply.headers.get("etag") or None if reply.status == 200 and not said else None
 
     def signed(self, method: str, name: str) -> AWSPreparedRequest:
         """A request for an object, to be sent within minutes with whatever body.

@@ -243,6 +243,19 @@ async def test_policy_that_forbids_writing_meanwhile_leaves_reading_alone(make_s
         await until_sound(store, kit, more)
 
 
+async def test_object_that_is_there_for_writers_only_is_a_failure(make_s3, kit, s3_server):
+    keys = kit.keys("contradiction", count=2)
+    async with kit.opened(make_s3(blocks_per_object=1)) as store:
+        there = refusal(412, "PreconditionFailed")
+        s3_server.fault = lambda r: there if r.method == "PUT" else None
+        with pytest.raises(BackendUnavailable, match="others keep changing"):
+            await store.save(kit.chain(keys))
+        assert s3_server.counts()["PUT k"] <= 8
+        assert await store.lookup(keys) == 0
+        s3_server.fault = lambda _: None
+        await until_sound(store, kit, keys)
+
+
 async def test_clock_that_is_wrong_for_a_while_is_told_and_forgotten(make_s3, kit, s3_server):
     keys = kit.keys("clock", count=9)
     async with kit.opened(make_s3()) as store:
