@@ -23,7 +23,7 @@ import boto3
 from kvconnect.backends.s3_settings import S3Settings
 from kvconnect.backends.url import StoreUrl, parse_size
 from kvconnect.bench.store import bench_store
-from kvconnect.bench.store_floor import Floor
+from kvconnect.bench.store_floor import Floor, fastest
 from kvconnect.bench.store_floor_s3 import open_floor, values_per_object
 from kvconnect.bench.store_payloads import Payloads, StorePlan
 from kvconnect.bench.store_report import StoreFigure, median_ratio, render
@@ -88,26 +88,27 @@ class _Boto3:
         """Of put and get; leaves nothing behind."""
         ways = {"put": self._put, "get": self._get}
         seconds: dict[str, list[float]] = {what: [] for what in ways}
-        floors: dict[str, list[float]] = {what: [] for what in ways}
+        floors: dict[str, list[Sequence[float]]] = {what: [] for what in ways}
         try:
             for number in range(self._plan.rounds + 1):
                 for what, way in ways.items():
                     spent = self._all(way)
-                    least = None if floor is None else getattr(floor, what)()
+                    least = [] if floor is None else [getattr(floor, what)()]
                     if number:  # the first one connects
                         seconds[what].append(spent)
-                        floors[what] += [] if least is None else [least]
+                        floors[what] += least
         finally:
             for name in self._objects:
                 self._client.delete_object(Bucket=self._bucket, Key=name)
             self._client.close()
-        return [self._figure(what, seconds[what], floors[what], floor) for what in ways]
+        name = "" if floor is None else floor.name
+        return [self._figure(what, seconds[what], floors[what], name) for what in ways]
 
     def _figure(
-        self, what: str, seconds: Sequence[float], floors: Sequence[float], floor: Floor | None
+        self, what: str, seconds: Sequence[float], floors: Sequence[Sequence[float]], name: str
     ) -> StoreFigure:
         rates = [self._payloads.total / one for one in seconds]
-        least = [self._payloads.total / one for one in floors]
+        least = [self._payloads.total / one for one in fastest(floors)] if floors else []
         return StoreFigure(
             "s3",
             what,
@@ -115,7 +116,7 @@ class _Boto3:
             self._payloads.nbytes,
             statistics.median(rates),
             floor=statistics.median(least) if least else None,
-            floor_name="" if floor is None else floor.name,
+            floor_name=name,
             ratio=median_ratio(rates, least) if least else None,
         )
 
