@@ -24,7 +24,7 @@ from kvconnect.engine.random_model import make_model
 from kvconnect.tokens import TokenArray
 from kvconnect.trace import Event, metrics
 
-__all__ = ["DeadPlan", "Toll", "dead_stores", "measure_death"]
+__all__ = ["DeadPlan", "Toll", "dead_stores", "figures_of", "measure_death"]
 
 Tell = Callable[[str], None]
 
@@ -106,7 +106,7 @@ def dead_stores(
             tell(f"{name}, {death.value}")
             with SERVERS[name](scratch / f"{name}-{death.value}") as server:
                 toll = measure_death(model, server, death, plan)
-            figures += _figures(f"{name}, {death.value}", toll, plan.budget_ms)
+            figures += figures_of(f"{name}, {death.value}", toll, plan.budget_ms)
     return figures
 
 
@@ -204,7 +204,8 @@ class _Trial:
         return llm.generate([prompt], _FEW)[0]
 
 
-def _figures(name: str, toll: Toll, budget_ms: float) -> list[Figure]:
+def figures_of(name: str, toll: Toll, budget_ms: float) -> list[Figure]:
+    """What `toll` is shown as; `name` is the store's and its death's."""
     waiting = toll.waiting or (0.0,)
     return [
         Figure(f"{name}: a miss, before", statistics.median(toll.alive) * 1e3, "ms"),

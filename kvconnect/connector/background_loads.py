@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload_data import LoadBlocks
 from kvconnect.connector.pool_copier import PoolCopiers, copy_batches
 from kvconnect.connector.staging import Slot, StagingPool
 from kvconnect.connector.store import OffloadStore
-from kvconnect.errors import BackendTimeout, KvConnectError
+from kvconnect.errors import BackendTimeout, KvConnectError, RetryLater
 from kvconnect.keys import Shard, store_key
 from kvconnect.trace import count
 
@@ -23,6 +24,10 @@ _PIECE_NBYTES = 8 << 20
 _PIECES_IN_FLIGHT = 4
 # Between two looks at whether the store is still used at all.
 _LOOK_S = 0.25
+# A load of which nothing arrived for so long makes one ask the store something short, again and
+# again so long after the last answer; and what each of these questions is given.
+_STALL_S = 1.0
+_PROBE_S = 2.0
 
 
 class BackgroundLoad:
@@ -68,7 +73,9 @@ class BackgroundLoads:
     """All loads in the background of one worker.
 
     A load ends without success at its deadline, or as soon as the store is left alone: the pieces
-    to come would be refused, and those under way need not be waited for.
+    to come would be refused, and those under way need not be waited for. While nothing arrives the
+    store is asked for a key that nobody has: one that is frozen is left alone after five such
+    questions, whether or not others have to do with it; one that is merely slow answers them.
 
     A failed or cancelled load reports its end only when nothing of it will be copied into the pool
     any more. A store that answers after its deadline writes into staging slots, which stay its own
@@ -99,6 +106,7 @@ class BackgroundLoads:
         self._piece = max(1, min(256, _PIECE_NBYTES // staging.slot_nbytes))
         self._running: dict[int, BackgroundLoad] = {}
         self._reads: set[asyncio.Task[None]] = set()
+        self._probing: asyncio.Task[None] | None = None
         staging.on_free(self._slots_freed)
 
     def start(self, order: LoadBlocks) -> None:
@@ -142,6 +150,7 @@ class BackgroundLoads:
     async def _fetch(self, load: BackgroundLoad, deadline: float) -> None:
         """Return when everything is in the pool, or nothing more will be."""
         loop = asyncio.get_running_loop()
+        heard = loop.time()
         while not load.closed:
             load.news.clear()
             self._start_reads(load)
@@ -150,14 +159,27 @@ class BackgroundLoads:
             try:
                 async with asyncio.timeout_at(min(deadline, loop.time() + _LOOK_S)):
                     await load.news.wait()
+                heard = loop.time()
             except TimeoutError:
                 if loop.time() >= deadline:
                     load.close(f"not done within {self._timeout_s:g} s")
                 elif not self._store.backend.available:
                     load.close("the store does not answer any more")
+                elif loop.time() - heard >= _STALL_S:
+                    self._start_probe()
         while load.copying:
             load.news.clear()
             await load.news.wait()
+
+    def _start_probe(self) -> None:
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.get_running_loop().create_task(self._probe())
+
+    async def _probe(self) -> None:
+        # What comes of it is the breaker's business.
+        with suppress(RetryLater):
+            await self._store.backend.probe(_PROBE_S)
+        await asyncio.sleep(_STALL_S)
 
     def _start_reads(self, load: BackgroundLoad) -> None:
         while load.next < load.stop and load.reading < _PIECES_IN_FLIGHT:

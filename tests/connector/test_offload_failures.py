@@ -506,6 +506,41 @@ def test_a_load_under_way_is_given_up_when_the_store_is_left_alone() -> None:
         store.open_doors()
 
 
+def test_a_load_of_which_nothing_arrives_makes_one_ask(monkeypatch) -> None:
+    monkeypatch.setattr("kvconnect.connector.background_loads._STALL_S", 0.05)
+    monkeypatch.setattr("kvconnect.connector.background_loads._PROBE_S", 0.1)
+    store = filled(inline=False)
+    with BenchEngine(llm_args(store, lookup_timeout_ms=2000, load_timeout_s=100)) as bench:
+        request = bench.submit(PROMPT, 3)
+        store.at_load.shut()
+        bench.step()
+        store.at_load.await_caller()
+        store.at_lookup.shut()  # frozen, and nobody else has to do with it
+        started = time.monotonic()
+        bench.run()
+        assert time.monotonic() - started < 15
+        assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER
+        store.open_doors()
+
+
+def test_a_slow_load_from_a_store_that_answers_is_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr("kvconnect.connector.background_loads._STALL_S", 0.01)
+    store = filled(inline=False)
+    with BenchEngine(llm_args(store, lookup_timeout_ms=2000, load_timeout_s=100)) as bench:
+        request = bench.submit(PROMPT, 3)
+        store.at_load.shut()
+        bench.step()
+        store.at_load.await_caller()
+        asked = len(store.lookups)
+        slow = threading.Timer(1.0, store.open_doors)
+        slow.start()
+        bench.run()
+        slow.join()
+        assert len(store.lookups) > asked
+        assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER
+        assert bench.store_tokens[request.request_id] == len(PROMPT) - 1
+
+
 def test_opening_is_no_load_and_may_take_longer() -> None:
     store = DictStore()
 
