@@ -164,11 +164,15 @@ class GuardedBackend(BackendWrapper):
     async def probe(self, within_s: float) -> None:
         """Look up a key that nobody has. That it takes longer than `within_s` counts as a failure.
 
+        The deadline of all calls holds, too.
+
         Raises:
             BackendTimeout, BackendUnavailable: the store does not work, or is left alone.
         """
         self._opened()
-        await self._calls.run("lookup", lambda _: self._probe(), deadline_s=within_s)
+        await self._calls.run(
+            "lookup", lambda _: self._probe(), deadline_s=min(within_s, self._calls.deadline_s)
+        )
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fill `into` with the frames of `keys`; return how many leading ones are filled and sound.

@@ -20,7 +20,7 @@ from kvconnect.engine.output import RequestOutput
 from kvconnect.keys import BlockKey
 from kvconnect.trace import Event, metrics
 
-BUDGET_S = 1.0
+BUDGET_S = 1.5
 RECOVERY_S = 10.0
 FEW = SamplingParams(max_tokens=2, ignore_eos=True)
 PROMPTS = [
@@ -131,8 +131,8 @@ def test_a_dead_store_costs_one_request_its_budget_and_is_used_again(
     config = KvCacheConnectorConfig(
         backend=store,
         lookup_timeout_ms=1000 * BUDGET_S,
-        load_timeout_s=0.5,
-        save_timeout_s=0.5,
+        load_timeout_s=BUDGET_S,
+        save_timeout_s=BUDGET_S,
     )
     with (
         told_of("store.breaker.opened") as opened,
