@@ -1,0 +1,95 @@
+"""Copies of the memory store: byte for byte, and over only when all of them are."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from kvconnect.backends import memory_copier
+from kvconnect.backends.memory_copier import MemoryCopier
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def copier():
+    one = MemoryCopier()
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [0],
+        [1],
+        [MIB],
+        [MIB + 1],
+        [3 * MIB + 7],
+        [1, 2 * MIB],
+        [2 * MIB, 1],
+        [MIB] * 4,
+        [MIB] * 5,
+    ],
+)
+async def test_every_byte_is_copied_and_no_other(copier, sizes):
+    rng = np.random.default_rng(0)
+    sources = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
+    targets = [np.full(size + 2, 0xC5, np.uint8) for size in sizes]
+    await copier.copy([(s, t[1:-1]) for s, t in zip(sources, targets, strict=True)])
+    for source, target in zip(sources, targets, strict=True):
+        assert np.array_equal(source, target[1:-1])
+        assert (target[0], target[-1]) == (0xC5, 0xC5)
+
+
+async def test_call_ends_only_when_both_halves_have(copier, monkeypatch):
+    gates = {0: threading.Event(), 1: threading.Event()}
+
+    def copy(copies):
+        assert gates[int(copies[0][0][0])].wait(60)
+
+    monkeypatch.setattr(memory_copier, "_copy", copy)
+    source = np.repeat(np.array([0, 1], np.uint8), MIB)
+    for order in ([0, 1], [1, 0]):
+        call = asyncio.create_task(copier.copy([(source, np.empty_like(source))]))
+        gates[order[0]].set()
+        assert not (await asyncio.wait({call}, timeout=0.2))[0]
+        gates[order[1]].set()
+        await call
+        for gate in gates.values():
+            gate.clear()
+
+
+async def test_error_of_a_half_is_the_call_s(copier):
+    longer = np.empty(2 * MIB, np.uint8)
+    with pytest.raises(ValueError, match="broadcast"):
+        await copier.copy([(np.empty(2 * MIB - 1, np.uint8), longer)])
+
+
+async def test_cancelled_call_disturbs_no_other(copier):
+    source = np.ones(4 * MIB, np.uint8)
+    target = np.zeros_like(source)
+    call = asyncio.create_task(copier.copy([(source, target)]))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await copier.copy([(source, target)])
+    assert target.all()
+
+
+def test_closed_one_leaves_no_thread():
+    async def use():
+        copier = MemoryCopier()
+        source = np.ones(4 * MIB, np.uint8)
+        await copier.copy([(source, np.zeros_like(source))])
+        copier.close()
+        copier.close()
+
+    before = set(threading.enumerate())
+    asyncio.run(use())
+    assert set(threading.enumerate()) <= before
