@@ -68,8 +68,11 @@ class RedisWriter:
         if not await self._takes_writes(max(block.data.numel() for block in blocks)):
             return len(await self._blocks.leading([block.key for block in blocks]))
         writings = [self._writing(blocks[number]) for number in first.values()]
-        stored = await self._save_single([one for one in writings if not one.parts])
-        stored |= await self._save_parted([one for one in writings if one.parts])
+        stored: set[BlockKey] = set()
+        if single := [one for one in writings if not one.parts]:
+            stored |= await self._save_single(single)
+        if parted := [one for one in writings if one.parts]:
+            stored |= await self._save_parted(parted)
         return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
 
     def _writing(self, block: StoredBlock) -> _Writing:

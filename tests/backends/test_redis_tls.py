@@ -1,10 +1,13 @@
-"""Redis over TLS. Where redis-server was built without, a relay ends TLS before it."""
+"""Redis over TLS: a relay ends it before a plain server; and a server that was built with TLS."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import ipaddress
 import ssl
+import subprocess
+from contextlib import asynccontextmanager
 
 import pytest
 from cryptography import x509
@@ -12,6 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from redis_faults import Relay
+from redis_server import RedisServer, executable, free_port, until
 
 from kvconnect.backends import open_backend
 from kvconnect.errors import BackendUnavailable, ConfigurationError
@@ -139,4 +143,110 @@ async def test_connection_cut_within_a_value(relay, kit, server_files, tmp_path,
     relay.change = lambda data, _: data
     assert await store.load([key], [buffer]) == 1
     assert kit.holds(buffer, key, framed=False)
+    await store.close()
+
+
+# ------------------------------------------------------------------------- the server's own TLS
+
+
+@pytest.fixture(scope="session")
+def has_tls(tmp_path_factory):
+    """Whether the server was built with TLS: else it does not know the word."""
+    command = [executable(), "--tls-port", "0", "--port", "0", "--bogus-directive", "1"]
+    told = subprocess.run(command, capture_output=True, timeout=20, check=False)
+    if b"bogus-directive" not in told.stdout + told.stderr:
+        pytest.skip(f"{executable()} was built without TLS; KVCONNECT_TEST_REDIS names another")
+
+
+@pytest.fixture
+def make_tls_server(has_tls, server_files, tmp_path):
+    """Starts servers that speak TLS on a second port, ``tls_port``."""
+    with contextlib.ExitStack() as ends:
+
+        def make(*options):
+            tls_port = free_port()
+            server = RedisServer(
+                tmp_path / str(tls_port),
+                *("--tls-port", str(tls_port), "--tls-cert-file", str(server_files[0])),
+                *("--tls-key-file", str(server_files[1]), "--tls-ca-cert-file"),
+                *(str(server_files[0]), "--tls-auth-clients", "no"),
+                *options,
+            )
+            ends.callback(server.stop)
+            server.tls_port = tls_port
+            return server.start()
+
+        yield make
+
+
+@asynccontextmanager
+async def native(server, **options):
+    query = "&".join(f"{name}={value}" for name, value in options.items())
+    store = open_backend(f"rediss://127.0.0.1:{server.tls_port}?{query}").inner
+    try:
+        await store.open([])
+        yield store
+    finally:
+        await store.close()
+
+
+async def test_blocks_come_back_from_a_server_with_tls(make_tls_server, kit, server_files):
+    sizes = [0, 1, 16384, 16385, 4 << 20, (9 << 20) + 1]
+    keys = kit.keys("native", count=len(sizes))
+    blocks = [kit.block(key, nbytes=n, tokens=[1]) for key, n in zip(keys, sizes, strict=True)]
+    async with native(make_tls_server(), tls_ca=server_files[0]) as store:
+        assert await store.save(blocks) == len(sizes)
+        assert await store.lookup(keys) == len(sizes)
+        into = [kit.buffer(n) for n in sizes]
+        assert await store.load(keys, into) == len(sizes)
+        assert all(kit.holds(b, key, framed=False) for b, key in zip(into, keys, strict=True))
+        assert {entry.key async for entry in store.scan()} == set(keys)
+        await store.delete(keys)
+        assert await store.lookup(keys) == 0
+
+
+async def test_server_with_tls_wants_a_certificate(make_tls_server, kit, server_files):
+    server = make_tls_server("--tls-auth-clients", "yes")
+    with pytest.raises((ConfigurationError, BackendUnavailable)):
+        async with native(server, tls_ca=server_files[0]):
+            pass
+    own = {"tls_cert": server_files[0], "tls_key": server_files[1]}
+    async with native(server, tls_ca=server_files[0], **own) as store:
+        assert await store.save([kit.block(kit.key("own"), nbytes=1 << 20)]) == 1
+
+
+async def test_server_with_tls_of_unknown_authority(make_tls_server):
+    with pytest.raises(ConfigurationError, match="name the file with its authority in tls_ca="):
+        async with native(make_tls_server()):
+            pass
+
+
+async def test_server_with_tls_that_freezes_is_given_up(make_tls_server, kit, server_files):
+    server, key = make_tls_server(), kit.key("frozen")
+    async with native(server, tls_ca=server_files[0], timeout="300ms") as store:
+        await store.save([kit.block(key, nbytes=2 << 20)])
+        buffer = kit.buffer(2 << 20)
+        with server.frozen():
+            with pytest.raises(BackendUnavailable, match=r"no answer|timed out"):
+                await store.load([key], [buffer])
+            buffer.fill_(7)
+        server.admin.ping()
+        assert bool((buffer == 7).all())
+        assert await store.load([key], [buffer]) == 1
+        assert kit.holds(buffer, key, framed=False)
+
+
+async def test_cluster_with_tls(make_tls_server, kit, server_files):
+    server = make_tls_server("--cluster-enabled", "yes", "--tls-cluster", "yes")
+    server.admin.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+    until(
+        lambda: server.admin.execute_command("CLUSTER INFO")["cluster_state"] == "ok", "the cluster"
+    )
+    url = f"redis+cluster://127.0.0.1:{server.tls_port}?tls=yes&tls_ca={server_files[0]}"
+    keys = kit.keys("cluster", count=5)
+    store = open_backend(url).inner
+    await store.open([])
+    assert await store.save([kit.block(key, nbytes=5 << 20) for key in keys]) == 5
+    assert await store.lookup(keys) == 5
+    assert await store.load(keys, [kit.buffer(5 << 20) for _ in keys]) == 5
     await store.close()
