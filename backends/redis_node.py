@@ -31,11 +31,17 @@ _JOIN_S = 1.0
 
 
 class _Job:
-    """Work on a connection that can be ended from another thread, by ending the connection."""
+    """Work on a connection that can be ended from another thread, by ending the connection.
 
-    __slots__ = ("_aborted", "_connection", "_lock")
+    Attributes:
+        outcome: the result, for who waits for it on the event loop.
+    """
+
+    __slots__ = ("_aborted", "_connection", "_lock", "_loop", "outcome")
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[Any] = self._loop.create_future()
         self._lock = threading.Lock()
         self._connection: redis.Connection | None = None
         self._aborted = False
@@ -55,6 +61,18 @@ class _Job:
         """`abort` ends nothing any more."""
         with self._lock:
             self._connection = None
+
+    def tell(self, result: Any, error: BaseException | None) -> None:
+        """`outcome` is this, unless it is known already; from any thread."""
+        self._loop.call_soon_threadsafe(self._settle, result, error)
+
+    def _settle(self, result: Any, error: BaseException | None) -> None:
+        if self.outcome.done():
+            return
+        if error is None:
+            self.outcome.set_result(result)
+        else:
+            self.outcome.set_exception(error)
 
     def abort(self) -> None:
         """Nothing is received for it any more once this returns, and its thread ends."""
@@ -86,7 +104,7 @@ class RedisNode:
         name = f"kvconnect-redis-{address.port}"
         self._moving = ThreadPoolExecutor(settings.connections, thread_name_prefix=name)
         self._asking = ThreadPoolExecutor(_ASKING_THREADS, thread_name_prefix=name)
-        self._jobs: dict[Future[Any], _Job] = {}
+        self._jobs: dict[Future[None], _Job] = {}
         self._idle: list[_Link] = []  # appended to and popped from on any thread
         self._closed = False
 
@@ -108,12 +126,16 @@ class RedisNode:
         if self._closed:
             raise BackendUnavailable("is closed")
         job = _Job()
-        future = (self._moving if moves_values else self._asking).submit(self._work, job, work)
+        future = (self._moving if moves_values else self._asking).submit(self._run, job, work)
         self._jobs[future] = job
         try:
-            return await _outcome(future, job)
+            result: T = await job.outcome
+        except asyncio.CancelledError:
+            await _end_of(future, job)
+            raise
         finally:
             del self._jobs[future]
+        return result
 
     async def close(self) -> None:
         """End all work, connections and threads. Threads that still connect end by themselves."""
@@ -121,16 +143,25 @@ class RedisNode:
         running = dict(self._jobs)
         for pool in (self._moving, self._asking):
             pool.shutdown(wait=False, cancel_futures=True)
-        for job in running.values():
-            job.abort()
+        for future, job in running.items():
+            if future.cancelled():
+                job.tell(None, BackendUnavailable("is closed"))
+            else:
+                job.abort()
         if running:
             ends = [asyncio.wrap_future(future) for future in running]
-            done, _ = await asyncio.wait(ends, timeout=_JOIN_S)
-            for end in done:
-                if not end.cancelled():
-                    end.exception()  # told to who waits for it
+            await asyncio.wait(ends, timeout=_JOIN_S)
         while self._idle:
             _end(self._idle.pop().connection)
+
+    def _run(self, job: _Job, work: Callable[[Wire], object]) -> None:
+        # Not through the thread pool's own future: that wakes the event loop three times.
+        try:
+            result = self._work(job, work)
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            job.tell(None, error)
+        else:
+            job.tell(result, None)
 
     def _work(self, job: _Job, work: Callable[[Wire], T]) -> T:
         link = self._linked(job)
@@ -201,20 +232,13 @@ def _is_quiet(sock: socket.socket | None) -> bool:
     return not poll.poll(0)
 
 
-async def _outcome(future: Future[T], job: _Job) -> T:
+async def _end_of(future: Future[None], job: _Job) -> None:
+    """End `job`, and wait until it has; also if cancelled once more."""
+    if not future.cancel():
+        job.abort()
     waiting = asyncio.wrap_future(future)
-    try:
-        return await asyncio.shield(waiting)
-    except asyncio.CancelledError as error:
-        if waiting.cancelled():
-            raise BackendUnavailable("is closed") from error
-        if not future.cancel():
-            job.abort()
-        while not waiting.done():
-            try:
-                await asyncio.wait({waiting})
-            except asyncio.CancelledError:
-                continue  # it is being cancelled already
-        if not waiting.cancelled():
-            waiting.exception()  # of the connection that was ended
-        raise
+    while not waiting.done():
+        try:
+            await asyncio.wait({waiting})
+        except asyncio.CancelledError:
+            continue  # it is being cancelled already
