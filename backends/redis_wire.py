@@ -58,7 +58,7 @@ class Wire:
             limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            if sock.getsockname()[0] == sock.getpeername()[0]:
+            if _is_local(sock):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SEND_NBYTES)
         else:
             sock.settimeout(timeout)
@@ -215,3 +215,11 @@ class Wire:
     @staticmethod
     def _garbled(what: str) -> BackendUnavailable:
         return BackendUnavailable(f"the server's answer makes no sense: {what}")
+
+
+def _is_local(sock: socket.socket) -> bool:
+    """Whether the other end is on this host."""
+    try:
+        return bool(sock.getsockname()[0] == sock.getpeername()[0])
+    except (OSError, IndexError):
+        return False  # it is gone already, or has no address
