@@ -155,6 +155,12 @@ async def test_node_of_a_cluster_is_no_single_server(redis_cluster):
         await opened(f"redis://127.0.0.1:{port}")
 
 
+async def test_valkey_has_another_word_for_its_kind(script):
+    url = script(speaks(INFO=info(server_mode="cluster", redis_version="7.2.4")))
+    with pytest.raises(ConfigurationError, match=r"write redis\+cluster://"):
+        await opened(url)
+
+
 async def test_single_server_is_no_cluster(redis_server):
     with pytest.raises(ConfigurationError, match="it is no cluster; write redis://"):
         await opened(f"redis+cluster://127.0.0.1:{redis_server.port}")
