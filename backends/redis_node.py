@@ -233,7 +233,7 @@ def _is_quiet(sock: socket.socket | None) -> bool:
 
 
 async def _end_of(future: Future[None], job: _Job) -> None:
-    """End `job`, and wait until it has; also if cancelled once more."""
+    """End `job`, whose outcome nobody waits for any more; returns when it has ended for sure."""
     if not future.cancel():
         job.abort()
     waiting = asyncio.wrap_future(future)
@@ -242,3 +242,5 @@ async def _end_of(future: Future[None], job: _Job) -> None:
             await asyncio.wait({waiting})
         except asyncio.CancelledError:
             continue  # it is being cancelled already
+    if not job.outcome.cancelled():
+        job.outcome.exception()  # looked at: asyncio would complain
