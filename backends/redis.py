@@ -72,8 +72,7 @@ class RedisBackend(Backend):
         router = RedisRouter(settings)
         try:
             await router.open()
-            for server in router.servers:
-                await router.on(server, partial(check_server, settings, probe))
+            await router.everywhere(partial(check_server, settings, probe))
         except BaseException:
             await router.close()
             raise
@@ -159,9 +158,7 @@ class RedisBackend(Backend):
         """
         router = _opened(self._router)
         await router.refresh()
-        surveys = await asyncio.gather(
-            *(router.on(server, partial(survey, self._names)) for server in router.servers)
-        )
+        surveys = await router.everywhere(partial(survey, self._names))
         numbers: dict[str, float] = {
             "blocks": sum(one.blocks for one in surveys),
             "bytes": sum(one.nbytes for one in surveys),

@@ -183,6 +183,10 @@ class RedisRouter:
                 raise BackendUnavailable(str(error)) from error
             raise
 
+    async def everywhere(self, work: Callable[[Wire, Address], R]) -> list[R]:
+        """The results of `work` on all servers that hold keys. If one fails, all have ended."""
+        return await _all([self.on(server, work) for server in self.servers])
+
     async def close(self) -> None:
         """End all connections; calls in flight fail."""
         self._closed = True
