@@ -250,7 +250,8 @@ class PublishedBlocks:
         if segment.parent is not None:
             above = segment.parent.pools[self.group]
             above.primary_below -= 1
-            if self.window is None and above.ids is not None and not above.primary_below:
+            free_leaf = above.references == 0 and not above.primary_below
+            if free_leaf and self.window is None and above.ids is not None:
                 self.candidates.review(segment.parent)
         return ids
 
