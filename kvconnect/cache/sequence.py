@@ -133,14 +133,18 @@ class Sequence:
 
         Pins that hold those keep them, loose.
         """
-        for pin in self.pins:
-            held = pin.grips[grip.pool.group]
-            held.loose.extend(grip.private_ids(max(start, held.first), min(stop, held.end)))
-        private = grip.private_ids(start, stop)
+        private = self.hand_over(grip, start, stop)
         start, stop = max(start, grip.first), min(stop, grip.stop)
         if start < stop:
             grip.ids[start:stop] = no_ids(stop - start)
         return private
+
+    def hand_over(self, grip: Grip, start: int, stop: int) -> BlockIds:
+        """As `forget`, of a sequence that ends: what it says of these places does not matter."""
+        for pin in self.pins:
+            held = pin.grips[grip.pool.group]
+            held.loose.extend(grip.private_ids(max(start, held.first), min(stop, held.end)))
+        return grip.private_ids(start, stop)
 
     def disband(self) -> None:
         """The sequence ended, and its pins hold only what they have themselves."""

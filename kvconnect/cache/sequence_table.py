@@ -150,7 +150,7 @@ class SequenceTable:
         sequence = self._live.pop(request_id)
         self._publisher.finish(sequence, num_valid)
         for grip in sequence.grips:
-            private = sequence.forget(grip, grip.first, grip.stop)
+            private = sequence.hand_over(grip, grip.first, grip.stop)
             grip.let_go()
             grip.pool.private.drop(private)
         sequence.disband()
