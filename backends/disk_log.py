@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -24,6 +25,9 @@ logger = logging.getLogger("kvconnect")
 # For the other processes' transactions to end, after which the log can start over; one that was
 # stopped in the middle of its own must not hold up those who wait for this.
 _BUSY_MS = 100
+# For another process to end what it moves; SQLite does not wait for that by itself.
+_OTHERS_S = 1.0
+_PAUSE_S = 0.005
 
 
 class IndexLog:
@@ -81,7 +85,15 @@ class IndexLog:
                 self._at("copied")
                 # But it never catches up with those who write all the time. They wait for this one,
                 # which has only to copy what they wrote meanwhile.
-                if log_file_nbytes(self._directory) > self._limit:
-                    self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                give_up = time.monotonic() + _OTHERS_S
+                while log_file_nbytes(self._directory) > self._limit and not self._cut():
+                    if time.monotonic() > give_up:
+                        break
+                    time.sleep(_PAUSE_S)
         except (BackendUnavailable, IndexDamaged) as error:
             logger.debug("disk store %s: the log was not moved: %s", self._directory, error)
+
+    def _cut(self) -> bool:
+        """Whether it was tried; not if another process moves the log just now."""
+        _, pages, _ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return int(pages) >= 0

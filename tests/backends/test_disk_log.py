@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
+from concurrent.futures import wait
+from contextlib import contextmanager
 
 import pytest
 
+from kvconnect.backends import disk_log
 from kvconnect.backends.disk_log import IndexLog
 from kvconnect.backends.disk_schema import IndexDamaged, log_nbytes
 
@@ -44,16 +49,20 @@ async def test_log_stays_short_whatever_is_saved(make_disk, kit, log):
             assert log() <= 2 * LIMIT + SAVE
 
 
+async def save_until_it_moves(store, kit, log, gate):
+    turn = 0
+    while log() <= LIMIT:
+        turn += 1
+        assert await store.save(kit.chain(kit.keys(turn, count=4))) == 4
+    assert await asyncio.to_thread(gate.reached.wait, 60), "the log was not moved"
+
+
 async def test_saves_go_on_while_the_log_is_moved(make_disk, kit, log):
     gate = Gate("copied")
     store = make_disk(capacity=CAPACITY)
     store.at = gate
     async with kit.opened(store):
-        turn = 0
-        while not gate.reached.is_set():
-            turn += 1
-            assert await store.save(kit.chain(kit.keys(turn, count=4))) == 4
-            assert log() <= 2 * LIMIT + SAVE, "the log was not moved"
+        await save_until_it_moves(store, kit, log, gate)
         keys = kit.keys("meanwhile", count=1)
         assert await store.save(kit.chain(keys)) == 1
         assert await kit.stored(store, keys) == [True]
@@ -77,20 +86,13 @@ async def test_saves_wait_where_the_log_cannot_be_moved_as_fast(make_disk, kit, 
         assert log() <= 2 * LIMIT
 
 
-async def test_log_starts_over_though_others_write_meanwhile(make_disk, kit, log):
+async def test_log_is_cut_once_it_is_moved(make_disk, kit, log):
     gate = Gate("copied")
     store = make_disk(capacity=CAPACITY)
     store.at = gate
-    async with kit.opened(store), kit.opened(make_disk(capacity=CAPACITY)) as other:
-        turn = 0
-        while not gate.reached.is_set():
-            turn += 1
-            await store.save(kit.chain(kit.keys(turn, count=4)))
-        before = log()
-        await other.save(kit.chain(kit.keys("other", count=1)))
-        assert log() >= before, "the log had started over by itself"
+    async with kit.opened(store):
+        await save_until_it_moves(store, kit, log, gate)
         gate.opened.set()
-        await store.save(kit.chain(kit.keys("ends the move", count=1)))
         store._directory._writer._log._moving.result(60)
         assert log() <= LIMIT
 
@@ -117,3 +119,41 @@ async def test_log_that_cannot_be_moved_is_no_failure_of_a_save(make_disk, kit):
         for turn in range(30):
             assert await store.save(kit.chain(kit.keys(turn, count=4))) == 4
         assert await store.lookup(kit.keys(29, count=4)) == 4
+
+
+# Takes the lock that SQLite has while it moves a log: byte 121 of the shared memory's file.
+MOVES = """
+import fcntl, sys
+file = open(sys.argv[1], "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX, 1, 121)
+print("moves", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def moving_elsewhere(store):
+    shared = store / "index.sqlite3-shm"
+    with subprocess.Popen(
+        [sys.executable, "-c", MOVES, shared], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"moves\n"
+        yield
+
+
+async def test_log_is_moved_as_soon_as_another_process_has_ended_its_move(
+    make_disk, kit, log, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(disk_log, "_OTHERS_S", 60.0)
+    gate = Gate("copied")
+    store = make_disk(capacity=CAPACITY)
+    store.at = gate
+    async with kit.opened(store):
+        with moving_elsewhere(tmp_path / "store"):
+            await save_until_it_moves(store, kit, log, gate)
+            gate.opened.set()
+            moving = store._directory._writer._log._moving
+            assert not wait([moving], timeout=0.2).done
+            assert log() > LIMIT
+        moving.result(60)
+        assert log() <= LIMIT
