@@ -367,9 +367,10 @@ class GuardedBackend(BackendWrapper):
         framing = self._framing
         if framing is None:
             return await self._store(blocks)
-        parts = list(pieces([block.data for block in blocks]))
         saved = 0
         async with framing.lane() as lane:
+            # Nobody waits any more for a call whose turn comes after its deadline.
+            parts = [] if call.abandoned else list(pieces([block.data for block in blocks]))
             sealed = await framing.seal(blocks[parts[0]] if parts else (), lane, 0)
             for number, part in enumerate(parts):
                 last = call.abandoned or number + 1 == len(parts)
