@@ -6,6 +6,7 @@ its first token is what the store costs. All answers must be equal.
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import threading
@@ -141,6 +142,8 @@ class _Trial:
         with LLM(model, kv_cache=cache, connector=config) as llm:
             self._stored = list(zip(prompts, llm.generate(prompts, _FEW), strict=True))
         self._llm = stack.enter_context(LLM(model, kv_cache=cache, connector=config))
+        gc.freeze()  # else the interpreter looks through all of torch, for a quarter of a second
+        stack.callback(gc.unfreeze)
         self._opened = stack.enter_context(_told_of("store.breaker.opened"))
 
     def run(self, death: Death) -> Toll:
