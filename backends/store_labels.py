@@ -32,7 +32,9 @@ class StoreLabels:
     def __init__(self) -> None:
         self._places: set[str] = set()
         self._taken: set[Labels] = set()
-        self._lock = threading.Lock()
+        # A store that was forgotten gives its labels back whenever the garbage collector finds it,
+        # also on a thread that is taking some just then.
+        self._lock = threading.RLock()
 
     def take(self, store: str, place: str) -> Labels:
         """Labels that nobody else has until they are given back."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from tier_store import DictTier
 
@@ -42,6 +44,26 @@ def test_only_stores_that_are_used_at_the_same_time_are_numbered():
     names.give_back(first)
     assert names.take("A", "x:") == first
     assert shown(names.take("A", "x:")) == ("A", "x: (3)")
+
+
+def test_a_store_may_be_found_forgotten_while_another_is_opened():
+    """The garbage collector comes at any moment, also on a thread that holds a lock."""
+    names = StoreLabels()
+    forgotten = names.take("A", "x:")
+
+    class Place(str):
+        """Hashed within `take`, where memory is allocated, too."""
+
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            names.give_back(forgotten)
+            return super().__hash__()
+
+    taking = threading.Thread(target=names.take, args=("A", Place("y:")), daemon=True)
+    taking.start()
+    taking.join(10)
+    assert not taking.is_alive()
 
 
 def test_a_process_that_opens_stores_for_ever_counts_the_last_ones_together():
