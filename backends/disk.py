@@ -159,8 +159,9 @@ class DiskBackend(Backend):
         if self._running:
             await asyncio.wait(self._running)
         await asyncio.get_running_loop().run_in_executor(transfers, self._close)
-        queries.shutdown()
-        transfers.shutdown()
+        # Calls that were cancelled still have a thread, perhaps for as long as the disk hangs.
+        await asyncio.to_thread(queries.shutdown)
+        await asyncio.to_thread(transfers.shutdown)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are present; they count as used now."""

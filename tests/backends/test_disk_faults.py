@@ -12,6 +12,7 @@ import resource
 import shutil
 import subprocess
 import threading
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +22,8 @@ import torch
 
 from kvconnect.backends import direct_io, open_backend
 from kvconnect.backends.disk import DiskBackend
-from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.backends.guard import GuardedBackend
+from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
 from kvconnect.trace import metrics
 
 ERRORS = [errno.EIO, errno.EMFILE, errno.ENXIO, errno.ESTALE]
@@ -405,6 +407,24 @@ async def test_no_descriptor_thread_or_task_is_left(kit, make_disk, tmp_path):
     left = [t for t in set(threading.enumerate()) - before if t.name.startswith("kvconnect-disk")]
     assert left == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_close_waits_for_a_disk_that_hangs_without_holding_up_anything_else(
+    kit, make_disk, monkeypatch
+):
+    goes_on = threading.Event()
+    monkeypatch.setattr(
+        "kvconnect.backends.disk_directory.DiskDirectory.lookup",
+        lambda self, keys: int(not goes_on.wait(10)),
+    )
+    store = GuardedBackend(make_disk(), deadline_s=0.1)
+    await store.open([kit.layout])
+    with pytest.raises(BackendTimeout):
+        await store.lookup(kit.keys("hangs", count=1))
+    started = time.monotonic()
+    await store.close()
+    assert time.monotonic() - started < 5
+    goes_on.set()
 
 
 async def test_failed_open_leaves_nothing_open(kit, tmp_path, monkeypatch):
