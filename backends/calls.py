@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from kvconnect.errors import (
 )
 from kvconnect.trace import Labels, count
 
-__all__ = ["Call", "Calls", "counted", "mapped", "together", "unopened"]
+__all__ = ["Call", "Calls", "counted", "mapped", "raise_any", "together", "unopened"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -234,7 +234,7 @@ class Calls:
     ) -> BackendTimeout:
         pending: Future[None] = Future()
         pending.set_running_or_notify_cancel()
-        task.add_done_callback(lambda _: pending.set_result(None))
+        task.add_done_callback(lambda _: _settle(pending, task))
         self._abandoned.add(task)
         if self._hangs and not self._closed:
             self._breaker.open(self._hangs)
@@ -274,13 +274,55 @@ async def _wait(task: asyncio.Task[Any], deadline: float, *, holds_buffers: bool
     return task.done()
 
 
+def _settle(pending: Future[None], task: asyncio.Task[Any]) -> None:
+    # A store of several stores ends when it has given one of them up, which still has the buffers.
+    error = None if task.cancelled() else task.exception()
+    inner = error.pending if isinstance(error, BackendTimeout) else None
+    if inner is None:
+        pending.set_result(None)
+    else:
+        inner.add_done_callback(lambda _: pending.set_result(None))
+
+
 async def together(first: Awaitable[T], second: Awaitable[S]) -> tuple[T, S]:
     """Both results. If one fails, raises only once the other has ended too: both use buffers."""
     one, other = await asyncio.gather(_contained(first), _contained(second), return_exceptions=True)
-    for result in (one, other):
-        if isinstance(result, BaseException):
-            raise result
+    raise_any((one, other))
     return one, other  # type: ignore[return-value]
+
+
+def raise_any(results: Sequence[object]) -> None:
+    """Raise what one of `results` is, if one is an error; never without what still holds buffers.
+
+    Raises:
+        BackendTimeout: if one of them is; `pending` is done when those of all of them are.
+    """
+    errors = [result for result in results if isinstance(result, BaseException)]
+    pending = [
+        error.pending
+        for error in errors
+        if isinstance(error, BackendTimeout) and error.pending is not None
+    ]
+    for error in errors:
+        if not pending:
+            raise error
+        if isinstance(error, BackendTimeout):
+            raise BackendTimeout(str(error), _all_done(pending)) from error
+
+
+def _all_done(pending: Sequence[Future[None]]) -> Future[None]:
+    whole: Future[None] = Future()
+    whole.set_running_or_notify_cancel()
+    left = set(pending)
+
+    def ended(one: Future[None]) -> None:
+        left.discard(one)
+        if not left and not whole.done():
+            whole.set_result(None)
+
+    for one in pending:
+        one.add_done_callback(ended)
+    return whole
 
 
 def counted(answer: object, limit: int, name: str, operation: str) -> int:

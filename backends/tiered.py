@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.backend import MAX_CHILDREN, Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.calls import raise_any
 from kvconnect.backends.framing import ChecksFrames
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.tiered_lookups import TierLookups
@@ -22,7 +22,7 @@ from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
-from kvconnect.trace import count
+from kvconnect.trace import count, warn_once
 
 __all__ = ["TieredBackend", "from_url"]
 
@@ -145,8 +145,10 @@ class TieredBackend(ChecksFrames):
                     if loaded == len(keys):
                         break
         finally:
-            # They read `into`, which is handed on then.
-            await asyncio.gather(*promotions)
+            # They read `into`, which is handed on then. What becomes of them is not the load's.
+            for error in await asyncio.gather(*promotions, return_exceptions=True):
+                if error is not None:
+                    warn_once("tiered.promotion", f"loaded blocks were not copied: {error!r}")
             for _ in bad:  # once, however many tiers had a bad copy
                 count("store.bad_frame")
         return loaded
@@ -169,7 +171,7 @@ class TieredBackend(ChecksFrames):
             *(tier.backlog.add(blocks) for tier in behind),
             return_exceptions=True,
         )
-        _raise_any(results)
+        raise_any(results)
         stored = dict(zip(through, results, strict=False))
         return max(int(stored[tier]) for tier in self._decisive)  # type: ignore[arg-type]
 
@@ -314,7 +316,7 @@ async def _promote(
     blocks = []
     for key, data, entry in zip(keys, frames, known, strict=True):
         if entry is not None:
-            blocks.append(_block(entry, data))
+            blocks.append(_block(key, entry, data))
         elif not source.variable_length:
             blocks.append(StoredBlock(key, data))
         else:
@@ -323,9 +325,9 @@ async def _promote(
     await asyncio.gather(*(tier.backlog.add(blocks) for tier in faster))
 
 
-def _block(entry: StoredEntry, data: Tensor) -> StoredBlock:
+def _block(key: BlockKey, entry: StoredEntry, data: Tensor) -> StoredBlock:
     return StoredBlock(
-        entry.key,
+        key,
         data[: entry.nbytes],
         entry.parent,
         entry.tokens,
@@ -349,35 +351,6 @@ def _decisive(tiers: Sequence[Tier]) -> list[Tier]:
         if keeping:
             return keeping
     return through
-
-
-def _raise_any(results: Sequence[object]) -> None:
-    """Raise what a tier raised, but only together with all that still holds buffers."""
-    errors = [result for result in results if isinstance(result, BaseException)]
-    pending = [
-        error.pending
-        for error in errors
-        if isinstance(error, BackendTimeout) and error.pending is not None
-    ]
-    for error in errors:
-        if pending and isinstance(error, BackendTimeout):
-            raise BackendTimeout(str(error), _all_done(pending)) from error
-        raise error
-
-
-def _all_done(pending: Sequence[Future[None]]) -> Future[None]:
-    whole: Future[None] = Future()
-    whole.set_running_or_notify_cancel()
-    left = set(pending)
-
-    def ended(one: Future[None]) -> None:
-        left.discard(one)
-        if not left and not whole.done():
-            whole.set_result(None)
-
-    for one in pending:
-        one.add_done_callback(ended)
-    return whole
 
 
 async def _quietly(call: Coroutine[Any, Any, T], otherwise: T) -> T:

@@ -13,6 +13,7 @@ from tier_store import DictTier, Refusing
 
 from kvconnect import frame
 from kvconnect.backends import framing, open_backend, tiered_tier
+from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.memory import MemoryBackend
 from kvconnect.backends.tiered import TieredBackend
 from kvconnect.backends.tiered_url import TieredSettings
@@ -112,6 +113,60 @@ async def test_load_from_a_hanging_tier_keeps_the_buffers_until_it_ends(kit):
         two.recover()
         await until(late.value.pending.done)
         assert kit.holds(into[2], keys[2])
+
+
+async def test_load_given_up_before_its_tier_is_keeps_the_buffers_until_the_tier_ends(kit):
+    tier = DictTier()
+    key = kit.key("held")
+    tier.put(kit.block(key))
+    tier.hang.add("load")
+    whole = TieredBackend([tier], TieredSettings(deadline_s=0.2, verify_frames=False))
+    async with kit.opened(GuardedBackend(whole, deadline_s=0.1)) as store:
+        (into,) = kit.buffers(1)
+        with pytest.raises(BackendTimeout) as late:
+            await store.load([key], [into])
+        await until(lambda: not whole.tiers[0].alive)  # the tier was given up, too
+        await asyncio.sleep(0.01)  # nothing tells that `pending` stays as it is
+        assert not late.value.pending.done()
+        assert kit.untouched(into)
+        tier.recover()
+        await until(late.value.pending.done)
+        assert not kit.untouched(into)
+
+
+async def test_save_that_one_tier_refuses_keeps_the_data_that_another_has(kit):
+    class Misconfigured(DictTier):
+        async def save(self, blocks):
+            raise ConfigurationError("no such bucket")
+
+    refusing, hanging = Misconfigured(), DictTier()
+    async with tiered(refusing, hanging) as store:
+        hanging.hang |= {"save", "lookup"}
+        with pytest.raises(BackendTimeout) as late:
+            await store.save([kit.block(kit.key("both"))])
+        assert not late.value.pending.done()
+        hanging.recover()
+        await until(late.value.pending.done)
+
+
+async def test_copy_to_a_faster_tier_that_fails_hides_no_buffer_that_is_still_used(kit):
+    class Babbling(DictTier):
+        async def describe(self, keys):
+            return ["nonsense"] * len(keys)
+
+    faster, slower, slowest = DictTier(), Babbling(), DictTier()
+    keys = kit.keys("promoted", count=2)
+    slower.put(kit.block(keys[0]))
+    slowest.put(*(kit.block(key) for key in keys))
+    async with tiered(faster, slower, slowest) as store:
+        slowest.hang |= {"load", "lookup"}
+        into = kit.buffers(2)
+        with pytest.raises(BackendTimeout) as late:
+            await store.load(keys, into)
+        assert not late.value.pending.done()
+        slowest.recover()
+        await until(late.value.pending.done)
+        assert await store.load(keys[:1], into[:1]) == 1
 
 
 async def test_tier_that_hung_in_a_load_is_skipped_by_the_next_until_it_answers(kit):
