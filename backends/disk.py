@@ -26,6 +26,7 @@ from kvconnect.backends.disk_schema import (
     IndexReadOnly,
     set_aside,
 )
+from kvconnect.backends.running_threads import running_threads
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.frame import frame_nbytes
@@ -134,8 +135,8 @@ class DiskBackend(Backend):
         largest = max(sizes, default=0)
         self._settings = replace(self._settings, frame_sizes=sizes)
         self._check_capacity(self._settings.capacity, largest)
-        self._queries = ThreadPoolExecutor(1, thread_name_prefix="kvconnect-disk-index")
-        self._transfers = ThreadPoolExecutor(4, thread_name_prefix="kvconnect-disk-io")
+        self._queries = running_threads(1, "kvconnect-disk-index")
+        self._transfers = running_threads(4, "kvconnect-disk-io")
         try:
             capacity, read_only = await self._run(
                 self._queries,

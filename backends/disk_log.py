@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from kvconnect.backends.disk_schema import (
@@ -16,6 +16,7 @@ from kvconnect.backends.disk_schema import (
     index_errors,
     log_file_nbytes,
 )
+from kvconnect.backends.running_threads import running_threads
 from kvconnect.errors import BackendUnavailable
 
 __all__ = ["IndexLog"]
@@ -52,7 +53,7 @@ class IndexLog:
         self._at = at
         self._db = connect(directory, durability, nbytes)
         self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvconnect-disk-log")
+        self._thread = running_threads(1, "kvconnect-disk-log")
         self._lock = threading.Lock()
         self._moving: Future[None] | None = None
 

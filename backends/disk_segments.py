@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvconnect.backends.direct_io import is_aligned, open_direct, read_at, scratch, view, write_at
 from kvconnect.backends.disk_runs import Place, Run, parts
+from kvconnect.backends.running_threads import running_threads
 
 __all__ = ["NO_SPACE", "SegmentFiles", "SegmentLost"]
 
@@ -60,7 +61,7 @@ class SegmentFiles:
         self._writable = writable
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvconnect-disk-parts")
+        self._threads = running_threads(_THREADS, "kvconnect-disk-parts")
 
     def create(self, segment: int, size: int, slots: int) -> None:
         """Make the file of `segment` with all its bytes allocated.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvconnect.backends.running_threads import running_threads
 
 __all__ = ["Copies", "MemoryCopier"]
 
@@ -28,7 +30,7 @@ class MemoryCopier:
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvconnect-memory")
+        self._threads = running_threads(2, "kvconnect-memory")
 
     async def copy(self, copies: Copies) -> None:
         """Do all of `copies`. If this is cancelled, they go on."""

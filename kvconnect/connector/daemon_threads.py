@@ -39,7 +39,8 @@ class DaemonThreads(ThreadPoolExecutor):
         that nobody waits for must not pile up.
 
         Raises:
-            RuntimeError: the pool has ended.
+            RuntimeError: the pool has ended, or there is not even one thread to be had; `fn` is not
+                run.
         """
         future: Future[T] = Future()
 
@@ -61,8 +62,14 @@ class DaemonThreads(ThreadPoolExecutor):
                 thread = threading.Thread(
                     target=self._run, name=f"{self._name}-{len(self._daemons)}", daemon=True
                 )
-                self._daemons.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # no more to be had: those there are do it
+                    if not self._daemons:
+                        del self._work[future]  # or it would be done once it is given up
+                        raise
+                else:
+                    self._daemons.append(thread)
             self._changed.notify()
         future.add_done_callback(self._forget)
         return future

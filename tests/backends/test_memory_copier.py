@@ -10,6 +10,7 @@ import pytest
 
 from kvconnect.backends import memory_copier
 from kvconnect.backends.memory_copier import MemoryCopier
+from kvconnect.errors import BackendUnavailable
 
 MIB = 1 << 20
 
@@ -93,3 +94,30 @@ def test_closed_one_leaves_no_thread():
     before = set(threading.enumerate())
     asyncio.run(use())
     assert set(threading.enumerate()) <= before
+
+
+async def test_threads_that_run_out_later_harm_no_copy(copier, monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    source = np.ones(4 * MIB, np.uint8)
+    target = np.zeros_like(source)
+    await copier.copy([(source, target)])
+    assert target.all()
+
+
+def test_copier_without_threads_is_refused_and_leaves_none(monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def only_one(thread):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", only_one)
+    with pytest.raises(BackendUnavailable, match="more threads"):
+        MemoryCopier()
+    assert len(started) == 1
+    assert not started[0].is_alive()

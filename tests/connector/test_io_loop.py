@@ -83,6 +83,38 @@ def test_an_idle_thread_is_used_again() -> None:
     pool.end(5)
 
 
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+
+def test_where_no_more_threads_are_to_be_had_those_there_are_do_the_work(monkeypatch) -> None:
+    pool = DaemonThreads(2, "test-pool")
+    go, entered = threading.Event(), threading.Event()
+    first = pool.submit(lambda: entered.set() or go.wait(20))
+    assert entered.wait(5)
+    refuse_threads(monkeypatch)
+    second = pool.submit(lambda: 2)
+    go.set()
+    assert first.result(5)
+    assert second.result(5) == 2
+    pool.end(5)
+
+
+def test_work_that_is_refused_is_never_done(monkeypatch) -> None:
+    pool = DaemonThreads(2, "test-pool")
+    done = []
+    with monkeypatch.context() as patch:
+        refuse_threads(patch)
+        with pytest.raises(RuntimeError, match="new thread"):
+            pool.submit(lambda: done.append("refused"))
+    pool.submit(lambda: done.append("taken")).result(5)
+    pool.end(5)
+    assert done == ["taken"]
+
+
 def test_what_is_cancelled_while_all_threads_are_stuck_is_forgotten() -> None:
     pool = DaemonThreads(1, "test-pool")
     go, entered = threading.Event(), threading.Event()
