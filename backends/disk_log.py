@@ -12,6 +12,7 @@ from pathlib import Path
 from kvconnect.backends.disk_schema import (
     Durability,
     IndexDamaged,
+    IndexFull,
     connect,
     index_errors,
     log_file_nbytes,
@@ -29,6 +30,9 @@ _BUSY_MS = 100
 # For another process to end what it moves; SQLite does not wait for that by itself.
 _OTHERS_S = 1.0
 _PAUSE_S = 0.005
+# A log that is so many times too long is one that cannot be moved: some process was stopped while
+# it read. In all but very small stores it takes an eighth of the capacity then.
+_STUCK = 8
 
 
 class IndexLog:
@@ -72,6 +76,25 @@ class IndexLog:
             moving = self._moving
         if nbytes > 2 * self._limit:
             wait([moving])
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it is far longer than it should be, since it cannot be moved."""
+        return log_file_nbytes(self._directory) > _STUCK * self._limit
+
+    def check(self) -> None:
+        """Refuse what makes a log longer that cannot be moved; tries to move it, and blocks.
+
+        Raises:
+            IndexFull: it cannot be.
+        """
+        if self.stuck:
+            self.bound()
+            if self.stuck:
+                raise IndexFull(
+                    "disk store: the index's log cannot be moved: a process that reads the index "
+                    "was stopped, or does not end its transaction"
+                )
 
     def close(self) -> None:
         """End the thread, once a move under way is done. The second time does nothing."""

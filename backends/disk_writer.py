@@ -109,7 +109,12 @@ class IndexWriter:
                 self._slots.shrink()
 
     def reserve(self, blocks: Sequence[StoredBlock]) -> Reservation:
-        """Slots for those of `blocks` that are not stored, dropping older ones where needed."""
+        """Slots for those of `blocks` that are not stored, dropping older ones where needed.
+
+        Raises:
+            IndexFull: the index's log cannot be moved, and would grow without end.
+        """
+        self._log.check()
         now = microseconds()
         with self._transaction():
             self._files.keep_only({segment for segment, *_ in self._segments()})
@@ -149,7 +154,9 @@ class IndexWriter:
             self._forget(keys)
 
     def touch(self, used: Mapping[int, int]) -> None:
-        """Note when the copies with these ids were used."""
+        """Note when the copies with these ids were used, unless the log cannot be moved."""
+        if self._log.stuck:
+            return
         with self._transaction():
             self._db.executemany(
                 "UPDATE blocks SET used=max(used, ?) WHERE id=?",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import subprocess
 import sys
 import threading
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -95,6 +96,29 @@ async def test_log_is_cut_once_it_is_moved(make_disk, kit, log):
         gate.opened.set()
         store._directory._writer._log._moving.result(60)
         assert log() <= LIMIT
+
+
+async def test_log_does_not_grow_for_ever_while_a_process_that_reads_is_stopped(
+    make_disk, kit, log, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(disk_log, "_BUSY_MS", 1)
+    async with kit.opened(make_disk(capacity=CAPACITY)) as store:
+        first = kit.keys("first", count=64)
+        assert await store.save(kit.chain(first, nbytes=128)) == 64
+        reader = sqlite3.connect(tmp_path / "store" / "index.sqlite3", isolation_level=None)
+        with closing(reader):
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM blocks").fetchall()
+            for turn in range(1000):
+                if not await store.save(kit.chain(kit.keys(turn, count=64), nbytes=128)):
+                    break
+                assert log() <= 9 * LIMIT
+            for again in range(20):
+                assert await store.lookup(first) == 64
+                assert await store.save(kit.chain(kit.keys("full", again, count=64))) == 0
+            assert log() <= 9 * LIMIT
+        assert await store.save(kit.chain(kit.keys("after", count=4))) == 4
+        assert log() <= 2 * LIMIT + SAVE
 
 
 async def test_no_save_moves_the_log_itself(make_disk, kit, log, tmp_path, monkeypatch):
