@@ -86,8 +86,9 @@ class Patience:
     def _lose(self) -> None:
         self.lost = True
         count("connector.patience.lost")
-        if self._probing is None or self._probing.done():
-            self._probing = self._submit(self._probe())
+        # One that is not done yet may have seen that it is over, just before this.
+        self.end()
+        self._probing = self._submit(self._probe())
 
     async def _probe(self) -> None:
         pause = _FIRST_PAUSE_S

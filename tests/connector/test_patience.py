@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +13,8 @@ from bench_engine import LAYOUT, BenchEngine, T, llm_args, reference
 from stores import DictStore
 
 from kvconnect import frame
+from kvconnect.connector.io_loop import IoLoop
+from kvconnect.connector.patience import Patience
 from kvconnect.trace import metrics
 
 PROMPT = list(range(1, 6 * T + 3))
@@ -73,6 +76,28 @@ def test_a_store_that_answers_nobody_is_left_alone(store: DictStore, monkeypatch
         assert patience(bench).lost
         assert opened.wait(10)
         store.open_doors()
+
+
+def test_patience_lost_just_as_the_last_question_is_answered_comes_back_again() -> None:
+    answered, goes_on = threading.Event(), threading.Event()
+    loop = IoLoop("test-io")
+
+    class Answering:
+        async def probe(self, within_s: float) -> None:
+            loop.call_soon(lambda: answered.set() or goes_on.wait(10))
+
+    patience = Patience(0.01, Answering(), loop.submit)
+    patience.wait(Future())
+    assert answered.wait(10)
+    assert not patience.lost
+    patience.start_step()
+    patience.wait(Future())
+    assert patience.lost
+    with told_of("connector.patience.found") as found:
+        goes_on.set()
+        assert found.wait(10)
+    patience.end()
+    loop.close()
 
 
 def test_patience_comes_back_without_any_request(store: DictStore) -> None:
