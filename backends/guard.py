@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import Tensor
@@ -133,6 +134,12 @@ class GuardedBackend(BackendWrapper):
             await self._calls.run_always("open", lambda _: self.inner.open(layouts))
         self._layouts = tuple(layouts)
         self._gauges.show(asyncio.get_running_loop(), self._labels)
+
+    async def abort(self) -> None:
+        """Take back `open`, within the deadline; it may be called again. Never raises."""
+        self._gauges.hide()
+        with suppress(ConfigurationError, RetryLater):
+            await self._calls.run_always("close", lambda _: self.inner.close())
 
     async def close(self) -> None:
         """Wait for calls in flight up to the deadline, then close `inner`, within another one.

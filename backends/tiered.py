@@ -95,10 +95,10 @@ class TieredBackend(ChecksFrames):
             ConfigurationError: of the first tier that is configured wrongly.
             BackendUnavailable: no tier that saves wait for can be reached.
         """
-        opened = await asyncio.gather(
-            *(tier.open(layouts) for tier in self.tiers), return_exceptions=True
-        )
         try:
+            opened = await asyncio.gather(
+                *(tier.open(layouts) for tier in self.tiers), return_exceptions=True
+            )
             self._check_opened(opened)
         except BaseException:
             await asyncio.gather(*(tier.abort() for tier in self.tiers))

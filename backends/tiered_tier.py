@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.backend import Backend, StoredBlock
-from kvconnect.backends.calls import mapped, together
+from kvconnect.backends.calls import together
 from kvconnect.backends.framing import pieces
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.tiered_backlog import Backlog
@@ -67,7 +67,6 @@ class Tier:
         place: str,
     ) -> None:
         self.guard = GuardedBackend(store, deadline_s=deadline_s, raw=True, place=place)
-        self._deadline_s = deadline_s
         self.name = name
         self.write: Write = write
         self.verify_frames = verify_frames
@@ -200,9 +199,7 @@ class Tier:
         if self._probing is not None:
             self._probing.cancel()
         self._alive.clear()
-        with suppress(BackendUnavailable, TimeoutError), mapped(self.name, "close"):
-            async with asyncio.timeout(self._deadline_s):
-                await self.guard.inner.close()
+        await self.guard.abort()
 
     def note_slow(self) -> None:
         """A lookup was not answered within `patience_s`: let none wait until it is prompt again."""

@@ -20,6 +20,7 @@ from kvconnect.backends.tiered_url import TieredSettings
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
 from kvconnect.frame import FrameHeader
 from kvconnect.testing.faulty_backend import FaultyBackend
+from kvconnect.trace import metrics
 
 PATIENCE_S = 0.2
 
@@ -113,6 +114,17 @@ async def test_load_from_a_hanging_tier_keeps_the_buffers_until_it_ends(kit):
         two.recover()
         await until(late.value.pending.done)
         assert kit.holds(into[2], keys[2])
+
+
+async def test_open_that_is_given_up_leaves_no_tier_open():
+    shown = len(metrics.gauges())
+    one, two = DictTier(), DictTier()
+    two.hang.add("open")
+    store = GuardedBackend(TieredBackend([one, two]), deadline_s=0.1)
+    with pytest.raises(BackendTimeout):
+        await store.open([])
+    await until(lambda: one.calls["close"] and not one.is_open)
+    assert len(metrics.gauges()) == shown
 
 
 async def test_load_given_up_before_its_tier_is_keeps_the_buffers_until_the_tier_ends(kit):
