@@ -219,17 +219,25 @@ class S3Bucket:
         headers = response["ResponseMetadata"]["HTTPHeaders"]
         return Fetched(b"", response["ETag"], response["ContentLength"], _age(headers))
 
-    def read(self, name: str, start: int, views: Sequence[memoryview]) -> None:
+    def read(
+        self, name: str, start: int, views: Sequence[memoryview], etag: str | None = None
+    ) -> None:
         """Fill `views`, one after the other, with the bytes of an object from `start` on.
 
+        Args:
+            name: of the object.
+            start: of the bytes.
+            views: where they go.
+            etag: of the object that is meant; ``None``: whatever has the name.
+
         Raises:
-            Gone: there is no such object, or it ends before `start`.
+            Gone: there is no such object, it is another one now, or it ends before `start`.
             BackendUnavailable: `views` are undefined.
         """
         for attempt in range(_BODY_ATTEMPTS):
             with failures(self._settings, "reading"):
                 try:
-                    self._read(name, start, views)
+                    self._read(name, start, views, etag)
                     return
                 except ClientError as error:
                     if S3Failure.of(error).status == 416:
@@ -239,13 +247,15 @@ class S3Bucket:
                     if attempt + 1 == _BODY_ATTEMPTS:
                         raise
 
-    def _read(self, name: str, start: int, views: Sequence[memoryview]) -> None:
+    def _read(self, name: str, start: int, views: Sequence[memoryview], etag: str | None) -> None:
         end = start + sum(view.nbytes for view in views)
         reply = self._get(name, start, end)
         if reply is None:
             raise Gone(name)
         with closing(reply.body) as body:
             first, last, total = self._span(reply)
+            if etag is not None and _opaque(reply.headers["etag"]) != _opaque(etag):
+                raise Gone(f"{name} was replaced")
             if first == start and last + 1 < end and last + 1 == total:
                 raise Gone(f"{name} has {total} bytes")
             if first != start or last + 1 != end:
@@ -358,6 +368,11 @@ class S3Bucket:
 
 def _text(value: str | bytes) -> str:
     return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
+def _opaque(etag: str) -> str:
+    # Some services quote it in one answer only.
+    return etag.removeprefix("W/").strip('"')
 
 
 def _age(headers: Mapping[str, str]) -> float:

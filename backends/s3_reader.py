@@ -26,6 +26,7 @@ class _Part:
         name: of the object.
         start: in the object.
         number: of the first block that they belong to.
+        etag: of the object; ``None`` where nobody else writes one of that name.
         views: where they go, one after the other.
         nbytes: of all views.
     """
@@ -33,6 +34,7 @@ class _Part:
     name: str
     start: int
     number: int
+    etag: str | None
     views: list[memoryview] = field(default_factory=list)
     nbytes: int = 0
 
@@ -61,7 +63,10 @@ class S3Reader:
                 break
         parts = self._parts(found, into)
         results = await self._jobs.run_all(
-            [partial(self._bucket.read, part.name, part.start, part.views) for part in parts]
+            [
+                partial(self._bucket.read, part.name, part.start, part.views, part.etag)
+                for part in parts
+            ]
         )
         gone = [
             part.number
@@ -90,7 +95,9 @@ class S3Reader:
                     or last.start + last.nbytes != start
                     or last.nbytes >= most
                 ):
-                    last = _Part(name, start, number)
+                    # A block that is alone may be deleted and saved again, with a longer record.
+                    etag = one.etag if one.record.payload is None else None
+                    last = _Part(name, start, number, etag)
                     parts.append(last)
                 piece = view[: most - last.nbytes]
                 last.views.append(piece)

@@ -488,3 +488,17 @@ async def test_cancelled_load_ends_only_when_nothing_writes_to_its_buffers(store
     with pytest.raises(asyncio.CancelledError):
         await call
     assert store._parts.transfers.running == 0
+
+
+async def test_block_that_another_process_saved_again_is_not_read_by_its_old_record(make_s3, kit):
+    key = kit.key("again")
+    async with kit.opened(make_s3(lookup_ttl_s=60.0)) as reader, kit.opened(make_s3()) as writer:
+        await writer.save([kit.block(key, nbytes=1000)])
+        assert await reader.lookup([key]) == 1
+        await writer.delete([key])
+        # The same bytes, behind a record that is longer.
+        await writer.save([kit.block(key, nbytes=1000, tokens=range(100))])
+        into = kit.buffer(1000)
+        assert await reader.load([key], [into]) == 0
+        assert await reader.load([key], [into]) == 1
+        assert kit.holds(into, key, framed=False)
