@@ -60,7 +60,9 @@ class _Fetch:
                 self._wire.line()
             result = self._receive(want)
             self._under_way -= self._due
-            self._missed |= not (isinstance(result, Head) or result is Outcome.DONE)
+            # What is elsewhere is fetched from there, and what follows it is wanted, too.
+            there = isinstance(result, (Head, Redirect)) or result is Outcome.DONE
+            self._missed |= not there
             found.append(result)
         return found
 

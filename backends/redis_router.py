@@ -11,7 +11,7 @@ from kvconnect.backends.redis_client import explained
 from kvconnect.backends.redis_fetch import fetch
 from kvconnect.backends.redis_node import RedisNode
 from kvconnect.backends.redis_put import put
-from kvconnect.backends.redis_settings import Address, RedisSettings
+from kvconnect.backends.redis_settings import Address, Mode, RedisSettings
 from kvconnect.backends.redis_topology import topology_of
 from kvconnect.backends.redis_transfer import (
     Ask,
@@ -68,8 +68,8 @@ class RedisRouter:
         return self._topology.servers
 
     def spread(self, names: Sequence[bytes]) -> bool:
-        """Whether `names` are held by more than one server."""
-        return len(self.servers) > 1 and len({self._topology.address_of(n) for n in names}) > 1
+        """Whether `names` may be held by more than one server, if only while slots move."""
+        return self._settings.mode is Mode.CLUSTER and len(names) > 1
 
     async def open(self) -> None:
         """Find the servers.

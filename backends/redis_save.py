@@ -56,7 +56,7 @@ class RedisWriter:
         self._blocks = blocks
         self._probe = probe
         self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1e3))
-        self._refused: set[Address] = set()
+        self._refused: dict[Address, str] = {}
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Store `blocks`; how many leading ones are stored now."""
@@ -168,9 +168,16 @@ class RedisWriter:
 
     async def _takes_writes(self, nbytes: int) -> bool:
         """Whether servers that refused a write may take one of `nbytes` now."""
-        for server in list(self._refused):
+        if not self._refused:
+            return True
+        await self._router.refresh()
+        for server in self._refused.keys() - set(self._router.servers):
+            self._refused.pop(server, None)  # another one has taken its place
+        for server, reason in list(self._refused.items()):
             if await self._router.on(server, partial(takes_writes, self._probe, nbytes)):
-                self._refused.discard(server)
+                self._refused.pop(server, None)
+            elif reason.startswith("READONLY"):
+                self._router.suspect()  # until somebody names the next master
         if self._refused:
             count("redis.refused")
         return not self._refused
@@ -182,6 +189,6 @@ class RedisWriter:
             count("redis.refused")
             reason, server = refusal.reason, refusal.server
             warn_once(f"redis.refused {server}", f"Redis at {server} stores nothing now: {reason}")
-            self._refused.add(server)
+            self._refused[server] = reason
             if reason.startswith("READONLY"):
                 self._router.suspect()

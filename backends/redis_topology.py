@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import redis.asyncio
@@ -141,8 +141,7 @@ class _Sentinels(Topology):
             with explained(settings, str(settings)):
                 host, port = await self._ask(sentinel)
         finally:
-            for client in sentinel.sentinels:
-                await client.aclose()
+            await _in_full(client.aclose() for client in sentinel.sentinels)
         self._master = Address(str(host), int(port))
 
     async def _ask(self, sentinel: Sentinel) -> tuple[str, int]:
@@ -205,8 +204,8 @@ class _Cluster(Topology):
                 await cluster.nodes_manager.initialize()
             nodes = {slot: nodes[0] for slot, nodes in cluster.nodes_manager.slots_cache.items()}
         finally:
-            await cluster.nodes_manager.aclose()
-            await cluster.nodes_manager.aclose("startup_nodes")
+            manager = cluster.nodes_manager
+            await _in_full(manager.aclose(which) for which in ("nodes_cache", "startup_nodes"))
         each = {node.name: node for node in nodes.values()}
         addresses = {name: Address(str(node.host), int(node.port)) for name, node in each.items()}
         self._serve({slot: addresses[node.name] for slot, node in nodes.items()})
@@ -221,6 +220,11 @@ def topology_of(settings: RedisSettings) -> Topology:
     kinds: dict[Mode, Callable[[RedisSettings], Topology]]
     kinds = {Mode.SINGLE: _Single, Mode.SENTINEL: _Sentinels, Mode.CLUSTER: _Cluster}
     return kinds[settings.mode](settings)
+
+
+async def _in_full(closings: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all `closings`; they come to their end also if this is cancelled."""
+    await asyncio.shield(asyncio.gather(*closings))
 
 
 def _tls_only(settings: RedisSettings) -> dict[str, Any]:

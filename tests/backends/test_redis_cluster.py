@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from redis.asyncio.cluster import NodesManager
 from redis.crc import key_slot
 from redis_server import RedisGroup
 
@@ -105,6 +106,54 @@ async def test_slot_that_moves_is_followed(store, kit, redis_cluster, prefix):
     assert await load(store, kit, [key], [MIB]) == 0
 
 
+async def test_blocks_behind_one_that_moves_are_loaded_too(store, kit, redis_cluster, prefix):
+    keys = kit.keys("behind", count=15)
+    names = [f"{prefix}b:{key.hex()}" for key in keys]
+    sizes = [1000] * len(keys)
+    await store.save([kit.block(key, nbytes=1000) for key in keys])
+    moving, slot = names[2], key_slot(names[2].encode())
+    source = redis_cluster.node_of(moving)
+    target = next(node for node in redis_cluster.nodes if node is not source)
+    theirs = [k for k, n in zip(keys, names, strict=True) if redis_cluster.node_of(n) is source]
+    ids = {
+        node: node.admin.execute_command("CLUSTER MYID").decode() for node in redis_cluster.nodes
+    }
+    target.admin.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[source])
+    source.admin.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
+    try:
+        source.admin.execute_command("MIGRATE", "127.0.0.1", target.port, moving, 0, 5000)
+        assert await load(store, kit, keys, sizes) == len(keys)
+        assert await load(store, kit, theirs, sizes[: len(theirs)]) == len(theirs)
+        await store.delete([keys[2]])
+        at = theirs.index(keys[2])
+        assert await load(store, kit, theirs, sizes[: len(theirs)]) == at  # and nothing behind
+    finally:
+        for owner in (target, source):
+            for node in redis_cluster.nodes:
+                node.admin.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[owner])
+            owner.admin.delete(moving)
+
+
+async def test_opening_that_is_cancelled_leaves_no_connection(redis_cluster, monkeypatch):
+    ask, connections = NodesManager.initialize, []
+
+    async def ask_and_be_cancelled(self):
+        await ask(self)
+        nodes = (*self.nodes_cache.values(), *self.startup_nodes.values())
+        connections.extend(one for node in nodes for one in node._connections)
+        asyncio.get_running_loop().call_soon(opening.cancel)
+
+    monkeypatch.setattr(NodesManager, "initialize", ask_and_be_cancelled)
+    store = open_backend(redis_cluster.url).inner
+    opening = asyncio.ensure_future(store.open([]))
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    if left := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(left, timeout=5)
+    assert connections
+    assert not any(connection.is_connected for connection in connections)
+
+
 async def test_frozen_node_holds_up_nobody_but_who_needs_it(store, kit, redis_cluster, prefix):
     keys = kit.keys("node", count=30)
     await store.save([kit.block(key, nbytes=1000) for key in keys])
@@ -187,6 +236,27 @@ async def test_sentinels_lead_to_the_master_and_to_the_next_one(group, kit):
             await asyncio.sleep(0.05)
     assert await load(store, kit, keys, [MIB] * 3) == 3
     assert len(group.replica.names("kvconnect:")) == 4
+    await store.close()
+
+
+async def test_master_that_became_a_replica_is_not_asked_for_ever(group, kit):
+    store = open_backend(f"{group.url}?timeout=500ms").inner
+    await store.open([])
+    assert await store.save([kit.block(kit.key("before"), nbytes=1000)]) == 1
+    ask = group.sentinel.admin.execute_command
+    ask("SENTINEL", "REMOVE", group.service)  # a sentinel that has not noticed
+    group.master.admin.replicaof("127.0.0.1", group.replica.port)
+    group.replica.admin.replicaof("NO", "ONE")
+    for number in range(3):
+        assert await store.save([kit.block(kit.key("lost", number), nbytes=1000)]) == 0
+    ask("SENTINEL", "MONITOR", group.service, "127.0.0.1", group.replica.port, 1)
+    async with asyncio.timeout(10):
+        while True:
+            if await store.save([kit.block(kit.key("after"), nbytes=1000)]):
+                break
+            await asyncio.sleep(0.05)
+    group.master.stop()
+    assert await store.save([kit.block(kit.key("later"), nbytes=1000)]) == 1
     await store.close()
 
 
