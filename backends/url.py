@@ -29,6 +29,7 @@ _SIZE_UNITS = {
     **{f"{letter}b": 1000 ** (index + 1) for index, letter in enumerate("kmgtp")},
 }
 _TIME_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_LONGEST_S = 36500 * 86400.0
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -45,7 +46,7 @@ def parse_size(text: str, *, field: str = "size") -> int:
 
 
 def parse_duration(text: str, *, field: str = "duration") -> float:
-    """Seconds of ``7d``, ``12h``, ``30m``, ``45s``, ``500ms`` or ``45``; always above 0.
+    """Seconds of ``7d``, ``12h``, ``30m``, ``45s``, ``500ms`` or ``45``; above 0.
 
     Raises:
         ConfigurationError: names `field`, the text and what is right.
@@ -53,6 +54,8 @@ def parse_duration(text: str, *, field: str = "duration") -> float:
     value = _quantity(text, _TIME_UNITS, field, "a duration such as 30s, 12h or 7d")
     if value <= 0:
         raise ConfigurationError(f"{field}={text}: must be longer than nothing")
+    if value > _LONGEST_S:  # systems and servers refuse it only once it is used
+        raise ConfigurationError(f"{field}={text}: must be at most 36500d")
     return value
 
 
