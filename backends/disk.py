@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ from kvconnect.backends.disk_place import Access, DiskSettings, identity, warn_d
 from kvconnect.backends.disk_schema import (
     INDEX_NAME,
     Durability,
+    IndexConnectionLost,
     IndexDamaged,
     IndexReadOnly,
     set_aside,
@@ -34,6 +36,8 @@ from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["DiskBackend", "from_url"]
+
+logger = logging.getLogger("kvconnect")
 
 T = TypeVar("T")
 
@@ -245,6 +249,9 @@ class DiskBackend(Backend):
                         if not _damaged(self._settings.path, error):
                             raise
                         self._start_anew(directory, error)
+                    except IndexConnectionLost as error:
+                        logger.warning("%s; it is opened again", error)
+                        directory.forget()
         except (BackendUnavailable, ConfigurationError):
             raise
         except OSError as error:

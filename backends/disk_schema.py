@@ -14,6 +14,7 @@ from kvconnect.errors import BackendUnavailable
 __all__ = [
     "INDEX_NAME",
     "Durability",
+    "IndexConnectionLost",
     "IndexDamaged",
     "IndexFull",
     "IndexReadOnly",
@@ -97,6 +98,10 @@ class IndexReadOnly(BackendUnavailable):
     """SQLite will not write. A damaged header looks the same; the file's permissions tell."""
 
 
+class IndexConnectionLost(BackendUnavailable):
+    """This connection is of no use any more; that says nothing about the index."""
+
+
 _KINDS = {sqlite3.SQLITE_FULL: IndexFull, sqlite3.SQLITE_READONLY: IndexReadOnly}
 
 
@@ -106,10 +111,13 @@ def index_errors() -> Iterator[None]:
 
     Raises:
         BackendUnavailable: it may work later.
+        IndexConnectionLost: it may work with another connection.
         IndexDamaged: it will not.
     """
     try:
         yield
+    except (sqlite3.InterfaceError, sqlite3.ProgrammingError) as error:
+        raise IndexConnectionLost(f"disk store: the index's connection: {error}") from error
     except UnicodeDecodeError as error:  # SQLite quotes damaged text in its message
         raise IndexDamaged(str(error)) from error
     except sqlite3.Error as error:

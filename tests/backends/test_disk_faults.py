@@ -439,3 +439,14 @@ async def test_failed_open_leaves_nothing_open(kit, tmp_path, monkeypatch):
     monkeypatch.undo()
     await store.open([kit.layout])
     await store.close()
+
+
+@pytest.mark.parametrize("part", ["_reader", "_writer"])
+async def test_lost_connection_to_the_index_is_no_damage(store, kit, caplog, part):
+    keys = kit.keys("connection", count=3)
+    await store.save([kit.block(key) for key in keys[:2]])
+    getattr(store._directory, part)._db.close()
+    await store.save([kit.block(keys[2])])
+    assert await store.lookup(keys) == 3
+    assert "opened again" in caplog.text
+    assert "damaged" not in caplog.text
