@@ -22,6 +22,10 @@ from kvconnect.trace import warn_once
 
 __all__ = ["BlockFate", "StepOutcome", "TransferLedger"]
 
+# Blocks in quarantine are hoped for at least so long, however short the deadlines are: a request
+# that waits for them is late, one that gives up has failed.
+_HOPE_S = 10.0
+
 
 @dataclass(slots=True)
 class StepOutcome:
@@ -155,8 +159,8 @@ class TransferLedger:
     def next_deadline(self) -> float | None:
         """When something happens at the latest, on the monotonic clock; ``None``: perhaps never.
 
-        Blocks in quarantine are hoped for as long as their transfer may take; whoever still waits
-        for them then waits in vain.
+        Blocks in quarantine are hoped for as long as their transfer may take, and for some seconds
+        if that is less; whoever still waits for them then waits in vain.
         """
         hope = self.quarantine.hoped_until()
         if hope is not None and hope < time.monotonic():
@@ -322,7 +326,8 @@ class TransferLedger:
     def _hold(self, transfer: Transfer, handle: PinnedBlocks, num_blocks: int) -> None:
         loud = set(self._ranks - transfer.quiet_ranks)
         is_load = transfer.direction is Direction.LOAD
-        patience_s = self._config.load_timeout_s if is_load else self._config.save_timeout_s
+        timeout_s = self._config.load_timeout_s if is_load else self._config.save_timeout_s
+        patience_s = max(timeout_s, _HOPE_S)
         self.quarantine.hold(
             transfer.direction, transfer.request_id, handle, num_blocks, loud, patience_s
         )

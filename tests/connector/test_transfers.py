@@ -232,7 +232,11 @@ def test_an_unfinished_save_times_out_and_its_blocks_stay_until_it_is_over(scrip
         assert kv.get_num_free_blocks() == 20
 
 
-def test_blocks_of_a_late_save_are_hoped_for_as_long_as_a_save_may_take(script: Script) -> None:
+@pytest.mark.parametrize(("at_least", "hoped"), [(0.05, 0.2), (10.0, 10.0)])
+def test_blocks_of_a_late_save_are_hoped_for_as_long_as_a_save_may_take_or_longer(
+    script: Script, monkeypatch: pytest.MonkeyPatch, at_least: float, hoped: float
+) -> None:
+    monkeypatch.setattr("kvconnect.connector.ledger._HOPE_S", at_least)
     script.keep = lambda _: True
     script.finished = never
     with engine(load_timeout_s=0.01, save_timeout_s=0.2) as bench:
@@ -240,7 +244,7 @@ def test_blocks_of_a_late_save_are_hoped_for_as_long_as_a_save_may_take(script: 
         bench.submit(PROMPT, 1)
         bench.run()
         assert bench.kv.get_num_free_blocks() < len(bench.kv.pool)
-        assert bench.manager.wait_seconds() == pytest.approx(0.2, abs=0.1)
+        assert bench.manager.wait_seconds() == pytest.approx(hoped, abs=0.1)
         assert bench.manager.expects_news()
 
 
