@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -13,16 +12,16 @@ from typing import TypeVar
 from torch import Tensor
 
 from kvconnect import frame
-from kvconnect.backend import Backend, Child, StoredBlock
+from kvconnect.backend import Child, StoredBlock
 from kvconnect.backends.calls import together
 from kvconnect.backends.codecs import Codecs
 from kvconnect.backends.scratch import Lane, Scratch
 from kvconnect.errors import BadFrame, ConfigurationError, OtherCodec, Recompute
-from kvconnect.frame import FrameHeader, frame_nbytes
+from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["PIECE_NBYTES", "ChecksFrames", "Framing", "pieces"]
+__all__ = ["PIECE_NBYTES", "Framing", "pieces"]
 
 T = TypeVar("T")
 
@@ -35,19 +34,6 @@ _INLINE_CODED_NBYTES = 32 << 10
 _THREADS = 2
 
 
-class ChecksFrames(Backend):
-    """A backend that verifies what it loads, so that nobody has to do it again.
-
-    Not a capability that a wrapper could pass on: what is put around such a backend may damage what
-    came out of it.
-    """
-
-    @property
-    @abstractmethod
-    def checks_frames(self) -> bool:
-        """Whether every frame that `load` calls filled is one of its key, its checksum right."""
-
-
 class Framing:
     """The frames of one store: headers, checksums and codecs. Belongs to one event loop.
 
@@ -57,13 +43,13 @@ class Framing:
         verify: check every frame that is opened.
 
     Attributes:
-        checksums: whether that includes their checksums; not if the store has verified them.
+        verified: the store has checked all that it loads; only headers are looked at here.
     """
 
     def __init__(self, name: str, codecs: Codecs, *, verify: bool) -> None:
         self.name = name
         self.codecs = codecs
-        self.checksums = True
+        self.verified = False
         self._verify = verify
         self._layouts: tuple[KvCacheLayout, ...] = ()
         self._fingerprints: tuple[bytes, ...] = ()
@@ -131,18 +117,12 @@ class Framing:
 
         return await self._halves(sealed, len(blocks), nbytes)
 
+    def address(self, blocks: Sequence[StoredBlock]) -> list[FrameChecksum]:
+        """All of `blocks` written in place but for the checksums, which the store is to take."""
+        return [frame.address(block.data, self._header(block)[0]) for block in blocks]
+
     def _seal(self, block: StoredBlock, scratch: Tensor | None) -> StoredBlock:
-        if not 0 <= block.group < len(self._layouts):
-            raise ConfigurationError(
-                f"group={block.group}: {self.name} was opened with {len(self._layouts)} layouts"
-            )
-        layout = self._layouts[block.group]
-        need = frame_nbytes(layout.block_nbytes)
-        if block.data.numel() != need:
-            raise ConfigurationError(f"frame: {block.data.numel()} bytes, {need} are needed")
-        tokens = layout.tokens_per_block if block.tokens is None else len(block.tokens)
-        fingerprint = self._fingerprints[block.group]
-        header = FrameHeader(tokens, layout.block_nbytes, fingerprint, block.key)
+        header, layout = self._header(block)
         coded = None
         if scratch is not None:
             payload = frame.payload(block.data, layout.block_nbytes)
@@ -156,6 +136,19 @@ class Framing:
         secret = cipher.encrypt_tokens(block.tokens, block.key, block.parent)
         return replace(block, data=coded, tokens=secret)
 
+    def _header(self, block: StoredBlock) -> tuple[FrameHeader, KvCacheLayout]:
+        if not 0 <= block.group < len(self._layouts):
+            raise ConfigurationError(
+                f"group={block.group}: {self.name} was opened with {len(self._layouts)} layouts"
+            )
+        layout = self._layouts[block.group]
+        need = frame_nbytes(layout.block_nbytes)
+        if block.data.numel() != need:
+            raise ConfigurationError(f"frame: {block.data.numel()} bytes, {need} are needed")
+        tokens = layout.tokens_per_block if block.tokens is None else len(block.tokens)
+        fingerprint = self._fingerprints[block.group]
+        return FrameHeader(tokens, layout.block_nbytes, fingerprint, block.key), layout
+
     # ------------------------------------------------------------------ from the store
 
     def rooms(self, into: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -164,39 +157,59 @@ class Framing:
             return into
         return [buffer[: self._cut.get(buffer.numel(), buffer.numel())] for buffer in into]
 
+    def checksums(self, frames: Sequence[Tensor]) -> list[FrameChecksum]:
+        """For a store that takes those of `frames` as it fills them; none if they do not count."""
+        return [FrameChecksum(data) for data in frames] if self._verify else []
+
     async def open(
-        self, keys: Sequence[BlockKey], frames: Sequence[Tensor], into: Sequence[Tensor]
+        self,
+        keys: Sequence[BlockKey],
+        frames: Sequence[Tensor],
+        into: Sequence[Tensor],
+        taken: Sequence[FrameChecksum] = (),
     ) -> dict[int, Recompute]:
         """Check `frames`, which lie at the beginning of `into`, and decode what is encoded.
 
         All of them, though the first bad one ends the run: each is dropped, so that what is saved
         next takes its place.
 
+        Args:
+            keys: of the blocks.
+            frames: as the store filled them.
+            into: where the payloads go.
+            taken: the checksums, if the store took them meanwhile.
+
         Returns:
             What is wrong, by index.
         """
+        checksums: Sequence[FrameChecksum | None] = taken or [None] * len(keys)
 
         def opened(part: slice) -> Callable[[], list[Recompute | None]]:
-            three = zip(keys[part], frames[part], into[part], strict=True)
-            return lambda: [self._fault(*one) for one in three]
+            four = zip(keys[part], frames[part], into[part], checksums[part], strict=True)
+            return lambda: [self._fault(*one) for one in four]
 
-        nbytes = sum(data.numel() for data in frames)
+        nbytes = sum(map(self._work_nbytes, frames, checksums))
         faults = await self._halves(opened, len(keys), nbytes)
         return {index: fault for index, fault in enumerate(faults) if fault is not None}
 
-    def _fault(self, key: BlockKey, data: Tensor, into: Tensor) -> Recompute | None:
+    def _fault(
+        self, key: BlockKey, data: Tensor, into: Tensor, taken: FrameChecksum | None
+    ) -> Recompute | None:
         try:
-            self._open(key, data, into)
+            self._open(key, data, into, taken)
         except (BadFrame, OtherCodec) as error:
             return error
         return None
 
-    def _open(self, key: BlockKey, data: Tensor, into: Tensor) -> None:
+    def _open(self, key: BlockKey, data: Tensor, into: Tensor, taken: FrameChecksum | None) -> None:
         if not self._verify and not self.codecs and not frame.is_encoded(data):
             return
         sealed = frame.whole(data)
         layouts = self._by_fingerprint or None
-        header = frame.check(sealed, key, layouts, checksum=self.checksums)
+        if self.verified:
+            header = frame.check_header(sealed, key, layouts)
+        else:
+            header = frame.check(sealed, key, layouts, taken)
         flags = self.codecs.check_flags(header)
         layout = self._by_fingerprint.get(header.fingerprint)
         if layout is None:
@@ -236,6 +249,12 @@ class Framing:
             self._on_thread(work(slice(middle, count)), nbytes),
         )
         return first + second
+
+    def _work_nbytes(self, data: Tensor, taken: FrameChecksum | None) -> int:
+        """What has to be read of a frame to open it."""
+        if self.codecs or not (self.verified or taken):
+            return data.numel()
+        return taken.left_nbytes if taken else 0
 
     async def _on_thread(self, work: Callable[[], T], nbytes: int) -> T:
         if nbytes <= (_INLINE_CODED_NBYTES if self.codecs else _INLINE_NBYTES):

@@ -15,8 +15,9 @@ from torch import Tensor
 from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.breaker import BreakerState
 from kvconnect.backends.calls import Call, Calls, counted, mapped, together, unopened
+from kvconnect.backends.checksums import ChecksFrames, HashesLoads, SealsSaves
 from kvconnect.backends.codecs import Codecs
-from kvconnect.backends.framing import ChecksFrames, Framing, pieces
+from kvconnect.backends.framing import Framing, pieces
 from kvconnect.backends.guard_gauges import GuardGauges
 from kvconnect.backends.store_labels import store_labels
 from kvconnect.backends.wrapper import BackendWrapper
@@ -27,6 +28,7 @@ from kvconnect.errors import (
     Recompute,
     RetryLater,
 )
+from kvconnect.frame import FrameChecksum
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import Labels, Span, count, trace, warn_once
@@ -128,8 +130,8 @@ class GuardedBackend(BackendWrapper):
         self._take_labels()
         if self._framing is not None:
             self._framing.set_layouts(layouts, variable_length=self.variable_length)
-            checked = isinstance(self.inner, ChecksFrames) and self.inner.checks_frames
-            self._framing.checksums = not checked
+            checks = isinstance(self.inner, ChecksFrames) and self.inner.checks_frames
+            self._framing.verified = checks
         with self._trace("open"):
             await self._calls.run_always("open", lambda _: self.inner.open(layouts))
         self._layouts = tuple(layouts)
@@ -193,10 +195,16 @@ class GuardedBackend(BackendWrapper):
             BackendTimeout: `into` belongs to the call until `pending` is done.
             BackendUnavailable: all of `into` is undefined; nothing touches it any more.
         """
+        return await self.load_hashed(keys, into, ())
+
+    async def load_hashed(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """As `load`; with `raw`, for who checks frames himself: the store may take `checksums`."""
         self._opened()
         with self._trace("load", blocks=len(keys)) as span:
             loaded = await self._calls.run(
-                "load", lambda call: self._load(keys, into, call), holds_buffers=True
+                "load", lambda call: self._load(keys, into, checksums, call), holds_buffers=True
             )
             span.set(loaded=loaded, bytes=sum(buffer.numel() for buffer in into[:loaded]))
         return loaded
@@ -204,7 +212,8 @@ class GuardedBackend(BackendWrapper):
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Seal the frames in ``block.data``, in place, and store them; return how many are stored.
 
-        With codecs the stored frames are made elsewhere, and ``block.data`` may be sealed or not.
+        With codecs the stored frames are made elsewhere, and ``block.data`` may be sealed or not;
+        likewise that of blocks which were there already, or are not stored.
 
         Raises:
             BackendTimeout: the buffers belong to the call until `pending` is done.
@@ -301,23 +310,34 @@ class GuardedBackend(BackendWrapper):
         found = self._framing.children(entry.parent, [child])
         return replace(entry, tokens=found[0].tokens if found else None)
 
-    async def _load(self, keys: Sequence[BlockKey], into: Sequence[Tensor], call: Call) -> int:
+    async def _load(
+        self,
+        keys: Sequence[BlockKey],
+        into: Sequence[Tensor],
+        taken: Sequence[FrameChecksum],
+        call: Call,
+    ) -> int:
         if self._framing is None:
-            return await self._fill(keys, into)
+            return await self._fill(keys, into, taken)
         rooms = self._framing.rooms(into)
+        taken = self._framing.checksums(rooms) if isinstance(self.inner, HashesLoads) else ()
         sound = 0
         parts = list(pieces(into))
-        filled = await self._fill(keys[parts[0]], rooms[parts[0]]) if parts else 0
+        filled = 0
+        if parts:
+            filled = await self._fill(keys[parts[0]], rooms[parts[0]], taken[parts[0]])
         for number, part in enumerate(parts):
             size = part.stop - part.start
             ended = filled < size or call.abandoned or number + 1 == len(parts)
             got = slice(part.start, part.start + filled)
-            opening = self._framing.open(keys[got], rooms[got], into[got])
+            opening = self._framing.open(keys[got], rooms[got], into[got], taken[got])
             if ended:
                 wrong = await opening
             else:
                 ahead = parts[number + 1]
-                wrong, filled = await together(opening, self._fill(keys[ahead], rooms[ahead]))
+                wrong, filled = await together(
+                    opening, self._fill(keys[ahead], rooms[ahead], taken[ahead])
+                )
             if wrong:
                 await self._report({keys[got][index]: one for index, one in wrong.items()})
             good = min(wrong, default=got.stop - got.start)
@@ -326,10 +346,16 @@ class GuardedBackend(BackendWrapper):
                 break
         return sound
 
-    async def _fill(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+    async def _fill(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], taken: Sequence[FrameChecksum]
+    ) -> int:
         if not keys:
             return 0
-        filled = counted(await self.inner.load(keys, into), len(keys), self.name, "load")
+        if isinstance(self.inner, HashesLoads) and taken:
+            answer = await self.inner.load_hashed(keys, into, taken)
+        else:
+            answer = await self.inner.load(keys, into)
+        filled = counted(answer, len(keys), self.name, "load")
         if filled < len(keys) and self._framing is not None:
             await self._drop_misfit(keys[filled])
         return filled
@@ -374,6 +400,8 @@ class GuardedBackend(BackendWrapper):
         framing = self._framing
         if framing is None:
             return await self._store(blocks)
+        if isinstance(self.inner, SealsSaves) and not framing.codecs:
+            return await self._save_sealed(self.inner, framing, blocks, call)
         saved = 0
         async with framing.lane() as lane:
             # Nobody waits any more for a call whose turn comes after its deadline.
@@ -391,6 +419,21 @@ class GuardedBackend(BackendWrapper):
                 saved += stored
                 if stored < part.stop - part.start or last:
                     break
+        return saved
+
+    async def _save_sealed(
+        self, inner: SealsSaves, framing: Framing, blocks: Sequence[StoredBlock], call: Call
+    ) -> int:
+        saved = 0
+        for part in pieces([block.data for block in blocks]):
+            if call.abandoned:
+                break
+            some = blocks[part]
+            answer = await inner.save_sealed(some, framing.address(some))
+            stored = counted(answer, len(some), self.name, "save")
+            saved += stored
+            if stored < len(some):
+                break
         return saved
 
     async def _store(self, blocks: Sequence[StoredBlock]) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import ClassVar
 
 from torch import Tensor
 
-from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
-from kvconnect.backends.memory_copier import MemoryCopier
+from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.backends.checksums import HashesLoads, SealsSaves
+from kvconnect.backends.memory_copier import Copy, MemoryCopier
 from kvconnect.backends.memory_index import MemoryBlock, MemoryIndex
 from kvconnect.backends.memory_region import MemoryRegion
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.errors import BackendUnavailable, ConfigurationError
-from kvconnect.frame import ALIGNMENT, frame_nbytes
+from kvconnect.frame import ALIGNMENT, FrameChecksum, frame_nbytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
@@ -34,7 +36,7 @@ def from_url(url: StoreUrl) -> MemoryBackend:
     return MemoryBackend(url.size("capacity") or DEFAULT_CAPACITY, short_values=bool(url.codec))
 
 
-class MemoryBackend(Backend):
+class MemoryBackend(HashesLoads, SealsSaves):
     """Blocks in one region of host memory, pinned where there is CUDA.
 
     What was used longest ago goes first, of low priority before high, chains from their end. The
@@ -95,6 +97,12 @@ class MemoryBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Copy blocks out. Nothing fails: what is absent or longer than its buffer is a miss."""
+        return await self.load_hashed(keys, into, ())
+
+    async def load_hashed(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """The same; the checksums are taken as the bytes arrive."""
         index, region, copier = self._opened()
         blocks = index.use(keys)
         for number, (block, buffer) in enumerate(zip(blocks, into, strict=False)):
@@ -103,9 +111,9 @@ class MemoryBackend(Backend):
                 break
 
         copies = [
-            pair
-            for block, buffer in zip(blocks, into, strict=False)
-            for pair in region.parts(block.units, buffer, block.nbytes)
+            Copy(list(region.parts(block.units, buffer, block.nbytes)), checksum)
+            for block, buffer, checksum in zip_longest(blocks, into, checksums)
+            if block is not None
         ]
         index.hold(blocks)
         try:
@@ -116,30 +124,35 @@ class MemoryBackend(Backend):
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Copy blocks in, dropping older ones for room; a block is visible once it is whole."""
+        return await self.save_sealed(blocks, ())
+
+    async def save_sealed(
+        self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """The same; new blocks are sealed as they are read."""
         index, region, copier = self._opened()
         now = index.tick()
-        new: list[tuple[MemoryBlock, Tensor]] = []
+        new: list[MemoryBlock] = []
+        copies: list[Copy] = []
         present = 0
-        for block in blocks:
+        for block, checksum in zip_longest(blocks, checksums):
             if not index.use_one(block.key, now):
-                reserved = index.reserve(block, region.units_of(block.data.numel()), now)
+                nbytes = block.data.numel()
+                reserved = index.reserve(block, region.units_of(nbytes), now)
                 if reserved is None:
                     break
-                new.append((reserved, block.data))
+                new.append(reserved)
+                parts = region.parts(reserved.units, block.data, nbytes)
+                copies.append(Copy([(data, part) for part, data in parts], checksum, seals=True))
             present += 1
 
-        copies = [
-            (data, part)
-            for reserved, whole in new
-            for part, data in region.parts(reserved.units, whole, reserved.nbytes)
-        ]
         try:
             await copier.copy(copies)
         except BaseException:
-            for reserved, _ in new:
+            for reserved in new:
                 index.cancel(reserved)
             raise
-        for reserved, _ in new:
+        for reserved in new:
             index.publish(reserved)
         return present
 

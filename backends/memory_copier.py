@@ -6,20 +6,73 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.backends.running_threads import running_threads
+from kvconnect.frame import HEADER_NBYTES, FrameChecksum
 
-__all__ = ["Copies", "MemoryCopier"]
-
-Copies: TypeAlias = Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
-"""Pairs of source and target, equally long."""
+__all__ = ["Copy", "MemoryCopier"]
 
 # Copying less than this takes less time than handing it to a thread.
 _INLINE_NBYTES = 1 << 20
+# Hashed while it is in a core's cache, source and target; less costs more calls than it saves.
+_PIECE_NBYTES = 512 << 10
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """One value on its way.
+
+    Attributes:
+        parts: pairs of source and target, equally long, one after the other in the value.
+        checksum: is told what is copied.
+        seals: `checksum` seals the source, once it is read.
+    """
+
+    parts: Sequence[tuple[Bytes, Bytes]]
+    checksum: FrameChecksum | None = None
+    seals: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the value."""
+        return sum(source.nbytes for source, _ in self.parts)
+
+    def run(self) -> None:
+        """Do it, on this thread; large pieces without the interpreter's lock."""
+        if self.checksum is None:
+            for source, target in self.parts:
+                _copy(source, target)
+            return
+        done = 0
+        for source, target in self.parts:
+            for at in range(0, source.nbytes, _PIECE_NBYTES):
+                piece = slice(at, at + _PIECE_NBYTES)
+                _copy(source[piece], target[piece])
+                self.checksum.passed(done, done + source[piece].nbytes)
+                done += source[piece].nbytes
+        if self.seals:
+            self.checksum.seal()
+            source, target = self.parts[0]
+            _copy(source[:HEADER_NBYTES], target[:HEADER_NBYTES])
+
+    def cut(self, nbytes: int) -> tuple[Copy, Copy]:
+        """The first `nbytes` of it and the rest; without checksum only."""
+        first: list[tuple[Bytes, Bytes]] = []
+        left = nbytes
+        for number, (source, target) in enumerate(self.parts):
+            if source.nbytes > left:
+                rest = [(source[left:], target[left:]), *self.parts[number + 1 :]]
+                return Copy([*first, (source[:left], target[:left])]), Copy(rest)
+            first.append((source, target))
+            left -= source.nbytes
+        return Copy(first), Copy([])
 
 
 class MemoryCopier:
@@ -32,15 +85,15 @@ class MemoryCopier:
     def __init__(self) -> None:
         self._threads = running_threads(2, "kvconnect-memory")
 
-    async def copy(self, copies: Copies) -> None:
+    async def copy(self, copies: Sequence[Copy]) -> None:
         """Do all of `copies`. If this is cancelled, they go on."""
-        nbytes = sum(source.nbytes for source, _ in copies)
+        nbytes = sum(one.nbytes for one in copies)
         if nbytes <= _INLINE_NBYTES:
-            _copy(copies)
+            _run(copies)
             return
         ended = _Ended(asyncio.get_running_loop(), 2)
         for half in _halves(copies, nbytes // 2):
-            self._threads.submit(_copy, half).add_done_callback(ended)
+            self._threads.submit(_run, half).add_done_callback(ended)
         await ended.future
 
     def close(self) -> None:
@@ -75,19 +128,26 @@ class _Ended:
             self.future.set_exception(self._error)
 
 
-def _halves(copies: Copies, left: int) -> tuple[Copies, Copies]:
-    first: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
-    for index, (source, target) in enumerate(copies):
-        if source.nbytes > left:
-            first.append((source[:left], target[:left]))
-            return first, [(source[left:], target[left:]), *copies[index + 1 :]]
-        first.append((source, target))
-        left -= source.nbytes
-    return first, []
+def _halves(copies: Sequence[Copy], left: int) -> tuple[Sequence[Copy], Sequence[Copy]]:
+    """`copies` in two, the first of them of about `left` bytes; a checksum is not divided."""
+    for number, one in enumerate(copies):
+        if one.nbytes <= left:
+            left -= one.nbytes
+        elif one.checksum is None:
+            first, rest = one.cut(left)
+            return [*copies[:number], first], [rest, *copies[number + 1 :]]
+        else:
+            middle = number + (one.nbytes <= 2 * left)
+            return copies[:middle], copies[middle:]
+    return copies, []
 
 
-def _copy(copies: Copies) -> None:
+def _run(copies: Sequence[Copy]) -> None:
+    for one in copies:
+        one.run()
+
+
+def _copy(source: Bytes, target: Bytes) -> None:
     # memcpy on this thread, without the interpreter's lock. torch would share the copy with threads
     # of its own: slower than memcpy on one, and far slower where the cores are busy.
-    for source, target in copies:
-        np.copyto(target, source)
+    np.copyto(target, source)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvconnect import frame
 from kvconnect.backend import MAX_CHILDREN, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.calls import raise_any
-from kvconnect.backends.framing import ChecksFrames
+from kvconnect.backends.checksums import ChecksFrames
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.tiered_lookups import TierLookups
 from kvconnect.backends.tiered_tier import Tier, Write

@@ -17,6 +17,7 @@ from kvconnect.backends.framing import pieces
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.tiered_backlog import Backlog
 from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, ConfigurationError
+from kvconnect.frame import FrameChecksum
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count, warn_once
@@ -143,16 +144,19 @@ class Tier:
         """
         if not self.alive:
             return 0
-        sound = 0
+        taken = [FrameChecksum(data) for data in into] if self.verify_frames else []
+        sound = filled = 0
         parts = list(pieces(into))
-        filled = await self._fill(keys[parts[0]], into[parts[0]]) if parts else 0
+        if parts:
+            filled = await self._fill(keys[parts[0]], into[parts[0]], taken[parts[0]])
         for number, part in enumerate(parts):
             size = part.stop - part.start
             ended = filled < size or number + 1 == len(parts)
             ahead = slice(0, 0) if ended else parts[number + 1]
             got = slice(part.start, part.start + filled)
             good, filled = await together(
-                self._check(keys[got], into[got], bad), self._fill(keys[ahead], into[ahead])
+                self._check(keys[got], into[got], taken[got], bad),
+                self._fill(keys[ahead], into[ahead], taken[ahead]),
             )
             sound += good
             if good < size or ended:
@@ -262,11 +266,13 @@ class Tier:
         self._alive.set()
         self.prompt = seconds <= self._patience_s
 
-    async def _fill(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+    async def _fill(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], taken: Sequence[FrameChecksum]
+    ) -> int:
         if not keys:
             return 0
         try:
-            return await self.guard.load(keys, into)
+            return await self.guard.load_hashed(keys, into, taken)
         except BackendTimeout as error:
             self.skip(str(error))
             if error.pending is not None:
@@ -276,14 +282,18 @@ class Tier:
         return 0
 
     async def _check(
-        self, keys: Sequence[BlockKey], frames: Sequence[Tensor], told: set[BlockKey]
+        self,
+        keys: Sequence[BlockKey],
+        frames: Sequence[Tensor],
+        taken: Sequence[FrameChecksum],
+        told: set[BlockKey],
     ) -> int:
-        if not self.verify_frames or not keys:
+        if not taken:
             return len(keys)
-        if sum(data.numel() for data in frames) <= _INLINE_NBYTES:
-            bad = _bad_frames(keys, frames)
+        if sum(checksum.left_nbytes for checksum in taken) <= _INLINE_NBYTES:
+            bad = _bad_frames(keys, frames, taken)
         else:
-            bad = await asyncio.to_thread(_bad_frames, keys, frames)
+            bad = await asyncio.to_thread(_bad_frames, keys, frames, taken)
         if not bad:
             return len(keys)
         for index, error in bad.items():
@@ -301,11 +311,13 @@ class Tier:
         warn_once(f"tiered.failed.{self.name}", f"tier {self.name}: {error}")
 
 
-def _bad_frames(keys: Sequence[BlockKey], frames: Sequence[Tensor]) -> dict[int, BadFrame]:
+def _bad_frames(
+    keys: Sequence[BlockKey], frames: Sequence[Tensor], taken: Sequence[FrameChecksum]
+) -> dict[int, BadFrame]:
     bad: dict[int, BadFrame] = {}
-    for index, (key, data) in enumerate(zip(keys, frames, strict=True)):
+    for index, (key, data, checksum) in enumerate(zip(keys, frames, taken, strict=True)):
         try:
-            frame.check(frame.whole(data), key, None)
+            frame.check(frame.whole(data), key, None, checksum)
         except BadFrame as error:
             bad[index] = error
     return bad

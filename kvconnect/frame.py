@@ -21,8 +21,11 @@ __all__ = [
     "ALIGNMENT",
     "CODEC_DATA_NBYTES",
     "HEADER_NBYTES",
+    "FrameChecksum",
     "FrameHeader",
+    "address",
     "check",
+    "check_header",
     "fields",
     "frame_nbytes",
     "is_encoded",
@@ -85,51 +88,109 @@ def fields(header: FrameHeader) -> bytes:
     )
 
 
-def seal(frame: Tensor, header: FrameHeader) -> None:
-    """Write header, checksum and padding around the payload that is in `frame` already.
+class FrameChecksum:
+    """The checksum of the frame in a buffer, taken while its bytes pass through a core's cache.
+
+    Whoever fills the buffer, or reads it, tells what it has just touched; that is hashed at once,
+    on the same thread, and costs a fraction of a pass of its own. What nobody told of is hashed at
+    the end. For one thread at a time.
+
+    Args:
+        buffer: 1-D contiguous uint8 host tensor that the frame is at the beginning of.
+    """
+
+    __slots__ = ("_done", "_end", "_state", "_view")
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._view = buffer.numpy().data
+        self._state = xxhash.xxh3_128()
+        self._done = self._end = 0
+
+    def passed(self, start: int, stop: int) -> None:
+        """Bytes `start` to `stop` of the frame are in their place, and stay as they are.
+
+        In order. From 0 again if the frame is written once more; what does not follow what was
+        told before is left to the end.
+        """
+        if start == 0:
+            self._begin(stop)
+            start = self._done
+        stop = min(stop, self._end)
+        if start == self._done < stop:
+            self._state.update(self._view[start:stop])
+            self._done = stop
+
+    @property
+    def left_nbytes(self) -> int:
+        """What `digest` has to hash yet, at most."""
+        return (self._end or len(self._view)) - self._done
+
+    def digest(self) -> bytes:
+        """The checksum of the frame; reads what is left of it."""
+        self.passed(self._done, len(self._view))
+        return self._state.digest()
+
+    def seal(self) -> None:
+        """Write the checksum into the header; nothing else is missing there (`address`)."""
+        self._view[_CHECKSUM_AT:HEADER_NBYTES] = self.digest()
+
+    def _begin(self, stop: int) -> None:
+        self._done = self._end = 0
+        if stop >= HEADER_NBYTES:
+            nbytes = _FIELDS.unpack_from(self._view)[4]
+            self._state = xxhash.xxh3_128(self._view[:_CHECKSUM_AT])
+            self._end = min(HEADER_NBYTES + nbytes, len(self._view))
+            self._done = HEADER_NBYTES
+
+
+def address(frame: Tensor, header: FrameHeader) -> FrameChecksum:
+    """Write header and padding around the payload that is in `frame` already, and no checksum.
 
     `frame` is a 1-D contiguous uint8 host tensor of `frame_nbytes(header.payload_nbytes)`.
-    Everything but its payload is overwritten. Reads the whole payload (12 GB/s); thread-safe for
-    different frames.
+    Everything but its payload is overwritten. It is no sound frame before what is returned has
+    sealed it. Thread-safe for different frames.
     """
     need = frame_nbytes(header.payload_nbytes)
     if frame.numel() != need:
         raise ConfigurationError(f"frame: {frame.numel()} bytes, {need} are needed")
     view = frame.numpy().data
-    view[:_CHECKSUM_AT] = (fields(header) + header.codec_data).ljust(_CHECKSUM_AT, b"\0")
+    view[:HEADER_NBYTES] = (fields(header) + header.codec_data).ljust(HEADER_NBYTES, b"\0")
     end = HEADER_NBYTES + header.payload_nbytes
     view[end:] = bytes(need - end)
-    view[_CHECKSUM_AT:HEADER_NBYTES] = _checksum(view, end)
+    return FrameChecksum(frame)
+
+
+def seal(frame: Tensor, header: FrameHeader) -> None:
+    """Write header, checksum and padding: `address`, and one pass over the payload (12 GB/s)."""
+    address(frame, header).seal()
 
 
 def check(
     frame: Tensor,
     key: BlockKey,
     fingerprints: Collection[bytes] | None,
-    *,
-    checksum: bool = True,
+    taken: FrameChecksum | None = None,
 ) -> FrameHeader:
     """The header of a sound frame of `key`, in one of the layouts `fingerprints` (``None``: any).
 
-    Reads the whole payload; changes nothing; thread-safe. Without `checksum` only the header is
-    looked at: for frames whose checksum was verified a moment ago.
+    Reads the payload, or what is left of it where the checksum was `taken` on the way; changes
+    nothing; thread-safe.
 
     Raises:
         BadFrame: damaged, cut short, of another key, layout or format version.
     """
     view = frame.numpy().data
-    header = _read(view)
-    nbytes, found, fingerprint = header.payload_nbytes, header.key, header.fingerprint
-    end = HEADER_NBYTES + nbytes
-    if frame_nbytes(nbytes) != len(view):
-        raise BadFrame(f"{nbytes} bytes of payload do not fit a frame of {len(view)}")
-    if checksum and view[_CHECKSUM_AT:HEADER_NBYTES] != _checksum(view, end):
+    header = _read_fitting(view)
+    if view[_CHECKSUM_AT:HEADER_NBYTES] != (taken or FrameChecksum(frame)).digest():
         raise BadFrame("checksum mismatch")
-    if found != key:
-        raise BadFrame(f"holds block {found.hex()[:16]}, not {key.hex()[:16]}")
-    if fingerprints is not None and fingerprint not in fingerprints:
-        raise BadFrame("of another layout")
-    return header
+    return _of(header, key, fingerprints)
+
+
+def check_header(
+    frame: Tensor, key: BlockKey, fingerprints: Collection[bytes] | None
+) -> FrameHeader:
+    """As `check`, but for the checksum: for frames whose checksum was verified a moment ago."""
+    return _of(_read_fitting(frame.numpy().data), key, fingerprints)
 
 
 def is_encoded(buffer: Tensor) -> bool:
@@ -169,7 +230,17 @@ def _read(view: memoryview) -> FrameHeader:
     return FrameHeader(tokens, nbytes, fingerprint, BlockKey(key), flags, codec_data)
 
 
-def _checksum(view: memoryview, end: int) -> bytes:
-    state = xxhash.xxh3_128(view[:_CHECKSUM_AT])
-    state.update(view[HEADER_NBYTES:end])
-    return state.digest()
+def _read_fitting(view: memoryview) -> FrameHeader:
+    header = _read(view)
+    nbytes = header.payload_nbytes
+    if frame_nbytes(nbytes) != len(view):
+        raise BadFrame(f"{nbytes} bytes of payload do not fit a frame of {len(view)}")
+    return header
+
+
+def _of(header: FrameHeader, key: BlockKey, fingerprints: Collection[bytes] | None) -> FrameHeader:
+    if header.key != key:
+        raise BadFrame(f"holds block {header.key.hex()[:16]}, not {key.hex()[:16]}")
+    if fingerprints is not None and header.fingerprint not in fingerprints:
+        raise BadFrame("of another layout")
+    return header

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
+from kvconnect import frame
 from kvconnect.backends import memory_copier
-from kvconnect.backends.memory_copier import MemoryCopier
-from kvconnect.errors import BackendUnavailable
+from kvconnect.backends.memory_copier import Copy, MemoryCopier
+from kvconnect.errors import BackendUnavailable, BadFrame
+from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
+from kvconnect.keys import BlockKey
 
 MIB = 1 << 20
 
@@ -41,22 +46,74 @@ async def test_every_byte_is_copied_and_no_other(copier, sizes):
     rng = np.random.default_rng(0)
     sources = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
     targets = [np.full(size + 2, 0xC5, np.uint8) for size in sizes]
-    await copier.copy([(s, t[1:-1]) for s, t in zip(sources, targets, strict=True)])
+    await copier.copy([Copy([(s, t[1:-1])]) for s, t in zip(sources, targets, strict=True)])
     for source, target in zip(sources, targets, strict=True):
         assert np.array_equal(source, target[1:-1])
         assert (target[0], target[-1]) == (0xC5, 0xC5)
 
 
+# Uneven parts, as of a value whose units are not neighbours, and one longer than a piece.
+CUTS = [[], [4096], [65536, 131072], [3 * MIB // 2]]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("count", [1, 3])
+async def test_values_are_sealed_as_they_are_read_and_hashed_as_they_arrive(copier, cuts, count):
+    payload = 2 * MIB - 200
+    frames = [framed(payload, number) for number in range(count)]
+    kept = [np.zeros(frame_nbytes(payload), np.uint8) for _ in frames]
+    sealing = [frame.address(data, header) for data, header in frames]
+    assert not any(is_sound(data, header) for data, header in frames)
+    await copier.copy(
+        [
+            Copy(cut(data.numpy(), target, cuts), checksum, seals=True)
+            for (data, _), target, checksum in zip(frames, kept, sealing, strict=True)
+        ]
+    )
+    into = [torch.full_like(data, 0xEE) for data, _ in frames]
+    taken = [FrameChecksum(data) for data in into]
+    await copier.copy(
+        [
+            Copy(cut(source, data.numpy(), cuts), checksum)
+            for source, data, checksum in zip(kept, into, taken, strict=True)
+        ]
+    )
+    for (data, header), source, loaded, checksum in zip(frames, kept, into, taken, strict=True):
+        assert np.array_equal(data.numpy(), source)
+        assert checksum.left_nbytes == 0
+        assert frame.check(loaded, header.key, None, checksum) == header
+        assert is_sound(loaded, header)
+
+
+def framed(payload, number):
+    data = torch.from_numpy(
+        np.random.default_rng(number).integers(0, 256, frame_nbytes(payload), np.uint8)
+    )
+    return data, FrameHeader(3, payload, bytes(16), BlockKey(bytes([number] * 32)))
+
+
+def cut(source, target, cuts):
+    edges = [0, *cuts, source.nbytes]
+    return [(source[a:b], target[a:b]) for a, b in pairwise(edges)]
+
+
+def is_sound(data, header):
+    try:
+        return frame.check(data, header.key, None) == header
+    except BadFrame:
+        return False
+
+
 async def test_call_ends_only_when_both_halves_have(copier, monkeypatch):
     gates = {0: threading.Event(), 1: threading.Event()}
 
-    def copy(copies):
-        assert gates[int(copies[0][0][0])].wait(60)
+    def copy(source, target):
+        assert gates[int(source[0])].wait(60)
 
     monkeypatch.setattr(memory_copier, "_copy", copy)
     source = np.repeat(np.array([0, 1], np.uint8), MIB)
     for order in ([0, 1], [1, 0]):
-        call = asyncio.create_task(copier.copy([(source, np.empty_like(source))]))
+        call = asyncio.create_task(copier.copy([Copy([(source, np.empty_like(source))])]))
         gates[order[0]].set()
         assert not (await asyncio.wait({call}, timeout=0.2))[0]
         gates[order[1]].set()
@@ -68,18 +125,18 @@ async def test_call_ends_only_when_both_halves_have(copier, monkeypatch):
 async def test_error_of_a_half_is_the_call_s(copier):
     longer = np.empty(2 * MIB, np.uint8)
     with pytest.raises(ValueError, match="broadcast"):
-        await copier.copy([(np.empty(2 * MIB - 1, np.uint8), longer)])
+        await copier.copy([Copy([(np.empty(2 * MIB - 1, np.uint8), longer)])])
 
 
 async def test_cancelled_call_disturbs_no_other(copier):
     source = np.ones(4 * MIB, np.uint8)
     target = np.zeros_like(source)
-    call = asyncio.create_task(copier.copy([(source, target)]))
+    call = asyncio.create_task(copier.copy([Copy([(source, target)])]))
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await copier.copy([(source, target)])
+    await copier.copy([Copy([(source, target)])])
     assert target.all()
 
 
@@ -87,7 +144,7 @@ def test_closed_one_leaves_no_thread():
     async def use():
         copier = MemoryCopier()
         source = np.ones(4 * MIB, np.uint8)
-        await copier.copy([(source, np.zeros_like(source))])
+        await copier.copy([Copy([(source, np.zeros_like(source))])])
         copier.close()
         copier.close()
 
@@ -103,7 +160,7 @@ async def test_threads_that_run_out_later_harm_no_copy(copier, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refused)
     source = np.ones(4 * MIB, np.uint8)
     target = np.zeros_like(source)
-    await copier.copy([(source, target)])
+    await copier.copy([Copy([(source, target)])])
     assert target.all()
 
 

@@ -435,15 +435,15 @@ async def test_a_bad_frame_is_not_promoted(kit):
 
 @pytest.fixture
 def checksums(monkeypatch):
-    """The frames whose checksum was computed, by length; cleared by tests that saved before."""
+    """The checksums that were computed; cleared by tests that saved before."""
     computed = []
-    compute = frame._checksum
+    compute = frame.FrameChecksum.digest
 
-    def counted(view, end):
-        computed.append(end)
-        return compute(view, end)
+    def counted(checksum):
+        computed.append(checksum)
+        return compute(checksum)
 
-    monkeypatch.setattr(frame, "_checksum", counted)
+    monkeypatch.setattr(frame.FrameChecksum, "digest", counted)
     return computed
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvconnect import frame
 from kvconnect.errors import BadFrame, ConfigurationError
-from kvconnect.frame import ALIGNMENT, HEADER_NBYTES, FrameHeader
+from kvconnect.frame import ALIGNMENT, HEADER_NBYTES, FrameChecksum, FrameHeader
 from kvconnect.keys import BlockKey
 
 KEY = BlockKey(bytes(range(32)))
@@ -47,6 +47,73 @@ def test_any_changed_byte_of_header_or_payload_is_found(position, change):
     data[position] ^= change
     with pytest.raises(BadFrame):
         frame.check(data, KEY, {PRINT})
+
+
+def test_addressed_frame_is_not_sound_before_it_is_sealed():
+    whole = sealed(5000)
+    data = whole.clone()
+    checksum = frame.address(data, FrameHeader(7, 5000, PRINT, KEY))
+    with pytest.raises(BadFrame, match="checksum"):
+        frame.check(data, KEY, {PRINT})
+    checksum.seal()
+    assert torch.equal(data, whole)
+
+
+EDGES = st.lists(st.integers(0, 2 * ALIGNMENT), max_size=8)
+
+
+@given(st.sampled_from([0, 1, 100, 5000]), EDGES)
+def test_checksum_taken_piece_by_piece_is_the_same(nbytes, edges):
+    data = sealed(nbytes)
+    taken = FrameChecksum(data)
+    at = 0
+    for edge in sorted(min(edge, data.numel()) for edge in edges):
+        taken.passed(at, edge)
+        at = edge
+    assert taken.digest() == FrameChecksum(data).digest()
+    assert frame.check(data, KEY, {PRINT}, taken) == frame.check(data, KEY, {PRINT})
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), max_size=8))
+def test_what_is_told_out_of_order_is_hashed_all_the_same(told):
+    data = sealed(5000)
+    taken = FrameChecksum(data)
+    for start, stop in told:
+        taken.passed(start, stop)
+    assert taken.digest() == FrameChecksum(data).digest()
+
+
+@given(st.integers(0, HEADER_NBYTES + 5000 - 1), st.integers(1, 255), EDGES)
+def test_what_changed_before_it_passed_is_found(position, change, edges):
+    data = sealed(5000)
+    taken = FrameChecksum(data)
+    data[position] ^= change
+    at = 0
+    for edge in sorted(edges):
+        taken.passed(at, edge)
+        at = edge
+    with pytest.raises(BadFrame):
+        frame.check(data, KEY, {PRINT}, taken)
+
+
+def test_frame_that_is_written_once_more_is_hashed_once_more():
+    data = sealed(5000, OTHER)
+    taken = FrameChecksum(data)
+    taken.passed(0, 4096)
+    data.copy_(sealed(5000))
+    taken.passed(0, 1024)
+    taken.passed(1024, data.numel())
+    assert frame.check(data, KEY, {PRINT}, taken).key == KEY
+
+
+def test_header_alone_is_checked_for_all_but_the_checksum():
+    data = sealed(5000)
+    data[-1 - ALIGNMENT] ^= 1
+    assert frame.check_header(data, KEY, {PRINT}).key == KEY
+    with pytest.raises(BadFrame, match="holds block"):
+        frame.check_header(data, OTHER, {PRINT})
+    with pytest.raises(BadFrame, match="do not fit"):
+        frame.check_header(data[:ALIGNMENT], KEY, {PRINT})
 
 
 @given(st.integers(0, 3 * ALIGNMENT))
