@@ -14,7 +14,8 @@ from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
-from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.backends.checksums import HashesLoads
 from kvconnect.backends.redis_blocks import RedisBlocks
 from kvconnect.backends.redis_children import ChildIndex
 from kvconnect.backends.redis_entries import describe
@@ -26,6 +27,7 @@ from kvconnect.backends.redis_settings import RedisSettings
 from kvconnect.backends.redis_value import Names
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import BackendUnavailable
+from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
@@ -39,7 +41,7 @@ def from_url(url: StoreUrl) -> RedisBackend:
     return RedisBackend(RedisSettings.parse(url))
 
 
-class RedisBackend(Backend):
+class RedisBackend(HashesLoads):
     """Blocks in a Redis or Valkey server, its failover group or its cluster.
 
     Values move on threads, between the socket and the caller's buffers without a copy. A call ends
@@ -99,7 +101,13 @@ class RedisBackend(Backend):
         Raises:
             BackendUnavailable: `into` is undefined, and nothing touches it any more.
         """
-        return await _opened(self._blocks).load(keys, into)
+        return await self.load_hashed(keys, into, ())
+
+    async def load_hashed(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """The same; checksums are taken as the bytes arrive, of what fits one value."""
+        return await _opened(self._blocks).load(keys, into, checksums)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Store those that are not there yet; fewer if a server takes no writes now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TypeAlias
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from kvconnect.backends.redis_transfer import (
 )
 from kvconnect.backends.redis_value import Head, Names
 from kvconnect.errors import BackendUnavailable
+from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
 
@@ -65,8 +67,13 @@ class RedisBlocks:
                 break
         return found
 
-    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fill leading buffers; those behind stay untouched unless blocks vanish meanwhile."""
+    async def load(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """Fill leading buffers; those behind stay untouched unless blocks vanish meanwhile.
+
+        If there are `checksums`, each is told of the first part of its frame.
+        """
         views = [buffer.numpy().data for buffer in into]
         wanted = [self.names.block(key) for key in keys]
         if self._router.spread(wanted):
@@ -76,7 +83,11 @@ class RedisBlocks:
                 heads.pop()
             del wanted[len(heads) :]
         results = await self._router.fetch(
-            [Want(name, view) for name, view in zip(wanted, views, strict=False)]
+            [
+                Want(name, view, checksum=checksum)
+                for name, view, checksum in zip_longest(wanted, views, checksums)
+                if name is not None
+            ]
         )
         broken = {keys[n] for n, result in enumerate(results) if result is Outcome.BROKEN}
         heads = _leading(results)

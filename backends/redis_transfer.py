@@ -13,6 +13,7 @@ from kvconnect.backends.redis_settings import Address
 from kvconnect.backends.redis_value import HEAD_NBYTES, Head
 from kvconnect.backends.redis_wire import Bytes, Reply, Wire
 from kvconnect.errors import BackendUnavailable
+from kvconnect.frame import FrameChecksum
 
 __all__ = [
     "ASKING",
@@ -106,11 +107,13 @@ class Want:
     Attributes:
         into: where its part of the frame goes. A value with a head may be shorter than that.
         headed: it begins with a `Head`; else it is exactly as long as `into`.
+        checksum: of the frame that the value begins, told of what arrives.
     """
 
     name: bytes
     into: memoryview
     headed: bool = True
+    checksum: FrameChecksum | None = None
 
     @property
     def nbytes(self) -> int:

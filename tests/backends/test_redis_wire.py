@@ -7,9 +7,11 @@ import socket
 
 import hiredis
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect import frame
 from kvconnect.backends.redis_fetch import fetch
 from kvconnect.backends.redis_put import put
 from kvconnect.backends.redis_settings import Address
@@ -25,7 +27,9 @@ from kvconnect.backends.redis_transfer import (
 )
 from kvconnect.backends.redis_value import Head
 from kvconnect.backends.redis_wire import Wire
-from kvconnect.errors import BackendUnavailable
+from kvconnect.errors import BackendUnavailable, BadFrame
+from kvconnect.frame import HEADER_NBYTES, FrameChecksum, FrameHeader, frame_nbytes
+from kvconnect.keys import BlockKey
 
 SERVER = Address("here", 6379)
 CANARY = 0xC5
@@ -189,16 +193,60 @@ def test_part_of_another_length_is_broken(wire, cut):
     assert bytes(buffer) == b"12345"
 
 
-def test_next_value_is_asked_for_before_the_last_one_has_arrived(wire):
+@pytest.mark.parametrize("hashed", [False, True])
+def test_next_value_is_asked_for_before_the_last_one_has_arrived(wire, hashed):
     size = 3 << 20
     one = wire(value(bytes(size)) * 3)
-    sent = []
-    one.into = lambda view, into=one.into: (into(view), sent.append(one._sock.sent.count(b"GET")))
-    results = fetch(one, [Want(b"n", memoryview(bytearray(size)))] * 3, SERVER)
-    assert all(isinstance(result, Head) for result in results)
-    bulky = [count for count in sent if count]
-    assert bulky[0] == 1
+    asked = []  # how often, before the bytes of the values arrive
+    receive = one.into
+
+    def into(view):
+        asked.append((len(view), one._sock.sent.count(b"GET")))
+        receive(view)
+
+    one.into = into
+    wants = []
+    for _ in range(3):
+        buffer = torch.zeros(size, dtype=torch.uint8)
+        checksum = FrameChecksum(buffer) if hashed else None
+        wants.append(Want(b"n", buffer.numpy().data, checksum=checksum))
+    assert all(isinstance(result, Head) for result in fetch(one, wants, SERVER))
+    arrived, first = 0, []
+    for nbytes, count in asked:
+        if nbytes > 1000:
+            arrived += nbytes
+            first.append((arrived, count))
+    assert {count for at, count in first if at <= 2 << 20} == {1}
+    assert {count for at, count in first if 2 << 20 < at <= 3 << 20} == {2}
     assert one._sock.sent.count(b"GET") == 3
+
+
+@given(
+    sizes=st.lists(st.integers(1, 800_000), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 1_600_000), max_size=8),
+    damaged=st.none() | st.integers(0, 20_000),
+)
+@settings(max_examples=20)
+def test_frames_are_hashed_as_they_arrive(sizes, cuts, damaged):
+    header = [FrameHeader(1, size, bytes(16), BlockKey(bytes([size % 251] * 32))) for size in sizes]
+    frames = [torch.ones(frame_nbytes(size), dtype=torch.uint8) for size in sizes]
+    for data, one in zip(frames, header, strict=True):
+        frame.seal(data, one)
+    if damaged is not None:
+        frames[0][damaged % (HEADER_NBYTES + sizes[0])] ^= 1
+    into = [torch.zeros_like(data) for data in frames]
+    taken = [FrameChecksum(data) for data in into]
+    with Tape(b"".join(value(data.numpy().tobytes()) for data in frames), cuts) as tape:
+        pairs = zip(into, taken, strict=True)
+        wants = [Want(b"n", data.numpy().data, checksum=checksum) for data, checksum in pairs]
+        fetch(Wire(tape, 5.0), wants, SERVER)
+    for number, (data, one, checksum) in enumerate(zip(into, header, taken, strict=True)):
+        if number == 0 and damaged is not None:
+            with pytest.raises(BadFrame):
+                frame.check(data, one.key, None, checksum)
+        else:
+            assert checksum.left_nbytes == 0
+            assert frame.check(data, one.key, None, checksum) == one
 
 
 REPLIES = b"+OK\r\n:42\r\n-ERR no\r\n$3\r\na\r\n\r\n$-1\r\n*2\r\n$1\r\n0\r\n*1\r\n$1\r\nk\r\n"
