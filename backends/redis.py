@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 from torch import Tensor
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
-from kvconnect.backends.checksums import HashesLoads
+from kvconnect.backends.checksums import HashesLoads, SealsSaves
 from kvconnect.backends.redis_blocks import RedisBlocks
 from kvconnect.backends.redis_children import ChildIndex
 from kvconnect.backends.redis_entries import describe
@@ -41,7 +41,7 @@ def from_url(url: StoreUrl) -> RedisBackend:
     return RedisBackend(RedisSettings.parse(url))
 
 
-class RedisBackend(HashesLoads):
+class RedisBackend(HashesLoads, SealsSaves):
     """Blocks in a Redis or Valkey server, its failover group or its cluster.
 
     Values move on threads, between the socket and the caller's buffers without a copy. A call ends
@@ -115,11 +115,17 @@ class RedisBackend(HashesLoads):
         Raises:
             BackendUnavailable: each block is wholly stored or not at all.
         """
+        return await self.save_sealed(blocks, ())
+
+    async def save_sealed(
+        self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """The same; what is sent is sealed on the thread that sends it."""
         writer, index = _opened(self._writer), _opened(self._index)
         if all(block.tokens is None for block in blocks):
-            return await writer.save(blocks)
+            return await writer.save(blocks, checksums)
         saved, listed = await asyncio.gather(
-            writer.save(blocks), index.add(blocks), return_exceptions=True
+            writer.save(blocks, checksums), index.add(blocks), return_exceptions=True
         )
         for result in (saved, listed):
             if isinstance(result, BaseException):

@@ -57,6 +57,8 @@ def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = Fals
     for number, one in enumerate(puts):
         if refused or found[number] is not Outcome.NOT_TRIED:
             continue
+        if one.checksum is not None:
+            one.checksum.seal()
         head, tail = _set_command(one)
         wire.send([(ASKING if asking else b"") + head, *one.pieces, tail])
         waiting.append(number)

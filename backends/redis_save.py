@@ -21,6 +21,7 @@ from kvconnect.backends.redis_transfer import (
     sound,
 )
 from kvconnect.backends.redis_value import NONCE_NBYTES, Head, metadata_of
+from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 
@@ -40,6 +41,7 @@ class _Writing:
     head: Head
     metadata: bytes
     parts: tuple[bytes, ...]
+    checksum: FrameChecksum | None
 
 
 class RedisWriter:
@@ -58,8 +60,12 @@ class RedisWriter:
         self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1e3))
         self._refused: dict[Address, str] = {}
 
-    async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Store `blocks`; how many leading ones are stored now."""
+    async def save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
+        """Store `blocks`, sealed by their `checksums` if there are any.
+
+        Returns:
+            How many leading ones are stored now.
+        """
         if not blocks:
             return 0
         first: dict[BlockKey, int] = {}
@@ -67,7 +73,10 @@ class RedisWriter:
             first.setdefault(block.key, number)
         if not await self._takes_writes(max(block.data.numel() for block in blocks)):
             return len(await self._blocks.leading([block.key for block in blocks]))
-        writings = [self._writing(blocks[number]) for number in first.values()]
+        writings = [
+            self._writing(blocks[number], checksums[number] if checksums else None)
+            for number in first.values()
+        ]
         stored: set[BlockKey] = set()
         if single := [one for one in writings if not one.parts]:
             stored |= await self._save_single(single)
@@ -75,10 +84,11 @@ class RedisWriter:
             stored |= await self._save_parted(parted)
         return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
 
-    def _writing(self, block: StoredBlock) -> _Writing:
+    def _writing(self, block: StoredBlock, checksum: FrameChecksum | None) -> _Writing:
         metadata = metadata_of(block)
         head = Head.of(block.data.numel(), len(metadata), secrets.token_bytes(NONCE_NBYTES))
-        return _Writing(block, head, metadata, tuple(self._blocks.names.parts(block.key, head)))
+        parts = tuple(self._blocks.names.parts(block.key, head))
+        return _Writing(block, head, metadata, parts, checksum)
 
     async def _save_single(self, writings: Sequence[_Writing]) -> set[BlockKey]:
         """Those of `writings`, of one value each, that are there now."""
@@ -163,8 +173,14 @@ class RedisWriter:
         data = one.block.data.numpy().data[one.head.part(0)]
         name = self._blocks.names.block(one.block.key)
         start = one.head.pack() + one.metadata
-        replace = not one.parts
-        return Put(name, (start, data), self._ttl_ms, replace=replace, look_first=look_first)
+        return Put(
+            name,
+            (start, data),
+            self._ttl_ms,
+            replace=not one.parts,
+            look_first=look_first,
+            checksum=one.checksum,
+        )
 
     async def _takes_writes(self, nbytes: int) -> bool:
         """Whether servers that refused a write may take one of `nbytes` now."""

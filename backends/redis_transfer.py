@@ -130,6 +130,7 @@ class Put:
         ttl_ms: after which it is gone; ``None``: never.
         replace: also if there is one.
         look_first: look for a block of that name, and send nothing if it is there.
+        checksum: of the frame that begins in it, which is sealed before it is sent.
     """
 
     name: bytes
@@ -137,6 +138,7 @@ class Put:
     ttl_ms: int | None = None
     replace: bool = True
     look_first: bool = False
+    checksum: FrameChecksum | None = None
 
     @property
     def nbytes(self) -> int:
