@@ -17,7 +17,8 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.backends.checksums import SealsSaves
 from kvconnect.backends.disk_directory import DiskDirectory, ignore
 from kvconnect.backends.disk_place import Access, DiskSettings, identity, warn_damaged
 from kvconnect.backends.disk_schema import (
@@ -31,7 +32,7 @@ from kvconnect.backends.disk_schema import (
 from kvconnect.backends.running_threads import running_threads
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.errors import BackendUnavailable, ConfigurationError
-from kvconnect.frame import frame_nbytes
+from kvconnect.frame import FrameChecksum, frame_nbytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
@@ -66,7 +67,7 @@ def from_url(url: StoreUrl) -> DiskBackend:
     )
 
 
-class DiskBackend(Backend):
+class DiskBackend(SealsSaves):
     """Blocks in slots of preallocated files, with an index in SQLite.
 
     The payload is written before its row is committed: a process that is killed at any moment
@@ -192,8 +193,16 @@ class DiskBackend(Backend):
         Raises:
             BackendUnavailable: the disk failed; none of the new blocks is stored.
         """
+        return await self.save_sealed(blocks, ())
+
+    async def save_sealed(
+        self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """The same; each block is sealed on the thread that writes it, while others write."""
         self._retry_read_only()
-        return await self._run(self._transfers, lambda directory: directory.save(blocks), 0)
+        return await self._run(
+            self._transfers, lambda directory: directory.save(blocks, checksums), 0
+        )
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Forget `keys`; their slots are free at once."""

@@ -33,6 +33,7 @@ from kvconnect.backends.disk_schema import (
 from kvconnect.backends.disk_segments import NO_SPACE, SegmentFiles, SegmentLost
 from kvconnect.backends.disk_writer import IndexWriter, Reservation
 from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 
@@ -192,8 +193,8 @@ class DiskDirectory:
         self._note_use(found)
         return len(found)
 
-    def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Store `blocks`; return how many leading ones are."""
+    def save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum] = ()) -> int:
+        """Store `blocks`, sealed by `checksums` if any; return how many leading ones are."""
         if self._writer is None:
             return len(self._find([block.key for block in blocks]))
         try:
@@ -201,7 +202,7 @@ class DiskDirectory:
             reservation = self._writer.reserve(blocks)
             if not reservation.new:
                 return reservation.count
-            return self._write(self._writer, reservation)
+            return self._write(self._writer, reservation, checksums)
         except SegmentLost as lost:
             self._writer.drop_lost(lost.segment)
         except IndexFull as error:
@@ -294,10 +295,13 @@ class DiskDirectory:
         with self._used_lock:
             self._used.update((block.id, now - at) for at, block in enumerate(found))
 
-    def _write(self, writer: IndexWriter, reservation: Reservation) -> int:
+    def _write(
+        self, writer: IndexWriter, reservation: Reservation, checksums: Sequence[FrameChecksum]
+    ) -> int:
         try:
             buffers = [block.data for _, block, _ in reservation.new]
-            self._files.write(reservation.places, buffers)
+            seals = [checksums[at] for at, _, _ in reservation.new] if checksums else ()
+            self._files.write(reservation.places, buffers, seals)
             if self._durable:
                 self._files.sync(reservation.places)
             self._at("written")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvconnect.backends.direct_io import is_aligned
+from kvconnect.frame import FrameChecksum
 
 __all__ = ["Place", "Run", "parts"]
 
@@ -39,19 +40,23 @@ class Place:
 class Run:
     """Bytes that are moved in one system call: neighbours in the file of `place`.
 
-    `buffers` are aligned, or there is only one.
+    `buffers` are aligned, or there is only one. `checksums` seal the frames that begin in them,
+    which is left to whoever writes them.
     """
 
     place: Place
     offset: int
-    buffers: list[Tensor]
+    buffers: Sequence[Tensor]
+    checksums: Sequence[FrameChecksum] = ()
 
 
-def parts(places: Sequence[Place], buffers: Sequence[Tensor]) -> Iterator[list[Run]]:
-    """All runs in order, about `_PART_NBYTES` at a time."""
+def parts(
+    places: Sequence[Place], buffers: Sequence[Tensor], checksums: Sequence[FrameChecksum] = ()
+) -> Iterator[list[Run]]:
+    """All runs in order, about `_PART_NBYTES` at a time; of each buffer one checksum, or none."""
     part: list[Run] = []
     nbytes = 0
-    for run in _runs(places, buffers):
+    for run in _runs(places, buffers, checksums):
         part.append(run)
         nbytes += sum(buffer.numel() for buffer in run.buffers)
         if nbytes >= _PART_NBYTES:
@@ -61,7 +66,9 @@ def parts(places: Sequence[Place], buffers: Sequence[Tensor]) -> Iterator[list[R
         yield part
 
 
-def _runs(places: Sequence[Place], buffers: Sequence[Tensor]) -> Iterator[Run]:
+def _runs(
+    places: Sequence[Place], buffers: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+) -> Iterator[Run]:
     """What can be moved in one call, at most `_PART_NBYTES`; never an empty buffer."""
     start = 0
     while start < len(places):
@@ -74,10 +81,11 @@ def _runs(places: Sequence[Place], buffers: Sequence[Tensor]) -> Iterator[Run]:
                 stop += 1
         if nbytes <= _PART_NBYTES or stop - start > 1 or not is_aligned(buffer):
             if nbytes:
-                yield Run(place, place.offset, list(buffers[start:stop]))
+                yield Run(place, place.offset, buffers[start:stop], checksums[start:stop])
         else:
             for at in range(0, nbytes, _PART_NBYTES):
-                yield Run(place, place.offset + at, [buffer[at : at + _PART_NBYTES]])
+                begun = checksums[start:stop] if at == 0 else ()
+                yield Run(place, place.offset + at, [buffer[at : at + _PART_NBYTES]], begun)
         start = stop
 
 

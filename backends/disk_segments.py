@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from kvconnect.backends.direct_io import is_aligned, open_direct, read_at, scratch, view, write_at
 from kvconnect.backends.disk_runs import Place, Run, parts
 from kvconnect.backends.running_threads import running_threads
+from kvconnect.frame import FrameChecksum
 
 __all__ = ["NO_SPACE", "SegmentFiles", "SegmentLost"]
 
@@ -125,16 +126,21 @@ class SegmentFiles:
             SegmentLost: a file is gone or too short; `buffers` are undefined.
             OSError: the same.
         """
-        self._move(self._read, places, buffers)
+        self._move(self._read, parts(places, buffers))
 
-    def write(self, places: Sequence[Place], buffers: Sequence[Tensor]) -> None:
-        """Write each of `buffers` to the slot of the same index.
+    def write(
+        self,
+        places: Sequence[Place],
+        buffers: Sequence[Tensor],
+        checksums: Sequence[FrameChecksum] = (),
+    ) -> None:
+        """Write each of `buffers` to the slot of the same index, sealed by its checksum if any.
 
         Raises:
             SegmentLost: a file is gone.
             OSError: any of the slots may have been written in part.
         """
-        self._move(self._write, places, buffers)
+        self._move(self._write, parts(places, buffers, checksums))
 
     def sync(self, places: Collection[Place]) -> None:
         """Return once what was written to `places` survives a power failure."""
@@ -148,12 +154,9 @@ class SegmentFiles:
         self._threads.shutdown(wait=False)
 
     def _move(
-        self,
-        move: Callable[[Sequence[Run]], None],
-        places: Sequence[Place],
-        buffers: Sequence[Tensor],
+        self, move: Callable[[Sequence[Run]], None], all_parts: Iterable[Sequence[Run]]
     ) -> None:
-        work = list(parts(places, buffers))
+        work = list(all_parts)
         if len(work) <= 1:
             for part in work:
                 move(part)
@@ -179,6 +182,8 @@ class SegmentFiles:
 
     def _write(self, part: Sequence[Run]) -> None:
         for run in part:
+            for checksum in run.checksums:
+                checksum.seal()
             if is_aligned(run.buffers[0]):
                 views = [view(buffer) for buffer in run.buffers]
             else:
