@@ -21,13 +21,10 @@ from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["PIECE_NBYTES", "Framing", "pieces"]
+__all__ = ["Framing"]
 
 T = TypeVar("T")
 
-# One piece is checked while the next is read. Large enough that a piece's fixed cost (a thread hop,
-# a query) does not show, small enough that the last check, which nothing overlaps, is short.
-PIECE_NBYTES = 16 << 20
 # Hashing less than this takes less time than handing it to a thread; codecs are slower.
 _INLINE_NBYTES = 256 << 10
 _INLINE_CODED_NBYTES = 32 << 10
@@ -260,16 +257,6 @@ class Framing:
         if nbytes <= (_INLINE_CODED_NBYTES if self.codecs else _INLINE_NBYTES):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-def pieces(buffers: Sequence[Tensor]) -> Iterator[slice]:
-    """Slices over `buffers` of about `PIECE_NBYTES` each."""
-    start = nbytes = 0
-    for index, buffer in enumerate(buffers):
-        nbytes += buffer.numel()
-        if nbytes >= PIECE_NBYTES or index + 1 == len(buffers):
-            yield slice(start, index + 1)
-            start, nbytes = index + 1, 0
 
 
 def _split(memory: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:

@@ -14,24 +14,18 @@ from torch import Tensor
 
 from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.breaker import BreakerState
-from kvconnect.backends.calls import Call, Calls, counted, mapped, together, unopened
-from kvconnect.backends.checksums import ChecksFrames, HashesLoads, SealsSaves
+from kvconnect.backends.calls import Call, Calls, counted, mapped, unopened
 from kvconnect.backends.codecs import Codecs
-from kvconnect.backends.framing import Framing, pieces
+from kvconnect.backends.framed_store import FramedStore, load_counted
+from kvconnect.backends.framing import Framing
 from kvconnect.backends.guard_gauges import GuardGauges
 from kvconnect.backends.store_labels import store_labels
 from kvconnect.backends.wrapper import BackendWrapper
-from kvconnect.errors import (
-    BackendUnavailable,
-    BadFrame,
-    ConfigurationError,
-    Recompute,
-    RetryLater,
-)
+from kvconnect.errors import BackendUnavailable, ConfigurationError, RetryLater
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.layout import KvCacheLayout
-from kvconnect.trace import Labels, Span, count, trace, warn_once
+from kvconnect.trace import Labels, Span, trace
 
 __all__ = ["GuardedBackend"]
 
@@ -87,9 +81,10 @@ class GuardedBackend(BackendWrapper):
         )
         self.codecs = codecs or Codecs()
         self._check_codecs(raw=raw, verify_frames=verify_frames)
-        self._framing: Framing | None = None
+        self._framed: FramedStore | None = None
         if not inner.device_buffers and not raw:
-            self._framing = Framing(self.name, self.codecs, verify=verify_frames)
+            framing = Framing(self.name, self.codecs, verify=verify_frames)
+            self._framed = FramedStore(inner, framing, self.name)
             if not verify_frames:
                 logger.warning(
                     "%s: loaded blocks are not checked (verify_frames is off)", self.name
@@ -128,10 +123,8 @@ class GuardedBackend(BackendWrapper):
         if self._calls.closed:
             raise BackendUnavailable(f"{self.name}: is closed")
         self._take_labels()
-        if self._framing is not None:
-            self._framing.set_layouts(layouts, variable_length=self.variable_length)
-            checks = isinstance(self.inner, ChecksFrames) and self.inner.checks_frames
-            self._framing.verified = checks
+        if self._framed is not None:
+            self._framed.set_layouts(layouts)
         with self._trace("open"):
             await self._calls.run_always("open", lambda _: self.inner.open(layouts))
         self._layouts = tuple(layouts)
@@ -157,8 +150,8 @@ class GuardedBackend(BackendWrapper):
                 await self._calls.run_always("close", lambda _: self.inner.close())
         except (ConfigurationError, RetryLater) as error:
             logger.warning("%s", error)
-        if self._framing is not None:
-            self._framing.close()
+        if self._framed is not None:
+            self._framed.framing.close()
         if self._give_back_labels is not None:
             self._give_back_labels()
 
@@ -238,7 +231,7 @@ class GuardedBackend(BackendWrapper):
         self._opened()
         with self._trace("children"):
             found = await self._calls.run("children", lambda _: self.inner.children(key))
-        return found if self._framing is None else self._framing.children(key, found)
+        return found if self._framed is None else self._framed.framing.children(key, found)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """Everything that is stored; each step within the deadline."""
@@ -292,6 +285,8 @@ class GuardedBackend(BackendWrapper):
         # Only what is opened counts anything, and may keep others from the same labels.
         if self._give_back_labels is None:
             self._labels = self._calls.labels = store_labels.take(self.name, self.place)
+            if self._framed is not None:
+                self._framed.labels = self._labels
             self._give_back_labels = weakref.finalize(self, store_labels.give_back, self._labels)
 
     def _trace(self, operation: str, **values: float) -> Span:
@@ -303,138 +298,25 @@ class GuardedBackend(BackendWrapper):
     async def _lookup(self, keys: Sequence[BlockKey]) -> int:
         return counted(await self.inner.lookup(keys), len(keys), self.name, "lookup")
 
-    def _readable(self, entry: StoredEntry) -> StoredEntry:
-        if self._framing is None or entry.tokens is None or self.codecs.cipher is None:
-            return entry
-        child = Child(entry.key, entry.tokens)
-        found = self._framing.children(entry.parent, [child])
-        return replace(entry, tokens=found[0].tokens if found else None)
-
     async def _load(
         self,
         keys: Sequence[BlockKey],
         into: Sequence[Tensor],
-        taken: Sequence[FrameChecksum],
+        checksums: Sequence[FrameChecksum],
         call: Call,
     ) -> int:
-        if self._framing is None:
-            return await self._fill(keys, into, taken)
-        rooms = self._framing.rooms(into)
-        taken = self._framing.checksums(rooms) if isinstance(self.inner, HashesLoads) else ()
-        sound = 0
-        parts = list(pieces(into))
-        filled = 0
-        if parts:
-            filled = await self._fill(keys[parts[0]], rooms[parts[0]], taken[parts[0]])
-        for number, part in enumerate(parts):
-            size = part.stop - part.start
-            ended = filled < size or call.abandoned or number + 1 == len(parts)
-            got = slice(part.start, part.start + filled)
-            opening = self._framing.open(keys[got], rooms[got], into[got], taken[got])
-            if ended:
-                wrong = await opening
-            else:
-                ahead = parts[number + 1]
-                wrong, filled = await together(
-                    opening, self._fill(keys[ahead], rooms[ahead], taken[ahead])
-                )
-            if wrong:
-                await self._report({keys[got][index]: one for index, one in wrong.items()})
-            good = min(wrong, default=got.stop - got.start)
-            sound += good
-            if good < size or ended:
-                break
-        return sound
-
-    async def _fill(
-        self, keys: Sequence[BlockKey], into: Sequence[Tensor], taken: Sequence[FrameChecksum]
-    ) -> int:
-        if not keys:
-            return 0
-        if isinstance(self.inner, HashesLoads) and taken:
-            answer = await self.inner.load_hashed(keys, into, taken)
-        else:
-            answer = await self.inner.load(keys, into)
-        filled = counted(answer, len(keys), self.name, "load")
-        if filled < len(keys) and self._framing is not None:
-            await self._drop_misfit(keys[filled])
-        return filled
-
-    async def _drop_misfit(self, key: BlockKey) -> None:
-        """Drop a block that is found but cannot be loaded: it is cut short, or too long.
-
-        It would be found for ever, and never saved anew. Most often it is simply absent.
-        """
-        if self.codecs.quantized is not None:
-            return  # it may be as long as others, who do not quantize, need it
-        try:
-            with mapped(self.name, "lookup"):
-                found = await self._lookup([key])
-        except BackendUnavailable:
-            return  # the blocks before are good
-        if found:
-            await self._report({key: BadFrame("of another length")})
-
-    async def _report(self, wrong: Mapping[BlockKey, Recompute]) -> None:
-        """Tell of frames that cannot be used, and drop those that nobody can use."""
-        bad = [key for key, error in wrong.items() if isinstance(error, BadFrame)]
-        for key, error in wrong.items():
-            drops = isinstance(error, BadFrame)
-            kind = "bad_frame" if drops else "other_codec"
-            fate = "bad ({}); it is dropped and computed" if drops else "of no use here ({})"
-            count(f"store.{kind}", self._labels)
-            warn_once(
-                f"{self.name}.{kind}",
-                f"{self.name}: block {key.hex()[:16]} is {fate.format(error)}",
-            )
-        if not bad:
-            return
-        try:
-            with mapped(self.name, "delete"):
-                await self.inner.delete(bad)
-        except BackendUnavailable as failure:
-            # The blocks before are good; these cost another check if they are asked for again.
-            warn_once(f"{self.name}.drop", str(failure))
+        if self._framed is None:
+            return await load_counted(self.inner, keys, into, checksums, self.name)
+        return await self._framed.load(keys, into, call)
 
     async def _save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
-        framing = self._framing
-        if framing is None:
-            return await self._store(blocks)
-        if isinstance(self.inner, SealsSaves) and not framing.codecs:
-            return await self._save_sealed(self.inner, framing, blocks, call)
-        saved = 0
-        async with framing.lane() as lane:
-            # Nobody waits any more for a call whose turn comes after its deadline.
-            parts = [] if call.abandoned else list(pieces([block.data for block in blocks]))
-            sealed = await framing.seal(blocks[parts[0]] if parts else (), lane, 0)
-            for number, part in enumerate(parts):
-                last = call.abandoned or number + 1 == len(parts)
-                if last:
-                    stored = await self._store(sealed)
-                else:
-                    ahead = blocks[parts[number + 1]]
-                    stored, sealed = await together(
-                        self._store(sealed), framing.seal(ahead, lane, number + 1)
-                    )
-                saved += stored
-                if stored < part.stop - part.start or last:
-                    break
-        return saved
+        if self._framed is None:
+            return counted(await self.inner.save(blocks), len(blocks), self.name, "save")
+        return await self._framed.save(blocks, call)
 
-    async def _save_sealed(
-        self, inner: SealsSaves, framing: Framing, blocks: Sequence[StoredBlock], call: Call
-    ) -> int:
-        saved = 0
-        for part in pieces([block.data for block in blocks]):
-            if call.abandoned:
-                break
-            some = blocks[part]
-            answer = await inner.save_sealed(some, framing.address(some))
-            stored = counted(answer, len(some), self.name, "save")
-            saved += stored
-            if stored < len(some):
-                break
-        return saved
-
-    async def _store(self, blocks: Sequence[StoredBlock]) -> int:
-        return counted(await self.inner.save(blocks), len(blocks), self.name, "save")
+    def _readable(self, entry: StoredEntry) -> StoredEntry:
+        if self._framed is None or entry.tokens is None or self.codecs.cipher is None:
+            return entry
+        child = Child(entry.key, entry.tokens)
+        found = self._framed.framing.children(entry.parent, [child])
+        return replace(entry, tokens=found[0].tokens if found else None)

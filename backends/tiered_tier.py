@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.backend import Backend, StoredBlock
-from kvconnect.backends.calls import together
-from kvconnect.backends.framing import pieces
 from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.pieces import load_pieces
 from kvconnect.backends.tiered_backlog import Backlog
 from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, ConfigurationError
 from kvconnect.frame import FrameChecksum
@@ -145,23 +144,11 @@ class Tier:
         if not self.alive:
             return 0
         taken = [FrameChecksum(data) for data in into] if self.verify_frames else []
-        sound = filled = 0
-        parts = list(pieces(into))
-        if parts:
-            filled = await self._fill(keys[parts[0]], into[parts[0]], taken[parts[0]])
-        for number, part in enumerate(parts):
-            size = part.stop - part.start
-            ended = filled < size or number + 1 == len(parts)
-            ahead = slice(0, 0) if ended else parts[number + 1]
-            got = slice(part.start, part.start + filled)
-            good, filled = await together(
-                self._check(keys[got], into[got], taken[got], bad),
-                self._fill(keys[ahead], into[ahead], taken[ahead]),
-            )
-            sound += good
-            if good < size or ended:
-                break
-        return sound
+        return await load_pieces(
+            into,
+            lambda part: self._fill(keys[part], into[part], taken[part]),
+            lambda got: self._check(keys[got], into[got], taken[got], bad),
+        )
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Store `blocks`; return how many leading ones are stored, none if the store fails.
@@ -269,8 +256,6 @@ class Tier:
     async def _fill(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], taken: Sequence[FrameChecksum]
     ) -> int:
-        if not keys:
-            return 0
         try:
             return await self.guard.load_hashed(keys, into, taken)
         except BackendTimeout as error:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvconnect import frame
 from kvconnect.backend import Backend, Child, StoredBlock
-from kvconnect.backends import framing, open_backend
+from kvconnect.backends import framing, open_backend, pieces
 from kvconnect.backends.codecs import CodecFlag, Codecs
 from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra
@@ -575,7 +575,7 @@ async def test_a_checksum_guards_encoded_frames_too(kit):
 
 
 async def test_encoding_happens_off_the_event_loop_and_piece_by_piece(kit, monkeypatch):
-    monkeypatch.setattr(framing, "PIECE_NBYTES", 2 * FRAME)
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 2 * FRAME)
     ran_on, order = set(), []
     real = Codecs.encode
 
@@ -603,7 +603,7 @@ async def test_encoding_happens_off_the_event_loop_and_piece_by_piece(kit, monke
 
 
 async def test_scratch_memory_is_bounded_whatever_hangs(kit, monkeypatch):
-    monkeypatch.setattr(framing, "PIECE_NBYTES", 2 * FRAME)
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 2 * FRAME)
     taken = []
     real = framing.Lane.room
 

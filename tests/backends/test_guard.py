@@ -12,7 +12,7 @@ import torch
 
 from kvconnect import frame
 from kvconnect.backend import Backend, StoredBlock
-from kvconnect.backends import GuardedBackend, breaker, framing
+from kvconnect.backends import GuardedBackend, breaker, pieces
 from kvconnect.errors import (
     BackendTimeout,
     BackendUnavailable,
@@ -121,7 +121,7 @@ async def test_all_bad_blocks_of_a_piece_are_dropped_at_once(store, inner, kit):
 
 
 async def test_pieces_are_checked_while_the_next_ones_are_read(kit, monkeypatch):
-    monkeypatch.setattr(framing, "PIECE_NBYTES", 2 * kit.frame_nbytes)
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 2 * kit.frame_nbytes)
     inner = Recording()
     async with kit.opened(GuardedBackend(inner)) as store:
         keys = kit.keys("pieces", count=9)
@@ -316,7 +316,7 @@ async def test_late_load_keeps_its_buffers_until_pending_is_done(kit):
 
 
 async def test_abandoned_load_starts_no_further_piece(kit, monkeypatch):
-    monkeypatch.setattr(framing, "PIECE_NBYTES", kit.frame_nbytes)
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", kit.frame_nbytes)
     gate = Gate("load")
     inner = Recording(gate)
     async with kit.opened(GuardedBackend(inner, deadline_s=0.05)) as store:

@@ -12,7 +12,7 @@ import torch
 from tier_store import DictTier, Refusing
 
 from kvconnect import frame
-from kvconnect.backends import framing, open_backend, tiered_tier
+from kvconnect.backends import open_backend, pieces, tiered_tier
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.memory import MemoryBackend
 from kvconnect.backends.tiered import TieredBackend
@@ -406,7 +406,7 @@ async def test_bad_frame_in_every_tier_is_a_miss(kit):
 
 
 async def test_bad_frame_among_more_than_one_read_is_replaced(kit, monkeypatch):
-    monkeypatch.setattr(framing, "PIECE_NBYTES", 2 * kit.frame_nbytes)
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 2 * kit.frame_nbytes)
     one, two = DictTier(), DictTier()
     keys = kit.keys("pieces", count=9)
     for tier in (one, two):
