@@ -8,7 +8,7 @@ import socket
 import hiredis
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvconnect import frame
@@ -226,6 +226,7 @@ def test_next_value_is_asked_for_before_the_last_one_has_arrived(wire, hashed):
     cuts=st.lists(st.integers(0, 1_600_000), max_size=8),
     damaged=st.none() | st.integers(0, 20_000),
 )
+@example(sizes=[700_000, 700_000], cuts=[], damaged=None)
 @settings(max_examples=20)
 def test_frames_are_hashed_as_they_arrive(sizes, cuts, damaged):
     header = [FrameHeader(1, size, bytes(16), BlockKey(bytes([size % 251] * 32))) for size in sizes]
