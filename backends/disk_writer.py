@@ -55,6 +55,10 @@ class IndexWriter:
 
     A save is two of them: `reserve` takes slots, the payload is written, `commit` makes it visible.
 
+    No cursor may outlive the lock, not even in a local variable of a function that returns: that of
+    an `executemany` keeps the statement that the connection caches (CPython 3.11), and resets it
+    when it goes, in the middle of what the next thread does with it. SQLite calls that misuse.
+
     Raises:
         BackendUnavailable: the index cannot be written; what was asked for did not happen.
         IndexDamaged: the index is not what this code wrote.
@@ -136,8 +140,8 @@ class IndexWriter:
             ours = self._slots.end_reservation(self._owner.name, reservation.save)
             # Where we were taken for dead, the slots may be another's by now.
             new = [entry for entry in reservation.new if entry[2].key in ours]
-            inserted = self._db.executemany(_INSERT, [_row(now, *entry) for entry in new])
-            if inserted.rowcount < len(new):  # another process was faster with some
+            inserted = self._db.executemany(_INSERT, [_row(now, *entry) for entry in new]).rowcount
+            if inserted < len(new):  # another process was faster with some
                 self._slots.free(self._rowless([place.key for _, _, place in new]))
             self._at("committing")
         lost = (at for at, _, place in reservation.new if place.key not in ours)
