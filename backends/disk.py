@@ -101,6 +101,7 @@ class DiskBackend(SealsSaves):
         self._settings = DiskSettings(Path(path).absolute(), capacity, durability, ttl)
         self._directory: DiskDirectory | None = None
         self._lock = threading.Lock()
+        self._closed = True
         self._retry_at = 0.0
         self._flush_timer: asyncio.TimerHandle | None = None
         self._running: set[asyncio.Future[Any]] = set()
@@ -142,6 +143,7 @@ class DiskBackend(SealsSaves):
         self._check_capacity(self._settings.capacity, largest)
         self._queries = running_threads(1, "kvconnect-disk-index")
         self._transfers = running_threads(4, "kvconnect-disk-io")
+        self._closed = False
         try:
             capacity, read_only = await self._run(
                 self._queries,
@@ -155,19 +157,27 @@ class DiskBackend(SealsSaves):
             raise
 
     async def close(self) -> None:
-        """Wait for calls in flight, write down what was used, close everything."""
+        """Wait for calls in flight, write down what was used, close everything.
+
+        If it is cancelled, everything is closed all the same once the calls in flight have ended.
+        """
         queries, transfers = self._queries, self._transfers
         self._queries = self._transfers = None
         if queries is None or transfers is None:
             return
         if self._flush_timer is not None:
             self._flush_timer.cancel()
-        if self._running:
-            await asyncio.wait(self._running)
-        await asyncio.get_running_loop().run_in_executor(transfers, self._close)
+        try:
+            if self._running:
+                await asyncio.wait(self._running)
+        finally:
+            closing = transfers.submit(self._close)
+            queries.shutdown(wait=False)
+            transfers.shutdown(wait=False)
         # Calls that were cancelled still have a thread, perhaps for as long as the disk hangs.
         await asyncio.to_thread(queries.shutdown)
         await asyncio.to_thread(transfers.shutdown)
+        closing.result()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are present; they count as used now."""
@@ -240,12 +250,15 @@ class DiskBackend(SealsSaves):
         self, pool: ThreadPoolExecutor | None, work: Callable[[DiskDirectory], T], nothing: T
     ) -> T:
         if pool is None:
-            raise BackendUnavailable(f"disk store {self._settings.path}: is not open")
+            raise self._not_open()
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(pool, self._work, work, nothing)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return await future
+
+    def _not_open(self) -> BackendUnavailable:
+        return BackendUnavailable(f"disk store {self._settings.path}: is not open")
 
     def _work(self, work: Callable[[DiskDirectory], T], nothing: T) -> T:
         # From here on threads of the pools.
@@ -270,6 +283,8 @@ class DiskBackend(SealsSaves):
     @contextmanager
     def _opened(self) -> Iterator[DiskDirectory]:
         with self._lock:
+            if self._closed:  # a call that nobody waits for any more: who would close it again?
+                raise self._not_open()
             if self._directory is not None and not self._directory.current:
                 self._directory.retire()
                 self._directory = None
@@ -337,6 +352,9 @@ class DiskBackend(SealsSaves):
 
     def _close(self) -> None:
         with self._lock:
+            if self._transfers is not None:  # opened again, before its time came
+                return
+            self._closed = True
             directory, self._directory = self._directory, None
         if directory is not None:
             directory.close()

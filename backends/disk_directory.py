@@ -188,8 +188,8 @@ class DiskDirectory:
             return self.load(keys[:intact], into[:intact])
         # A slot may have been given to another block while it was read. Its row goes first: if the
         # row is still there, the slot was not touched before now.
-        if found and self._reader is not None:
-            del found[self._reader.alive(found) :]
+        if found and (reader := self._reader) is not None:
+            del found[reader.alive(found) :]
         self._note_use(found)
         return len(found)
 
@@ -230,20 +230,20 @@ class DiskDirectory:
 
     def children(self, key: BlockKey | None) -> list[Child]:
         """The stored blocks with tokens whose parent is `key`."""
-        found = [] if self._reader is None else self._reader.children(key)
+        found = [] if (reader := self._reader) is None else reader.children(key)
         return [child for child in found if child.key not in self._hidden]
 
     def page(self, after: int) -> tuple[int, list[StoredEntry]]:
         """Some blocks, from `after` on, and where to go on; none at the end."""
-        return (after, []) if self._reader is None else self._reader.page(after)
+        return (after, []) if (reader := self._reader) is None else reader.page(after)
 
     def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
         """What `page` would list of each of `keys`."""
-        return [None] * len(keys) if self._reader is None else self._reader.describe(keys)
+        return [None] * len(keys) if (reader := self._reader) is None else reader.describe(keys)
 
     def stats(self) -> dict[str, float]:
         """Numbers about the store."""
-        totals = {} if self._reader is None else self._reader.totals()
+        totals = {} if (reader := self._reader) is None else reader.totals()
         if self._looking:
             return dict(totals)
         return {**totals, "capacity": self.capacity, "read_only": self.read_only}
@@ -273,7 +273,9 @@ class DiskDirectory:
 
     def give_up_index(self) -> None:
         """Answer as if nothing were stored: the index is damaged and cannot be replaced."""
-        self._reader = None
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
     def _close(self) -> None:
         if self._reader is not None:
@@ -283,11 +285,12 @@ class DiskDirectory:
         self._files.close()
 
     def _find(self, keys: Sequence[BlockKey]) -> list[Located]:
-        if self._reader is None:
+        reader = self._reader  # may be given up meanwhile
+        if reader is None:
             return []
         if self._hidden:
             keys = list(takewhile(lambda key: key not in self._hidden, keys))
-        return self._reader.find(keys)
+        return reader.find(keys)
 
     def _note_use(self, found: Sequence[Located]) -> None:
         # The end of a chain counts as used a little earlier than its beginning, so it goes first.

@@ -58,14 +58,21 @@ class IndexReader:
 
     Args:
         ttl: seconds after which a stored block counts as absent; ``None``: never.
+
+    Raises:
+        BackendUnavailable, IndexDamaged: `db` is closed.
     """
 
     def __init__(self, db: sqlite3.Connection, ttl: float | None) -> None:
         self._db = db
         self._ttl = ttl
         self._lock = threading.Lock()
-        with index_errors():
-            model = "model" if has_model_column(db) else "x''"
+        try:
+            with index_errors():
+                model = "model" if has_model_column(db) else "x''"
+        except BaseException:
+            db.close()
+            raise
         self._entry_columns = (
             "id, key, length, priority, created, used, parent, tokens, namespace, pool_group,"
             f" {model}"

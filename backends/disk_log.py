@@ -55,9 +55,13 @@ class IndexLog:
         self._directory = directory
         self._limit = nbytes
         self._at = at
-        self._db = connect(directory, durability, nbytes)
-        self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
         self._thread = running_threads(1, "kvconnect-disk-log")
+        try:
+            self._db = connect(directory, durability, nbytes)
+        except BaseException:
+            self._thread.shutdown()
+            raise
+        self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
         self._lock = threading.Lock()
         self._moving: Future[None] | None = None
 

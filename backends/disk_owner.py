@@ -37,11 +37,11 @@ class Owner:
 
     def close(self) -> None:
         """Be dead. The second time does nothing."""
-        if self._fd >= 0:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = -1
+            os.close(fd)
 
 
 def owners(directory: Path) -> set[str]:

@@ -1,15 +1,23 @@
-"""The disk store's connections to its index: used by one thread at a time, and all of them closed."""
+"""Connections to the disk store's index: one thread at a time uses each, and none stays open."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import os
 import sqlite3
+import sys
 import threading
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from kvconnect.backends import disk_index, disk_log, disk_owner
+from kvconnect.backends.disk_directory import DiskDirectory
+from kvconnect.backends.disk_place import DiskSettings
+from kvconnect.backends.disk_schema import IndexConnectionLost
 from kvconnect.errors import BackendUnavailable
 
 
@@ -20,8 +28,8 @@ class Watched(sqlite3.Connection):
         super().__init__(*arguments, **options)
         self.cursors = weakref.WeakSet()
 
-    def execute(self, *arguments):
-        return self.known(super().execute(*arguments))
+    def execute(self, statement, *values):
+        return self.known(super().execute(statement, *values))
 
     def executemany(self, *arguments):
         return self.known(super().executemany(*arguments))
@@ -57,8 +65,24 @@ def opened(make_disk, kit, monkeypatch):
     return lambda **options: kit.opened(make_disk(**options))
 
 
+@pytest.fixture
+def settings(tmp_path):
+    return DiskSettings(tmp_path / "store", 64 << 20)
+
+
 def watched(store):
     return [WatchedLock(store._directory._reader), WatchedLock(store._directory._writer)]
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def names(path, pattern):
+    return sorted(found.name for found in path.glob(pattern))
+
+
+# --------------------------------------------------------------------------- one thread at a time
 
 
 async def use(store, kit):
@@ -72,10 +96,15 @@ async def use(store, kit):
     await store.children(keys[0])
     await store.describe(keys)
     await store.stats()
-    for turn in range(60):  # flushes what was used, grows, then drops older blocks
-        await store.save(kit.chain(kit.keys(turn, count=4)))
+    await save_many(store, kit)
     assert await store.lookup(keys) < 6
     await store.delete(keys)
+
+
+async def save_many(store, kit):
+    """Flushes what was used, makes data files, then drops older blocks."""
+    for turn in range(60):
+        await store.save(kit.chain(kit.keys(turn, count=4)))
 
 
 async def test_no_cursor_outlives_the_lock_of_its_connection(opened, kit):
@@ -96,6 +125,177 @@ async def test_no_cursor_outlives_the_lock_of_a_transaction_that_fails(opened, k
         locks = watched(store)
         store._directory._writer._at = store._directory._writer._slots._at = fail
         with pytest.raises(BackendUnavailable, match="fails here"):
-            for turn in range(100):
-                await store.save(kit.chain(kit.keys(turn, count=4)))
+            await save_many(store, kit)
         assert [lock.cursors for lock in locks] == [0, 0]
+
+
+@pytest.mark.slow
+def test_threads_that_save_at_once_lose_no_connection(kit, settings):
+    directory = DiskDirectory(settings)
+    failed = []
+
+    def save(who):
+        for turn in range(3000):
+            keys = kit.keys(who, turn, count=2)
+            try:
+                assert directory.save(kit.chain(keys)) == 2
+                directory.delete(keys)
+            except IndexConnectionLost as error:
+                failed.append(error)
+            if failed:
+                return
+
+    threads = [threading.Thread(target=save, args=(who,)) for who in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+        directory.close()
+    assert failed == []
+
+
+# ------------------------------------------------------------------------------------ none is left
+
+
+class Hanging:
+    """In place of a method of `DiskDirectory`: ends when it may, and then fails."""
+
+    def __init__(self):
+        self.calls = threading.Semaphore(0)
+        self.goes_on = threading.Event()
+
+    def __call__(self, *arguments):
+        self.calls.release()
+        assert self.goes_on.wait(60)
+        raise IndexConnectionLost("lost meanwhile")
+
+    async def reached(self, calls=1):
+        for _ in range(calls):
+            assert await asyncio.to_thread(self.calls.acquire, timeout=60)
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    hanging = Hanging()
+    monkeypatch.setattr(DiskDirectory, "load", hanging)
+    monkeypatch.setattr(DiskDirectory, "lookup", hanging)
+    yield hanging
+    hanging.goes_on.set()
+
+
+async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hanging):
+    files = descriptors()
+    store = make_disk()
+    await store.open([kit.layout])
+    pool = store._transfers
+    loading = asyncio.create_task(store.load(kit.keys("loaded", count=1), kit.buffers(1)))
+    await hanging.reached()
+    closing = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    hanging.goes_on.set()
+    await asyncio.wait([loading])
+    await asyncio.to_thread(pool.shutdown)
+    assert names(store.path, "owner-*") == []
+    assert descriptors() <= files + 1  # another loop's thread may have come
+
+
+async def test_call_that_nobody_waits_for_opens_nothing_after_close(
+    make_disk, kit, hanging, monkeypatch
+):
+    closed = DiskDirectory.close
+
+    def close(directory):
+        closed(directory)
+        hanging.goes_on.set()
+
+    monkeypatch.setattr(DiskDirectory, "close", close)
+    store = make_disk()
+    await store.open([kit.layout])
+    looking = asyncio.create_task(store.lookup(kit.keys("looked up", count=1)))
+    await hanging.reached()
+    looking.cancel()
+    await asyncio.wait([looking])
+    await store.close()
+    assert store._directory is None
+    assert names(store.path, "owner-*") == []
+
+
+async def test_store_whose_close_was_given_up_can_be_opened_again(make_disk, kit, hanging):
+    store = make_disk()
+    await store.open([kit.layout])
+    pool = store._transfers
+    keys = kit.keys("loaded", count=4)  # with which every thread is busy that could close it
+    loading = [asyncio.create_task(store.load([key], kit.buffers(1))) for key in keys]
+    await hanging.reached(4)
+    closing = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    await store.open([kit.layout])
+    hanging.goes_on.set()
+    await asyncio.wait(loading)
+    await asyncio.to_thread(pool.shutdown)
+    assert await store.save(kit.chain(keys)) == 4
+    await store.close()
+    assert names(store.path, "owner-*") == []
+
+
+@pytest.mark.parametrize("part", ["log", "reader"])
+def test_open_that_fails_closes_its_connections_at_once(settings, monkeypatch, part):
+    def no_threads(count, name):
+        raise BackendUnavailable("no more threads")
+
+    def fails(db):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    DiskDirectory(settings).close()
+    if part == "log":
+        monkeypatch.setattr(disk_log, "running_threads", no_threads)
+    else:
+        monkeypatch.setattr(disk_index, "has_model_column", fails)
+    files = descriptors()
+    with pytest.raises(Exception, match=r"no more threads|I/O error") as raised:
+        DiskDirectory(settings)
+    assert descriptors() == files
+    del raised
+
+
+def test_index_that_is_given_up_is_closed(kit, settings):
+    directory = DiskDirectory(settings)
+    reader = directory._reader
+    keys = kit.keys("given up", count=1)
+    assert directory.save(kit.chain(keys)) == 1
+    directory.give_up_index()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        reader._db.execute("SELECT 1")
+    assert directory.lookup(keys) == 0
+    directory.close()
+
+
+# ------------------------------------------------------------------------------- files and errors
+
+
+def test_owner_closes_its_descriptor_once(tmp_path, monkeypatch):
+    closed = []
+
+    def close(fd):
+        closed.append(fd)
+        raise OSError(errno.EIO, "lost, and closed all the same")
+
+    owner = disk_owner.Owner(tmp_path)
+    fd = owner._fd
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", close)
+        with pytest.raises(OSError, match="lost"):
+            owner.close()
+        owner.close()
+    os.close(fd)
+    assert closed == [fd]
