@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -76,6 +77,7 @@ _CACHE_KIB = 32 << 10
 _UNAVAILABLE = {
     sqlite3.SQLITE_BUSY: "another process holds the index's lock",
     sqlite3.SQLITE_LOCKED: "the index is locked",
+    sqlite3.SQLITE_PROTOCOL: "other processes hold the locks of the index's log",
     sqlite3.SQLITE_CANTOPEN: "the index cannot be opened",
     sqlite3.SQLITE_IOERR: "reading or writing the index failed",
     sqlite3.SQLITE_FULL: "no space for the index",
@@ -143,7 +145,10 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
         BackendUnavailable, IndexDamaged: nothing stays open.
     """
     path = directory / INDEX_NAME
-    path.touch(0o600)  # tokens can be read from it; its log gets the same mode
+    # Tokens can be read from it; its log gets the same mode. It is made without being opened, for
+    # closing a file drops all locks that this process has on it, other connections' ones included.
+    with suppress(FileExistsError):
+        os.mknod(path, 0o600)
     with index_errors():
         db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
@@ -156,7 +161,7 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
             if _version(db) == 0:
                 db.execute("BEGIN IMMEDIATE")
                 if _version(db) == 0:
-                    for statement in _SCHEMA.split(";\n"):
+                    for statement in _SCHEMA.rstrip().split(";\n"):
                         db.execute(statement)
                     db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
                 db.execute("COMMIT")

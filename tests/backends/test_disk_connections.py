@@ -17,7 +17,7 @@ import pytest
 from kvconnect.backends import disk_index, disk_log, disk_owner
 from kvconnect.backends.disk_directory import DiskDirectory
 from kvconnect.backends.disk_place import DiskSettings
-from kvconnect.backends.disk_schema import IndexConnectionLost
+from kvconnect.backends.disk_schema import IndexConnectionLost, index_errors
 from kvconnect.errors import BackendUnavailable
 
 
@@ -29,6 +29,7 @@ class Watched(sqlite3.Connection):
         self.cursors = weakref.WeakSet()
 
     def execute(self, statement, *values):
+        assert statement.strip()
         return self.known(super().execute(statement, *values))
 
     def executemany(self, *arguments):
@@ -283,6 +284,22 @@ def test_index_that_is_given_up_is_closed(kit, settings):
 # ------------------------------------------------------------------------------- files and errors
 
 
+def test_index_is_opened_by_sqlite_alone(settings, monkeypatch):
+    # Closing another descriptor of it drops the locks that this process has on it.
+    paths = []
+    opens = os.open
+
+    def note(path, *arguments, **options):
+        paths.append(os.fspath(path))
+        return opens(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", note)
+    DiskDirectory(settings).close()
+    assert paths
+    assert [path for path in paths if Path(path).name.startswith("index")] == []
+    assert (settings.path / "index.sqlite3").stat().st_mode & 0o777 == 0o600
+
+
 def test_owner_closes_its_descriptor_once(tmp_path, monkeypatch):
     closed = []
 
@@ -299,3 +316,10 @@ def test_owner_closes_its_descriptor_once(tmp_path, monkeypatch):
         owner.close()
     os.close(fd)
     assert closed == [fd]
+
+
+def test_log_that_others_keep_locked_is_no_damage():
+    error = sqlite3.OperationalError("locking protocol")
+    error.sqlite_errorcode = sqlite3.SQLITE_PROTOCOL
+    with pytest.raises(BackendUnavailable, match="locks of the index's log"), index_errors():
+        raise error
