@@ -88,6 +88,16 @@ class SlotAllocator:
         self._files = files
         self._capacity = capacity
         self._at = at
+        self._grown: list[tuple[int, int]] = []
+
+    def begin(self) -> None:
+        """A transaction has begun."""
+        self._grown.clear()
+
+    def undo(self) -> None:
+        """Delete the data files made in this transaction, which is about to be rolled back."""
+        for segment, size in self._grown:
+            self._files.remove(segment, size)
 
     def take(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Place]:
         """Up to `wanted` slots of `size` bytes, neighbours where possible, in order.
@@ -230,6 +240,7 @@ class SlotAllocator:
                 )
                 slots //= 2
                 continue
+            self._grown.append((segment, size))
             return True
         return False
 

@@ -242,12 +242,16 @@ class IndexWriter:
     def _transaction(self) -> Iterator[None]:
         with self._lock, index_errors():
             self._db.execute("BEGIN IMMEDIATE")
+            self._slots.begin()
             try:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
                 if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+                    try:
+                        self._slots.undo()
+                    finally:
+                        self._db.execute("ROLLBACK")
                 raise
         self._log.bound()
 

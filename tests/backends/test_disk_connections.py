@@ -318,6 +318,26 @@ def test_owner_closes_its_descriptor_once(tmp_path, monkeypatch):
     assert closed == [fd]
 
 
+async def test_data_file_of_a_save_that_is_rolled_back_is_deleted(make_disk, kit, monkeypatch):
+    allocate, calls = os.posix_fallocate, []
+
+    def second_fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "fails here")
+        allocate(*arguments)
+
+    async with kit.opened(make_disk()) as store:
+        files = descriptors()
+        monkeypatch.setattr(os, "posix_fallocate", second_fails)
+        blocks = [kit.block(kit.key(nbytes), nbytes=nbytes) for nbytes in (4096, 65536)]
+        with pytest.raises(BackendUnavailable, match="fails here"):
+            await store.save(blocks)
+        assert names(store.path, "segment-*") == []
+        assert descriptors() == files
+        assert await store.save(blocks) == 2
+
+
 def test_log_that_others_keep_locked_is_no_damage():
     error = sqlite3.OperationalError("locking protocol")
     error.sqlite_errorcode = sqlite3.SQLITE_PROTOCOL
