@@ -167,6 +167,7 @@ class DiskBackend(SealsSaves):
             return
         if self._flush_timer is not None:
             self._flush_timer.cancel()
+            self._flush_timer = None
         try:
             if self._running:
                 await asyncio.wait(self._running)

@@ -188,8 +188,7 @@ class DiskDirectory:
             return self.load(keys[:intact], into[:intact])
         # A slot may have been given to another block while it was read. Its row goes first: if the
         # row is still there, the slot was not touched before now.
-        if found and (reader := self._reader) is not None:
-            del found[reader.alive(found) :]
+        del found[0 if (reader := self._reader) is None else reader.alive(found) :]
         self._note_use(found)
         return len(found)
 

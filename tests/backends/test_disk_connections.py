@@ -249,6 +249,14 @@ async def test_store_whose_close_was_given_up_can_be_opened_again(make_disk, kit
     assert names(store.path, "owner-*") == []
 
 
+async def test_use_is_written_down_in_time_also_after_a_second_open(make_disk, kit):
+    store = make_disk()
+    for _ in range(2):
+        async with kit.opened(store):
+            await store.lookup(kit.keys("used", count=1))
+            assert not store._flush_timer.cancelled()
+
+
 @pytest.mark.parametrize("part", ["log", "reader"])
 def test_open_that_fails_closes_its_connections_at_once(settings, monkeypatch, part):
     def no_threads(count, name):
