@@ -90,6 +90,7 @@ class GuardedBackend(BackendWrapper):
                     "%s: loaded blocks are not checked (verify_frames is off)", self.name
                 )
         self._layouts: tuple[KvCacheLayout, ...] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._gauges = GuardGauges(self._calls, inner.stats)
 
     def _check_codecs(self, *, raw: bool, verify_frames: bool) -> None:
@@ -139,10 +140,14 @@ class GuardedBackend(BackendWrapper):
     async def close(self) -> None:
         """Wait for calls in flight up to the deadline, then close `inner`, within another one.
 
-        Never raises for a store that is gone; the second time does nothing.
+        Never raises for a store that is gone; the second time waits for the first, if that goes on.
+        If this is cancelled, it does: a store that is half closed would keep what it has.
         """
-        if self._calls.closed:
-            return
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name="kvconnect-close")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._gauges.hide()
         await self._calls.drain()
         try:

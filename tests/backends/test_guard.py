@@ -287,10 +287,12 @@ class Gate:
 
     def __init__(self, *names):
         self.names = names
+        self.entered = asyncio.Event()
         self.released = asyncio.Event()
 
     async def __call__(self, name):
         if name in self.names:
+            self.entered.set()
             await self.released.wait()
 
 
@@ -455,6 +457,33 @@ async def test_close_returns_while_the_close_of_the_store_hangs(kit, caplog):
     store = GuardedBackend(Hanging(), deadline_s=0.05)
     await store.open([kit.layout])
     await asyncio.wait_for(store.close(), 10)
+    await store.close()
+
+
+async def test_close_that_is_given_up_goes_on_and_can_be_waited_for(kit):
+    class Closing(Recording):
+        closed = False
+
+        async def close(self):
+            self.closed = True
+
+    gate = Gate("lookup")
+    inner = Closing(gate)
+    store = GuardedBackend(inner, deadline_s=60.0)
+    await store.open([kit.layout])
+    call = asyncio.create_task(store.lookup([kit.key("slow")]))
+    await gate.entered.wait()
+    closing = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not inner.closed
+    again = asyncio.create_task(store.close())
+    gate.released.set()
+    await again
+    await call
+    assert inner.closed
     await store.close()
 
 
