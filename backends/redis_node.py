@@ -6,7 +6,7 @@ import asyncio
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -137,8 +137,12 @@ class RedisNode:
             del self._jobs[future]
         return result
 
-    async def close(self) -> None:
-        """End all work, connections and threads. Threads that still connect end by themselves."""
+    def close(self) -> Awaitable[None]:
+        """End all work, connections and threads. Threads that still connect end by themselves.
+
+        Only threads are waited for: all else is done when this returns what is to be awaited, so
+        that nothing stays open if nobody waits so long.
+        """
         self._closed = True
         running = dict(self._jobs)
         for pool in (self._moving, self._asking):
@@ -148,11 +152,8 @@ class RedisNode:
                 job.tell(None, BackendUnavailable("is closed"))
             else:
                 job.abort()
-        if running:
-            ends = [asyncio.wrap_future(future) for future in running]
-            await asyncio.wait(ends, timeout=_JOIN_S)
-        while self._idle:
-            _end(self._idle.pop().connection)
+        self._end_idle()
+        return _ended(running)
 
     def _run(self, job: _Job, work: Callable[[Wire], object]) -> None:
         # Not through the thread pool's own future: that wakes the event loop three times.
@@ -172,10 +173,12 @@ class RedisNode:
             ended_well = True
         finally:
             job.detach()
-            if ended_well and not self._closed:
+            if ended_well:
                 self._idle.append(link)
             else:
                 _end(link.connection)
+            if self._closed:  # asked after the append: `close` may have looked before it
+                self._end_idle()
         return result
 
     def _linked(self, job: _Job) -> _Link:
@@ -195,15 +198,21 @@ class RedisNode:
         return link
 
     def _reused(self) -> _Link | None:
-        while self._idle:
-            try:
-                link = self._idle.pop()
-            except IndexError:
-                break  # another thread was faster
+        while (link := self._popped()) is not None:
             if _is_quiet(_socket_of(link.connection)):
                 return link
             _end(link.connection)
         return None
+
+    def _end_idle(self) -> None:
+        while (link := self._popped()) is not None:
+            _end(link.connection)
+
+    def _popped(self) -> _Link | None:
+        try:
+            return self._idle.pop()
+        except IndexError:  # no `if`: another thread may be faster
+            return None
 
     def _made(self) -> redis.Connection:
         kind = redis.Connection if self._settings.tls is None else redis.SSLConnection
@@ -230,6 +239,12 @@ def _is_quiet(sock: socket.socket | None) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN | select.POLLRDHUP)
     return not poll.poll(0)
+
+
+async def _ended(futures: Collection[Future[None]]) -> None:
+    """Wait for `futures`, not for long."""
+    if futures:
+        await asyncio.wait(map(asyncio.wrap_future, futures), timeout=_JOIN_S)
 
 
 async def _end_of(future: Future[None], job: _Job) -> None:
