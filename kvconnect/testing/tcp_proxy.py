@@ -155,7 +155,12 @@ class TcpProxy:
         return len(self._connections)
 
     def set(self, fault: TcpFault) -> None:
-        """From now on `fault` and nothing else is wrong."""
+        """From now on `fault` and nothing else is wrong.
+
+        Raises:
+            OSError: while connections were refused somebody else took its port. Nobody listens
+                until it is called again.
+        """
         self._call(self._set(fault))
 
     def heal(self) -> None:
@@ -260,7 +265,6 @@ class TcpProxy:
         except BaseException:
             upstream.close()
             raise
-        upstream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return upstream
 
     def enter(self, connection: _Connection) -> None:
@@ -283,7 +287,6 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._proxy.enter(self)
         self._task = asyncio.create_task(self._serve())
 
@@ -301,6 +304,8 @@ class _Connection:
             while self._proxy.fault.stopped:
                 await self._proxy.pause(None)
             self._upstream = await self._proxy.dial()
+            for end in (self._client, self._upstream):  # here, where an error closes both
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             requests = asyncio.create_task(self._pump(self._client, self._upstream, answers=False))
             answers = asyncio.create_task(self._pump(self._upstream, self._client, answers=True))
             try:
@@ -387,8 +392,12 @@ class _Connection:
 
 def _listen(address: tuple[str, int], *, backlog: int = 128) -> socket.socket:
     listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.settimeout(0)
-    listener.bind(address)
-    listener.listen(backlog)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.settimeout(0)
+        listener.bind(address)
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
     return listener

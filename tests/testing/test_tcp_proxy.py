@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import socket
 import threading
 import time
 import warnings
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
@@ -245,18 +246,52 @@ def test_close_releases_everything_under_any_fault(proxy, connect, fault):
     assert not [t for t in threading.enumerate() if t is proxy._thread]
 
 
+@contextmanager
+def every_socket_is_closed():
+    """By somebody, not by the garbage collector."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        yield
+        gc.collect()
+    assert not told
+
+
 def test_client_that_comes_while_the_fault_changes_is_not_forgotten(proxy):
     def come_and_go():
         with socket.socket() as client, suppress(OSError):
             client.settimeout(5)
             client.connect((proxy.host, proxy.port))
 
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", ResourceWarning)
+    with every_socket_is_closed():
         for _ in range(30):
             coming = threading.Thread(target=come_and_go)
             coming.start()
             proxy.heal()
             coming.join()
-        gc.collect()
-    assert not told  # of a socket that nobody closed
+
+
+def test_port_that_was_taken_meanwhile_is_an_error_until_it_is_free_again(proxy, connect):
+    proxy.set(TcpFault(refused=True))
+    with (
+        every_socket_is_closed(),
+        socket.create_server((proxy.host, proxy.port)),
+        pytest.raises(OSError, match="in use"),
+    ):
+        proxy.heal()
+    proxy.heal()
+    client = connect()
+    client.sendall(b"x")
+    assert receive(client, 1) == b"x"
+
+
+def test_connection_that_cannot_be_set_up_is_reset_on_both_sides(proxy, connect, monkeypatch):
+    def refuse(sock, level, name, value):
+        if name == socket.TCP_NODELAY and level == socket.IPPROTO_TCP:
+            raise OSError(errno.EINVAL, "is gone")
+        super(socket.socket, sock).setsockopt(level, name, value)
+
+    monkeypatch.setattr(socket.socket, "setsockopt", refuse)
+    with every_socket_is_closed():
+        with pytest.raises(ConnectionResetError):
+            connect().recv(1)
+        proxy.close()
