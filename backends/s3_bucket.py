@@ -20,7 +20,8 @@ from botocore.exceptions import (
 
 from kvconnect.backends.s3_client import make_client
 from kvconnect.backends.s3_errors import S3Failure, failures, failures_at_open
-from kvconnect.backends.s3_quick import QuickRequests, Reply
+from kvconnect.backends.s3_quick import QuickRequests
+from kvconnect.backends.s3_reply import Reply
 from kvconnect.backends.s3_settings import S3Settings
 from kvconnect.backends.s3_upload import Upload
 from kvconnect.errors import BackendUnavailable

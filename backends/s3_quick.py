@@ -11,19 +11,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSPreparedRequest, AWSRequest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 
+from kvconnect.backends.s3_reply import Reply
+from kvconnect.backends.s3_signature import RangeRequests
 from kvconnect.backends.s3_transport import Transport
 from kvconnect.backends.s3_upload import Upload
 
-__all__ = ["Body", "Credentials", "QuickRequests", "Reply"]
+__all__ = ["Credentials", "QuickRequests"]
 
 # The header begins with an algorithm and the scope of a key: its name, a date, a region, a service.
 _SIGNED = re.compile(r"AWS4-HMAC-SHA256 Credential=.+/\d{8}/([^/]+)/s3/aws4_request,.*")
@@ -33,39 +34,11 @@ _MOST_SAID = 64 << 10
 _UNHASHED = Config(s3={"payload_signing_enabled": False})
 
 
-class Body(Protocol):
-    """What is read of a reply."""
-
-    def read(self, size: int, /) -> bytes:
-        """The next `size` bytes, or all that are left."""
-
-    def readinto(self, view: memoryview, /) -> int:
-        """Fill the beginning of `view`; 0 at the end."""
-
-    def close(self) -> None:
-        """Let go of the connection."""
-
-
 class Credentials(Protocol):
     """boto3's, which renews them by itself."""
 
     def get_frozen_credentials(self) -> Any:
         """A key that is good now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A good answer.
-
-    Attributes:
-        status: of HTTP.
-        headers: their names in lower case.
-        body: not read yet.
-    """
-
-    status: int
-    headers: Mapping[str, str]
-    body: Body
 
 
 class QuickRequests:
@@ -87,6 +60,8 @@ class QuickRequests:
         self._credentials = credentials
         self._config = config
         self._transport = transport
+        self._service = urlsplit(base)
+        self._ranges = RangeRequests(self._service, region)
 
     @classmethod
     def like(
@@ -111,8 +86,12 @@ class QuickRequests:
             ``None`` if boto3 should ask again. Of statuses only 206 and, without a body, 404 (there
             is no such object) come back.
         """
-        reply = self._send("GET", name, {"Range": span}, None)
-        if reply is None or reply.status == 206:
+        try:
+            request = self._ranges.get(name, span, self._credentials.get_frozen_credentials())
+            reply = self._transport.get(self._service, request)
+        except BotoCoreError:
+            return None
+        if reply.status == 206:
             return reply
         with closing(reply.body):
             code = _CODE.search(reply.body.read(_MOST_SAID))
@@ -125,14 +104,15 @@ class QuickRequests:
         Returns:
             Its etag; empty: its condition did not hold; ``None``: boto3 should do it (again).
         """
-        reply = self._send("PUT", name, headers, body)
-        if reply is None:
+        try:
+            answer = self._transport(self._signed("PUT", name, headers, body, self._config))
+        except BotoCoreError:
             return None
-        with closing(reply.body):
-            said = reply.body.read(_MOST_SAID)
-        if reply.status == 412:
+        with closing(answer.raw) as raw:
+            said = raw.read(_MOST_SAID)
+        if answer.status_code == 412:
             return ""
-        return reply.headers.get("etag") or None if reply.status == 200 and not said else None
+        return None if answer.status_code != 200 or said else answer.headers.get("etag") or None
 
     def signed(self, method: str, name: str) -> AWSPreparedRequest:
         """A request for an object, to be sent within minutes with whatever body.
@@ -156,14 +136,3 @@ class QuickRequests:
         frozen = self._credentials.get_frozen_credentials()
         S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
         return request.prepare()
-
-    def _send(
-        self, method: str, name: str, headers: Mapping[str, str], body: Upload | None
-    ) -> Reply | None:
-        try:
-            answer = self._transport(self._signed(method, name, headers, body, self._config))
-        except BotoCoreError:
-            return None
-        names: Any = answer.headers
-        found = {key.lower(): value for key, value in names.items()}
-        return Reply(answer.status_code, found, answer.raw)

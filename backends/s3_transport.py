@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import math
-import select
 import socket
 import ssl
 import struct
@@ -17,7 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -31,14 +30,16 @@ from botocore.exceptions import (
     SSLError,
 )
 
+from kvconnect.backends.s3_answer import PlainAnswer, receive_head, resumed
+from kvconnect.backends.s3_body import MOST_SAID, HttpBody, PlainBody, readable
+from kvconnect.backends.s3_reply import Reply
+from kvconnect.backends.s3_signature import host_of
 from kvconnect.backends.s3_upload import Upload
 
 __all__ = ["Aborted", "Transport"]
 
 # Bytes per second; a request may take this long, beside the timeout.
 _SLOWEST = 256 << 10
-# Of answers that are no objects: errors and pages of a listing.
-_MOST_SAID = 16 << 20
 
 
 class Aborted(Exception):
@@ -52,13 +53,16 @@ class Transport:
         connect_timeout: seconds.
         read_timeout: seconds without a byte.
         tls: for ``https``; ``None``: Python's own.
+
+    Attributes:
+        read_timeout: as given.
     """
 
     def __init__(
         self, *, connect_timeout: float, read_timeout: float, tls: ssl.SSLContext | None
     ) -> None:
         self._connect_timeout = connect_timeout
-        self._read_timeout = read_timeout
+        self.read_timeout = read_timeout
         self._tls = tls
         self._lock = threading.Lock()
         self._idle: defaultdict[tuple[str, str], list[http.client.HTTPConnection]]
@@ -75,20 +79,58 @@ class Transport:
             Aborted: `abort` was called.
         """
         url = urlsplit(request.url)
+        nbytes = int(request.headers.get("Content-Length", 0))
+        with self._asking(url, request.url, nbytes) as connection:
+            response = _exchange(connection, request, url)
+        body = self._body(connection, response, url, request.url)
+        return AWSResponse(request.url, response.status, cast("Any", response.headers), body)
+
+    def get(self, url: SplitResult, request: bytes) -> Reply:
+        """The answer to a whole `request`, without a body of its own, for the service of `url`.
+
+        Raises:
+            HTTPClientError: what boto3 retries.
+            Aborted: `abort` was called.
+        """
+        told = url.geturl()
+        with self._asking(url, told, 0) as connection:
+            connection.sock.sendall(request)
+            data = receive_head(connection.sock)
+            answer = PlainAnswer.of(data) or resumed(connection.sock, data)
+        if isinstance(answer, PlainAnswer):
+            self._allow(connection, answer.nbytes)
+            place = (url.scheme, url.netloc)
+            part = PlainBody(self, connection, place, told, answer.begun, answer.nbytes)
+            return Reply(206, answer.headers, part)
+        headers = {name.lower(): value for name, value in answer.headers.items()}
+        return Reply(answer.status, headers, self._body(connection, answer, url, told))
+
+    @contextmanager
+    def _asking(
+        self, url: SplitResult, told: str, nbytes: int
+    ) -> Iterator[http.client.HTTPConnection]:
+        """A connection for one request of so many bytes, until its answer begins."""
         connection = self._connection(url)
         started = time.monotonic()
-        self._allow(connection, int(request.headers.get("Content-Length", 0)))
+        self._allow(connection, nbytes)
         try:
-            response = _exchange(connection, request, url)
+            yield connection
         except BaseException as error:
             self.drop(connection)
-            late = time.monotonic() - started >= self._read_timeout
-            raise self._translated(error, request.url, late=late) from error
+            late = time.monotonic() - started >= self.read_timeout
+            raise self._translated(error, told, late=late) from error
+
+    def _body(
+        self,
+        connection: http.client.HTTPConnection,
+        response: http.client.HTTPResponse,
+        url: SplitResult,
+        told: str,
+    ) -> HttpBody:
         promised = response.length or 0
         # A part of an object is looked at before it is read; what anything else promises is not.
-        self._allow(connection, promised if response.status == 206 else min(promised, _MOST_SAID))
-        body = _Body(self, connection, response, (url.scheme, url.netloc), request.url)
-        return AWSResponse(request.url, response.status, cast("Any", response.headers), body)
+        self._allow(connection, promised if response.status == 206 else min(promised, MOST_SAID))
+        return HttpBody(self, connection, response, (url.scheme, url.netloc), told)
 
     def abort(self) -> None:
         """End every request in flight with an error, refuse new ones, close every connection."""
@@ -143,7 +185,7 @@ class Transport:
             if connection is None:
                 return self._connect(url)
             # Something to read before anything was asked: the server has closed it.
-            if not _readable(connection.sock):
+            if not readable(connection.sock):
                 return connection
             self.drop(connection)
 
@@ -166,7 +208,7 @@ class Transport:
         except OSError as error:
             connection.close()
             raise EndpointConnectionError(endpoint_url=address, error=error) from error
-        _set_timeout(connection.sock, self._read_timeout)
+        _set_timeout(connection.sock, self.read_timeout)
         with self._lock:
             if not self._aborted:
                 self._open[connection] = math.inf
@@ -175,7 +217,7 @@ class Transport:
         raise Aborted("the store is closed")
 
     def _allow(self, connection: http.client.HTTPConnection, nbytes: int) -> None:
-        self._open[connection] = time.monotonic() + self._read_timeout + nbytes / _SLOWEST
+        self._open[connection] = time.monotonic() + self.read_timeout + nbytes / _SLOWEST
 
     def _translated(self, error: BaseException, url: str, *, late: bool) -> BaseException:
         if self._aborted:
@@ -198,89 +240,6 @@ class Transport:
         return ResponseStreamingError(error=error)
 
 
-class _Body:
-    """A response's body, read straight into the reader's memory.
-
-    Its connection goes back to the transport once everything was read; else `close` closes it.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        connection: http.client.HTTPConnection,
-        response: http.client.HTTPResponse,
-        place: tuple[str, str],
-        url: str,
-    ) -> None:
-        self._transport = transport
-        self._connection: http.client.HTTPConnection | None = connection
-        self._response = response
-        self._place = place
-        self._url = url
-
-    def readinto(self, view: memoryview) -> int:
-        """Fill the beginning of `view`; 0 at the end."""
-        try:
-            size = self._response.readinto(view)
-        except (OSError, http.client.HTTPException) as error:
-            self._drop()
-            raise self._transport.body_error(error, self._url) from error
-        # A socket without a byte in time; the types do not know of that.
-        if cast("int | None", size) is None:
-            self._drop()
-            raise self._transport.body_error(None, self._url)
-        self._done_if_read()
-        return size
-
-    def read(self, size: int | None = None) -> bytes:
-        """Up to `size` bytes, or all."""
-        try:
-            data = self._response.read(size)
-        except (OSError, http.client.HTTPException) as error:
-            self._drop()
-            raise self._transport.body_error(error, self._url) from error
-        self._done_if_read()
-        return data or b""
-
-    def stream(self) -> Iterator[bytes]:
-        """All of it, unless it is longer than what boto3 looks into this way."""
-        promised = self._response.length
-        if (promised or 0) <= _MOST_SAID:
-            said = self.read(_MOST_SAID + 1 if promised is None else None)
-            self._drop()  # not if it was given back
-            if len(said) <= _MOST_SAID:
-                yield said
-                return
-        self._drop()
-        error = ValueError(f"more than {_MOST_SAID} bytes, and no object")
-        raise self._transport.body_error(error, self._url)
-
-    def readable(self) -> bool:
-        """As of a file."""
-        return True
-
-    def close(self) -> None:
-        """Let go of the connection."""
-        if self._response.length == 0 and self._connection is not None:
-            self.read()  # nothing; but now it knows that it is at its end
-        self._drop()
-
-    def _done_if_read(self) -> None:
-        if not self._response.isclosed() or self._connection is None:
-            return
-        connection, self._connection = self._connection, None
-        if self._response.will_close or connection.sock is None or self._response.length:
-            self._transport.drop(connection)
-        else:
-            self._transport.give_back(self._place, connection)
-
-    def _drop(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._response.close()
-            self._transport.drop(connection)
-
-
 def _exchange(
     connection: http.client.HTTPConnection, request: AWSPreparedRequest, url: SplitResult
 ) -> http.client.HTTPResponse:
@@ -289,7 +248,7 @@ def _exchange(
     headers = dict(request.headers.items())
     names = {name.lower() for name in headers}
     if "host" not in names:
-        connection.putheader("Host", _host(url))
+        connection.putheader("Host", host_of(url))
     for name, value in headers.items():
         # The body is sent at once: nobody waits for "100 Continue".
         if name.lower() != "expect":
@@ -312,25 +271,12 @@ def _exchange(
     return connection.getresponse()
 
 
-def _host(url: SplitResult) -> str:
-    # As it was signed: without the port if that is the scheme's.
-    host = url.netloc.rpartition("@")[2]
-    usual = {"http": ":80", "https": ":443"}.get(url.scheme, "")
-    return host.removesuffix(usual)
-
-
 def _chunks(body: Any) -> Iterator[bytes | memoryview]:
     if isinstance(body, Upload):
         yield from body.chunks()
         return
     while chunk := body.read(1 << 20):
         yield chunk
-
-
-def _readable(sock: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _set_timeout(sock: socket.socket, seconds: float) -> None:
