@@ -7,7 +7,7 @@ import select
 import socket
 import ssl
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ __all__ = ["MOST_SAID", "HttpBody", "PlainBody", "readable"]
 
 # Of answers that are no objects: errors and pages of a listing.
 MOST_SAID = 16 << 20
+# The kernel takes no more than 1024.
+_VIEWS_AT_ONCE = 512
 # In the kernel's `struct tcp_info`: milliseconds since data came.
 _QUIET = struct.Struct("52xI")
 
@@ -53,15 +55,26 @@ class PlainBody:
 
     def readinto(self, view: memoryview) -> int:
         """Fill `view`; less, or nothing, at the end of the body."""
+        return self.fill([view])
+
+    def fill(self, views: Sequence[memoryview]) -> int:
+        """Fill `views`, one after the other; fewer bytes only at the end of the body.
+
+        Raises:
+            HTTPClientError: `views` are undefined.
+        """
         connection = self._connection
         if connection is None:
             return 0
-        view = view[: self._left]
-        size = min(len(self._begun), view.nbytes)
-        view[:size] = self._begun[:size]
+        wanted, _ = _split([view for view in views if view.nbytes], self._left)
+        here, coming = _split(wanted, len(self._begun))
+        size = 0
+        for view in here:
+            view[:] = self._begun[size : size + view.nbytes]
+            size += view.nbytes
         self._begun = self._begun[size:]
         try:
-            size += _receive(connection.sock, view[size:], self._transport.read_timeout)
+            size += _receive(connection.sock, coming, self._transport.read_timeout)
         except OSError as error:
             self.close()
             raise self._transport.body_error(error, self._url) from error
@@ -69,7 +82,7 @@ class PlainBody:
         if not self._left:
             self._connection = None
             self._transport.give_back(self._place, connection)
-        elif size < view.nbytes:
+        elif size < sum(view.nbytes for view in wanted):
             self.close()
         return size
 
@@ -175,23 +188,38 @@ def readable(sock: socket.socket, seconds: float = 0.0) -> bool:
     return bool(poll.poll(seconds * 1e3))
 
 
-def _receive(sock: socket.socket, view: memoryview, read_timeout: float) -> int:
-    """Fill `view`; less at the end of what comes.
+def _split(views: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first `nbytes` bytes of `views`, and those behind them."""
+    for number, view in enumerate(views):
+        if nbytes < view.nbytes:
+            head = [view[:nbytes]] if nbytes else []
+            return [*views[:number], *head], [view[nbytes:], *views[number + 1 :]]
+        nbytes -= view.nbytes
+    return list(views), []
+
+
+def _receive(sock: socket.socket, views: Sequence[memoryview], read_timeout: float) -> int:
+    """Fill `views`, one after the other; fewer bytes only at the end of what comes.
 
     Raises:
         OSError: no byte came in time, or the connection broke.
     """
-    # The kernel fills it in one call: each call that returns waits for the interpreter's lock.
-    flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
-    filled = 0
-    while filled < view.nbytes:
-        size = sock.recv_into(view[filled:], 0, flags)
+    received = 0
+    while views:
+        if isinstance(sock, ssl.SSLSocket):
+            size = wanted = sock.recv_into(views[0])
+        else:
+            # The kernel fills them in one call: each that returns waits for the interpreter's lock.
+            now = views[:_VIEWS_AT_ONCE]
+            wanted = sum(view.nbytes for view in now)
+            size = sock.recvmsg_into(now, 0, socket.MSG_WAITALL)[0]
         if not size:
             break
-        filled += size
-        if flags and filled < view.nbytes:
+        received += size
+        if size < wanted:
             _wait_for_more(sock, read_timeout)
-    return filled
+        _, views = _split(views, size)
+    return received
 
 
 def _wait_for_more(sock: socket.socket, read_timeout: float) -> None:

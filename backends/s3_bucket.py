@@ -253,7 +253,7 @@ class S3Bucket:
         reply = self._get(name, start, end)
         if reply is None:
             raise Gone(name)
-        with closing(reply.body) as body:
+        with closing(reply.body):
             first, last, total = self._span(reply)
             if etag is not None and _opaque(reply.headers["etag"]) != _opaque(etag):
                 raise Gone(f"{name} was replaced")
@@ -261,13 +261,9 @@ class S3Bucket:
                 raise Gone(f"{name} has {total} bytes")
             if first != start or last + 1 != end:
                 raise self._wrong_range(reply)
-            for view in views:
-                filled = 0
-                while filled < view.nbytes:
-                    size = body.readinto(view[filled:])
-                    if not size:
-                        raise IncompleteReadError(actual_bytes=filled, expected_bytes=view.nbytes)
-                    filled += size
+            filled = reply.fill(views)
+        if filled != end - start:
+            raise IncompleteReadError(actual_bytes=filled, expected_bytes=end - start)
 
     def put(
         self, name: str, views: Sequence[memoryview | bytes], *, replaces: str | None = ""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
 from kvconnect.errors import BackendUnavailable
 
@@ -23,13 +25,13 @@ class Jobs:
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._running: set[asyncio.Future[Any]] = set()
+        self._running: set[_Ended[Any]] = set()
         self._closed = False
 
     @property
     def running(self) -> int:
         """Jobs that have not ended."""
-        return len(self._running)
+        return sum(one.left for one in self._running)
 
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` returns, on a thread.
@@ -50,12 +52,21 @@ class Jobs:
         """
         if self._closed:
             raise BackendUnavailable("s3 store: is closed")
+        if not works:
+            return []
         jobs = [self._pool.submit(work) for work in works]
-        futures = [asyncio.wrap_future(job) for job in jobs]
-        for future in futures:
-            self._running.add(future)
-            future.add_done_callback(self._running.discard)
-        return await settled(futures, jobs)
+        ended = _Ended(jobs, asyncio.get_running_loop())
+        self._running.add(ended)
+        try:
+            await ended
+        finally:
+            self._running.discard(ended)
+        return [
+            BackendUnavailable("s3 store: closed before its turn came")
+            if job.cancelled()
+            else job.exception() or job.result()
+            for job in jobs
+        ]
 
     async def close(self) -> None:
         """Wait for jobs that run, forget those that wait for their turn; take no more."""
@@ -65,21 +76,43 @@ class Jobs:
             await asyncio.wait(self._running)
 
 
-async def settled(
-    futures: Sequence[asyncio.Future[T]], jobs: Sequence[Future[T]] = ()
-) -> list[T | BaseException]:
-    """Results or errors of all `futures`, once all have ended, also if this is cancelled.
+class _Ended(asyncio.Future[None], Generic[T]):
+    """Done once all `jobs` have ended; who waits for it is cancelled only then.
 
-    Then, `jobs` that have not begun are cancelled.
+    One future, and one message from the threads to the loop, however many jobs there are.
     """
+
+    def __init__(self, jobs: Sequence[Future[T]], loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.left = len(jobs)
+        self._jobs = jobs
+        self._lock = threading.Lock()
+        for job in jobs:
+            job.add_done_callback(self._one_ended)
+
+    def cancel(self, msg: object = None) -> bool:
+        """Cancel the jobs that have not begun; the others run to their end."""
+        for job in self._jobs:
+            job.cancel()
+        return False
+
+    def _one_ended(self, _: Future[T]) -> None:
+        with self._lock:
+            self.left -= 1
+            last = not self.left
+        if last:
+            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                self.get_loop().call_soon_threadsafe(self.set_result, None)
+
+
+async def settled(futures: Sequence[asyncio.Future[T]]) -> list[T | BaseException]:
+    """Results or errors of all `futures`, once all have ended, also if this is cancelled."""
     cancelled: asyncio.CancelledError | None = None
     while pending := [future for future in futures if not future.done()]:
         try:
             await asyncio.wait(pending)
         except asyncio.CancelledError as error:
             cancelled = error
-            for job in jobs:
-                job.cancel()
     results: list[T | BaseException] = []
     for future in futures:
         if future.cancelled():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from kvconnect.backends.s3_body import PlainBody
 
 __all__ = ["Body", "Reply"]
 
@@ -35,3 +37,18 @@ class Reply:
     status: int
     headers: Mapping[str, str]
     body: Body
+
+    def fill(self, views: Sequence[memoryview]) -> int:
+        """Fill `views` with the body, one after the other; fewer bytes only where it ends."""
+        if isinstance(self.body, PlainBody):
+            return self.body.fill(views)
+        received = 0
+        for view in views:
+            filled = 0
+            while filled < view.nbytes:
+                size = self.body.readinto(view[filled:])
+                if not size:
+                    return received + filled
+                filled += size
+            received += filled
+        return received
