@@ -295,4 +295,6 @@ def _shut_down(connection: http.client.HTTPConnection) -> None:
     sock = connection.sock
     if sock is not None:
         with suppress(OSError):  # it was not connected any more
-            sock.shutdown(socket.SHUT_RDWR)
+            # Not the method of Python's TLS sockets: it takes the TLS away, and whoever reads on
+            # gets what is left in the socket, still encrypted.
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -7,6 +7,7 @@ import hmac
 import logging
 import re
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -130,7 +131,7 @@ class S3Server:
         ahead_s: how far its clock is ahead.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self.objects: dict[str, tuple[bytes, str, float]] = {}
         self.requests: list[Request] = []
         self.fault: Callable[[Request], Answer | None] = lambda _: None
@@ -140,6 +141,8 @@ class S3Server:
         self.connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._server = _Http(port, self)
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
 
