@@ -64,17 +64,16 @@ def test_request_is_signed_as_boto3_signs_it(host, name, span, secret, token, at
 
 def test_key_of_another_day_and_of_another_secret_is_derived_anew():
     at = [0.0]
-    requests = RangeRequests(urlsplit("http://s3/b/"), "us-east-1", clock=lambda: at[0])
 
-    def signature(secret):
-        key = ReadOnlyCredentials("AKID", secret, None)
-        return requests.get("x", "bytes=0-1", key).rpartition(b"Signature=")[2]
+    def signed(requests, secret):
+        return requests.get("x", "bytes=0-1", ReadOnlyCredentials("AKID", secret, None))
 
-    first = signature("one")
-    assert signature("two") != first
-    assert signature("one") == first
-    at[0] = 86_400.0
-    assert signature("one") != first
+    def made():
+        return RangeRequests(urlsplit("http://s3/b/"), "us-east-1", clock=lambda: at[0])
+
+    lasting = made()
+    for secret, at[0] in (("one", 0.0), ("two", 0.0), ("one", 0.0), ("one", 86_400.0)):
+        assert signed(lasting, secret) == signed(made(), secret)
 
 
 # --------------------------------------------------------------------------------------- answers
@@ -147,7 +146,7 @@ def test_what_is_understood_the_library_understands_likewise(headers, end):
     response.begin()
     assert response.length == plain.nbytes
     assert not response.will_close
-    assert {name.lower(): text for name, text in response.headers.items()} == plain.headers
+    assert {name.lower(): text.strip() for name, text in response.headers.items()} == plain.headers
     assert response.fp.read() == plain.begun
 
 
@@ -217,7 +216,7 @@ def views_of(target, *ends):
 def test_one_body_fills_many_buffers_and_the_connection_serves_again(transport):
     pieces = [DATA[:3], DATA[3:70_000], DATA[70_000:]]
     with answering(sending(*pieces)) as url:
-        for ends in ((), (1,), (0, 0, 5, 5, 70_001), tuple(range(0, len(DATA), 100))):
+        for ends in ((), (1,), (0, 0, 5, 5, 70_001), (9_000,) * 600, tuple(range(0, 260_000, 100))):
             target = bytearray(len(DATA))
             reply = transport.get(url, REQUEST)
             assert reply.fill(views_of(target, *ends)) == len(DATA)
