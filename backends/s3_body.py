@@ -66,7 +66,7 @@ class PlainBody:
         connection = self._connection
         if connection is None:
             return 0
-        wanted, _ = _split([view for view in views if view.nbytes], self._left)
+        wanted, _ = _split(views, self._left)
         here, coming = _split(wanted, len(self._begun))
         size = 0
         for view in here:
@@ -189,7 +189,7 @@ def readable(sock: socket.socket, seconds: float = 0.0) -> bool:
 
 
 def _split(views: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first `nbytes` bytes of `views`, and those behind them."""
+    """The first `nbytes` bytes of `views`, and those behind; the first of these is not empty."""
     for number, view in enumerate(views):
         if nbytes < view.nbytes:
             head = [view[:nbytes]] if nbytes else []

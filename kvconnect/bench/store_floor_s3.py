@@ -106,6 +106,10 @@ class S3Floor(Floor):
         """The same back."""
         return [self._run("GET", number) for number in _CONNECTIONS]
 
+    def get_on_one(self) -> float:
+        """Seconds to bring all values back on one connection."""
+        return self._run("GET", 1)
+
     def lookup(self, keys: int) -> float:
         """In a dict."""
         index = {key: number for number, key in enumerate(self.payloads.keys)}
@@ -166,12 +170,13 @@ def _get(connection: socket.socket, request: AWSPreparedRequest, views: list[mem
     length, begun = _answer(connection, request)
     if length != sum(one.nbytes for one in views):
         raise BackendUnavailable(f"{request.url}: the service answered with {length} bytes")
+    flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
     for one in views:
         at = min(len(begun), one.nbytes)
         one[:at] = begun[:at]
         begun = begun[at:]
         while at < one.nbytes:
-            size = connection.recv_into(one[at:])
+            size = connection.recv_into(one[at:], 0, flags)
             if not size:
                 raise BackendUnavailable(f"{request.url}: the body breaks off")
             at += size

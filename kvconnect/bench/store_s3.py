@@ -1,24 +1,21 @@
 """boto3 moving the same values to the same service in its ordinary way, and S3 without a service.
 
 ``python -m kvconnect.bench.store_s3`` starts a plain server and measures the store, the floor and
-boto3 against it. The others, and which way boto3 is used, are in the table; the last lines say how
-many times as fast as boto3's ordinary body read the store's GET is, each taken by the same floor.
+boto3 against it. The others, and which way boto3 is used, are in the table. Below it stands how
+many times as fast as boto3's ordinary body read the store's GET is, each taken by the same floor;
+and then the same reads one call at a time, and what each costs the client's processors.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
-
-import boto3
 
 from kvconnect.backends.s3_settings import S3Settings
 from kvconnect.backends.url import StoreUrl, parse_size
@@ -27,7 +24,9 @@ from kvconnect.bench.store_floor import Floor, fastest
 from kvconnect.bench.store_floor_s3 import open_floor, values_per_object
 from kvconnect.bench.store_payloads import Payloads, StorePlan
 from kvconnect.bench.store_report import StoreFigure, median_ratio, render
+from kvconnect.bench.store_s3_boto3 import Boto3
 from kvconnect.bench.store_s3_server import plain_server
+from kvconnect.bench.store_s3_single import bench_single
 
 __all__ = ["bench_boto3"]
 
@@ -52,87 +51,57 @@ def bench_boto3(url: str, plan: StorePlan, tell: Callable[[str], None]) -> list[
         try:
             together = values_per_object(payloads, settings)
             for step in dict.fromkeys((together, 1)):
-                figures += _Boto3(settings, payloads, step, plan).figures(floor)
+                figures += _figures(Boto3(settings, payloads, step), plan, floor)
         finally:
             if floor is not None:
                 floor.close()
     return figures
 
 
-class _Boto3:
-    """boto3 and nothing around it: objects of `step` values each."""
+def _figures(boto3: Boto3, plan: StorePlan, floor: Floor | None) -> list[StoreFigure]:
+    """Of put and get; leaves nothing behind."""
+    ways = {"put": boto3.put, "get": boto3.get}
+    seconds: dict[str, list[float]] = {what: [] for what in ways}
+    floors: dict[str, list[Sequence[float]]] = {what: [] for what in ways}
+    try:
+        for number in range(plan.rounds + 1):
+            for what, way in ways.items():
+                spent = _all(way, boto3.names, plan.in_flight)
+                least = [] if floor is None else [getattr(floor, what)()]
+                if number:  # the first one connects
+                    seconds[what].append(spent)
+                    floors[what] += least
+    finally:
+        boto3.close()
+    return [_figure(boto3, what, seconds[what], floors[what], floor) for what in ways]
 
-    def __init__(
-        self, settings: S3Settings, payloads: Payloads, step: int, plan: StorePlan
-    ) -> None:
-        self._plan = plan
-        self._payloads = payloads
-        self._what = "one object per value" if step == 1 else f"objects of {step} values"
-        self._bucket = settings.bucket
-        self._client: Any = boto3.Session(profile_name=settings.profile).client(
-            "s3",
-            endpoint_url=settings.endpoint_url,
-            region_name=settings.region or ("us-east-1" if settings.endpoint_url else None),
-            verify=settings.ca_bundle,
-        )
-        stem = secrets.token_hex(8)
-        blocks = payloads.blocks
-        self._objects = {
-            settings.name("bench", stem, str(start)): [
-                block.data.numpy().data for block in blocks[start : start + step]
-            ]
-            for start in range(0, payloads.count, step)
-        }
 
-    def figures(self, floor: Floor | None) -> list[StoreFigure]:
-        """Of put and get; leaves nothing behind."""
-        ways = {"put": self._put, "get": self._get}
-        seconds: dict[str, list[float]] = {what: [] for what in ways}
-        floors: dict[str, list[Sequence[float]]] = {what: [] for what in ways}
-        try:
-            for number in range(self._plan.rounds + 1):
-                for what, way in ways.items():
-                    spent = self._all(way)
-                    least = [] if floor is None else [getattr(floor, what)()]
-                    if number:  # the first one connects
-                        seconds[what].append(spent)
-                        floors[what] += least
-        finally:
-            for name in self._objects:
-                self._client.delete_object(Bucket=self._bucket, Key=name)
-            self._client.close()
-        name = "" if floor is None else floor.name
-        return [self._figure(what, seconds[what], floors[what], name) for what in ways]
+def _figure(
+    boto3: Boto3,
+    what: str,
+    seconds: Sequence[float],
+    floors: Sequence[Sequence[float]],
+    floor: Floor | None,
+) -> StoreFigure:
+    rates = [boto3.payloads.total / one for one in seconds]
+    least = [boto3.payloads.total / one for one in fastest(floors)] if floors else []
+    return StoreFigure(
+        "s3",
+        what,
+        boto3.how,
+        boto3.payloads.nbytes,
+        statistics.median(rates),
+        floor=statistics.median(least) if least else None,
+        floor_name="" if floor is None else floor.name,
+        ratio=median_ratio(rates, least) if least else None,
+    )
 
-    def _figure(
-        self, what: str, seconds: Sequence[float], floors: Sequence[Sequence[float]], name: str
-    ) -> StoreFigure:
-        rates = [self._payloads.total / one for one in seconds]
-        least = [self._payloads.total / one for one in fastest(floors)] if floors else []
-        return StoreFigure(
-            "s3",
-            what,
-            f"boto3, {self._what}",
-            self._payloads.nbytes,
-            statistics.median(rates),
-            floor=statistics.median(least) if least else None,
-            floor_name=name,
-            ratio=median_ratio(rates, least) if least else None,
-        )
 
-    def _all(self, way: Callable[[str], object]) -> float:
-        with ThreadPoolExecutor(self._plan.in_flight) as pool:
-            start = time.perf_counter()
-            list(pool.map(way, self._objects))
-            return time.perf_counter() - start
-
-    def _put(self, name: str) -> None:
-        # It takes bytes in one piece; joining several is what a user would have to do, too.
-        body = b"".join(self._objects[name])
-        self._client.put_object(Bucket=self._bucket, Key=name, Body=body)
-
-    def _get(self, name: str) -> None:
-        self._client.get_object(Bucket=self._bucket, Key=name)["Body"].read()
+def _all(way: Callable[[str], object], names: Sequence[str], in_flight: int) -> float:
+    with ThreadPoolExecutor(in_flight) as pool:
+        start = time.perf_counter()
+        list(pool.map(way, names))
+        return time.perf_counter() - start
 
 
 def compare(figures: Sequence[StoreFigure]) -> list[str]:
@@ -181,7 +150,8 @@ def main() -> None:
     with plain_server() as endpoint, _credentials():
         url = f"s3://{_BUCKET}/?endpoint_url={endpoint}&sign_payload=no"
         figures = bench_store(url, plan, _tell) + bench_boto3(url, plan, _tell)
-    print("\n".join([render(f"store {url}", figures), *compare(figures)]))
+        single = bench_single(url, plan, _tell)
+    print("\n".join([render(f"store {url}", figures), *compare(figures), "", *single]))
 
 
 def _tell(what: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from s3_server import BUCKET, refusal
 
@@ -9,6 +11,7 @@ from kvconnect.bench.store import bench_store
 from kvconnect.bench.store_payloads import StorePlan
 from kvconnect.bench.store_peer import bench_peer
 from kvconnect.bench.store_s3 import compare
+from kvconnect.bench.store_s3_single import bench_single
 from kvconnect.errors import BackendUnavailable
 
 PLAN = StorePlan(sizes=(64 << 10,), total_nbytes=1 << 20, rounds=1, latencies=2)
@@ -49,6 +52,16 @@ def test_boto3_stands_beside_the_same_floor_and_leaves_nothing(url, s3_server):
     }
     assert all(one.ratio for one in figures)
     assert len(compare(figures)) == 2
+    assert not [name for name in s3_server.objects if "/c/" not in name]
+
+
+def test_one_call_at_a_time_is_told_with_what_it_costs_and_leaves_nothing(url, s3_server):
+    told = bench_single(url, PLAN, lambda _: None)
+    ways = ("plain HTTP", "bare", "guarded", "boto3, objects of 8 values", "boto3, one object per")
+    assert len(told) == 1 + len(ways)
+    for line, way in zip(told[1:], ways, strict=True):
+        assert re.search(rf"get +{way}.* [\d.]+ GB/s  [\d.]+ s/GB", line)
+    assert all("x as fast" in line for line in told[4:])
     assert not [name for name in s3_server.objects if "/c/" not in name]
 
 
