@@ -3,7 +3,8 @@
 ``python -m kvconnect.bench.store_s3`` starts a plain server and measures the store, the floor and
 boto3 against it. The others, and which way boto3 is used, are in the table. Below it stands how
 many times as fast as boto3's ordinary body read the store's GET is, each taken by the same floor;
-and then the same reads one call at a time, and what each costs the client's processors.
+and then the same reads in turn, also one call at a time, with what each costs the client's
+processors.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from kvconnect.backends.s3_settings import S3Settings
@@ -25,8 +24,8 @@ from kvconnect.bench.store_floor_s3 import open_floor, values_per_object
 from kvconnect.bench.store_payloads import Payloads, StorePlan
 from kvconnect.bench.store_report import StoreFigure, median_ratio, render
 from kvconnect.bench.store_s3_boto3 import Boto3
+from kvconnect.bench.store_s3_reads import bench_reads
 from kvconnect.bench.store_s3_server import plain_server
-from kvconnect.bench.store_s3_single import bench_single
 
 __all__ = ["bench_boto3"]
 
@@ -60,13 +59,13 @@ def bench_boto3(url: str, plan: StorePlan, tell: Callable[[str], None]) -> list[
 
 def _figures(boto3: Boto3, plan: StorePlan, floor: Floor | None) -> list[StoreFigure]:
     """Of put and get; leaves nothing behind."""
-    ways = {"put": boto3.put, "get": boto3.get}
+    ways = {"put": boto3.put_all, "get": boto3.get_all}
     seconds: dict[str, list[float]] = {what: [] for what in ways}
     floors: dict[str, list[Sequence[float]]] = {what: [] for what in ways}
     try:
         for number in range(plan.rounds + 1):
             for what, way in ways.items():
-                spent = _all(way, boto3.names, plan.in_flight)
+                spent = way(plan.in_flight)
                 least = [] if floor is None else [getattr(floor, what)()]
                 if number:  # the first one connects
                     seconds[what].append(spent)
@@ -95,13 +94,6 @@ def _figure(
         floor_name="" if floor is None else floor.name,
         ratio=median_ratio(rates, least) if least else None,
     )
-
-
-def _all(way: Callable[[str], object], names: Sequence[str], in_flight: int) -> float:
-    with ThreadPoolExecutor(in_flight) as pool:
-        start = time.perf_counter()
-        list(pool.map(way, names))
-        return time.perf_counter() - start
 
 
 def compare(figures: Sequence[StoreFigure]) -> list[str]:
@@ -150,8 +142,8 @@ def main() -> None:
     with plain_server() as endpoint, _credentials():
         url = f"s3://{_BUCKET}/?endpoint_url={endpoint}&sign_payload=no"
         figures = bench_store(url, plan, _tell) + bench_boto3(url, plan, _tell)
-        single = bench_single(url, plan, _tell)
-    print("\n".join([render(f"store {url}", figures), *compare(figures), "", *single]))
+        reads = bench_reads(url, plan, _tell)
+    print("\n".join([render(f"store {url}", figures), *compare(figures), "", *reads]))
 
 
 def _tell(what: str) -> None:

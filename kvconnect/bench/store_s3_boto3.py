@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import boto3
@@ -52,6 +55,20 @@ class Boto3:
     def get(self, name: str) -> None:
         """Read one object."""
         self._client.get_object(Bucket=self._bucket, Key=name)["Body"].read()
+
+    def get_all(self, at_once: int) -> float:
+        """Seconds to read all objects, so many at once."""
+        return self._all(self.get, at_once)
+
+    def put_all(self, at_once: int) -> float:
+        """Seconds to write all objects, so many at once."""
+        return self._all(self.put, at_once)
+
+    def _all(self, way: Callable[[str], None], at_once: int) -> float:
+        with ThreadPoolExecutor(at_once) as pool:
+            start = time.perf_counter()
+            list(pool.map(way, self.names))
+            return time.perf_counter() - start
 
     def close(self) -> None:
         """Delete the objects."""

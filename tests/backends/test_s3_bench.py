@@ -11,7 +11,7 @@ from kvconnect.bench.store import bench_store
 from kvconnect.bench.store_payloads import StorePlan
 from kvconnect.bench.store_peer import bench_peer
 from kvconnect.bench.store_s3 import compare
-from kvconnect.bench.store_s3_single import bench_single
+from kvconnect.bench.store_s3_reads import bench_reads
 from kvconnect.errors import BackendUnavailable
 
 PLAN = StorePlan(sizes=(64 << 10,), total_nbytes=1 << 20, rounds=1, latencies=2)
@@ -55,13 +55,15 @@ def test_boto3_stands_beside_the_same_floor_and_leaves_nothing(url, s3_server):
     assert not [name for name in s3_server.objects if "/c/" not in name]
 
 
-def test_one_call_at_a_time_is_told_with_what_it_costs_and_leaves_nothing(url, s3_server):
-    told = bench_single(url, PLAN, lambda _: None)
+def test_reads_in_turn_are_told_with_what_they_cost_and_leave_nothing(url, s3_server):
+    told = bench_reads(url, PLAN, lambda _: None)
     ways = ("plain HTTP", "bare", "guarded", "boto3, objects of 8 values", "boto3, one object per")
-    assert len(told) == 1 + len(ways)
-    for line, way in zip(told[1:], ways, strict=True):
-        assert re.search(rf"get +{way}.* [\d.]+ GB/s  [\d.]+ s/GB", line)
-    assert all("x as fast" in line for line in told[4:])
+    calls = ("2 calls at a time", "one call at a time")
+    expected = [(at_once, how) for at_once in calls for how in ways]
+    assert len(told) == 1 + len(expected)
+    for line, (at_once, how) in zip(told[1:], expected, strict=True):
+        assert re.search(rf"{at_once} +{how}.* [\d.]+ GB/s  [\d.]+ s/GB", line)
+        assert ("x as fast (" in line) == how.startswith("boto3")
     assert not [name for name in s3_server.objects if "/c/" not in name]
 
 

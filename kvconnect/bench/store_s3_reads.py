@@ -1,4 +1,4 @@
-"""Reads from S3 one call at a time, and what they cost: the store, plain HTTP and boto3 in turn.
+"""Reads from S3 and what they cost: the store, plain HTTP and boto3 in turn, round by round.
 
 Against a server on the same machine a client's speed says as much about the server, which takes its
 part of the processors. The processor time of the client alone does not: it is what is left for
@@ -23,7 +23,7 @@ from kvconnect.bench.store_payloads import Payloads, StorePlan
 from kvconnect.bench.store_report import median_ratio
 from kvconnect.bench.store_s3_boto3 import Boto3
 
-__all__ = ["bench_single"]
+__all__ = ["bench_reads"]
 
 _DEADLINE_S = 120.0
 
@@ -36,16 +36,18 @@ class _Spent:
     busy: list[float] = field(default_factory=list)
 
 
-def bench_single(url: str, plan: StorePlan, tell: Callable[[str], None]) -> list[str]:
-    """A table. Blocks; leaves nothing behind.
+def bench_reads(url: str, plan: StorePlan, tell: Callable[[str], None]) -> list[str]:
+    """A table: as many calls at once as the store gets elsewhere, and one at a time. Blocks.
+
+    How many times as fast as boto3 plain HTTP is stands in brackets. Leaves nothing behind.
 
     Raises:
         ConfigurationError, BackendUnavailable: the service cannot be used.
     """
-    lines = [f"  {'one call at a time':<44}  {'rate':>10}  client CPU"]
+    lines = [f"  {'':<58}  {'rate':>9}  client CPU"]
     for size in plan.sizes:
         payloads = Payloads(size, max(2, plan.total_nbytes // size))
-        tell(f"one call at a time: {payloads.count} values of {size / 2**20:g} MiB")
+        tell(f"reads in turn: {payloads.count} values of {size / 2**20:g} MiB")
         floor = open_floor(url, payloads)
         if floor is None:
             return []
@@ -53,47 +55,54 @@ def bench_single(url: str, plan: StorePlan, tell: Callable[[str], None]) -> list
         steps = dict.fromkeys((values_per_object(payloads, settings), 1))
         theirs = [Boto3(settings, payloads, step) for step in steps]
         try:
-            spent = asyncio.run(_measure(url, plan, payloads, floor, theirs))
+            lines += asyncio.run(_measure(url, plan, payloads, floor, theirs))
         finally:
             floor.close()
             for boto3 in theirs:
                 boto3.close()
-        lines += _lines(payloads, spent)
     return lines
 
 
 async def _measure(
     url: str, plan: StorePlan, payloads: Payloads, floor: S3Floor, theirs: Sequence[Boto3]
-) -> dict[str, _Spent]:
+) -> list[str]:
     store = open_backend(url, deadline_s=_DEADLINE_S)
     await store.open([payloads.layout])
-    ways: dict[str, Callable[[], Awaitable[object]]] = {
-        "plain HTTP": _blocking(floor.get_on_one),
-        "bare": lambda: _load(store.inner, plan, payloads),
-        "guarded": lambda: _load(store, plan, payloads),
-        **{boto3.how: _blocking(partial(_get, boto3)) for boto3 in theirs},
-    }
-    spent = {how: _Spent() for how in ways}
     try:
         for part in payloads.batches(plan.batch_nbytes):
             await store.inner.save(payloads.blocks[part])
         floor.put()
         for boto3 in theirs:
-            for name in boto3.names:
-                boto3.put(name)
-        for number in range(plan.rounds + 1):
-            for how, way in ways.items():
-                payloads.spoil()
-                start, busy = time.perf_counter(), time.process_time()
-                await way()
-                if number:  # the first one connects
-                    spent[how].busy.append(time.process_time() - busy)
-                    spent[how].wall.append(time.perf_counter() - start)
-                if not how.startswith("boto3"):
-                    payloads.check()
+            boto3.put_all(plan.in_flight)
+        lines = []
+        for at_once in dict.fromkeys((plan.in_flight, 1)):
+            ways: dict[str, Callable[[], Awaitable[object]]] = {
+                "plain HTTP": _blocking(partial(floor.get_on, at_once)),
+                "bare": partial(_load, store.inner, plan, payloads, at_once),
+                "guarded": partial(_load, store, plan, payloads, at_once),
+                **{one.how: _blocking(partial(one.get_all, at_once)) for one in theirs},
+            }
+            lines += _lines(payloads, at_once, await _rounds(ways, plan.rounds, payloads))
+        return lines
     finally:
         await store.inner.delete(payloads.keys)
         await store.close()
+
+
+async def _rounds(
+    ways: dict[str, Callable[[], Awaitable[object]]], rounds: int, payloads: Payloads
+) -> dict[str, _Spent]:
+    spent = {how: _Spent() for how in ways}
+    for number in range(rounds + 1):
+        for how, way in ways.items():
+            payloads.spoil()
+            start, busy = time.perf_counter(), time.process_time()
+            await way()
+            if number:  # the first one connects
+                spent[how].busy.append(time.process_time() - busy)
+                spent[how].wall.append(time.perf_counter() - start)
+            if not how.startswith("boto3"):
+                payloads.check()
     return spent
 
 
@@ -104,26 +113,28 @@ def _blocking(work: Callable[[], object]) -> Callable[[], Awaitable[object]]:
     return way
 
 
-async def _load(store: Backend, plan: StorePlan, payloads: Payloads) -> None:
-    for part in payloads.batches(plan.batch_nbytes):
-        await store.load(payloads.keys[part], payloads.into[part])
+async def _load(store: Backend, plan: StorePlan, payloads: Payloads, at_once: int) -> None:
+    waiting = payloads.batches(plan.batch_nbytes)
+
+    async def work() -> None:
+        for part in waiting:
+            await store.load(payloads.keys[part], payloads.into[part])
+
+    await asyncio.gather(*(work() for _ in range(at_once)))
 
 
-def _get(boto3: Boto3) -> None:
-    for name in boto3.names:
-        boto3.get(name)
-
-
-def _lines(payloads: Payloads, spent: dict[str, _Spent]) -> list[str]:
+def _lines(payloads: Payloads, at_once: int, spent: dict[str, _Spent]) -> list[str]:
     lines = []
+    size = f"{payloads.nbytes / 2**20:g} MiB"
+    calls = "one call at a time" if at_once == 1 else f"{at_once} calls at a time"
     for how, one in spent.items():
         rate = payloads.total / statistics.median(one.wall) / 1e9
         busy = statistics.median(one.busy) / payloads.total * 1e9
-        size = f"{payloads.nbytes / 2**20:g} MiB"
-        line = f"  {size:>7}  get    {how:<28}  {rate:>5.2f} GB/s  {busy:.3f} s/GB"
+        line = f"  {size:>7}  {calls:<18}  {how:<29}  {rate:>4.2f} GB/s  {busy:.3f} s/GB"
         if how.startswith("boto3"):
             faster = median_ratio(one.wall, spent["bare"].wall)
+            most = median_ratio(one.wall, spent["plain HTTP"].wall)
             cheaper = median_ratio(one.busy, spent["bare"].busy)
-            line += f"  bare {faster:.1f} x as fast, {cheaper:.1f} x as cheap"
+            line += f"  bare {faster:.1f} x as fast ({most:.1f} x), {cheaper:.1f} x as cheap"
         lines.append(line)
     return lines
