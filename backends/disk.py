@@ -204,12 +204,15 @@ class DiskBackend(SealsSaves):
         Raises:
             BackendUnavailable: the disk failed; none of the new blocks is stored.
         """
-        return await self.save_sealed(blocks, ())
+        return await self._save(blocks, ())
 
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
         """The same; each block is sealed on the thread that writes it, while others write."""
+        return await self._save(blocks, checksums)
+
+    async def _save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
         self._retry_read_only()
         return await self._run(
             self._transfers, lambda directory: directory.save(blocks, checksums), 0

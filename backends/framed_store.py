@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.backends.calls import Call, counted, mapped, together
-from kvconnect.backends.checksums import ChecksFrames, HashesLoads, SealsSaves
+from kvconnect.backends.checksums import SealsSaves, checks_frames, hashes_loads, seals_saves
 from kvconnect.backends.framing import Framing
 from kvconnect.backends.pieces import load_pieces, pieces
 from kvconnect.errors import BackendUnavailable, BadFrame, Recompute
@@ -40,8 +40,7 @@ class FramedStore:
     def set_layouts(self, layouts: Sequence[KvCacheLayout]) -> None:
         """See `Framing.set_layouts`."""
         self.framing.set_layouts(layouts, variable_length=self._inner.variable_length)
-        checks = isinstance(self._inner, ChecksFrames) and self._inner.checks_frames
-        self.framing.verified = checks
+        self.framing.verified = checks_frames(self._inner)
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor], call: Call) -> int:
         """Fill `into`; return how many leading ones are filled and sound.
@@ -50,7 +49,7 @@ class FramedStore:
         """
         framing = self.framing
         rooms = framing.rooms(into)
-        taken = framing.checksums(rooms) if isinstance(self._inner, HashesLoads) else ()
+        taken = framing.checksums(rooms) if hashes_loads(self._inner) else ()
 
         async def fill(part: slice) -> int:
             filled = await load_counted(
@@ -70,8 +69,9 @@ class FramedStore:
 
     async def save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
         """Seal and store `blocks`; return how many leading ones are stored."""
-        if isinstance(self._inner, SealsSaves) and not self.framing.codecs:
-            return await self._save_unsealed(self._inner, blocks, call)
+        sealing = seals_saves(self._inner)
+        if sealing is not None and not self.framing.codecs:
+            return await self._save_unsealed(sealing, blocks, call)
         saved = 0
         seal = self.framing.seal
         async with self.framing.lane() as lane:
@@ -155,8 +155,9 @@ async def load_counted(
     """How many leading buffers of `into` the store `inner` fills; it may take `checksums`."""
     if not keys:
         return 0
-    if checksums and isinstance(inner, HashesLoads):
-        filled = await inner.load_hashed(keys, into, checksums)
+    hashing = hashes_loads(inner) if checksums else None
+    if hashing is not None:
+        filled = await hashing.load_hashed(keys, into, checksums)
     else:
         filled = await inner.load(keys, into)
     return counted(filled, len(keys), name, "load")

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
@@ -97,12 +99,17 @@ class MemoryBackend(HashesLoads, SealsSaves):
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Copy blocks out. Nothing fails: what is absent or longer than its buffer is a miss."""
-        return await self.load_hashed(keys, into, ())
+        return await self._load(keys, into, ())
 
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
         """The same; the checksums are taken as the bytes arrive."""
+        return await self._load(keys, into, checksums)
+
+    async def _load(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    ) -> int:
         index, region, copier = self._opened()
         blocks = index.use(keys)
         for number, (block, buffer) in enumerate(zip(blocks, into, strict=False)):
@@ -111,7 +118,7 @@ class MemoryBackend(HashesLoads, SealsSaves):
                 break
 
         copies = [
-            Copy(list(region.parts(block.units, buffer, block.nbytes)), checksum)
+            Copy(list(region.parts(block.units, _array(buffer, checksum), block.nbytes)), checksum)
             for block, buffer, checksum in zip_longest(blocks, into, checksums)
             if block is not None
         ]
@@ -124,12 +131,15 @@ class MemoryBackend(HashesLoads, SealsSaves):
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Copy blocks in, dropping older ones for room; a block is visible once it is whole."""
-        return await self.save_sealed(blocks, ())
+        return await self._save(blocks, ())
 
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
         """The same; new blocks are sealed as they are read."""
+        return await self._save(blocks, checksums)
+
+    async def _save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
         index, region, copier = self._opened()
         now = index.tick()
         new: list[MemoryBlock] = []
@@ -142,7 +152,7 @@ class MemoryBackend(HashesLoads, SealsSaves):
                 if reserved is None:
                     break
                 new.append(reserved)
-                parts = region.parts(reserved.units, block.data, nbytes)
+                parts = region.parts(reserved.units, _array(block.data, checksum), nbytes)
                 copies.append(Copy([(data, part) for part, data in parts], checksum, seals=True))
             present += 1
 
@@ -186,6 +196,11 @@ class MemoryBackend(HashesLoads, SealsSaves):
         if self._index is None or self._region is None or self._copier is None:
             raise BackendUnavailable("memory store: is not open")
         return self._index, self._region, self._copier
+
+
+def _array(buffer: Tensor, checksum: FrameChecksum | None) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = buffer.numpy() if checksum is None else checksum.array
+    return array
 
 
 def _entry(block: MemoryBlock) -> StoredEntry:

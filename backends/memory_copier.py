@@ -20,7 +20,7 @@ __all__ = ["Copy", "MemoryCopier"]
 # Copying less than this takes less time than handing it to a thread.
 _INLINE_NBYTES = 1 << 20
 # Hashed while it is in a core's cache, source and target; less costs more calls than it saves.
-_PIECE_NBYTES = 512 << 10
+_PIECE_NBYTES = 2048 << 10
 
 Bytes: TypeAlias = NDArray[np.uint8]
 

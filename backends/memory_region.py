@@ -41,13 +41,12 @@ class MemoryRegion:
         return -(-nbytes // self.unit)
 
     def parts(
-        self, units: Sequence[int], buffer: Tensor, nbytes: int
+        self, units: Sequence[int], whole: NDArray[np.uint8], nbytes: int
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Pairs of equal length: neighbours among `units`, and their piece of `buffer`.
+        """Pairs of equal length: neighbours among `units`, and their piece of `whole`.
 
-        They are of the first `nbytes` of `buffer`.
+        They are of the first `nbytes` of `whole`.
         """
-        whole = buffer.numpy()
         done = index = 0
         while done < nbytes:
             first = index

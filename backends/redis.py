@@ -101,7 +101,7 @@ class RedisBackend(HashesLoads, SealsSaves):
         Raises:
             BackendUnavailable: `into` is undefined, and nothing touches it any more.
         """
-        return await self.load_hashed(keys, into, ())
+        return await _opened(self._blocks).load(keys, into, ())
 
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
@@ -115,12 +115,15 @@ class RedisBackend(HashesLoads, SealsSaves):
         Raises:
             BackendUnavailable: each block is wholly stored or not at all.
         """
-        return await self.save_sealed(blocks, ())
+        return await self._save(blocks, ())
 
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
         """The same; what is sent is sealed on the thread that sends it."""
+        return await self._save(blocks, checksums)
+
+    async def _save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
         writer, index = _opened(self._writer), _opened(self._index)
         if all(block.tokens is None for block in blocks):
             return await writer.save(blocks, checksums)

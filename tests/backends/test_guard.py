@@ -13,6 +13,7 @@ import torch
 from kvconnect import frame
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.backends import GuardedBackend, breaker, pieces
+from kvconnect.backends.memory import MemoryBackend
 from kvconnect.errors import (
     BackendTimeout,
     BackendUnavailable,
@@ -485,6 +486,33 @@ async def test_close_that_is_given_up_goes_on_and_can_be_waited_for(kit):
     await call
     assert inner.closed
     await store.close()
+
+
+@pytest.mark.parametrize("where", ["class", "object"])
+async def test_a_store_of_ours_that_somebody_changed_sees_every_call(kit, where):
+    seen = []
+
+    class Mine(MemoryBackend):
+        async def load(self, keys, into):
+            seen.append("load")
+            return await super().load(keys, into)
+
+        async def save(self, blocks):
+            seen.append("save")
+            return await super().save(blocks)
+
+    inner = mine = Mine()
+    if where == "object":
+        inner = MemoryBackend()
+        inner.load, inner.save = mine.load, mine.save
+        await mine.open([kit.layout])
+    async with kit.opened(GuardedBackend(inner)) as store:
+        key = kit.key("mine")
+        (into,) = kit.buffers(1)
+        assert await store.save([kit.block(key)]) == 1
+        assert await store.load([key], [into]) == 1
+        assert kit.holds(into, key)
+    assert seen == ["save", "load"]
 
 
 async def test_the_event_loop_stays_free_while_large_frames_are_hashed(kit, monkeypatch):

@@ -46,7 +46,9 @@ class TrustsFrames:
     @staticmethod
     def plant(monkeypatch):
         monkeypatch.setattr(
-            frame, "check", lambda data, key, prints, **_: frame.FrameHeader(16, 8192, b"", key)
+            frame,
+            "check",
+            lambda data, key, prints, taken=None: frame.FrameHeader(16, 8192, b"", key),
         )
 
 
