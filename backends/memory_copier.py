@@ -19,8 +19,8 @@ __all__ = ["Copy", "MemoryCopier"]
 
 # Copying less than this takes less time than handing it to a thread.
 _INLINE_NBYTES = 1 << 20
-# Hashed while it is in a core's cache, source and target; less costs more calls than it saves.
-_PIECE_NBYTES = 2048 << 10
+# Hashed while the processor's cache has it; less costs the interpreter's lock too often.
+_PIECE_NBYTES = 2 << 20
 
 Bytes: TypeAlias = NDArray[np.uint8]
 

@@ -19,13 +19,10 @@ from kvconnect.backends.redis_transfer import (
 from kvconnect.backends.redis_value import HEAD_NBYTES, Head
 from kvconnect.backends.redis_wire import Wire
 from kvconnect.errors import BackendUnavailable
-from kvconnect.frame import FrameChecksum
 
 __all__ = ["fetch"]
 
 _AHEAD_NBYTES = 1 << 20
-# Hashed while it is in a core's cache; the server sends on meanwhile.
-_HASHED_NBYTES = 256 << 10
 
 
 def fetch(
@@ -38,8 +35,8 @@ def fetch(
 class _Fetch:
     """Values on their way from one server.
 
-    The next one is asked for while the end of this one arrives. Earlier than that is slower: the
-    server copies a value for every request that it has read.
+    Small ones are asked for ahead. The next large one only when this one is here: the server copies
+    a value for every request that it has read, and meanwhile serves our other connections.
     """
 
     def __init__(self, wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool) -> None:
@@ -49,7 +46,6 @@ class _Fetch:
         self._asking = asking
         self._sent = 0
         self._under_way = 0  # bytes asked for and not here, as far as buffers tell their number
-        self._due = 0  # those of the value that arrives now
         self._missed = False
 
     def run(self) -> list[Fetched]:
@@ -58,11 +54,10 @@ class _Fetch:
             self._request()
             if number == self._sent:
                 return found + [Outcome.NOT_TRIED] * (len(self._wants) - number)
-            self._due = _weight(want)
             if self._asking:
                 self._wire.line()
             result = self._receive(want)
-            self._under_way -= self._due
+            self._under_way -= _weight(want)
             # What is elsewhere is fetched from there, and what follows it is wanted, too.
             there = isinstance(result, (Head, Redirect)) or result is Outcome.DONE
             self._missed |= not there
@@ -72,7 +67,7 @@ class _Fetch:
     def _request(self) -> None:
         requests = []
         while (
-            self._sent < len(self._wants) and self._under_way <= _AHEAD_NBYTES and not self._missed
+            self._sent < len(self._wants) and self._under_way < _AHEAD_NBYTES and not self._missed
         ):
             want = self._wants[self._sent]
             requests.append((ASKING if self._asking else b"") + command(b"GET", want.name))
@@ -99,7 +94,7 @@ class _Fetch:
             result = self._receive_headed(want, nbytes)
         elif nbytes == len(want.into):
             result = Outcome.DONE
-            self._arrive(want.into, None)
+            self._wire.into(want.into)
         else:
             result = Outcome.BROKEN
             self._wire.skip(nbytes)
@@ -116,23 +111,11 @@ class _Fetch:
             self._wire.skip(nbytes - len(start))
             return Outcome.UNFIT
         self._wire.skip(head.metadata_nbytes)
-        self._arrive(want.into[head.part(0)], want.checksum)
+        part = head.part(0)
+        self._wire.into(want.into[part])
+        if want.checksum is not None:
+            want.checksum.passed(part.start, part.stop)  # while the processor's cache has it
         return head
-
-    def _arrive(self, view: memoryview, checksum: FrameChecksum | None) -> None:
-        at = 0
-        while at < len(view):
-            stop = len(view) if checksum is None else min(at + _HASHED_NBYTES, len(view))
-            early = self._under_way - _AHEAD_NBYTES
-            if early > 0:
-                stop = min(stop, at + early)
-            self._wire.into(view[at:stop])
-            self._under_way -= stop - at
-            self._due -= stop - at
-            self._request()
-            if checksum is not None:
-                checksum.passed(at, stop)
-            at = stop
 
 
 def _weight(want: Want) -> int:

@@ -193,32 +193,21 @@ def test_part_of_another_length_is_broken(wire, cut):
     assert bytes(buffer) == b"12345"
 
 
-@pytest.mark.parametrize("hashed", [False, True])
-def test_next_value_is_asked_for_before_the_last_one_has_arrived(wire, hashed):
-    size = 3 << 20
-    one = wire(value(bytes(size)) * 3)
-    asked = []  # how often, before the bytes of the values arrive
+@pytest.mark.parametrize(("size", "ahead"), [(3 << 20, 1), (300 << 10, 4), (1000, 9)])
+def test_small_values_are_asked_for_ahead_and_large_ones_one_by_one(wire, size, ahead):
+    one = wire(value(bytes(size)) * 9)
+    asked = []  # how often, before the bytes of each value arrive
     receive = one.into
 
     def into(view):
-        asked.append((len(view), one._sock.sent.count(b"GET")))
+        if len(view) == size:
+            asked.append(one._sock.sent.count(b"GET"))
         receive(view)
 
     one.into = into
-    wants = []
-    for _ in range(3):
-        buffer = torch.zeros(size, dtype=torch.uint8)
-        checksum = FrameChecksum(buffer) if hashed else None
-        wants.append(Want(b"n", buffer.numpy().data, checksum=checksum))
+    wants = [Want(b"n", memoryview(bytearray(size))) for _ in range(9)]
     assert all(isinstance(result, Head) for result in fetch(one, wants, SERVER))
-    arrived, first = 0, []
-    for nbytes, count in asked:
-        if nbytes > 1000:
-            arrived += nbytes
-            first.append((arrived, count))
-    assert {count for at, count in first if at <= 2 << 20} == {1}
-    assert {count for at, count in first if 2 << 20 < at <= 3 << 20} == {2}
-    assert one._sock.sent.count(b"GET") == 3
+    assert asked == [min(9, number + ahead) for number in range(9)]
 
 
 @given(
