@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntFlag
 from typing import Literal, Self
 
@@ -45,6 +45,7 @@ QuantizedDtype = Literal["fp8", "int8"]
 _QUANTIZED = {"fp8": "fp8_e4m3", "int8": "int8"}
 _LOSSY: dict[CodecFlag, QuantizedDtype] = {CodecFlag.FP8: "fp8", CodecFlag.INT8: "int8"}
 _LOSSLESS: dict[CodecFlag, type[Zstd | Lz4]] = {CodecFlag.ZSTD: Zstd, CodecFlag.LZ4: Lz4}
+_AS_IT_IS = CodecFlag(0)
 _LOSSY_FLAGS = CodecFlag.FP8 | CodecFlag.INT8
 _LOSSLESS_FLAGS = CodecFlag.ZSTD | CodecFlag.LZ4
 
@@ -99,7 +100,7 @@ class Codecs:
         return "+".join(part for part in (*parts, "aes-gcm" if self.cipher else None) if part)
 
     def __bool__(self) -> bool:
-        return self != Codecs()
+        return bool(self.quantized or self.compression or self.cipher)
 
     @property
     def identity(self) -> bytes:
@@ -158,11 +159,11 @@ class Codecs:
         if not flags:
             return None
         out = scratch[: frame_nbytes(len(source))]
-        sealed = replace(header, payload_nbytes=len(source), flags=flags)
+        sealed = header._replace(payload_nbytes=len(source), flags=flags)
         inside = frame.payload(out, len(source)).numpy().data
         if self.cipher is not None:
             beside = self.cipher.encrypt(source, inside, header.key, frame.fields(sealed))
-            sealed = replace(sealed, codec_data=beside)
+            sealed = sealed._replace(codec_data=beside)
         elif flags & _LOSSLESS_FLAGS:
             inside[:] = source
         frame.seal(out, sealed)
@@ -177,6 +178,8 @@ class Codecs:
             OtherCodec: it cannot be used with these codecs, though it is sound.
             BadFrame: nobody can use it.
         """
+        if not header.flags and not self:
+            return _AS_IT_IS
         flags = CodecFlag(header.flags & sum(CodecFlag))
         if (
             flags != header.flags

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -31,6 +31,20 @@ _INLINE_CODED_NBYTES = 32 << 10
 _THREADS = 2
 
 
+class _Known(NamedTuple):
+    """A layout, and what would have to be computed for every block."""
+
+    layout: KvCacheLayout
+    fingerprint: bytes
+    block_nbytes: int
+    frame_nbytes: int
+
+    @classmethod
+    def of(cls, layout: KvCacheLayout) -> _Known:
+        nbytes = layout.block_nbytes
+        return cls(layout, layout.fingerprint(), nbytes, frame_nbytes(nbytes))
+
+
 class Framing:
     """The frames of one store: headers, checksums and codecs. Belongs to one event loop.
 
@@ -48,9 +62,8 @@ class Framing:
         self.codecs = codecs
         self.verified = False
         self._verify = verify
-        self._layouts: tuple[KvCacheLayout, ...] = ()
-        self._fingerprints: tuple[bytes, ...] = ()
-        self._by_fingerprint: dict[bytes, KvCacheLayout] = {}
+        self._known: tuple[_Known, ...] = ()
+        self._by_fingerprint: dict[bytes, _Known] = {}
         self._cut: dict[int, int] = {}
         self._scratch = Scratch()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvconnect-frames")
@@ -71,9 +84,8 @@ class Framing:
                     "pools whose blocks are equally long differ in length once encoded"
                 )
             cut[whole] = max(cut[whole], encoded)
-        self._layouts = tuple(layouts)
-        self._fingerprints = tuple(layout.fingerprint() for layout in layouts)
-        self._by_fingerprint = dict(zip(self._fingerprints, layouts, strict=True))
+        self._known = tuple(map(_Known.of, layouts))
+        self._by_fingerprint = {one.fingerprint: one for one in self._known}
         self._cut = cut
 
     def close(self) -> None:
@@ -116,14 +128,15 @@ class Framing:
 
     def address(self, blocks: Sequence[StoredBlock]) -> list[FrameChecksum]:
         """All of `blocks` written in place but for the checksums, which the store is to take."""
-        return [frame.address(block.data, self._header(block)[0]) for block in blocks]
+        return [frame.address(block.data, _header(block, self._of(block))) for block in blocks]
 
     def _seal(self, block: StoredBlock, scratch: Tensor | None) -> StoredBlock:
-        header, layout = self._header(block)
+        known = self._of(block)
+        header = _header(block, known)
         coded = None
         if scratch is not None:
-            payload = frame.payload(block.data, layout.block_nbytes)
-            coded = self.codecs.encode(payload, header, layout, scratch)
+            payload = frame.payload(block.data, known.block_nbytes)
+            coded = self.codecs.encode(payload, header, known.layout, scratch)
         if coded is None:
             frame.seal(block.data, header)
             return block
@@ -133,18 +146,17 @@ class Framing:
         secret = cipher.encrypt_tokens(block.tokens, block.key, block.parent)
         return replace(block, data=coded, tokens=secret)
 
-    def _header(self, block: StoredBlock) -> tuple[FrameHeader, KvCacheLayout]:
-        if not 0 <= block.group < len(self._layouts):
+    def _of(self, block: StoredBlock) -> _Known:
+        if not 0 <= block.group < len(self._known):
             raise ConfigurationError(
-                f"group={block.group}: {self.name} was opened with {len(self._layouts)} layouts"
+                f"group={block.group}: {self.name} was opened with {len(self._known)} layouts"
             )
-        layout = self._layouts[block.group]
-        need = frame_nbytes(layout.block_nbytes)
-        if block.data.numel() != need:
-            raise ConfigurationError(f"frame: {block.data.numel()} bytes, {need} are needed")
-        tokens = layout.tokens_per_block if block.tokens is None else len(block.tokens)
-        fingerprint = self._fingerprints[block.group]
-        return FrameHeader(tokens, layout.block_nbytes, fingerprint, block.key), layout
+        known = self._known[block.group]
+        if block.data.numel() != known.frame_nbytes:
+            raise ConfigurationError(
+                f"frame: {block.data.numel()} bytes, {known.frame_nbytes} are needed"
+            )
+        return known
 
     # ------------------------------------------------------------------ from the store
 
@@ -201,24 +213,25 @@ class Framing:
     def _open(self, key: BlockKey, data: Tensor, into: Tensor, taken: FrameChecksum | None) -> None:
         if not self._verify and not self.codecs and not frame.is_encoded(data):
             return
-        sealed = frame.whole(data)
+        sealed = frame.whole(data) if taken is None or taken.encoded else data
         layouts = self._by_fingerprint or None
         if self.verified:
             header = frame.check_header(sealed, key, layouts)
         else:
             header = frame.check(sealed, key, layouts, taken)
         flags = self.codecs.check_flags(header)
-        layout = self._by_fingerprint.get(header.fingerprint)
-        if layout is None:
+        known = self._by_fingerprint.get(header.fingerprint)
+        if known is None:
             if flags:
                 raise OtherCodec("encoded, and its layout is not known here")
             return
-        if frame_nbytes(layout.block_nbytes) != into.numel():
-            raise BadFrame(f"of a layout of {layout.block_nbytes} bytes, not of {into.numel()}")
+        if known.frame_nbytes != into.numel():
+            raise BadFrame(f"of a layout of {known.block_nbytes} bytes, not of {into.numel()}")
         if flags:
-            self.codecs.decode(sealed, header, frame.payload(into, layout.block_nbytes), layout)
-        elif header.payload_nbytes != layout.block_nbytes:
-            raise BadFrame(f"{header.payload_nbytes} bytes, the layout has {layout.block_nbytes}")
+            payload = frame.payload(into, known.block_nbytes)
+            self.codecs.decode(sealed, header, payload, known.layout)
+        elif header.payload_nbytes != known.block_nbytes:
+            raise BadFrame(f"{header.payload_nbytes} bytes, the layout has {known.block_nbytes}")
 
     def children(self, parent: BlockKey | None, found: Sequence[Child]) -> Sequence[Child]:
         """`found`, what the store lists after `parent`, with readable tokens."""
@@ -257,6 +270,11 @@ class Framing:
         if nbytes <= (_INLINE_CODED_NBYTES if self.codecs else _INLINE_NBYTES):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _header(block: StoredBlock, known: _Known) -> FrameHeader:
+    tokens = known.layout.tokens_per_block if block.tokens is None else len(block.tokens)
+    return FrameHeader(tokens, known.block_nbytes, known.fingerprint, block.key)
 
 
 def _split(memory: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:

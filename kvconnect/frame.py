@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -48,9 +48,8 @@ CODEC_DATA_NBYTES = _CHECKSUM_AT - _FIELDS.size
 """Bytes of the header that codecs may use."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
-    """What a sound frame says of itself.
+class FrameHeader(NamedTuple):
+    """What a sound frame says of itself. A tuple: every block that is moved makes one.
 
     Attributes:
         valid_tokens: leading tokens of the block that are filled.
@@ -129,6 +128,11 @@ class FrameChecksum:
             self._done = stop
 
     @property
+    def encoded(self) -> bool:
+        """Whether the header, which has passed, says so; the frame may be shorter than `array`."""
+        return bool(self._view[_FLAGS] != _NOT_ENCODED)
+
+    @property
     def left_nbytes(self) -> int:
         """What `digest` has to hash yet, at most."""
         return (self._end or len(self._view)) - self._done
@@ -182,13 +186,13 @@ def check(
 ) -> FrameHeader:
     """The header of a sound frame of `key`, in one of the layouts `fingerprints` (``None``: any).
 
-    Reads the payload, or what is left of it where the checksum was `taken` on the way; changes
-    nothing; thread-safe.
+    Reads the payload, or what is left of it where the checksum of the same buffer was `taken` on
+    the way; changes nothing; thread-safe.
 
     Raises:
         BadFrame: damaged, cut short, of another key, layout or format version.
     """
-    view = frame.numpy().data
+    view = (frame.numpy() if taken is None else taken.array[: frame.numel()]).data
     header = _read_fitting(view)
     if view[_CHECKSUM_AT:HEADER_NBYTES] != (taken or FrameChecksum(frame)).digest():
         raise BadFrame("checksum mismatch")

@@ -376,7 +376,7 @@ async def test_an_encrypted_block_under_another_key_is_rejected_whatever_its_hea
     await store.save([block(first, 1), block(second, 2)])
     moved = inner.values[first]
     header = header_of(moved)
-    for forged in (header, replace(header, key=second)):
+    for forged in (header, header._replace(key=second)):
         inner.values[second] = resealed(moved, forged)
         assert await store.load([second], [buffer()]) == 0
         assert second not in inner.values
@@ -386,10 +386,10 @@ async def test_an_encrypted_block_under_another_key_is_rejected_whatever_its_hea
 @pytest.mark.parametrize(
     "change",
     [
-        lambda header: replace(header, valid_tokens=header.valid_tokens - 1),
-        lambda header: replace(header, flags=header.flags ^ CodecFlag.ZSTD),
-        lambda header: replace(header, flags=header.flags ^ (CodecFlag.ZSTD | CodecFlag.LZ4)),
-        lambda header: replace(header, payload_nbytes=header.payload_nbytes - 1),
+        lambda header: header._replace(valid_tokens=header.valid_tokens - 1),
+        lambda header: header._replace(flags=header.flags ^ CodecFlag.ZSTD),
+        lambda header: header._replace(flags=header.flags ^ (CodecFlag.ZSTD | CodecFlag.LZ4)),
+        lambda header: header._replace(payload_nbytes=header.payload_nbytes - 1),
     ],
     ids=["tokens", "not compressed", "another codec", "shorter"],
 )
