@@ -44,8 +44,9 @@ async def load_pieces(
         Exception: what `fill` or `check` raises; neither of them is running any more.
     """
     parts = list(pieces(into))
-    sound = 0
-    filled = await fill(parts[0]) if parts else 0
+    if not parts:
+        return 0
+    sound, filled = 0, await fill(parts[0])
     for part, ahead in zip(parts, [*parts[1:], None], strict=True):
         size = part.stop - part.start
         got = slice(part.start, part.start + filled)
