@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -30,11 +30,9 @@ class BackendConformance(Subject):
 
     Attributes:
         tmp_path: a directory of each test's own, removed after it.
-        skip: ids or groups of checks that are left out, each with its reason.
     """
 
     tmp_path: Path
-    skip: ClassVar[dict[str, str]] = {}
 
     @pytest.fixture(autouse=True)
     def _kvconnect_place(self, tmp_path: Path) -> Iterator[None]:
@@ -47,9 +45,6 @@ class BackendConformance(Subject):
 def _method(one: Check) -> Callable[[Any], None]:
     def test(self: BackendConformance) -> None:
         __tracebackhide__ = True
-        reason = self.skip.get(one.id) or self.skip.get(one.group)
-        if reason is not None:
-            pytest.skip(reason)
         outcome = run_check(one, self)
         if outcome.result == "skipped":
             pytest.skip(outcome.reason)

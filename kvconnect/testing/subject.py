@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,7 @@ class Subject(ABC):
         address: of the store's server; enables the checks of a failing network.
         keeps_copies: of a `shared` store: what another process deleted may be found for a while.
         kill_points: names that the backend passes to what `arm` sets.
+        skip: ids or groups of checks that are left out, each with its reason.
         tidy: `clean` after each check, since the medium outlives the run.
     """
 
@@ -89,6 +90,7 @@ class Subject(ABC):
     address: Address | None = None
     keeps_copies: bool = False
     kill_points: ClassVar[Sequence[str]] = ()
+    skip: ClassVar[Mapping[str, str]] = {}
     tidy: ClassVar[bool] = False
     _makers: tuple[BlockMaker, ...] = ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
@@ -16,11 +16,20 @@ from kvconnect.backends.disk_schema import INDEX_NAME, Durability
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.memory import MemoryBackend
 from kvconnect.backends.registry import open_backend
+from kvconnect.backends.tiered import TieredBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.keys import BlockKey
+from kvconnect.testing.framed_values import FramedValues
 from kvconnect.testing.subject import Recipe, Subject, Unsupported, Usage
 
-__all__ = ["DiskSubject", "FunctionSubject", "MemorySubject", "UrlSubject", "subject_of"]
+__all__ = [
+    "DiskSubject",
+    "FunctionSubject",
+    "MemorySubject",
+    "TieredSubject",
+    "UrlSubject",
+    "subject_of",
+]
 
 
 class FunctionSubject(Subject):
@@ -81,6 +90,19 @@ class UrlSubject(Subject):
     def make_guarded(self, deadline_s: float) -> GuardedBackend:
         """With everything around it that the URL asks for."""
         return open_backend(self.url, deadline_s=deadline_s)
+
+
+class TieredSubject(UrlSubject):
+    """``tiered:``, whose tiers take nothing but frames."""
+
+    keeps_copies = True  # in the memory of each process, for one
+    skip: ClassVar[Mapping[str, str]] = {
+        "resources.no_descriptors": "a tier that fails counts as empty: what it has may be dropped",
+    }
+
+    def make_backend(self) -> Backend:
+        """With a frame around each value."""
+        return FramedValues(super().make_backend())
 
 
 class MemorySubject(Subject):
@@ -226,4 +248,6 @@ def subject_of(url: str) -> Subject:
         return subject
     if parsed.scheme == "memory":
         return MemorySubject()
+    if isinstance(made.inner, TieredBackend):
+        return TieredSubject(url)
     return UrlSubject(url)

@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -18,7 +19,7 @@ from kvconnect.testing import BackendConformance, Subject, Violation, check_back
 from kvconnect.testing.check import Check, all_checks
 from kvconnect.testing.runner import run_check, select
 from kvconnect.testing.soak import soak
-from kvconnect.testing.subjects import DiskSubject, MemorySubject
+from kvconnect.testing.subjects import DiskSubject, MemorySubject, TieredSubject, subject_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +55,21 @@ def test_report_of_a_wrong_one_names_check_and_reason():
 def test_what_cannot_be_asked_is_skipped_and_says_what_is_missing():
     (outcome,) = check_backend(make_memory, only=["resources.capacity"]).outcomes
     assert (outcome.result, outcome.reason[:12]) == ("skipped", "make_small()")
+
+
+def test_what_is_left_out_is_skipped_with_its_reason():
+    class Mine(MemorySubject):
+        skip: ClassVar = {"contract": "is known to be wrong"}
+
+    (outcome,) = check_backend(Mine(), only=["contract.round_trip"]).outcomes
+    assert (outcome.result, outcome.reason) == ("skipped", "is known to be wrong")
+
+
+def test_tiered_url_is_checked_with_frames_which_is_what_tiers_take(tmp_path):
+    subject = subject_of(f"tiered:?tiers=memory:,disk:{tmp_path}/store%3Fcapacity=1GiB")
+    assert isinstance(subject, TieredSubject)
+    only = ["contract.round_trip", "contract.two_processes", "capabilities"]
+    check_backend(subject, only=only).raise_on_failure()
 
 
 def test_unknown_check_names_the_nearest():
