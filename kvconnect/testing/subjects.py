@@ -250,4 +250,14 @@ def subject_of(url: str) -> Subject:
         return MemorySubject()
     if isinstance(made.inner, TieredBackend):
         return TieredSubject(url)
+    if parsed.scheme == "s3":
+        return UrlSubject(_forgetful(url))
     return UrlSubject(url)
+
+
+def _forgetful(url: str) -> str:
+    """`url` with nothing remembered: several clients would miss what others have just stored."""
+    for name in ("lookup_ttl", "miss_ttl"):
+        if f"{name}=" not in url:
+            url += f"{'&' if '?' in url else '?'}{name}=0"
+    return url

@@ -72,6 +72,17 @@ def test_tiered_url_is_checked_with_frames_which_is_what_tiers_take(tmp_path):
     check_backend(subject, only=only).raise_on_failure()
 
 
+@pytest.mark.parametrize(
+    ("url", "checked"),
+    [
+        ("s3://bucket/kv", "s3://bucket/kv?lookup_ttl=0&miss_ttl=0"),
+        ("s3://bucket/kv?miss_ttl=1s", "s3://bucket/kv?miss_ttl=1s&lookup_ttl=0"),
+    ],
+)
+def test_clients_of_a_bucket_remember_nothing_while_they_are_compared(url, checked):
+    assert subject_of(url).url == checked
+
+
 def test_unknown_check_names_the_nearest():
     with pytest.raises(ConfigurationError, match="'contrakt' is unknown; did you mean 'contract'"):
         select(["contrakt"])
