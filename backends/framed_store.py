@@ -55,7 +55,7 @@ class FramedStore:
             filled = await load_counted(
                 self._inner, keys[part], rooms[part], taken[part], self._name
             )
-            if filled < part.stop - part.start:
+            if filled < len(keys[part]):
                 await self._drop_misfit(keys[part][filled])
             return filled
 

@@ -1,11 +1,12 @@
 """A plain HTTP server that keeps objects in memory: what an S3 store can be measured against.
 
 It knows as much of the protocol as the store uses, checks no signature, and sends objects straight
-from memory, so that it costs little beside the client: 0.11 to 0.15 s of a processor per GB, one
-copy. ``sendfile`` from memory files or from the page cache costs both sides more over loopback
-(0.25 to 0.3 s/GB here, half the speed): it hands over pages of 4 KiB one by one, where a copy goes
-into pieces of 32 KiB. ``python -m kvconnect.bench.store_s3_server`` prints its port and serves
-until its standard input ends.
+from memory, so that it costs little beside the client: one copy. ``sendfile`` from memory files or
+from the page cache costs both sides more over loopback: it hands over pages of 4 KiB one by one,
+where a copy goes into pieces of 32 KiB.
+
+``python -m kvconnect.bench.store_s3_server`` prints its port and serves until its standard input
+ends.
 """
 
 from __future__ import annotations

@@ -515,6 +515,16 @@ async def test_a_store_of_ours_that_somebody_changed_sees_every_call(kit, where)
     assert seen == ["save", "load"]
 
 
+async def test_buffers_beyond_the_keys_stay_as_they_are(kit):
+    async with kit.opened(GuardedBackend(MemoryBackend())) as store:
+        key = kit.key("one")
+        await store.save([kit.block(key)])
+        into, more = kit.buffers(2)
+        assert await store.load([key], [into, more]) == 1
+        assert kit.holds(into, key)
+        assert kit.untouched(more)
+
+
 async def test_the_event_loop_stays_free_while_large_frames_are_hashed(kit, monkeypatch):
     hashed_on = set()
     real = frame.check
