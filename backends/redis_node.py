@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from redis.retry import Retry
 from kvconnect.backends.redis_client import connection_options
 from kvconnect.backends.redis_settings import Address, RedisSettings
 from kvconnect.backends.redis_wire import Wire
+from kvconnect.backends.running_threads import running_threads
 from kvconnect.errors import BackendUnavailable
 
 __all__ = ["RedisNode"]
@@ -102,8 +103,8 @@ class RedisNode:
         self.address = address
         self._settings = settings
         name = f"kvconnect-redis-{address.port}"
-        self._moving = ThreadPoolExecutor(settings.connections, thread_name_prefix=name)
-        self._asking = ThreadPoolExecutor(_ASKING_THREADS, thread_name_prefix=name)
+        self._moving = running_threads(settings.connections, name)
+        self._asking = running_threads(_ASKING_THREADS, name)
         self._jobs: dict[Future[None], _Job] = {}
         self._idle: list[_Link] = []  # appended to and popped from on any thread
         self._closed = False

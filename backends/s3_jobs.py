@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from kvconnect.backends.running_threads import running_threads
 from kvconnect.errors import BackendUnavailable
 
 __all__ = ["Jobs", "settled"]
@@ -24,7 +25,7 @@ class Jobs:
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._pool = running_threads(threads, name)
         self._running: set[_Ended[Any]] = set()
         self._closed = False
 

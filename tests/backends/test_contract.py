@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -63,3 +65,22 @@ async def test_blocks_of_any_size_are_stored_sealed_and_loaded_checked(make_bare
             assert torch.equal(payload, kit.content(key, layout.block_nbytes))
             assert kit.margins_whole(data)
     await store.close()
+
+
+async def test_threads_that_run_out_after_the_first_call_harm_nothing(make_bare, kit, monkeypatch):
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name.startswith("kvconnect"):  # not those of the servers
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with kit.opened(make_bare()) as store:
+        keys = kit.keys("no threads", count=3)
+        assert await store.lookup(keys) == 0
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        assert await store.save(kit.chain(keys)) == 3
+        into = kit.buffers(3)
+        assert await store.load(keys, into) == 3
+        assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
+        monkeypatch.undo()
