@@ -112,7 +112,10 @@ def test_a_peer_is_measured_beside_kvconnect_with_its_version(kvconnect, tmp_pat
     assert "vLLM is left out" not in err
 
 
-def test_a_peer_that_fails_ends_the_benchmark_with_its_own_words(kvconnect, tmp_path: Path):
+def test_a_peer_that_fails_ends_the_benchmark_with_its_own_words(
+    kvconnect, tmp_path: Path, monkeypatch
+):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     broken = VLLM | {
         "vllm/v1/core/kv_cache_manager.py": VLLM["vllm/v1/core/kv_cache_manager.py"].replace(
             "return 'slots'", "raise RuntimeError('out of luck')"

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from kvconnect.bench.blocks.traffic import BLOCK, Cache, cached, fresh, mixed
@@ -40,6 +41,9 @@ def take_stdout() -> TextIO:
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    if isinstance(sys.stdout, TextIOWrapper):
+        # Or what was printed long ago would come after the complaint that it ends with.
+        sys.stdout.reconfigure(line_buffering=True)
     return answers
 
 
