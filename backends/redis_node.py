@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import select
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,13 +23,23 @@ from kvconnect.backends.redis_wire import Wire
 from kvconnect.backends.running_threads import running_threads
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["RedisNode"]
+__all__ = ["Lane", "RedisNode"]
 
 T = TypeVar("T")
 
-# Small commands have threads of their own: a lookup does not wait behind megabytes.
 _ASKING_THREADS = 2
 _JOIN_S = 1.0
+
+
+class Lane(enum.Enum):
+    """What work is about. Each lane has threads of its own.
+
+    So a lookup does not wait behind megabytes, nor a load, which a prompt waits for, behind saves.
+    """
+
+    ASK = enum.auto()
+    FETCH = enum.auto()
+    STORE = enum.auto()
 
 
 class _Job:
@@ -93,7 +104,7 @@ class _Link:
 
 
 class RedisNode:
-    """A server and ``settings.connections`` threads that move values to and from it.
+    """A server, and ``settings.connections`` threads each that move values to and from it.
 
     A connection is used by one job at a time, and goes back only if the job ended well, with
     nothing unread. All methods run on the event loop; `work` runs on a thread.
@@ -103,8 +114,14 @@ class RedisNode:
         self.address = address
         self._settings = settings
         name = f"kvconnect-redis-{address.port}"
-        self._moving = running_threads(settings.connections, name)
-        self._asking = running_threads(_ASKING_THREADS, name)
+        self._lanes: dict[Lane, ThreadPoolExecutor] = {}
+        try:
+            for lane in Lane:
+                threads = _ASKING_THREADS if lane is Lane.ASK else settings.connections
+                self._lanes[lane] = running_threads(threads, name)
+        except BackendUnavailable:
+            self._end_threads()
+            raise
         self._jobs: dict[Future[None], _Job] = {}
         self._idle: list[_Link] = []  # appended to and popped from on any thread
         self._closed = False
@@ -114,7 +131,7 @@ class RedisNode:
         """Whether nothing runs on its connections."""
         return not self._jobs
 
-    async def run(self, work: Callable[[Wire], T], *, moves_values: bool) -> T:
+    async def run(self, work: Callable[[Wire], T], *, lane: Lane) -> T:
         """The result of `work` on a connection.
 
         Ends only when nothing can touch what `work` uses, also when it is cancelled: then the
@@ -127,7 +144,7 @@ class RedisNode:
         if self._closed:
             raise BackendUnavailable("is closed")
         job = _Job()
-        future = (self._moving if moves_values else self._asking).submit(self._run, job, work)
+        future = self._lanes[lane].submit(self._run, job, work)
         self._jobs[future] = job
         try:
             result: T = await job.outcome
@@ -146,8 +163,7 @@ class RedisNode:
         """
         self._closed = True
         running = dict(self._jobs)
-        for pool in (self._moving, self._asking):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._end_threads()
         for future, job in running.items():
             if future.cancelled():
                 job.tell(None, BackendUnavailable("is closed"))
@@ -204,6 +220,10 @@ class RedisNode:
                 return link
             _end(link.connection)
         return None
+
+    def _end_threads(self) -> None:
+        for pool in self._lanes.values():
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _end_idle(self) -> None:
         while (link := self._popped()) is not None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from kvconnect.backends.redis_client import explained
 from kvconnect.backends.redis_fetch import fetch
-from kvconnect.backends.redis_node import RedisNode
+from kvconnect.backends.redis_node import Lane, RedisNode
 from kvconnect.backends.redis_put import put
 from kvconnect.backends.redis_settings import Address, Mode, RedisSettings
 from kvconnect.backends.redis_topology import topology_of
@@ -93,21 +93,23 @@ class RedisRouter:
 
     async def ask(self, asks: Sequence[Ask]) -> list[Reply]:
         """The answers to small commands, in order; errors among them are answers."""
-        return await self._run(ask, asks)
+        return await self._run(ask, asks, Lane.ASK)
 
     async def look(self, asks: Sequence[Ask]) -> list[Reply]:
         """As `ask`, and no use of the keys, with servers that can tell the difference."""
-        return await self._run(look, asks)
+        return await self._run(look, asks, Lane.ASK)
 
     async def fetch(self, wants: Sequence[Want]) -> list[Head | Outcome]:
         """Fetch values; of each server's, those behind the first that is not there are left."""
-        return await self._run(fetch, wants)
+        return await self._run(fetch, wants, Lane.FETCH)
 
     async def put(self, puts: Sequence[Put]) -> list[Refused | Outcome]:
         """Store values; of each server's, those behind the first that is refused are left."""
-        return await self._run(put, puts)
+        return await self._run(put, puts, Lane.STORE)
 
-    async def _run(self, work: Callable[..., list[Any]], items: Sequence[Item]) -> list[Any]:
+    async def _run(
+        self, work: Callable[..., list[Any]], items: Sequence[Item], lane: Lane
+    ) -> list[Any]:
         """The answers to `items`, in order.
 
         Ends only when nothing can touch what `items` refer to, also if it fails or is cancelled.
@@ -126,7 +128,7 @@ class RedisRouter:
                 for target, group in groups.items()
                 for numbers in self._stripes(items, group)
             ]
-            results = await _all([self._do(work, items, job) for job in jobs])
+            results = await _all([self._do(work, items, job, lane) for job in jobs])
             groups = {}
             for job, found in zip(jobs, results, strict=True):
                 for number, answer in zip(job.numbers, found, strict=True):
@@ -148,14 +150,14 @@ class RedisRouter:
         return {_Target(address): numbers for address, numbers in groups.items()}
 
     async def _do(
-        self, work: Callable[..., list[Any]], items: Sequence[Item], job: _Job
+        self, work: Callable[..., list[Any]], items: Sequence[Item], job: _Job, lane: Lane
     ) -> list[Any]:
         some = [items[number] for number in job.numbers]
         asking = job.target.asking
         return await self.on(
             job.target.address,
             lambda wire, server: work(wire, some, server, asking=asking),
-            moves_values=not isinstance(some[0], Ask),
+            lane=lane,
         )
 
     def _follow(self, redirect: Redirect) -> _Target:
@@ -164,7 +166,7 @@ class RedisRouter:
         return _Target(redirect.address, redirect.asking)
 
     async def on(
-        self, address: Address, work: Callable[[Wire, Address], R], *, moves_values: bool = False
+        self, address: Address, work: Callable[[Wire, Address], R], *, lane: Lane = Lane.ASK
     ) -> R:
         """The result of `work` on a connection to one server."""
         if self._closed:
@@ -174,7 +176,7 @@ class RedisRouter:
             node = self._nodes[address] = RedisNode(address, self._settings)
         try:
             with explained(self._settings, address):
-                return await node.run(lambda wire: work(wire, address), moves_values=moves_values)
+                return await node.run(lambda wire: work(wire, address), lane=lane)
         except BackendUnavailable:
             self._topology.suspect()
             raise

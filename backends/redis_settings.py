@@ -14,7 +14,8 @@ from kvconnect.errors import ConfigurationError
 __all__ = ["SCHEMES", "Address", "Mode", "RedisSettings", "Tls"]
 
 DEFAULT_PREFIX = "kvconnect:"
-DEFAULT_CONNECTIONS = 4
+# A server does its work on one thread: two keep it busy, more make its caches colder.
+DEFAULT_CONNECTIONS = 2
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 64
 _COMMON = ("connections", "prefix", "timeout", "tls_ca", "tls_cert", "tls_key", "tls_verify", "ttl")
@@ -74,7 +75,7 @@ class RedisSettings:
         service: the name the sentinels know the server by.
         prefix: before every key.
         ttl: seconds after which a block is gone; ``None``: never.
-        connections: bulk connections to each server.
+        connections: for values, to each server; so many to fetch and so many to store.
         timeout: seconds; a connection on which next to nothing passes for so long is given up.
         tls: ``None``: not encrypted.
     """

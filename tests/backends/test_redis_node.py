@@ -9,8 +9,9 @@ import pytest
 from redis_server import until
 
 from kvconnect.backends import open_backend, redis_node
-from kvconnect.backends.redis_node import RedisNode
+from kvconnect.backends.redis_node import Lane, RedisNode
 from kvconnect.backends.redis_settings import Address, RedisSettings
+from kvconnect.errors import BackendUnavailable
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def no_client_is_left(server):
     until(lambda: len(server.admin.client_list()) == 1, "the end of all but admin's connection")
 
 
-async def held(node, event):
+async def held(node, event, lane=Lane.FETCH):
     """A job of `node` whose thread does not notice that its connection is ended; it has begun."""
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
@@ -36,7 +37,7 @@ async def held(node, event):
         loop.call_soon_threadsafe(begun.set)
         event.wait(10)
 
-    running = asyncio.ensure_future(node.run(work, moves_values=True))
+    running = asyncio.ensure_future(node.run(work, lane=lane))
     await begun.wait()
     return running
 
@@ -44,7 +45,7 @@ async def held(node, event):
 async def test_close_that_is_given_up_has_closed_what_is_idle(own_redis, node_of):
     node, go_on = node_of(own_redis), threading.Event()
     running = await held(node, go_on)
-    await node.run(lambda wire: None, moves_values=True)  # its connection is idle now
+    await node.run(lambda wire: None, lane=Lane.FETCH)  # its connection is idle now
     closing = asyncio.ensure_future(node.close())
     await asyncio.sleep(0)
     assert not closing.done()  # it waits for the thread
@@ -69,12 +70,41 @@ async def test_work_that_ends_well_as_the_node_is_closed_leaves_no_connection(
             super().append(link)
 
     node._idle = Slow()
-    running = asyncio.ensure_future(node.run(lambda wire: None, moves_values=True))
+    running = asyncio.ensure_future(node.run(lambda wire: None, lane=Lane.FETCH))
     await asyncio.to_thread(ending.wait, 10)
     await node.close()
     go_on.set()
     await asyncio.wait({running})
     no_client_is_left(own_redis)
+
+
+@pytest.mark.parametrize("lane", Lane)
+async def test_work_of_one_kind_does_not_wait_behind_that_of_others(own_redis, node_of, lane):
+    node, go_on = node_of(own_redis), threading.Event()
+    others = [other for other in Lane if other is not lane]
+    running = [await held(node, go_on, other) for other in others for _ in range(2)]
+    async with asyncio.timeout(10):
+        await node.run(lambda wire: None, lane=lane)
+    go_on.set()
+    await asyncio.gather(*running)
+    await node.close()
+
+
+def test_node_that_gets_too_few_threads_keeps_none(own_redis, node_of, monkeypatch):
+    made, running_threads = [], redis_node.running_threads
+
+    def scarce(count, name):
+        if len(made) == 2:
+            raise BackendUnavailable("no more threads")
+        made.append(running_threads(count, name))
+        return made[-1]
+
+    monkeypatch.setattr(redis_node, "running_threads", scarce)
+    with pytest.raises(BackendUnavailable, match="no more threads"):
+        node_of(own_redis)
+    for pool in made:
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            pool.submit(print)
 
 
 async def test_close_of_a_store_that_is_given_up_at_once_leaves_no_connection(own_redis):
