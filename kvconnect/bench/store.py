@@ -121,9 +121,9 @@ async def _round(
         keys = payloads.keys[part]
         _expect(await store.load(keys, payloads.into[part]), part, "loaded")
 
-    found["put"].rates.append(payloads.total / await _all(map(put, batches), plan.in_flight))
+    found["put"].rates.append(payloads.total / await _all(map(put, batches), plan.puts_in_flight))
     payloads.spoil()
-    found["get"].rates.append(payloads.total / await _all(map(get, batches), plan.in_flight))
+    found["get"].rates.append(payloads.total / await _all(map(get, batches), plan.gets_in_flight))
     payloads.check()
     asked = (payloads.keys * plan.lookup_keys)[: plan.lookup_keys]
     lookups = [await _timed(store.lookup(asked)) for _ in range(4 * plan.latencies)]

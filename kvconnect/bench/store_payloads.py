@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvconnect.backend import StoredBlock
+from kvconnect.connector.store import CALL_NBYTES, LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
 from kvconnect.errors import BadFrame
 from kvconnect.frame import HEADER_NBYTES, FrameHeader, seal
 from kvconnect.keys import BlockKey
@@ -29,8 +30,9 @@ class StorePlan:
         total_nbytes: of all values together: more than the processor's caches hold, so that every
             value comes from memory or from the device.
         rounds: medians of so many.
-        in_flight: calls at once.
-        batch_nbytes: of the values of one call, as the connector makes them.
+        puts_in_flight: calls at once, to store; the default is what the connector does.
+        gets_in_flight: the same, to load.
+        batch_nbytes: of the values of one call; the same.
         lookup_keys: of one lookup.
         latencies: calls with one value each, in every round, of which the percentiles are taken.
     """
@@ -38,8 +40,9 @@ class StorePlan:
     sizes: tuple[int, ...] = (2 << 20, 32 << 20)
     total_nbytes: int = 512 << 20
     rounds: int = 5
-    in_flight: int = 2
-    batch_nbytes: int = 8 << 20
+    puts_in_flight: int = SAVES_IN_FLIGHT
+    gets_in_flight: int = LOADS_IN_FLIGHT
+    batch_nbytes: int = CALL_NBYTES
     lookup_keys: int = 64
     latencies: int = 16
 

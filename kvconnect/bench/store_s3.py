@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from kvconnect.backends.s3_settings import S3Settings
 from kvconnect.backends.url import StoreUrl, parse_size
@@ -59,13 +60,16 @@ def bench_boto3(url: str, plan: StorePlan, tell: Callable[[str], None]) -> list[
 
 def _figures(boto3: Boto3, plan: StorePlan, floor: Floor | None) -> list[StoreFigure]:
     """Of put and get; leaves nothing behind."""
-    ways = {"put": boto3.put_all, "get": boto3.get_all}
+    ways = {
+        "put": partial(boto3.put_all, plan.puts_in_flight),
+        "get": partial(boto3.get_all, plan.gets_in_flight),
+    }
     seconds: dict[str, list[float]] = {what: [] for what in ways}
     floors: dict[str, list[Sequence[float]]] = {what: [] for what in ways}
     try:
         for number in range(plan.rounds + 1):
             for what, way in ways.items():
-                spent = way(plan.in_flight)
+                spent = way()
                 least = [] if floor is None else [getattr(floor, what)()]
                 if number:  # the first one connects
                     seconds[what].append(spent)

@@ -73,9 +73,9 @@ async def _measure(
             await store.inner.save(payloads.blocks[part])
         floor.put()
         for boto3 in theirs:
-            boto3.put_all(plan.in_flight)
+            boto3.put_all(plan.puts_in_flight)
         lines = []
-        for at_once in dict.fromkeys((plan.in_flight, 1)):
+        for at_once in dict.fromkeys((plan.gets_in_flight, 1)):
             ways: dict[str, Callable[[], Awaitable[object]]] = {
                 "plain HTTP": _blocking(partial(floor.get_on, at_once)),
                 "bare": partial(_load, store.inner, plan, payloads, at_once),

@@ -67,7 +67,10 @@ in the interpreter given.""",
     )
     store.add_argument("--rounds", type=int, default=5, metavar="N", help="medians of so many")
     store.add_argument(
-        "--in-flight", type=int, default=2, metavar="N", help="calls at once (default: 2)"
+        "--in-flight",
+        type=int,
+        metavar="N",
+        help="calls at once (default: 2 to store and 4 to load, as the connector)",
     )
     store.add_argument(
         "--peer-python",
@@ -228,11 +231,12 @@ def run_store(arguments: argparse.Namespace) -> None:
     from kvconnect.bench.store_payloads import StorePlan
     from kvconnect.bench.store_peer import bench_peer
     from kvconnect.bench.store_report import render
+    from kvconnect.connector.store import LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
 
-    for name in ("rounds", "in_flight"):
-        if getattr(arguments, name) < 1:
-            option = name.replace("_", "-")
-            raise ConfigurationError(f"--{option} {getattr(arguments, name)}: must be at least 1")
+    at_once = arguments.in_flight
+    for option, number in (("--rounds", arguments.rounds), ("--in-flight", at_once)):
+        if number is not None and number < 1:
+            raise ConfigurationError(f"{option} {number}: must be at least 1")
     sizes = tuple(parse_size(size, field="--sizes") for size in arguments.sizes.split(","))
     for size in sizes:
         if size % 4096:
@@ -241,7 +245,8 @@ def run_store(arguments: argparse.Namespace) -> None:
         sizes=sizes,
         total_nbytes=parse_size(arguments.total, field="--total"),
         rounds=arguments.rounds,
-        in_flight=arguments.in_flight,
+        puts_in_flight=SAVES_IN_FLIGHT if at_once is None else at_once,
+        gets_in_flight=LOADS_IN_FLIGHT if at_once is None else at_once,
     )
     figures = bench_store(arguments.url, plan, _tell)
     figures += bench_peer(arguments.url, plan, arguments.peer_python, _tell)

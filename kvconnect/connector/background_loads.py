@@ -11,17 +11,13 @@ from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload_data import LoadBlocks
 from kvconnect.connector.pool_copier import PoolCopiers, copy_batches
 from kvconnect.connector.staging import Slot, StagingPool
-from kvconnect.connector.store import OffloadStore
+from kvconnect.connector.store import CALL_NBYTES, LOADS_IN_FLIGHT, OffloadStore
 from kvconnect.errors import BackendTimeout, KvConnectError, RetryLater
 from kvconnect.keys import Shard, store_key
 from kvconnect.trace import count
 
 __all__ = ["BackgroundLoad", "BackgroundLoads"]
 
-# A piece is large enough that its fixed costs do not show, and a few of them keep a store busy
-# while their slots stay in the processor's caches.
-_PIECE_NBYTES = 8 << 20
-_PIECES_IN_FLIGHT = 4
 # Between two looks at whether the store is still used at all.
 _LOOK_S = 0.25
 # A load of which nothing arrived for so long makes one ask the store something short, again and
@@ -103,7 +99,7 @@ class BackgroundLoads:
         self._shard = shard
         self._timeout_s = timeout_s
         self._tokens_per_block = copiers.tokens_per_block
-        self._piece = max(1, min(256, _PIECE_NBYTES // staging.slot_nbytes))
+        self._piece = max(1, min(256, CALL_NBYTES // staging.slot_nbytes))
         self._running: dict[int, BackgroundLoad] = {}
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
@@ -182,7 +178,7 @@ class BackgroundLoads:
         await asyncio.sleep(_STALL_S)
 
     def _start_reads(self, load: BackgroundLoad) -> None:
-        while load.next < load.stop and load.reading < _PIECES_IN_FLIGHT:
+        while load.next < load.stop and load.reading < LOADS_IN_FLIGHT:
             slots = self._staging.take(Direction.LOAD, min(self._piece, load.stop - load.next))
             if not slots:
                 return

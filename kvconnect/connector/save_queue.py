@@ -17,16 +17,13 @@ from kvconnect.connector.data import Direction
 from kvconnect.connector.offload_data import BlockSave, SaveOrder
 from kvconnect.connector.pool_copier import PoolCopiers, clear_beyond
 from kvconnect.connector.staging import Slot, StagingPool
-from kvconnect.connector.store import OffloadStore
+from kvconnect.connector.store import CALL_NBYTES, SAVES_IN_FLIGHT, OffloadStore
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.kernels.transfer import Transfer
 from kvconnect.keys import Shard, model_tag, store_key
 from kvconnect.trace import count, warn_once
 
 __all__ = ["SaveQueue"]
-
-_BATCH_NBYTES = 8 << 20
-_BATCHES_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +52,7 @@ class SaveQueue:
         self._copiers = copiers
         self._shard = shard
         self._model = model_tag(store.llm_args.model_digest, store.llm_args.layouts)
-        self._batch = max(1, min(256, _BATCH_NBYTES // staging.slot_nbytes))
+        self._batch = max(1, min(256, CALL_NBYTES // staging.slot_nbytes))
         self._staged: deque[_Staged] = deque()
         self._writing = 0
         self._writes: set[asyncio.Task[None]] = set()
@@ -147,7 +144,7 @@ class SaveQueue:
     # ------------------------------------------------------------------ on the store's loop
 
     def _pump(self) -> None:
-        while self._staged and self._writing < _BATCHES_IN_FLIGHT:
+        while self._staged and self._writing < SAVES_IN_FLIGHT:
             size = min(self._batch, len(self._staged))
             batch = [self._staged.popleft() for _ in range(size)]
             self._writing += 1

@@ -16,9 +16,18 @@ from kvconnect.connector.offload_data import SaveOrder
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.trace import warn_once
 
-__all__ = ["OffloadStore"]
+__all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "OffloadStore"]
 
 T = TypeVar("T")
+
+CALL_NBYTES = 8 << 20
+"""Blocks of one call to the store: large enough that its fixed costs do not show."""
+
+LOADS_IN_FLIGHT = 4
+"""Calls for one load. They keep a store busy, while their slots stay in the processor's caches."""
+
+SAVES_IN_FLIGHT = 2
+"""Calls of all saves. Nobody waits for them, and loads should not wait behind them."""
 
 
 class OffloadStore:
