@@ -15,8 +15,15 @@ from kvconnect import frame
 from kvconnect.backend import Child, StoredBlock
 from kvconnect.backends.calls import together
 from kvconnect.backends.codecs import Codecs
+from kvconnect.backends.running_threads import running_threads
 from kvconnect.backends.scratch import Lane, Scratch
-from kvconnect.errors import BadFrame, ConfigurationError, OtherCodec, Recompute
+from kvconnect.errors import (
+    BackendUnavailable,
+    BadFrame,
+    ConfigurationError,
+    OtherCodec,
+    Recompute,
+)
 from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
@@ -66,7 +73,8 @@ class Framing:
         self._by_fingerprint: dict[bytes, _Known] = {}
         self._cut: dict[int, int] = {}
         self._scratch = Scratch()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvconnect-frames")
+        self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
 
     def set_layouts(self, layouts: Sequence[KvCacheLayout], *, variable_length: bool) -> None:
         """From now on frames of `layouts` are opened and sealed; without any, all can be opened.
@@ -90,7 +98,9 @@ class Framing:
 
     def close(self) -> None:
         """End the threads once they have nothing to do."""
-        self._threads.shutdown(wait=False)
+        self._closed = True
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
         self._scratch.clear()
 
     # ------------------------------------------------------------------ to the store
@@ -269,6 +279,10 @@ class Framing:
     async def _on_thread(self, work: Callable[[], T], nbytes: int) -> T:
         if nbytes <= (_INLINE_CODED_NBYTES if self.codecs else _INLINE_NBYTES):
             return work()
+        if self._closed:
+            raise BackendUnavailable(f"{self.name}: is closed")
+        if self._threads is None:  # many stores never need them
+            self._threads = running_threads(_THREADS, "kvconnect-frames")
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 

@@ -10,8 +10,13 @@ import torch
 from kvconnect import frame
 from kvconnect.backend import StoredBlock
 from kvconnect.backends import open_backend
+from kvconnect.backends.codecs import Codecs
+from kvconnect.backends.framing import Framing
+from kvconnect.errors import BackendUnavailable
 from kvconnect.frame import frame_nbytes
 from kvconnect.layout import KvCacheLayout
+
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -84,3 +89,19 @@ async def test_threads_that_run_out_after_the_first_call_harm_nothing(make_bare,
         assert await store.load(keys, into) == 3
         assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
         monkeypatch.undo()
+
+
+async def test_frames_that_found_no_thread_are_not_touched_later(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    framing, done = Framing("store", Codecs(), verify=True), []
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(BackendUnavailable, match="more threads"):
+        await framing._on_thread(lambda: done.append("late"), MIB)
+    monkeypatch.undo()
+    await framing._on_thread(lambda: done.append("in time"), MIB)
+    assert done == ["in time"]
+    framing.close()
+    with pytest.raises(BackendUnavailable, match="closed"):
+        await framing._on_thread(lambda: done.append("too late"), MIB)
