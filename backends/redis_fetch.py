@@ -35,8 +35,8 @@ def fetch(
 class _Fetch:
     """Values on their way from one server.
 
-    Small ones are asked for ahead. The next large one only when this one is here: the server copies
-    a value for every request that it has read, and meanwhile serves our other connections.
+    Small ones are asked for ahead. A large one when the one before it begins to arrive: the server
+    copies a value for every request that it has read, and does that while we receive.
     """
 
     def __init__(self, wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool) -> None:
@@ -45,7 +45,7 @@ class _Fetch:
         self._server = server
         self._asking = asking
         self._sent = 0
-        self._under_way = 0  # bytes asked for and not here, as far as buffers tell their number
+        self._under_way = 0  # bytes asked for and not begun, as far as buffers tell their number
         self._missed = False
 
     def run(self) -> list[Fetched]:
@@ -57,7 +57,6 @@ class _Fetch:
             if self._asking:
                 self._wire.line()
             result = self._receive(want)
-            self._under_way -= _weight(want)
             # What is elsewhere is fetched from there, and what follows it is wanted, too.
             there = isinstance(result, (Head, Redirect)) or result is Outcome.DONE
             self._missed |= not there
@@ -78,6 +77,7 @@ class _Fetch:
 
     def _receive(self, want: Want) -> Fetched:
         nbytes = self._wire.bulk_nbytes()
+        self._under_way -= _weight(want)
         if nbytes is None:
             return Outcome.ABSENT
         if isinstance(nbytes, hiredis.ReplyError):
@@ -94,6 +94,7 @@ class _Fetch:
             result = self._receive_headed(want, nbytes)
         elif nbytes == len(want.into):
             result = Outcome.DONE
+            self._request()
             self._wire.into(want.into)
         else:
             result = Outcome.BROKEN
@@ -110,6 +111,7 @@ class _Fetch:
         if head.frame_nbytes > len(want.into):
             self._wire.skip(nbytes - len(start))
             return Outcome.UNFIT
+        self._request()
         self._wire.skip(head.metadata_nbytes)
         part = head.part(0)
         self._wire.into(want.into[part])

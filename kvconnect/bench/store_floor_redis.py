@@ -6,6 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 __all__ = ["RawRedis"]
 
@@ -48,6 +49,8 @@ class RawRedis:
             self._sock.settimeout(None)
             if self._sock.getsockname()[0] == self._sock.getpeername()[0]:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SEND_NBYTES)
+                with suppress(AttributeError, OSError):
+                    self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
             if password is not None:
                 _call(self._sock, b"AUTH", username.encode(), password.encode())
             _call(self._sock, b"SELECT", b"%d" % db)

@@ -193,8 +193,10 @@ def test_part_of_another_length_is_broken(wire, cut):
     assert bytes(buffer) == b"12345"
 
 
-@pytest.mark.parametrize(("size", "ahead"), [(3 << 20, 1), (300 << 10, 4), (1000, 9)])
-def test_small_values_are_asked_for_ahead_and_large_ones_one_by_one(wire, size, ahead):
+@pytest.mark.parametrize(("size", "ahead"), [(3 << 20, 2), (300 << 10, 5), (1000, 9)])
+def test_small_values_are_asked_for_ahead_and_large_ones_when_the_one_before_begins(
+    wire, size, ahead
+):
     one = wire(value(bytes(size)) * 9)
     asked = []  # how often, before the bytes of each value arrive
     receive = one.into
@@ -208,6 +210,27 @@ def test_small_values_are_asked_for_ahead_and_large_ones_one_by_one(wire, size, 
     wants = [Want(b"n", memoryview(bytearray(size))) for _ in range(9)]
     assert all(isinstance(result, Head) for result in fetch(one, wants, SERVER))
     assert asked == [min(9, number + ahead) for number in range(9)]
+
+
+def test_behind_a_value_that_is_absent_nothing_more_is_asked_for(wire):
+    size = 2 << 20
+    one = wire(value(bytes(size)) + b"$-1\r\n")
+    wants = [Want(b"n", memoryview(bytearray(size))) for _ in range(4)]
+    results = fetch(one, wants, SERVER)
+    assert results[1:] == [Outcome.ABSENT, Outcome.NOT_TRIED, Outcome.NOT_TRIED]
+    assert one._sock.sent.count(b"GET") == 2
+    one.done()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system has no such choice")
+def test_what_is_sent_to_this_host_is_not_paced():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+    ):
+        Wire(client, 5.0)
+        name = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert name.rstrip(b"\0") == b"reno"
 
 
 @given(
