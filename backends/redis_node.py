@@ -125,6 +125,7 @@ class RedisNode:
         self._jobs: dict[Future[None], _Job] = {}
         self._idle: list[_Link] = []  # appended to and popped from on any thread
         self._closed = False
+        self._fetching = 0
 
     @property
     def idle(self) -> bool:
@@ -146,6 +147,7 @@ class RedisNode:
         job = _Job()
         future = self._lanes[lane].submit(self._run, job, work)
         self._jobs[future] = job
+        self._fetching += lane is Lane.FETCH
         try:
             result: T = await job.outcome
         except asyncio.CancelledError:
@@ -153,6 +155,7 @@ class RedisNode:
             raise
         finally:
             del self._jobs[future]
+            self._fetching -= lane is Lane.FETCH
         return result
 
     def close(self) -> Awaitable[None]:
@@ -207,12 +210,16 @@ class RedisNode:
             if link is None:
                 connection.connect()  # type: ignore[no-untyped-call]
                 job.attach(connection)  # it may have been aborted when there was no socket to end
-                link = _Link(connection, Wire(_socket_of(connection), self._settings.timeout))
+                wire = Wire(_socket_of(connection), self._settings.timeout, self._fetches_alone)
+                link = _Link(connection, wire)
         except BaseException:
             job.detach()
             _end(connection)
             raise
         return link
+
+    def _fetches_alone(self) -> bool:
+        return self._fetching <= 1 or self._settings.connections == 1
 
     def _reused(self) -> _Link | None:
         while (link := self._popped()) is not None:

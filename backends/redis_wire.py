@@ -11,7 +11,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -43,9 +43,16 @@ class Wire:
         sock: connected, nothing unread on it. Plain sockets are made blocking, with `timeout` left
             to the system: so that one call reads a whole value.
         timeout: seconds; if less than `_SLOWEST_NBYTES` pass in so long, it is given up.
+        alone: whether no other connection to the server fetches values now.
+
+    Attributes:
+        alone: as given.
     """
 
-    def __init__(self, sock: socket.socket, timeout: float) -> None:
+    def __init__(
+        self, sock: socket.socket, timeout: float, alone: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.alone = alone
         self._sock = sock
         self._timeout = timeout
         self._plain = not isinstance(sock, ssl.SSLSocket)

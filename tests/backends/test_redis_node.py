@@ -90,6 +90,24 @@ async def test_work_of_one_kind_does_not_wait_behind_that_of_others(own_redis, n
     await node.close()
 
 
+@pytest.mark.parametrize("connections", [1, 2])
+async def test_wire_knows_whether_another_connection_fetches(own_redis, connections):
+    address, go_on = Address("127.0.0.1", own_redis.port), threading.Event()
+    node = RedisNode(address, RedisSettings((address,), connections=connections))
+    running = [await held(node, go_on, Lane.STORE)]
+    assert await node.run(lambda wire: wire.alone(), lane=Lane.FETCH)
+    if connections == 2:
+        running.append(await held(node, go_on, Lane.FETCH))
+        assert not await node.run(lambda wire: wire.alone(), lane=Lane.FETCH)
+        waiting = []
+    else:  # what waits for the one connection does not use the server
+        waiting = [node.run(lambda wire: wire.alone(), lane=Lane.FETCH) for _ in range(3)]
+    assert await asyncio.gather(*waiting) == [True] * len(waiting)
+    go_on.set()
+    await asyncio.gather(*running)
+    await node.close()
+
+
 def test_node_that_gets_too_few_threads_keeps_none(own_redis, node_of, monkeypatch):
     made, running_threads = [], redis_node.running_threads
 

@@ -193,11 +193,22 @@ def test_part_of_another_length_is_broken(wire, cut):
     assert bytes(buffer) == b"12345"
 
 
-@pytest.mark.parametrize(("size", "ahead"), [(3 << 20, 2), (300 << 10, 5), (1000, 9)])
+@pytest.mark.parametrize(
+    ("alone", "size", "ahead"),
+    [
+        (True, 3 << 20, 2),
+        (True, 300 << 10, 5),
+        (True, 1000, 9),
+        (False, 3 << 20, 1),
+        (False, 300 << 10, 4),
+        (False, 1000, 9),
+    ],
+)
 def test_small_values_are_asked_for_ahead_and_large_ones_when_the_one_before_begins(
-    wire, size, ahead
+    wire, alone, size, ahead
 ):
     one = wire(value(bytes(size)) * 9)
+    one.alone = lambda: alone
     asked = []  # how often, before the bytes of each value arrive
     receive = one.into
 
