@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,6 +69,7 @@ CREATE INDEX blocks_by_segment ON blocks(segment, used);
 CREATE INDEX blocks_by_parent ON blocks(parent);
 """
 _BUSY_S = 5.0
+_PAUSE_S = 0.005
 # The write-ahead log is moved into the database at so many pages; see `IndexLog`.
 _LOG_PAGES = 4096
 _LOG_PAGES_MIN = 16
@@ -153,7 +155,7 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
         db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         with index_errors():
-            db.execute("PRAGMA journal_mode=WAL")
+            _start_log(db)
             db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
             db.execute("PRAGMA wal_autocheckpoint=0")
             db.execute(f"PRAGMA journal_size_limit={log}")
@@ -212,6 +214,21 @@ def connect_read_only(directory: Path) -> sqlite3.Connection:
 def has_model_column(db: sqlite3.Connection) -> bool:
     """Whether blocks have a model. Not if only an older version has written to the index."""
     return any(name == "model" for _, name, *_ in db.execute("PRAGMA table_info(blocks)"))
+
+
+def _start_log(db: sqlite3.Connection) -> None:
+    # Only the first opening of a directory changes anything. SQLite does not wait for another one
+    # that does so: both may hold the lock that both would wait for. One of them goes on.
+    give_up = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
 
 
 def _add_model_column(db: sqlite3.Connection) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvconnect.backends import open_backend
+from kvconnect.backends import disk_schema, open_backend
 from kvconnect.backends.disk import DiskBackend
-from kvconnect.errors import ConfigurationError
+from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.layout import KvCacheLayout
 
 _PATH = Path(__file__).with_name("saver.py")
@@ -178,6 +178,24 @@ async def test_processes_of_different_models_share_the_capacity(tmp_path):
         await expect_blocks_right(path, job["nbytes"], [seed], 160) for seed, job in enumerate(jobs)
     ]
     assert sum(found) > 10
+
+
+def test_two_that_make_the_same_index_wait_for_each_other(tmp_path, monkeypatch):
+    (tmp_path / disk_schema.INDEX_NAME).touch()
+    with closing(sqlite3.connect(tmp_path / disk_schema.INDEX_NAME, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # as one has it that is just about to start the log
+        monkeypatch.setattr(disk_schema.time, "sleep", lambda _: other.execute("COMMIT"))
+        disk_schema.connect(tmp_path, "process", 1 << 16).close()
+        assert not other.in_transaction
+
+
+def test_an_index_that_somebody_keeps_making_is_given_up(tmp_path, monkeypatch):
+    (tmp_path / disk_schema.INDEX_NAME).touch()
+    monkeypatch.setattr(disk_schema, "_BUSY_S", 0.1)
+    with closing(sqlite3.connect(tmp_path / disk_schema.INDEX_NAME, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(BackendUnavailable, match="another process holds the index's lock"):
+            disk_schema.connect(tmp_path, "process", 1 << 16)
 
 
 async def test_two_processes_that_save_the_same_blocks_agree(tmp_path):
