@@ -53,6 +53,11 @@ class Tiers(RuleBasedStateMachine):
     def do(self, coroutine):
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 20))
 
+    @staticmethod
+    async def answered(guards):
+        while any(guard._calls.state != BreakerState.CLOSED for guard in guards):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
     def teardown(self):
         for tier in self.tiers:
             tier.recover()
@@ -101,6 +106,7 @@ class Tiers(RuleBasedStateMachine):
             self.do(self.store.delete(keys))
         except BackendUnavailable:
             assert all(tier.down for tier in self.tiers)
+            self.do(self.answered([self.store]))  # after several it is left alone for a moment
         self.certain.difference_update(keys)
         for tier in self.tiers:
             if not tier.down:
@@ -129,14 +135,7 @@ class Tiers(RuleBasedStateMachine):
     def recover(self):
         for tier in self.tiers:
             tier.recover()
-
-        async def answered():
-            closed = BreakerState.CLOSED
-            while any(tier.guard._calls.state != closed for tier in tiers):  # noqa: ASYNC110
-                await asyncio.sleep(0)
-
-        tiers = self.store.inner.tiers
-        self.do(answered())
+        self.do(self.answered([tier.guard for tier in self.store.inner.tiers]))
 
     @rule()
     def let_background_work(self):
