@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from kvconnect.backend import StoredBlock
 from kvconnect.connector.store import CALL_NBYTES, LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
 from kvconnect.errors import BadFrame
 from kvconnect.frame import HEADER_NBYTES, FrameHeader, seal
+from kvconnect.kernels.pinned import host_bytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
@@ -113,6 +113,7 @@ class Payloads:
 
 
 def _pages(nbytes: int, count: int) -> list[Tensor]:
-    whole = torch.frombuffer(mmap.mmap(-1, nbytes * count), dtype=torch.uint8)
-    whole.numpy()[:] = 1
+    # As the connector's staging memory: in huge pages where there are any.
+    whole = torch.from_numpy(host_bytes(nbytes * count))
+    whole.fill_(1)
     return [whole[start : start + nbytes] for start in range(0, whole.numel(), nbytes)]

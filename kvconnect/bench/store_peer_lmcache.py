@@ -86,9 +86,9 @@ class Bench:
         self._shape, self._dtype = torch.Size([2, 1, 256, nbytes // 2 // 256]), torch.uint8
         key = import_module("lmcache.utils").CacheEngineKey
         self._keys = [key("bench", 1, 0, number, torch.uint8) for number in range(count)]
-        generator = np.random.default_rng(nbytes)
-        self._values = [generator.integers(0, 256, nbytes, np.uint8) for _ in range(count)]
-        self._targets = [np.ones(nbytes, np.uint8) for _ in range(count)] if self._hot else []
+        whole = np.random.default_rng(nbytes).integers(0, 256, nbytes * count, np.uint8)
+        self._values = np.split(whole, count)
+        self._targets = np.split(np.ones_like(whole), count) if self._hot else []
         self._objects = [] if self._hot else [self._allocated(value) for value in self._values]
 
     def round(self) -> dict[str, float]:
