@@ -90,6 +90,18 @@ def test_the_dashboard_uses_labels_that_its_metrics_have():
     assert seen > 20
 
 
+def test_the_documented_ratios_divide_series_of_the_same_labels():
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    labels = {one.name: one.labels for one in METRICS}
+    lines = page.partition("```promql\n")[2].partition("```")[0].splitlines()
+    ratios = [line.partition("#")[0].split(" / ") for line in lines if " / " in line]
+    assert len(ratios) == 3
+    for sides in ratios:
+        left = {() if one.startswith("sum(") else labels[names(one).pop()] for one in sides}
+        summed = {one.startswith("sum(") for one in sides}  # `instance` and `job` are gone then
+        assert len(left) == len(summed) == 1, sides
+
+
 def test_counters_and_only_they_end_in_total():
     assert all(one.name.endswith("_total") == (one.kind == "counter") for one in METRICS)
 
