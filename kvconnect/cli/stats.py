@@ -19,6 +19,7 @@ __all__ = ["add_parser", "run"]
 
 _ENTRIES_PER_UPDATE = 1024
 _SHOWN = 20
+_SIZES = ("bytes", "file_bytes", "capacity", "used_memory", "maxmemory")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -103,10 +104,8 @@ async def _sum_up(arguments: argparse.Namespace) -> None:
 def _print_numbers(numbers: Mapping[str, float]) -> None:
     print("store")
     for name, value in numbers.items():
-        if name.rpartition(".")[2] in {"bytes", "file_bytes", "capacity"}:
-            text = format_size(int(value))
-        else:
-            text = f"{value:g}"
+        size = name.rpartition(".")[2] in _SIZES
+        text = format_size(int(value)) if size else f"{value:.15g}"  # all digits of a count
         print(f"  {name:<24} {text}")
 
 

@@ -14,6 +14,7 @@ import pytest
 from stored_blocks import NBYTES, block, chain, damage, entries, fill, frames, key_of
 
 from kvconnect.backends import open_backend
+from kvconnect.backends.disk import DiskBackend
 from kvconnect.cli import frame_reader
 from kvconnect.keys import Namespace
 
@@ -143,6 +144,17 @@ def test_stats_divide_the_blocks(kvconnect, url):
 
 
 # ------------------------------------------------------------------------------------ verify
+
+
+def test_stats_show_counts_in_full_and_memory_as_sizes(kvconnect, url, monkeypatch):
+    fill(url, chain("a", 2))
+
+    async def numbers(self):
+        return {"blocks": 12345678.0, "used_memory": 3 << 30}
+
+    monkeypatch.setattr(DiskBackend, "stats", numbers)
+    lines = kvconnect("stats", url, "--quick")[1].splitlines()
+    assert [line.split()[1:] for line in lines[1:3]] == [["12345678"], ["3", "GiB"]]
 
 
 def test_verify_of_a_sound_store_succeeds(kvconnect, url):
