@@ -60,8 +60,9 @@ def parse_duration(text: str, *, field: str = "duration") -> float:
 
 
 def without_passwords(text: str) -> str:
-    """`text` with ``***`` for the password of every URL in it."""
-    return re.sub(r"(://[^:/@\s]*:)[^@/\s]*@", r"\1***@", text)
+    """`text` with ``***`` for the password of every URL in it, and for those in parameters."""
+    text = re.sub(r"(//[^:/@\s]*:)[^@/\s]*@", r"\1***@", text)
+    return re.sub(r"(password=)[^&,\s]+", r"\1***", text)
 
 
 def without_codec(text: str) -> str:
@@ -115,23 +116,24 @@ class StoreUrl:
         Raises:
             ConfigurationError: no scheme, a fragment, a parameter given twice or without a value.
         """
+        shown = without_passwords(text)
         if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text):
             raise ConfigurationError(
-                f"store URL '{text}': a scheme is needed, as in disk:///var/cache/kv or memory:"
+                f"store URL '{shown}': a scheme is needed, as in disk:///var/cache/kv or memory:"
             )
         try:
             parts = urlsplit(text)
             pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         except ValueError as error:
-            raise ConfigurationError(f"store URL '{text}': {error}") from error
+            raise ConfigurationError(f"store URL '{shown}': {error}") from error
         if parts.fragment:
-            raise ConfigurationError(f"store URL '{text}': write %23 for '#' in a path")
+            raise ConfigurationError(f"store URL '{shown}': write %23 for '#' in a path")
         query: dict[str, str] = {}
         for name, value in pairs:
             if name in query:
-                raise ConfigurationError(f"store URL '{text}': {name} is given twice")
+                raise ConfigurationError(f"store URL '{shown}': {name} is given twice")
             if not value:
-                raise ConfigurationError(f"store URL '{text}': {name} has no value")
+                raise ConfigurationError(f"store URL '{shown}': {name} has no value")
             query[name] = value
         path = unquote(parts.path)
         codec, key_file = (query.pop(name, None) for name in _OF_EVERY_SCHEME)

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvconnect.backends.url import parse_size
+from kvconnect.backends.url import StoreUrl, parse_size
 from kvconnect.cli.command import Subparsers
 from kvconnect.errors import ConfigurationError, nearest
 
@@ -250,7 +250,7 @@ def run_store(arguments: argparse.Namespace) -> None:
     )
     figures = bench_store(arguments.url, plan, _tell)
     figures += bench_peer(arguments.url, plan, arguments.peer_python, _tell)
-    print(render(f"store {arguments.url}", figures, as_json=arguments.json))
+    print(render(f"store {StoreUrl.parse(arguments.url)}", figures, as_json=arguments.json))
 
 
 def run_dead(arguments: argparse.Namespace) -> None:

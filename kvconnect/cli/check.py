@@ -7,6 +7,7 @@ import secrets
 import shutil
 from typing import TYPE_CHECKING
 
+from kvconnect.backends.url import StoreUrl
 from kvconnect.cli.command import Subparsers
 from kvconnect.cli.progress import Progress
 from kvconnect.errors import ConfigurationError
@@ -87,7 +88,7 @@ def _expect_empty(subject: Subject, url: str) -> None:
     found = asyncio.run(blocks())
     if found:
         raise ConfigurationError(
-            f"{url}: holds {found:.0f} blocks, which checks may drop; "
+            f"{StoreUrl.parse(url)}: holds {found:.0f} blocks, which checks may drop; "
             "give an empty store, or --force"
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvconnect.backend import StoredBlock, StoredEntry
 from kvconnect.backends.guard import GuardedBackend
-from kvconnect.backends.url import format_size
+from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.cli.command import Subparsers
 from kvconnect.cli.frame_reader import ReadFrame, read_frames
 from kvconnect.cli.progress import Progress
@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> None:
         BadFrame: bad blocks were left behind.
     """
     if arguments.source == arguments.target:
-        raise ConfigurationError(f"TARGET {arguments.target}: is SOURCE; give another store")
+        target = StoreUrl.parse(arguments.target)
+        raise ConfigurationError(f"TARGET {target}: is SOURCE; give another store")
     selection = Selection.from_arguments(arguments)
     outcome = _Outcome()
     start = time.monotonic()

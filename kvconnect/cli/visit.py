@@ -66,7 +66,7 @@ async def visiting(url: str, purpose: Purpose) -> AsyncIterator[GuardedBackend]:
     await backend.open([])
     try:
         if purpose == "maintain" and (await backend.stats()).get("read_only"):
-            raise BackendUnavailable(f"{url}: cannot be written to")
+            raise BackendUnavailable(f"{StoreUrl.parse(url)}: cannot be written to")
         yield backend
     finally:
         await backend.close()

@@ -69,6 +69,23 @@ def test_password_is_not_shown():
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "redis://me:secret@host?ttl=1h&ttl=2h",
+        "redis://me:secret@host#0",
+        "redis://me:secret@[host",
+        "//me:secret@host",
+        "redis+sentinel://host/name?sentinel_password=secret&ttl=",
+        "tiered:?tiers=redis://me:secret@host,memory:&write",
+    ],
+)
+def test_password_is_not_shown_of_a_url_that_is_wrong(text):
+    with pytest.raises(ConfigurationError, match=r"\*\*\*") as caught:
+        StoreUrl.parse(text)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("/var/cache/kv", "a scheme is needed"),

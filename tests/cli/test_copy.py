@@ -49,6 +49,13 @@ def test_copy_brings_blocks_with_all_that_is_known_of_them(kvconnect, source, ta
     assert frames(target, keys) == [bytes(one.data.numpy()) for one in blocks]
 
 
+def test_a_store_is_not_copied_to_itself_nor_its_password_shown(kvconnect):
+    url = "redis://me:secret@host"
+    code, _, err = kvconnect("copy", url, url)
+    assert code == 2
+    assert "TARGET redis://me:***@host: is SOURCE" in err
+
+
 def test_copy_again_copies_nothing(kvconnect, source, target):
     fill(source, chain("a", 7))
     kvconnect("copy", source, target)
