@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
@@ -186,11 +187,16 @@ async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], outcome: _O
             f"TARGET: takes values of up to {limit} bytes, and a block has {long}; give another"
         )
     while blocks:
-        stored = await target.save(blocks)
+        saving = asyncio.ensure_future(target.save(blocks))
+        try:
+            # Also after Ctrl-C it goes on: closing the target would wait for it anyway.
+            await asyncio.wait({saving})
+        finally:
+            stored = await saving
+            outcome.copied += stored
+            outcome.nbytes += sum(block.data.numel() for block in blocks[:stored])
         if not stored:
             raise BackendUnavailable("TARGET takes no more blocks; give it more room, then go on")
-        outcome.copied += stored
-        outcome.nbytes += sum(block.data.numel() for block in blocks[:stored])
         blocks = blocks[stored:]
 
 

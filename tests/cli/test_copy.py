@@ -11,6 +11,7 @@ import signal
 import pytest
 from stored_blocks import NBYTES, block, chain, damage, entries, fill, frames, key_of
 
+from kvconnect.backends.disk import DiskBackend
 from kvconnect.cli import copy, frame_reader
 from kvconnect.cli.progress import Progress
 
@@ -89,6 +90,28 @@ def test_interrupted_copy_ends_cleanly_and_goes_on(kvconnect, source, target, mo
     assert found["skipped"] == len(there)
     assert found["copied"] == 30 - len(there)
     assert entries(target).keys() == entries(source).keys()
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_blocks_that_were_on_their_way_when_it_was_interrupted_count(
+    kvconnect, source, target, monkeypatch
+):
+    fill(source, chain("a", 9))
+    save = DiskBackend.save
+
+    async def interrupted(self, blocks):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0)  # Ctrl-C takes effect
+        return await save(self, blocks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskBackend, "save", interrupted)
+        code, out, _ = kvconnect("copy", source, target, "--json")
+    assert code == 130
+    found = json.loads(out)
+    there = entries(target)
+    assert (found["copied"], found["bytes"]) == (len(there), NBYTES * len(there))
+    assert len(there) > 0
 
 
 @pytest.mark.usefixtures("small_batches")
