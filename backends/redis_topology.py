@@ -145,23 +145,35 @@ class _Sentinels(Topology):
         self._master = Address(str(host), int(port))
 
     async def _ask(self, sentinel: Sentinel) -> tuple[str, int]:
-        service = self._settings.service
         try:
-            found: tuple[str, int] = await sentinel.discover_master(service)
-        except redis.asyncio.sentinel.MasterNotFoundError as error:
-            names: set[str] = set()
-            for client in sentinel.sentinels:
-                try:
-                    names |= {str(name) for name in await client.sentinel_masters()}
-                except redis.RedisError:
-                    continue
-            if names and service not in names:
-                known = ", ".join(sorted(names))
-                raise ConfigurationError(
-                    f"{self._settings}: service '{service}' is unknown there; they know {known}"
-                ) from error
-            raise
+            found: tuple[str, int] = await sentinel.discover_master(self._settings.service)
+        except redis.RedisError as error:
+            raise await self._why(sentinel) from error
         return found
+
+    async def _why(self, sentinel: Sentinel) -> Exception:
+        """Why no master is found. What redis-py says of that is for those who write it."""
+        settings, service = self._settings, self._settings.service
+        answers = await asyncio.gather(
+            *(client.sentinel_masters() for client in sentinel.sentinels), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, redis.AuthenticationError):
+                return ConfigurationError(
+                    f"{settings}: {answer}; look at sentinel_user= and sentinel_password="
+                )
+            if isinstance(answer, redis.ResponseError) and "unknown command" in str(answer):
+                return ConfigurationError(f"{settings}: is no sentinel; write redis://")
+        names = {str(name) for answer in answers if isinstance(answer, dict) for name in answer}
+        if service in names:
+            return BackendUnavailable(f"'{service}' has no master that works")
+        if names:
+            known = ", ".join(sorted(names))
+            return ConfigurationError(
+                f"{settings}: service '{service}' is unknown there; they know {known}"
+            )
+        failures = [answer for answer in answers if isinstance(answer, Exception)]
+        return failures[0] if failures else BackendUnavailable("the sentinels know no service")
 
 
 class _Cluster(Topology):

@@ -167,7 +167,23 @@ async def test_single_server_is_no_cluster(redis_server):
 
 
 async def test_server_that_is_no_sentinel(redis_server):
-    with pytest.raises((ConfigurationError, BackendUnavailable), match="sentinel"):
+    with pytest.raises(ConfigurationError, match="is no sentinel; write redis://"):
+        await opened(f"redis+sentinel://127.0.0.1:{redis_server.port}/kv")
+
+
+async def test_sentinel_that_says_nothing(script):
+    silent = script(lambda _: b"").removeprefix("redis://")
+    with pytest.raises(BackendUnavailable) as caught:
+        await opened(f"redis+sentinel://{silent}/kv?timeout=200ms")
+    assert "no answer for 0.2 s" in str(caught.value)
+    assert "object at" not in str(caught.value)  # which is how redis-py describes its clients
+
+
+async def test_sentinel_that_wants_a_password(redis_server):
+    with (
+        redis_server.configured(requirepass="secret"),
+        pytest.raises(ConfigurationError, match="look at sentinel_user= and sentinel_password="),
+    ):
         await opened(f"redis+sentinel://127.0.0.1:{redis_server.port}/kv")
 
 
