@@ -79,7 +79,8 @@ def _ours(
     if isinstance(error, exceptions.TimeoutError | TimeoutError):
         return BackendUnavailable(f"{at}: no answer for {settings.timeout:g} s ({text})")
     hint = ""
-    if settings.tls is None and ("closed" in text or "reset" in text):
+    network = settings.hosts[0].port != 0
+    if network and settings.tls is None and ("closed" in text or "reset" in text):
         hint = "; if it wants TLS, write " + (
             "rediss://" if settings.mode is Mode.SINGLE else "tls=yes"
         )
@@ -95,10 +96,11 @@ def _remedy(error: Exception, text: str, settings: RedisSettings) -> str | None:
         return f"if it does not speak TLS, write {plain}; else look at tls_cert= and tls_key="
     if isinstance(error, exceptions.AuthenticationError):
         return _LOOK_AT_USER
+    place = f"path /{settings.db}" if settings.hosts[0].port else f"db={settings.db}"
     said = {
         **dict.fromkeys(_AUTH, _LOOK_AT_USER),
         "NOPERM": permissions(settings),
-        "DB index": f"path /{settings.db}: the server has no such database",
+        "DB index": f"{place}: the server has no such database",
         "Cluster mode is not enabled": "it is no cluster; write redis://",
     }
     return next((remedy for part, remedy in said.items() if part in text), None)

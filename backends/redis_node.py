@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
+from redis.connection import AbstractConnection
 from redis.retry import Retry
 
 from kvconnect.backends.redis_client import connection_options
@@ -55,10 +56,10 @@ class _Job:
         self._loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[Any] = self._loop.create_future()
         self._lock = threading.Lock()
-        self._connection: redis.Connection | None = None
+        self._connection: AbstractConnection | None = None
         self._aborted = False
 
-    def attach(self, connection: redis.Connection) -> None:
+    def attach(self, connection: AbstractConnection) -> None:
         """From now on `abort` ends `connection`, from when it has a socket.
 
         Raises:
@@ -99,7 +100,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    connection: redis.Connection
+    connection: AbstractConnection
     wire: Wire
 
 
@@ -242,21 +243,22 @@ class RedisNode:
         except IndexError:  # no `if`: another thread may be faster
             return None
 
-    def _made(self) -> redis.Connection:
+    def _made(self) -> AbstractConnection:
+        options = {**connection_options(self._settings), "retry": Retry(NoBackoff(), 0)}
+        if not self.address.port:
+            del options["socket_keepalive"]  # of TCP
+            return redis.UnixDomainSocketConnection(  # type: ignore[abstract, no-untyped-call]
+                path=self.address.host, **options
+            )
         kind = redis.Connection if self._settings.tls is None else redis.SSLConnection
-        return kind(
-            host=self.address.host,
-            port=self.address.port,
-            retry=Retry(NoBackoff(), 0),
-            **connection_options(self._settings),
-        )
+        return kind(host=self.address.host, port=self.address.port, **options)
 
 
-def _end(connection: redis.Connection) -> None:
+def _end(connection: AbstractConnection) -> None:
     connection.disconnect()  # type: ignore[no-untyped-call]
 
 
-def _socket_of(connection: redis.Connection) -> Any:
+def _socket_of(connection: AbstractConnection) -> Any:
     return connection._sock  # noqa: SLF001  there is no public way to it
 
 

@@ -18,7 +18,9 @@ DEFAULT_PREFIX = "kvconnect:"
 DEFAULT_CONNECTIONS = 2
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 64
-_COMMON = ("connections", "prefix", "timeout", "tls_ca", "tls_cert", "tls_key", "tls_verify", "ttl")
+_COMMON = ("connections", "prefix", "timeout", "ttl")
+_TLS = ("tls_ca", "tls_cert", "tls_key", "tls_verify")
+_UNIX = "redis+unix"
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.%]+)\]|(?P<name>[^\[\]:@/]+))(?::(?P<port>\d+))?")
 
 
@@ -33,6 +35,7 @@ class Mode(enum.Enum):
 SCHEMES = {
     "redis": Mode.SINGLE,
     "rediss": Mode.SINGLE,
+    _UNIX: Mode.SINGLE,
     "redis+sentinel": Mode.SENTINEL,
     "redis+cluster": Mode.CLUSTER,
 }
@@ -41,12 +44,19 @@ _DEFAULT_PORTS = {Mode.SINGLE: 6379, Mode.SENTINEL: 26379, Mode.CLUSTER: 6379}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:
-    """One server."""
+    """One server.
+
+    Attributes:
+        host: or the path of its socket.
+        port: 0: there is none, it is a socket of this machine.
+    """
 
     host: str
     port: int
 
     def __str__(self) -> str:
+        if not self.port:
+            return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -108,7 +118,8 @@ class RedisSettings:
             raise ConfigurationError(f"ttl={self.ttl}: must be at least one millisecond")
 
     def __str__(self) -> str:
-        return f"{self.mode.value}://{','.join(map(str, self.hosts))}"
+        scheme = self.mode.value if self.hosts[0].port else _UNIX
+        return f"{scheme}://{','.join(map(str, self.hosts))}"
 
     @classmethod
     def parse(cls, url: StoreUrl) -> RedisSettings:
@@ -118,17 +129,18 @@ class RedisSettings:
             ConfigurationError: names the part of `url` that is wrong, and what is right.
         """
         mode = SCHEMES[url.scheme]
+        unix = url.scheme == _UNIX
         more = () if mode is Mode.SINGLE else ("tls",)
         sentinel = ("sentinel_password", "sentinel_user") if mode is Mode.SENTINEL else ()
-        url.allow(*_COMMON, *more, *sentinel)
+        url.allow(*_COMMON, *(("db",) if unix else _TLS), *more, *sentinel)
         userinfo, _, location = url.location.rpartition("@")
         username, colon, password = userinfo.partition(":")
-        service, db = _path(url, mode)
+        service, db = ("", _whole(url, "db", 0)) if unix else _path(url, mode)
         encrypted = url.scheme == "rediss" or (more and url.choice("tls", "no", "yes") == "yes")
         if not encrypted:
             _refuse_tls(url)
         return cls(
-            hosts=_hosts(url, location, mode),
+            hosts=(_socket(url, location),) if unix else _hosts(url, location, mode),
             mode=mode,
             service=service,
             db=db,
@@ -161,6 +173,14 @@ def _hosts(url: StoreUrl, location: str, mode: Mode) -> tuple[Address, ...]:
             raise ConfigurationError(f"{url}: port {port}: must be from 1 to 65535")
         hosts.append(Address(unquote(match["v6"] or match["name"]), port))
     return tuple(hosts)
+
+
+def _socket(url: StoreUrl, location: str) -> Address:
+    if location or not url.path.strip("/"):
+        raise ConfigurationError(
+            f"{url}: the path of a socket is needed, as in {_UNIX}:///run/redis/redis.sock"
+        )
+    return Address(url.path, 0)
 
 
 def _path(url: StoreUrl, mode: Mode) -> tuple[str, int]:

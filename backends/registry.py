@@ -28,6 +28,7 @@ _BUILT_IN = {
     "redis": "kvconnect.backends.redis:from_url",
     "redis+cluster": "kvconnect.backends.redis:from_url",
     "redis+sentinel": "kvconnect.backends.redis:from_url",
+    "redis+unix": "kvconnect.backends.redis:from_url",
     "rediss": "kvconnect.backends.redis:from_url",
     "s3": "kvconnect.backends.s3:from_url",
     "tiered": "kvconnect.backends.tiered:from_url",

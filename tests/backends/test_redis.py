@@ -7,7 +7,9 @@ import time
 
 import numpy as np
 import pytest
+import redis
 import torch
+from redis_server import RedisServer
 
 from kvconnect.backend import MAX_CHILDREN, StoredBlock
 from kvconnect.backends import open_backend, redis_router
@@ -55,6 +57,31 @@ async def is_whole(store, kit, key, nbytes):
     loaded = await store.load([key], [buffer])
     assert not loaded or kit.holds(buffer, key, framed=False)
     return bool(loaded)
+
+
+async def test_a_socket_of_this_machine_does_as_well(tmp_path, kit):
+    path = tmp_path / "socket"
+    server = RedisServer(tmp_path / "redis", "--unixsocket", str(path), "--requirepass", "secret")
+    server.admin = redis.Redis(port=server.port, password="secret", retry=None)
+    server.start()
+    keys = [kit.key(number) for number in range(3)]
+    try:
+        one, other = (
+            open_backend(f"redis+unix://:secret@{path}?db={db}&ttl=1h").inner for db in (0, 1)
+        )
+        await one.open([kit.layout])
+        await other.open([kit.layout])
+        blocks = [kit.block(key, nbytes=SPLIT) for key in keys]
+        assert await one.save(blocks) == 3
+        assert await other.lookup(keys) == 0
+        assert all([await is_whole(one, kit, key, SPLIT) for key in keys])
+        server.stop()
+        with pytest.raises(BackendUnavailable, match=str(path)):
+            await one.lookup(keys)
+        await one.close()
+        await other.close()
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize("nbytes", [4 * MIB - 200, 4 * MIB, 4 * MIB + 1, SPLIT, 32 * MIB])

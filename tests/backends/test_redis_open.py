@@ -187,6 +187,11 @@ async def test_sentinel_that_wants_a_password(redis_server):
         await opened(f"redis+sentinel://127.0.0.1:{redis_server.port}/kv")
 
 
+async def test_socket_that_is_not_there(tmp_path):
+    with pytest.raises(BackendUnavailable, match="No such file"):
+        await opened(f"redis+unix://{tmp_path}/none.sock")
+
+
 async def test_sentinel_is_no_server(script):
     url = script(speaks(INFO=info(redis_mode="sentinel", redis_version="7.0.0")))
     with pytest.raises(ConfigurationError, match=r"is a sentinel; write redis\+sentinel"):

@@ -35,6 +35,11 @@ def parsed(text):
             ),
         ),
         ("redis://:secret@host", RedisSettings((Address("host", 6379),), password="secret")),
+        ("redis+unix:///run/r.sock", RedisSettings((Address("/run/r.sock", 0),))),
+        (
+            "redis+unix://me:x@/run/r.sock?db=2",
+            RedisSettings((Address("/run/r.sock", 0),), db=2, username="me", password="x"),
+        ),
         ("rediss://host", RedisSettings((Address("host", 6379),), tls=Tls())),
         (
             "rediss://host?tls_verify=no",
@@ -81,6 +86,11 @@ def test_url_means(url, settings):
         ("redis+cluster://host/1", "a cluster has no database but 0"),
         ("redis+sentinel://host", "the name of the service is needed"),
         ("redis+sentinel://host/name/x", "the number of a database"),
+        ("redis+unix://host/run/r.sock", r"path of a socket is needed, as in redis\+unix:///run"),
+        ("redis+unix:", "path of a socket is needed"),
+        ("redis+unix:///run/r.sock?db=x", "db=x: a whole number"),
+        ("redis+unix:///run/r.sock?tls_verify=no", "unknown parameter 'tls_verify'"),
+        ("unix:///run/r.sock", "did you mean 'redis[+]unix'"),
         ("redis://host?tll=7d", "unknown parameter 'tll'; did you mean 'ttl'"),
         ("redis://host?capacity=1GiB", "unknown parameter 'capacity'"),
         ("redis://host?tls=yes", "unknown parameter 'tls'"),
@@ -100,7 +110,7 @@ def test_url_means(url, settings):
 )
 def test_wrong_url_says_what_is_wrong(url, says):
     with pytest.raises(ConfigurationError, match=says):
-        parsed(url)
+        open_backend(url)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +128,12 @@ def test_messages_tell_no_password(url):
     assert "password=secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redis+sentinel"])
+@pytest.mark.parametrize(
+    "scheme", ["redis", "rediss", "redis+cluster", "redis+sentinel", "redis+unix"]
+)
 def test_schemes_are_registered(scheme):
-    path = "/service" if scheme == "redis+sentinel" else ""
-    backend = open_backend(f"{scheme}://host{path}").inner
+    places = {"redis+sentinel": "host/service", "redis+unix": "/run/r.sock"}
+    backend = open_backend(f"{scheme}://{places.get(scheme, 'host')}").inner
     assert isinstance(backend, RedisBackend)
     assert backend.variable_length
     assert backend.shared
