@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kvconnect.backend import Backend
 from kvconnect.backends.registry import open_backend
+from kvconnect.backends.url import without_passwords
 from kvconnect.connector.daemon_threads import DaemonThreads
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io_loop import IoLoop
@@ -105,7 +106,8 @@ class OffloadStore:
 
     def _open(self, source: Backend | str, timeout_s: float) -> None:
         opening = self._io.submit(self.backend.open(self.llm_args.layouts))
-        name = repr(source) if isinstance(source, str) else type(source).__name__
+        shown = without_passwords(source) if isinstance(source, str) else None
+        name = type(source).__name__ if shown is None else repr(shown)
         try:
             opening.result(timeout_s)
         except ConfigurationError:

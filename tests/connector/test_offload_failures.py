@@ -470,6 +470,12 @@ def test_a_store_that_cannot_be_opened_is_an_error_at_start_up(
         BenchEngine(llm_args(store))
 
 
+def test_a_store_that_cannot_be_opened_is_named_without_its_password() -> None:
+    with pytest.raises(ConfigurationError, match=r"store 'redis\+unix://:\*\*\*@/none'") as caught:
+        BenchEngine(llm_args("redis+unix://:secret@/none"))
+    assert "secret" not in str(caught.value)
+
+
 def test_a_store_that_never_opens_is_an_error_within_the_deadline() -> None:
     store = DictStore()
 
