@@ -54,7 +54,8 @@ async def _expect_sound(
                 (into,) = blocks.buffers(1, _NBYTES)
                 found = await opened.lookup([key])
                 loaded = await opened.load([key], [into])
-                demand(loaded == found, "after a kill a block is found that cannot be loaded")
+                # A lookup that is late says less than is there, as that of a tiered store may.
+                demand(loaded >= found, "after a kill a block is found that cannot be loaded")
                 right = not loaded or blocks.holds(into, key, framed=False)
                 demand(right, f"after a kill block {number} is wrong")
                 lost += number in numbers and not loaded
