@@ -116,6 +116,10 @@ class GuardedBackend(BackendWrapper):
         """Whether calls reach the store: its breaker is closed. May be asked on any thread."""
         return self._calls.state is BreakerState.CLOSED
 
+    def end_within(self, deadline_s: float) -> None:
+        """Give calls from here on no more than `deadline_s`."""
+        self._calls.deadline_s = min(self._calls.deadline_s, deadline_s)
+
     async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
         """Open `inner`. If this raises, `close` may still be called, or `open` once more.
 

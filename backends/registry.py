@@ -11,6 +11,7 @@ from kvconnect.backend import Backend
 from kvconnect.backends.codecs import Codecs
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.store_labels import place_of
+from kvconnect.backends.tiered import TieredBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError, MissingExtra, UnknownScheme, nearest
 
@@ -86,6 +87,8 @@ def open_backend(
         key_file = _one_of("key_file", parsed.key_file, key_file)
         backend = _make(parsed)
         place = place_of(parsed)
+    if isinstance(backend, TieredBackend):
+        backend.end_within(deadline_s)
     return GuardedBackend(
         backend,
         deadline_s=deadline_s,

@@ -88,6 +88,11 @@ class TieredBackend(ChecksFrames):
             tier.verify_frames = False
         self._settings = replace(self._settings, promote=False)
 
+    def end_within(self, deadline_s: float) -> None:
+        """Before `open`: calls may take so long. A tier that hangs is given up before."""
+        for tier in self.tiers:
+            tier.guard.end_within(deadline_s / 2)
+
     async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
         """Open all tiers at once; those that cannot be reached now are opened in the background.
 

@@ -127,6 +127,16 @@ async def test_open_that_is_given_up_leaves_no_tier_open():
     assert len(metrics.gauges()) == shown
 
 
+async def test_a_tier_that_hangs_is_given_up_in_time_for_the_others(kit):
+    one, two = DictTier(), DictTier()
+    two.hang.add("open")
+    key = kit.key("given up")
+    async with kit.opened(open_backend(TieredBackend([one, two]), deadline_s=0.4)) as store:
+        assert await store.save([sealed(kit, key)]) == 1
+        assert await store.lookup([key]) == 1
+        two.recover()
+
+
 async def test_load_given_up_before_its_tier_is_keeps_the_buffers_until_the_tier_ends(kit):
     tier = DictTier()
     key = kit.key("held")
