@@ -77,7 +77,10 @@ def _ours(
     if isinstance(error, exceptions.BusyLoadingError):
         return BackendUnavailable(f"{at}: is loading its data ({text})")
     if isinstance(error, exceptions.TimeoutError | TimeoutError):
-        return BackendUnavailable(f"{at}: no answer for {settings.timeout:g} s ({text})")
+        hint = (
+            "" if settings.tls is None else f"; if it does not speak TLS, write {_plain(settings)}"
+        )
+        return BackendUnavailable(f"{at}: no answer for {settings.timeout:g} s ({text}){hint}")
     hint = ""
     network = settings.hosts[0].port != 0
     if network and settings.tls is None and ("closed" in text or "reset" in text):
@@ -92,7 +95,7 @@ def _remedy(error: Exception, text: str, settings: RedisSettings) -> str | None:
     if _caused_by(error, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in text:
         return "name the file with its authority in tls_ca=, or write tls_verify=no"
     if _caused_by(error, ssl.SSLError):
-        plain = "redis://" if settings.mode is Mode.SINGLE else "tls=no"
+        plain = _plain(settings)
         return f"if it does not speak TLS, write {plain}; else look at tls_cert= and tls_key="
     if isinstance(error, exceptions.AuthenticationError):
         return _LOOK_AT_USER
@@ -104,6 +107,10 @@ def _remedy(error: Exception, text: str, settings: RedisSettings) -> str | None:
         "Cluster mode is not enabled": "it is no cluster; write redis://",
     }
     return next((remedy for part, remedy in said.items() if part in text), None)
+
+
+def _plain(settings: RedisSettings) -> str:
+    return "redis://" if settings.mode is Mode.SINGLE else "tls=no"
 
 
 def permissions(settings: RedisSettings) -> str:
