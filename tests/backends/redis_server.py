@@ -159,6 +159,7 @@ class RedisCluster:
         # Long enough that no test on a busy machine sees a frozen node voted out.
         cluster = ("--cluster-enabled", "yes", "--cluster-node-timeout", "20000")
         self.nodes = [RedisServer(folder / str(number), *cluster) for number in range(3)]
+        self._given: dict[int, RedisServer] = {}
 
     @property
     def url(self) -> str:
@@ -182,9 +183,20 @@ class RedisCluster:
             node.stop()
 
     def node_of(self, name: str | bytes) -> RedisServer:
-        """The node that was given the slot of `name` at the start."""
+        """The node that has the slot of `name`."""
         slot = redis.crc.key_slot(name if isinstance(name, bytes) else name.encode())
-        return self.nodes[bisect.bisect_right(_BOUNDS, slot) - 1]
+        return self._given.get(slot, self.nodes[bisect.bisect_right(_BOUNDS, slot) - 1])
+
+    def give(self, slot: int, owner: RedisServer) -> None:
+        """End the move of `slot` to `owner`, which imports it, for good.
+
+        To give it back at once is no way to end a test: the nodes tell each other who has what, and
+        news of a moment ago may overtake the command. Two nodes name each other then, for ever.
+        """
+        number = owner.admin.execute_command("CLUSTER MYID")
+        for node in self.nodes:
+            node.admin.execute_command("CLUSTER SETSLOT", slot, "NODE", number)
+        self._given[slot] = owner
 
     def names(self, prefix: str) -> list[str]:
         return sorted(name for node in self.nodes for name in node.names(prefix))
