@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import redis.asyncio
@@ -36,6 +36,7 @@ class Topology(ABC):
         self._stale = True
         self._due_at = 0.0
         self._asking: asyncio.Task[None] | None = None
+        self._closed = False
 
     @abstractmethod
     def address_of(self, name: bytes) -> Address:
@@ -74,8 +75,10 @@ class Topology(ABC):
         What was known stays in use until there is an answer.
 
         Raises:
-            BackendUnavailable: nothing is known, and nobody answers.
+            BackendUnavailable: nothing is known, and nobody answers; or it is closed.
         """
+        if self._closed:  # what would be asked now had nobody to end it
+            raise BackendUnavailable(f"{self._settings}: is closed")
         if self._stale and self._asking is None and time.monotonic() >= self._due_at:
             self._asking = asyncio.create_task(self._ask_again())
         if self._asking is not None:
@@ -84,11 +87,13 @@ class Topology(ABC):
         if not self.servers:
             raise BackendUnavailable(f"{self._settings}: no server is known to hold the keys")
 
-    async def close(self) -> None:
-        """Ask no more."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait({self._asking})
+    def close(self) -> Awaitable[None]:
+        """Ask no more; what is to be awaited is only the end of what was asked before."""
+        self._closed = True
+        asking = self._asking
+        if asking is not None:
+            asking.cancel()
+        return _ended(asking)
 
     async def _ask_again(self) -> None:
         try:
@@ -232,6 +237,11 @@ def topology_of(settings: RedisSettings) -> Topology:
     kinds: dict[Mode, Callable[[RedisSettings], Topology]]
     kinds = {Mode.SINGLE: _Single, Mode.SENTINEL: _Sentinels, Mode.CLUSTER: _Cluster}
     return kinds[settings.mode](settings)
+
+
+async def _ended(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        await asyncio.wait({task})
 
 
 async def _in_full(closings: Iterable[Coroutine[Any, Any, None]]) -> None:

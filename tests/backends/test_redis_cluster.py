@@ -184,6 +184,33 @@ async def test_nobody_waits_for_news_of_the_cluster_while_the_old_will_do(store,
         assert await store.lookup(keys) == 9
 
 
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_news_that_do_not_come_are_not_waited_for_after_close(redis_cluster, given_up):
+    store = open_backend(redis_cluster.url).inner
+    await store.open([])
+    router, asked = store._router, []
+
+    async def no_answer():
+        asked.append(asyncio.current_task())
+        await asyncio.sleep(60)
+
+    router._topology.discover = no_answer
+    router.suspect()
+    async with asyncio.timeout(5):
+        await router.refresh()
+        closing = asyncio.ensure_future(store.close())
+        if given_up:
+            await asyncio.sleep(0)
+            closing.cancel()
+        await asyncio.wait({closing})
+        await asyncio.wait(asked)
+    # A call that was between two questions goes on after the close.
+    router._topology._due_at = 0
+    with pytest.raises(BackendUnavailable, match="is closed"):
+        await router.refresh()
+    assert len(asked) == 1
+
+
 async def test_node_that_is_gone_is_an_error_for_its_keys(redis_cluster, kit, prefix):
     store = open_backend(f"{redis_cluster.url}?prefix={prefix}&timeout=300ms").inner
     await store.open([])
