@@ -13,6 +13,7 @@ one writer, or none. Parts have names of their own, so that a cluster spreads th
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.errors import ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
 
@@ -48,6 +50,9 @@ _HEAD = struct.Struct("<4sIQI8sd")
 HEAD_NBYTES = _HEAD.size
 NONCE_NBYTES = 8
 _MAX_METADATA_NBYTES = 1 << 20
+# Nobody has such blocks. A damaged head may say so, and what is asked about a block is asked about
+# every one of its parts.
+_MAX_FRAME_NBYTES = 4 << 30
 # priority, group, has a parent, bytes of namespace and model, tokens + 1 (0: not known)
 _METADATA = struct.Struct("<BiBHHI")
 
@@ -70,7 +75,16 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, frame_nbytes: int, metadata_nbytes: int, nonce: bytes) -> Head:
-        """The head of a frame that is about to be stored."""
+        """The head of a frame that is about to be stored.
+
+        Raises:
+            ConfigurationError: it is too long.
+        """
+        if frame_nbytes > _MAX_FRAME_NBYTES:
+            raise ConfigurationError(
+                f"block: a frame of {frame_nbytes} bytes; Redis stores take at most "
+                f"{_MAX_FRAME_NBYTES}; take fewer tokens_per_block"
+            )
         whole = HEAD_NBYTES + metadata_nbytes + frame_nbytes <= MAX_VALUE_NBYTES
         part_nbytes = frame_nbytes if whole else PART_NBYTES
         return cls(metadata_nbytes, frame_nbytes, part_nbytes, nonce, time.time())
@@ -81,9 +95,14 @@ class Head(NamedTuple):
         if len(data) < HEAD_NBYTES:
             return None
         magic, *fields = _HEAD.unpack_from(data)
-        metadata_nbytes, frame_nbytes, part_nbytes, *_ = fields
-        plausible = part_nbytes == frame_nbytes or part_nbytes == PART_NBYTES < frame_nbytes
-        if magic != _MAGIC or not plausible or metadata_nbytes > _MAX_METADATA_NBYTES:
+        metadata_nbytes, frame_nbytes, part_nbytes, _, created_at = fields
+        plausible = (
+            (part_nbytes == frame_nbytes or part_nbytes == PART_NBYTES < frame_nbytes)
+            and frame_nbytes <= _MAX_FRAME_NBYTES
+            and metadata_nbytes <= _MAX_METADATA_NBYTES
+            and math.isfinite(created_at)
+        )
+        if magic != _MAGIC or not plausible:
             return None
         return cls(*fields)
 

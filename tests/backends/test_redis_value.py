@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from kvconnect.backends.redis_value import (
     member_of,
     metadata_of,
 )
+from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 
 KEY, PARENT = BlockKey(bytes(range(32))), BlockKey(bytes(range(32, 64)))
@@ -56,10 +59,29 @@ def test_other_magic_is_no_head(at):
 
 @pytest.mark.parametrize(
     ("metadata", "frame", "part"),
-    [(0, 10, 11), (0, 1 << 60, 1), (0, 1 << 60, 0), (2 << 20, 10, 10), (0, 10, PART_NBYTES)],
+    [
+        (0, 10, 11),
+        (0, 1 << 60, 1),
+        (0, 1 << 60, 0),
+        (2 << 20, 10, 10),
+        (0, 10, PART_NBYTES),
+        (0, (5 << 20) | 1 << 44, PART_NBYTES),  # a flipped bit, and it has eight million parts
+    ],
 )
 def test_head_whose_numbers_cannot_be_is_none(metadata, frame, part):
     assert Head.parse(Head(metadata, frame, part, b"nonce678", 1.0).pack()) is None
+
+
+@pytest.mark.parametrize("created_at", [math.inf, -math.inf, math.nan])
+def test_head_of_no_time_is_none(created_at):
+    assert Head.parse(Head(0, 10, 10, b"nonce678", created_at).pack()) is None
+
+
+def test_frame_that_is_too_long_to_be_read_again_is_not_stored():
+    most = Head.of(4 << 30, 0, b"nonce678")
+    assert Head.parse(most.pack()) == most
+    with pytest.raises(ConfigurationError, match="tokens_per_block"):
+        Head.of((4 << 30) + 1, 0, b"nonce678")
 
 
 @given(
