@@ -7,6 +7,7 @@ threads. Whatever is raised, the connection is of no more use: an answer may be 
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import struct
@@ -28,7 +29,13 @@ Reply: TypeAlias = object
 
 _HOLD_NBYTES = 16 << 10
 _MAX_LINE_NBYTES = 8 << 10
+# hiredis makes room for a list when it is announced, and Python's garbage collector then looks at
+# all of that while everything else stands still.
+_HUGE = re.compile(rb"\r\n[*%~>|]\d{7}")
+_HUGE_NBYTES = 9  # of such a text, but for its last byte
+_MAX_LENGTH_NBYTES = 32  # of a line that tells the length of a value
 _MAX_BULK_NBYTES = 512 << 20
+_MAX_REPLIES_NBYTES = 64 << 20  # small answers asked for at once: they are kept until all are here
 _SLOWEST_NBYTES = 16 << 10  # in `timeout` seconds: less is no connection
 _MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
 # To this host: what waits is still in the processor's cache when it is received. Elsewhere the
@@ -60,6 +67,7 @@ class Wire:
         self._hold = memoryview(bytearray(_HOLD_NBYTES))
         self._start = self._end = 0
         self._since = self._received = 0.0  # when it was last counted anew, and bytes since then
+        self._fed = b"\r\n"  # the end of what was parsed last
         self._reader = hiredis.Reader(protocolError=BackendUnavailable)
         if self._plain:
             sock.settimeout(None)
@@ -103,15 +111,20 @@ class Wire:
     def replies(self, count: int) -> list[Reply]:
         """The next `count` small answers; errors among them are returned, not raised."""
         found: list[Reply] = []
+        nbytes = 0
         while len(found) < count:
-            reply = self._reader.gets()
+            try:
+                reply = self._reader.gets()
+            except TypeError as error:  # a map whose keys cannot be keys
+                raise self._garbled(str(error)) from error
             if reply is not False:
                 found.append(reply)
                 continue
+            if nbytes > _MAX_REPLIES_NBYTES:
+                raise self._garbled("small answers without end")
             if self._start == self._end:
                 self._fill()
-            self._reader.feed(bytes(self._hold[self._start : self._end]))
-            self._start = self._end
+            nbytes += self._feed()
         return found
 
     def line(self) -> bytes:
@@ -136,6 +149,8 @@ class Wire:
             return hiredis.ReplyError(line[1:].decode("utf-8", "replace"))
         if not line.startswith(b"$") or not line[1:].removeprefix(b"-").isdigit():
             raise self._garbled(f"{line[:32]!r} where a value was due")
+        if len(line) > _MAX_LENGTH_NBYTES:
+            raise self._garbled("a value of a length that no value has")
         nbytes = int(line[1:])
         if nbytes == -1:
             return None
@@ -179,8 +194,20 @@ class Wire:
 
     def done(self) -> None:
         """Make sure that nothing is left: what is there now would be taken for another's answer."""
-        if self._start != self._end or self._reader.has_data():
+        decrypted = 0 if self._plain else self._sock.pending()  # type: ignore[attr-defined]
+        if self._start != self._end or self._reader.has_data() or decrypted:
             raise self._garbled("more than was asked for")
+
+    def _feed(self) -> int:
+        """Have what waits in the hold parsed; how many bytes that were."""
+        data = bytes(self._hold[self._start : self._end])
+        recent = self._fed + data
+        if _HUGE.search(recent):
+            raise self._garbled("a list of millions")
+        self._fed = recent[-_HUGE_NBYTES:]
+        self._reader.feed(data)
+        self._start = self._end
+        return len(data)
 
     def _fill(self) -> None:
         """Receive at least one byte after those that wait in the hold."""

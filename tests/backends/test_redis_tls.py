@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime as dt
 import ipaddress
+import socket
 import ssl
 import subprocess
 from contextlib import asynccontextmanager
@@ -18,6 +20,10 @@ from redis_faults import Relay
 from redis_server import RedisServer, executable, free_port, until
 
 from kvconnect.backends import open_backend
+from kvconnect.backends.redis_fetch import fetch
+from kvconnect.backends.redis_settings import Address
+from kvconnect.backends.redis_transfer import Outcome, Want
+from kvconnect.backends.redis_wire import Wire
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 
@@ -93,6 +99,23 @@ async def test_blocks_of_any_size_come_back_over_tls(relay, kit, server_files, t
     assert len(await store.children(None)) == len(sizes)
     await store.delete(keys)
     await store.close()
+
+
+async def test_answer_nobody_asked_for_is_noticed_where_it_is_decrypted_already(context):
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    ends = socket.socketpair()
+    greeting = asyncio.to_thread(context.wrap_socket, ends[0], server_side=True)
+    greeted = asyncio.to_thread(trusting.wrap_socket, ends[1])
+    server, client = await asyncio.gather(greeting, greeted)
+    with server, client:
+        # The length is torn: with its beginning, all but two bytes of the second record have room.
+        server.send(b"$1")
+        server.send(b"6374\r\n" + bytes(16374) + b"\r\n" + b"+O")
+        wire, want = Wire(client, 5.0), Want(b"n", memoryview(bytearray(16374)), headed=False)
+        assert fetch(wire, [want], Address("here", 6379)) == [Outcome.DONE]
+        with pytest.raises(BackendUnavailable, match="more than was asked"):
+            wire.done()
 
 
 async def test_certificate_of_unknown_authority(relay):

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvconnect import frame
+from kvconnect.backends import redis_wire
 from kvconnect.backends.redis_fetch import fetch
 from kvconnect.backends.redis_put import put
 from kvconnect.backends.redis_settings import Address
@@ -154,6 +155,7 @@ def test_garbage_is_an_error_or_a_miss_and_stays_within_its_buffer(data, cuts):
         (b"$1\xb2\r\n", "where a value was due"),
         (b"$-2\r\n", "a value of -2 bytes"),
         (b"$99999999999\r\n", "a value of 99999999999 bytes"),
+        (b"$" + b"9" * 5000 + b"\r\n", "a length that no value has"),
         (b"*1\r\n$1\r\nx\r\n", "where a value was due"),
         (b"x" * 20_000, "a line without end"),
         (b"-LOADING Redis is loading\r\n", "LOADING"),
@@ -285,10 +287,33 @@ def test_small_answers_come_whole_wherever_they_are_torn(wire):
         assert isinstance(error, hiredis.ReplyError)
 
 
-@pytest.mark.parametrize("answer", [b"garbage\r\n", b"$5\r\nab", b""])
+@pytest.mark.parametrize(
+    "answer",
+    [b"garbage\r\n", b"$5\r\nab", b"", b"%1\r\n*0\r\n:1\r\n", b"*1\r\n" * 20, b"$-7\r\n"],
+)
 def test_small_answers_that_make_no_sense_are_an_error(wire, answer):
     with pytest.raises(BackendUnavailable):
         ask(wire(answer), [Ask(b"k", b"PING\r\n")], SERVER)
+
+
+def test_small_answer_without_end_is_given_up_before_it_fills_the_memory(wire, monkeypatch):
+    monkeypatch.setattr(redis_wire, "_MAX_REPLIES_NBYTES", 100_000)
+    assert ask(wire(bulk(bytes(99_000))), [Ask(b"k", b"x")], SERVER) == [bytes(99_000)]
+    for answer in (b"$99999999\r\n" + bytes(200_000), b"*999999\r\n" + b":1\r\n" * 50_000):
+        with pytest.raises(BackendUnavailable, match="small answers without end"):
+            ask(wire(answer), [Ask(b"k", b"x")], SERVER)
+
+
+@pytest.mark.parametrize("kind", [b"*", b"%", b"~", b">", b"|"])
+def test_list_of_millions_is_given_up_before_there_is_room_for_it(wire, kind):
+    huge = b"+OK\r\n*2\r\n:1\r\n" + kind + b"4000000000\r\n"
+    for cuts in [[], *([n] for n in range(len(huge))), range(len(huge))]:
+        with pytest.raises(BackendUnavailable, match="a list of millions"):
+            ask(wire(huge, cuts), [Ask(b"k", b"x")] * 2, SERVER)
+    one = wire(b"+OK\r\n" + kind + b"4000000000\r\n", [7])  # it begins in the answer before
+    ask(one, [Ask(b"k", b"x")], SERVER)
+    with pytest.raises(BackendUnavailable, match="a list of millions"):
+        ask(one, [Ask(b"k", b"x")], SERVER)
 
 
 def test_answer_nobody_asked_for_is_noticed(wire):
