@@ -116,6 +116,8 @@ class RedisSettings:
             )
         if self.ttl is not None and self.ttl < 1e-3:
             raise ConfigurationError(f"ttl={self.ttl}: must be at least one millisecond")
+        if self.timeout < 1e-3:  # less than systems count is no limit at all
+            raise ConfigurationError(f"timeout={self.timeout:g}: must be at least one millisecond")
 
     def __str__(self) -> str:
         scheme = self.mode.value if self.hosts[0].port else _UNIX

@@ -99,6 +99,7 @@ def test_url_means(url, settings):
         ("redis://host?connections=0", "connections=0: must be from 1 to 64"),
         ("redis://host?connections=many", "connections=many: a whole number"),
         ("redis://host?timeout=0", "timeout=0"),
+        ("redis://host?timeout=0.0001ms", "timeout=1e-07: must be at least one millisecond"),
         ("redis://host?prefix=%7Btag%7D", "prefix='{tag}'"),
         ("redis://host?prefix=a%20b", "prefix='a b'"),
         ("redis://host?tls_ca=/etc/hostname", "no TLS; write rediss://"),
