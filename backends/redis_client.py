@@ -62,7 +62,12 @@ def explained(settings: RedisSettings, server: Address | str) -> Iterator[None]:
         raise
     except BackendUnavailable as error:
         raise BackendUnavailable(f"Redis at {server}: {error}") from error
-    except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
+    except (
+        exceptions.RedisError,
+        exceptions.RedisClusterException,
+        OSError,
+        UnicodeError,  # a host that cannot be one
+    ) as error:
         raise _ours(error, settings, server) from error
 
 

@@ -13,7 +13,8 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.crc import key_slot
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import InvalidResponse
 
 from kvconnect.backends.redis_client import connection_options, explained, transport_options
 from kvconnect.backends.redis_settings import Address, Mode, RedisSettings
@@ -145,9 +146,15 @@ class _Sentinels(Topology):
         try:
             with explained(settings, str(settings)):
                 host, port = await self._ask(sentinel)
+            self._master = Address(str(host), int(port))
+        except ConfigurationError:  # it is a ValueError
+            raise
+        except (LookupError, TypeError, ValueError) as error:  # redis-py takes any answer apart
+            raise BackendUnavailable(
+                f"{settings}: the sentinel's answer makes no sense: {error!r}"
+            ) from error
         finally:
             await _in_full(client.aclose() for client in sentinel.sentinels)
-        self._master = Address(str(host), int(port))
 
     async def _ask(self, sentinel: Sentinel) -> tuple[str, int]:
         try:
@@ -185,7 +192,7 @@ class _Cluster(Topology):
     def __init__(self, settings: RedisSettings) -> None:
         super().__init__(settings)
         self._slots: dict[int, Address] = {}
-        self._servers: tuple[Address, ...] = ()  # those in `_slots`: every call asks for them
+        self._servers: tuple[Address, ...] = ()  # of `_slots`: every call asks for them
 
     def address_of(self, name: bytes) -> Address:
         slot = key_slot(name)
@@ -200,7 +207,10 @@ class _Cluster(Topology):
         return self._servers
 
     def moved(self, slot: int, address: Address) -> None:
-        self._serve({**self._slots, slot: address})
+        # A whole node's slots may have moved: this is done for every key, on the event loop.
+        self._slots[slot] = address
+        if address not in self._servers:
+            self._servers = tuple(sorted((*self._servers, address)))
         self.suspect()
 
     async def discover(self) -> None:
@@ -214,6 +224,7 @@ class _Cluster(Topology):
             ssl=settings.tls is not None,
             **options,
         )
+        cluster.set_response_callback("CLUSTER SLOTS", _sound_slots)
         try:
             with explained(settings, str(settings)):
                 # Not the client's own `initialize`: that also asks for COMMAND, which costs more
@@ -225,11 +236,8 @@ class _Cluster(Topology):
             await _in_full(manager.aclose(which) for which in ("nodes_cache", "startup_nodes"))
         each = {node.name: node for node in nodes.values()}
         addresses = {name: Address(str(node.host), int(node.port)) for name, node in each.items()}
-        self._serve({slot: addresses[node.name] for slot, node in nodes.items()})
-
-    def _serve(self, slots: dict[int, Address]) -> None:
-        self._slots = slots
-        self._servers = tuple(sorted(set(slots.values())))
+        self._slots = {slot: addresses[node.name] for slot, node in nodes.items()}
+        self._servers = tuple(sorted(set(addresses.values())))
 
 
 def topology_of(settings: RedisSettings) -> Topology:
@@ -247,6 +255,36 @@ async def _ended(task: asyncio.Task[None] | None) -> None:
 async def _in_full(closings: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Wait for all `closings`; they come to their end also if this is cancelled."""
     await asyncio.shield(asyncio.gather(*closings))
+
+
+def _sound_slots(response: Any, **_: Any) -> Any:
+    """`response` to CLUSTER SLOTS, which redis-py would take apart whatever it is.
+
+    It would count billions of slots on the event loop. If one node's answer is no good, it asks
+    the next one.
+
+    Raises:
+        InvalidResponse: it does not say who serves which slots.
+    """
+    left = REDIS_CLUSTER_HASH_SLOTS
+    entries = response if isinstance(response, list) else []
+    for entry in entries:
+        match entry:
+            case [int(first), int(last), [bytes(), int(), *_], *replicas] if (
+                0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS and all(map(_is_node, replicas))
+            ):
+                left -= last - first + 1
+            case _:
+                left = -1
+        if left < 0:
+            break
+    if not entries or left < 0:
+        raise InvalidResponse(f"{str(response)[:100]} where the cluster's slots were due")
+    return response
+
+
+def _is_node(entry: object) -> bool:
+    return isinstance(entry, list) and len(entry) >= 2
 
 
 def _tls_only(settings: RedisSettings) -> dict[str, Any]:

@@ -93,6 +93,7 @@ async def test_slot_that_moves_is_followed(store, kit, redis_cluster, prefix):
         redis_cluster.give(slot, target)
         assert await load(store, kit, [key], [MIB]) == 1  # MOVED
         assert store._router._topology.address_of(name.encode()).port == target.port
+        assert len(store._router.servers) == 3
         await store.delete([key])
         assert await store.save([kit.block(key, nbytes=MIB)]) == 1
         assert target.names(f"{prefix}b:") == [name]

@@ -210,6 +210,47 @@ async def test_server_that_is_no_redis(script):
         await opened(url)
 
 
+def slots(*ranges):
+    """What a node of a cluster says of the servers of `ranges` of slots."""
+    node = b"*2\r\n$9\r\n127.0.0.1\r\n:1\r\n"
+    said = b"".join(b"*3\r\n:%d\r\n:%d\r\n%s" % (*one, node) for one in ranges)
+    return b"*%d\r\n%s" % (len(ranges), said)
+
+
+SLOTS = {
+    "none": b"*0\r\n",
+    "no list": b":1\r\n",
+    "no ranges": b"*1\r\n:1\r\n",
+    "nobody": b"*1\r\n*2\r\n:0\r\n:16383\r\n",
+    "no port": slots((0, 9)).replace(b":1\r\n", b"$1\r\nx\r\n"),
+    "too many": slots((0, 10_000_000)),
+    "negative": slots((-5, 9)),
+    "backwards": slots((9, 5)),
+    "again and again": slots(*[(0, 16383)] * 99),
+}
+
+
+@pytest.mark.parametrize("said", SLOTS.values(), ids=SLOTS)
+async def test_node_that_lies_about_its_cluster_is_not_believed(script, said):
+    url = script(speaks(CLUSTER=said)).replace("redis:", "redis+cluster:")
+    with pytest.raises(BackendUnavailable, match="where the cluster's slots were due"):
+        await opened(url)
+
+
+@pytest.mark.parametrize(
+    "said", [b":1\r\n", b"$-1\r\n", b"*1\r\n*0\r\n", b"*1\r\n*2\r\n$4\r\nname\r\n$2\r\nkv\r\n"]
+)
+async def test_sentinel_that_makes_no_sense_says_so(script, said):
+    url = script(speaks(SENTINEL=said)).replace("redis:", "redis+sentinel:")
+    with pytest.raises(BackendUnavailable, match="makes no sense"):
+        await opened(f"{url}/kv")
+
+
+async def test_host_that_cannot_be_one():
+    with pytest.raises(BackendUnavailable, match="label empty or too long"):
+        await open_backend("redis://a..b").inner.open([])
+
+
 async def test_server_that_loads_its_data(script):
     url = script(lambda _: b"-LOADING Redis is loading the dataset in memory\r\n")
     with pytest.raises(BackendUnavailable, match="is loading its data"):
