@@ -45,6 +45,7 @@ _GET_HEAD = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%s\r\n$1\r\n0\r\n$%d\r\n%d\r\n" %
     len(str(HEAD_NBYTES - 1)),
     HEAD_NBYTES - 1,
 )
+_MOST_DIGITS = 5  # of a slot, and of a port
 REFUSALS = ("OOM", "MISCONF", "READONLY", "NOREPLICAS")
 
 
@@ -221,7 +222,7 @@ def redirected(reply: Reply, server: Address) -> Reply | Redirect:
     if len(words) < 3 or words[0] not in {"MOVED", "ASK"} or not words[1].isdecimal():
         return reply
     host, _, port = words[2].rpartition(":")
-    if not port.isdecimal():
+    if not port.isdecimal() or max(len(port), len(words[1])) > _MOST_DIGITS:
         return reply
     # A server that does not know its own name leaves it out.
     return Redirect(int(words[1]), Address(host or server.host, int(port)), words[0] == "ASK")

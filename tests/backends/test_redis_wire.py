@@ -337,6 +337,17 @@ def test_redirects_name_the_server(wire, error, redirect):
     assert fetched(wire, error, [4])[0] == [redirect]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [b"MOVED", b"MOVED 1", b"MOVED 1 here", b"ASK 1 h:%d" % 10**5, b"MOVED %s h:1" % (b"9" * 5000)],
+)
+def test_redirect_to_nowhere_is_an_error(wire, words):
+    (answer,) = ask(wire(b"-%s\r\n" % words), [Ask(b"k", b"x")], SERVER)
+    assert isinstance(answer, hiredis.ReplyError)
+    with pytest.raises(BackendUnavailable, match="the server says"):
+        fetched(wire, b"-%s\r\n" % words, [4])
+
+
 def test_asking_precedes_each_command_where_a_slot_is_on_its_way(wire):
     one = wire(b"+OK\r\n" + value(b"1234"))
     results = fetch(one, [Want(b"n", memoryview(bytearray(4)))], SERVER, asking=True)
