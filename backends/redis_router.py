@@ -32,6 +32,8 @@ __all__ = ["RedisRouter"]
 # Values of less than this are not worth a second connection: a server has one thread for all.
 _STRIPE_NBYTES = 32 << 20
 _MAX_REDIRECTS = 5
+# Each gets threads of its own. Where more have changed the next call knows, since it asks first.
+_MAX_REDIRECTED_TO = 32
 
 
 Item: TypeAlias = Ask | Want | Put
@@ -138,6 +140,8 @@ class RedisRouter:
                         answers[number] = answer
             if not groups:
                 return answers
+            if len(groups) > _MAX_REDIRECTED_TO:
+                raise BackendUnavailable(f"{self._settings}: sent to {len(groups)} others at once")
         raise BackendUnavailable(f"{self._settings}: sent from one server to another without end")
 
     def _group(self, items: Sequence[Item]) -> dict[_Target, list[int]]:

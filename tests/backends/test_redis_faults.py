@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -354,6 +355,16 @@ async def test_server_that_sends_its_client_in_a_circle(kit, scripted, make_stor
     scripted.answer = lambda _: b"-MOVED 1 127.0.0.1:%d\r\n" % scripted.port
     with pytest.raises(BackendUnavailable, match="without end"):
         await store.lookup([kit.key(1)])
+
+
+async def test_server_that_sends_its_client_everywhere_makes_no_threads(kit, scripted, make_store):
+    store = await make_store(scripted.port)
+    ports = itertools.count(1)
+    scripted.answer = lambda _: b"-MOVED 1 127.0.0.1:%d\r\n" % next(ports)
+    before = threading.active_count()
+    with pytest.raises(BackendUnavailable, match="sent to 200 others at once"):
+        await store.lookup(kit.keys("everywhere", count=200))
+    assert threading.active_count() == before
 
 
 async def test_answers_of_another_kind_are_errors(kit, scripted, make_store):
