@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import os
 import re
+import threading
 import uuid
+import weakref
 from pathlib import Path
 
 __all__ = ["Owner", "owners"]
@@ -28,7 +30,9 @@ class Owner:
     def __init__(self, directory: Path) -> None:
         self.name = uuid.uuid4().hex
         self._path = _path(directory, self.name)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with _forking:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            _living.add(self)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -42,6 +46,28 @@ class Owner:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
             os.close(fd)
+
+    def leave(self) -> None:
+        """In a process forked from this one: be nobody here, and as alive as before there."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+# A lock is held until the last process has closed it that has it from a fork.
+_living: weakref.WeakSet[Owner] = weakref.WeakSet()
+_forking = threading.Lock()
+
+
+def _leave_all() -> None:
+    _forking.release()
+    for owner in list(_living):
+        owner.leave()
+
+
+os.register_at_fork(
+    before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_leave_all
+)
 
 
 def owners(directory: Path) -> set[str]:
