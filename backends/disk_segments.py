@@ -85,9 +85,22 @@ class SegmentFiles:
     def remove(self, segment: int, size: int) -> None:
         """Delete the file of `segment`; its bytes are free at once, also if others have it open."""
         path = self._path(segment, size)
+        # It has no name before it has no bytes: who writes to it must see that it is gone.
         with contextlib.suppress(FileNotFoundError):
-            os.truncate(path, 0)
-            path.unlink()
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                path.unlink(missing_ok=True)
+                os.ftruncate(fd, 0)
+            finally:
+                os.close(fd)
+        self._retire([segment])
+
+    def empty(self, segment: int) -> None:
+        """Free the bytes of the file that `create` has made; its name, if it has one, stays."""
+        with self._lock:
+            file = self._files.get(segment)
+            if file is not None:
+                os.ftruncate(file.fd, 0)
         self._retire([segment])
 
     def intact(self, segment: int, size: int, slots: int) -> bool:
@@ -116,8 +129,12 @@ class SegmentFiles:
 
     def nbytes(self) -> int:
         """Bytes of all segment files."""
-        paths = (path for path in self._directory.iterdir() if _NAME.fullmatch(path.name))
-        return sum(path.stat().st_size for path in paths)
+        total = 0
+        for path in self._directory.iterdir():
+            if _NAME.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):  # another process drops it just now
+                    total += path.stat().st_size
+        return total
 
     def read(self, places: Sequence[Place], buffers: Sequence[Tensor]) -> None:
         """Fill each of `buffers` from the slot of the same index; none is longer than its slot.
@@ -205,6 +222,9 @@ class SegmentFiles:
                 file = self._files[place.segment] = self._open(place)
             file.users += 1
         try:
+            # Who deleted the file died before its index knew: what is in it is lost to all others.
+            if not os.fstat(file.fd).st_nlink:
+                raise SegmentLost(place.segment)
             yield file.fd
         finally:
             with self._lock:

@@ -94,10 +94,17 @@ class SlotAllocator:
         """A transaction has begun."""
         self._grown.clear()
 
-    def undo(self) -> None:
-        """Delete the data files made in this transaction, which is about to be rolled back."""
+    def undo(self, *, alone: bool) -> None:
+        """Delete the data files made in this transaction, which is about to be rolled back.
+
+        Not `alone` any more, since it has been by now: their names may be those of another
+        process's files. The bytes are free all the same.
+        """
         for segment, size in self._grown:
-            self._files.remove(segment, size)
+            if alone:
+                self._files.remove(segment, size)
+            else:
+                self._files.empty(segment)
 
     def take(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Place]:
         """Up to `wanted` slots of `size` bytes, neighbours where possible, in order.

@@ -247,10 +247,11 @@ class IndexWriter:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:
-                    try:
-                        self._slots.undo()
-                    finally:
+                alone = self._db.in_transaction  # a COMMIT that failed has ended it
+                try:
+                    self._slots.undo(alone=alone)
+                finally:
+                    if alone:
                         self._db.execute("ROLLBACK")
                 raise
         self._log.bound()
