@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import threading
@@ -20,14 +19,14 @@ from torch import Tensor
 from kvconnect.backend import Child, StoredBlock, StoredEntry
 from kvconnect.backends.checksums import SealsSaves
 from kvconnect.backends.disk_directory import DiskDirectory, ignore
-from kvconnect.backends.disk_place import Access, DiskSettings, identity, warn_damaged
+from kvconnect.backends.disk_identity import identity, replace_index, warn_damaged
+from kvconnect.backends.disk_place import Access, DiskSettings
 from kvconnect.backends.disk_schema import (
     INDEX_NAME,
     Durability,
     IndexConnectionLost,
     IndexDamaged,
     IndexReadOnly,
-    set_aside,
 )
 from kvconnect.backends.running_threads import running_threads
 from kvconnect.backends.url import StoreUrl, format_size
@@ -310,7 +309,7 @@ class DiskBackend(SealsSaves):
             if not _damaged(self._settings.path, error):
                 raise
             self._must_be_ours(error)
-            _replace_index(self._settings.path, seen, error)
+            replace_index(self._settings.path, seen, error)
         try:
             return DiskDirectory(self._settings, at=self.at)
         except IndexDamaged as error:
@@ -330,7 +329,7 @@ class DiskBackend(SealsSaves):
             warn_damaged(self._settings.path, error)
             directory.give_up_index()
             return
-        _replace_index(self._settings.path, directory.identity, error)
+        replace_index(self._settings.path, directory.identity, error)
 
     def _retry_read_only(self) -> None:
         directory = self._directory if self._settings.access == "store" else None
@@ -378,15 +377,3 @@ def _page_after(after: int) -> Callable[[DiskDirectory], tuple[int, list[StoredE
 def _damaged(path: Path, error: Exception) -> bool:
     # SQLite also says "read-only" of a file whose header is damaged.
     return isinstance(error, IndexDamaged) or os.access(path / INDEX_NAME, os.W_OK)
-
-
-def _replace_index(path: Path, damaged: tuple[int, int] | None, error: Exception) -> None:
-    """Move the index out of the way, unless another process has done so by now."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if damaged is not None and identity(path) == damaged:
-            warn_damaged(path, error)
-            set_aside(path)
-    finally:
-        os.close(fd)

@@ -6,21 +6,21 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import takewhile
 
 from torch import Tensor
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.backends.disk_identity import held, identity, warn_damaged
 from kvconnect.backends.disk_index import IndexReader, Located, microseconds
 from kvconnect.backends.disk_lifetime import Lifetime
 from kvconnect.backends.disk_place import (
     DiskSettings,
     check_format,
     default_capacity,
-    identity,
+    remove_probes,
     unwritable,
-    warn_damaged,
     write_format,
 )
 from kvconnect.backends.disk_schema import (
@@ -85,7 +85,8 @@ class DiskDirectory:
         self.read_only |= reason is not None
         self._files = SegmentFiles(self.path, writable=not self.read_only)
         try:
-            self._open(settings, reason)
+            with held(self.path):
+                self._open(settings, reason)
         except OSError as error:
             self._close()
             if isinstance(error, BackendUnavailable):
@@ -142,10 +143,11 @@ class DiskDirectory:
             at=self._at,
         )
         self._writer.clean(shrink=given is not None)
+        remove_probes(self.path)
         self._reader = IndexReader(
             connect(self.path, settings.durability, log_nbytes(self.capacity)), settings.ttl
         )
-        self.identity = identity(self.path)
+        self.identity = self._writer.identity
 
     def _open_read_only(self, ttl: float | None, *, must: bool = False) -> None:
         self.identity = identity(self.path)
@@ -277,10 +279,13 @@ class DiskDirectory:
             reader.close()
 
     def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-        if self._writer is not None:
-            self._writer.close()
+        with ExitStack() as stack:
+            with suppress(OSError):  # a directory that is gone, perhaps
+                stack.enter_context(held(self.path))
+            if self._reader is not None:
+                self._reader.close()
+            if self._writer is not None:
+                self._writer.close()
         self._files.close()
 
     def _find(self, keys: Sequence[BlockKey]) -> list[Located]:

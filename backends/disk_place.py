@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvconnect.backends.disk_schema import INDEX_NAME, Durability
+from kvconnect.backends.disk_schema import Durability
 from kvconnect.errors import BackendUnavailable, ConfigurationError
-from kvconnect.trace import count, warn_once
 
 __all__ = [
     "Access",
     "DiskSettings",
     "check_format",
     "default_capacity",
-    "identity",
+    "remove_probes",
     "unwritable",
-    "warn_damaged",
     "write_format",
 ]
 
@@ -49,15 +47,6 @@ class DiskSettings:
     access: Access = "store"
 
 
-def warn_damaged(path: Path, error: Exception) -> None:
-    """Say once that the index is not usable."""
-    count("store.disk.index_damaged")
-    warn_once(
-        f"disk.damaged.{path}",
-        f"disk store {path}: the index is damaged ({error}); it starts empty",
-    )
-
-
 def unwritable(path: Path) -> OSError | None:
     """Why nothing can be written to the directory `path`, which is made if it is not there.
 
@@ -69,25 +58,23 @@ def unwritable(path: Path) -> OSError | None:
     try:
         path.mkdir(0o700, parents=True, exist_ok=True)  # prompts can be read from what is in it
         probe.touch(0o600, exist_ok=False)
-        probe.unlink()
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigurationError(
-            f"disk store: '{path}' is not a directory; give another"
-        ) from error
+        probe.unlink(missing_ok=True)  # or `remove_probes` did
     except OSError as error:
+        # "Exists" is also said of a directory that was there and is removed just now.
+        if isinstance(error, NotADirectoryError) or (path.exists() and not path.is_dir()):
+            raise ConfigurationError(
+                f"disk store: '{path}' is not a directory; give another"
+            ) from error
         if error.errno in _READ_ONLY and path.is_dir():
             return error
         raise BackendUnavailable(f"disk store {path}: {error}") from error
     return None
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """Which index the directory `path` has now; ``None``: none."""
-    try:
-        stat = (path / INDEX_NAME).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return stat.st_dev, stat.st_ino
+def remove_probes(path: Path) -> None:
+    """Delete what processes that died in `unwritable` have left in the directory `path`."""
+    for probe in path.glob("probe-" + "[0-9a-f]" * 32):
+        probe.unlink(missing_ok=True)
 
 
 def default_capacity(path: Path, present: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ __all__ = [
     "index_nbytes",
     "log_file_nbytes",
     "log_nbytes",
+    "make_index",
     "set_aside",
 ]
 
@@ -68,6 +70,9 @@ CREATE INDEX blocks_by_use ON blocks(size, priority, used);
 CREATE INDEX blocks_by_segment ON blocks(segment, used);
 CREATE INDEX blocks_by_parent ON blocks(parent);
 """
+# The first data file of an index has one of so many numbers, so that none of another index, there
+# before or after it, has the same name.
+_FIRST_SEGMENTS = 1 << 40
 _BUSY_S = 5.0
 _PAUSE_S = 0.005
 # The write-ahead log is moved into the database at so many pages; see `IndexLog`.
@@ -138,6 +143,18 @@ def log_nbytes(capacity: int) -> int:
     return max(_LOG_PAGES_MIN, min(_LOG_PAGES, capacity // 64 // _PAGE)) * _PAGE
 
 
+def make_index(directory: Path) -> None:
+    """An empty file, if there is no index yet.
+
+    Raises:
+        OSError: there is none.
+    """
+    # Tokens can be read from it; its log gets the same mode. It is made without being opened, for
+    # closing a file drops all locks that this process has on it, other connections' ones included.
+    with suppress(FileExistsError):
+        os.mknod(directory / INDEX_NAME, 0o600)
+
+
 def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connection:
     """The index in `directory`, made if it is not there.
 
@@ -147,10 +164,7 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
         BackendUnavailable, IndexDamaged: nothing stays open.
     """
     path = directory / INDEX_NAME
-    # Tokens can be read from it; its log gets the same mode. It is made without being opened, for
-    # closing a file drops all locks that this process has on it, other connections' ones included.
-    with suppress(FileExistsError):
-        os.mknod(path, 0o600)
+    make_index(directory)
     with index_errors():
         db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
@@ -165,6 +179,10 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
                 if _version(db) == 0:
                     for statement in _SCHEMA.rstrip().split(";\n"):
                         db.execute(statement)
+                    db.execute(
+                        "INSERT INTO sqlite_sequence VALUES('segments', ?)",
+                        (secrets.randbelow(_FIRST_SEGMENTS),),
+                    )
                     db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
                 db.execute("COMMIT")
             _expect_version(db)

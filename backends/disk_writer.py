@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backend import StoredBlock
+from kvconnect.backends.disk_identity import identity
 from kvconnect.backends.disk_index import READABLE, marks, microseconds, oldest_valid
 from kvconnect.backends.disk_log import IndexLog
 from kvconnect.backends.disk_owner import Owner, owners
 from kvconnect.backends.disk_runs import Place
-from kvconnect.backends.disk_schema import Durability, connect, index_errors, log_nbytes
+from kvconnect.backends.disk_schema import (
+    Durability,
+    IndexConnectionLost,
+    connect,
+    index_errors,
+    log_nbytes,
+    make_index,
+)
 from kvconnect.backends.disk_segments import SegmentFiles
 from kvconnect.backends.disk_slots import SlotAllocator, slot_size
 from kvconnect.keys import BlockKey
@@ -54,10 +62,14 @@ class IndexWriter:
     """Write transactions, one at a time. Thread-safe; each waits for other processes' ones.
 
     A save is two of them: `reserve` takes slots, the payload is written, `commit` makes it visible.
+    None of them happens in an index that the directory does not have any more.
 
     No cursor may outlive the lock, not even in a local variable of a function that returns: that of
     an `executemany` keeps the statement that the connection caches (CPython 3.11), and resets it
     when it goes, in the middle of what the next thread does with it. SQLite calls that misuse.
+
+    Attributes:
+        identity: of the index that is open.
 
     Raises:
         BackendUnavailable: the index cannot be written; what was asked for did not happen.
@@ -84,6 +96,8 @@ class IndexWriter:
         self._lock = threading.Lock()
         self._saves = 0
         log = log_nbytes(capacity)
+        make_index(directory)
+        self.identity = identity(directory)
         self._db = connect(directory, durability, log)
         self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
         try:
@@ -238,12 +252,18 @@ class IndexWriter:
             query = "DELETE FROM blocks WHERE key IN " + marks(part)  # noqa: S608 - question marks
             self._slots.free(self._db.execute(query + " RETURNING segment, slot", part).fetchall())
 
+    def _expect_our_index(self) -> None:
+        # Data files are found by name, too, and would be another index's by now.
+        if identity(self._directory) != self.identity:
+            raise IndexConnectionLost(f"disk store {self._directory}: the index was replaced")
+
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._lock, index_errors():
             self._db.execute("BEGIN IMMEDIATE")
             self._slots.begin()
             try:
+                self._expect_our_index()
                 yield
                 self._db.execute("COMMIT")
             except BaseException:

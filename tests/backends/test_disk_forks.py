@@ -7,7 +7,27 @@ import signal
 
 import pytest
 
+from kvconnect.backends import disk_identity
+from kvconnect.backends.disk_identity import held
 from kvconnect.backends.disk_owner import Owner, owners
+
+
+def test_process_forked_during_an_opening_does_not_keep_the_index_in_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_identity, "_OTHERS_S", 0.05)
+    stay, end = os.pipe()
+    with held(tmp_path):
+        child = os.fork()
+        if not child:
+            os.close(end)
+            os.read(stay, 1)
+            os._exit(0)
+    try:
+        with held(tmp_path, alone=True):
+            pass
+    finally:
+        os.close(end)
+        os.close(stay)
+        os.waitpid(child, 0)
 
 
 def test_process_that_was_forked_does_not_keep_its_parents_slots(tmp_path):

@@ -1,0 +1,200 @@
+"""One directory, and what several processes do to it at the same moment."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvconnect.backends import disk_identity, disk_writer
+from kvconnect.backends.disk import DiskBackend
+from kvconnect.backends.disk_directory import DiskDirectory
+from kvconnect.backends.disk_identity import held, identity, replace_index
+from kvconnect.backends.disk_place import DiskSettings, unwritable
+from kvconnect.backends.disk_schema import IndexDamaged
+from kvconnect.backends.disk_segments import SegmentFiles
+from kvconnect.errors import BackendUnavailable
+
+CAPACITY = 1 << 20
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def settings(path):
+    return DiskSettings(path, capacity=CAPACITY)
+
+
+def once(action, call):
+    """`call`, with `action` before the first time."""
+    left = [action]
+
+    def overtaken(*arguments, **options):
+        if left:
+            left.pop()()
+        return call(*arguments, **options)
+
+    return overtaken
+
+
+# ------------------------------------------------------------------ an index that is replaced
+
+
+def locks_alone(path):
+    """Whether another process could replace the index of `path` now."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(fd)
+
+
+def test_no_index_is_replaced_while_it_is_opened_or_closed(path, settings, monkeypatch):
+    """SQLite opens and deletes the log by its name: it would be that of another index."""
+    DiskDirectory(settings).close()
+    replaceable = []
+
+    class Watched(sqlite3.Connection):
+        def execute(self, *arguments):
+            replaceable.append(("opening", locks_alone(path)))
+            return super().execute(*arguments)
+
+        def close(self):
+            replaceable.append(("closing", locks_alone(path)))
+            super().close()
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **o: connect(*a, factory=Watched, **o))
+    directory = DiskDirectory(settings)
+    assert replaceable
+    opened, replaceable[:] = set(replaceable), []
+    directory._writer.touch({})
+    assert replaceable
+    assert {free for _, free in replaceable} == {True}
+    replaceable.clear()
+    directory.close()
+    assert opened == {("opening", False)}
+    assert ("closing", False) in replaceable
+    assert ("closing", True) not in replaceable
+    assert locks_alone(path)
+
+
+def test_who_cannot_replace_an_index_says_so_in_time(path, settings, monkeypatch):
+    monkeypatch.setattr(disk_identity, "_OTHERS_S", 0.05)
+    DiskDirectory(settings).close()
+    seen = identity(path)
+    with held(path), pytest.raises(BackendUnavailable, match="opens or replaces it"):
+        replace_index(path, seen, IndexDamaged("as if"))
+    assert identity(path) == seen
+    with (
+        held(path, alone=True),
+        pytest.raises(BackendUnavailable, match="opens or replaces it"),
+    ):
+        DiskDirectory(settings)
+    replace_index(path, seen, IndexDamaged("as if"))
+    assert identity(path) is None
+
+
+@pytest.mark.parametrize("part", ["disk_log", "disk_directory"])
+async def test_directory_made_anew_during_an_opening_is_noticed(
+    make_disk, kit, path, monkeypatch, part
+):
+    """The connections that were opened so far are to an index that nobody else will see."""
+    module = sys.modules[f"kvconnect.backends.{part}"]
+
+    def removed():
+        shutil.rmtree(path)
+        path.mkdir()
+
+    keys = kit.keys("anew", count=2)
+    store = make_disk()
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "connect", once(removed, module.connect))
+        try:
+            await store.open([kit.layout])
+        except BackendUnavailable:
+            await store.open([kit.layout])
+    async with kit.opened(make_disk()) as other:
+        assert await store.save(kit.chain(keys)) == 2
+        assert await kit.stored(other, keys) == [True, True]
+        assert await kit.stored(store, keys) == [True, True]
+    await store.close()
+
+
+async def test_save_that_waited_while_the_directory_was_made_anew_stores_there(
+    make_disk, kit, path, monkeypatch
+):
+    keys = kit.keys("waited", count=2)
+    async with kit.opened(make_disk()) as store:
+        await store.save(kit.chain(kit.keys("before", count=1)))
+        reserve = disk_writer.IndexWriter.reserve
+        overtaken = once(lambda: shutil.rmtree(path), reserve)
+        monkeypatch.setattr(disk_writer.IndexWriter, "reserve", overtaken)
+        assert await store.save(kit.chain(keys)) == 2
+        async with kit.opened(make_disk()) as other:
+            assert await kit.stored(other, keys) == [True, True]
+
+
+async def test_block_of_a_replaced_directory_is_never_read_from_another_ones_file(
+    make_disk, kit, path, tmp_path, monkeypatch
+):
+    mine, theirs = kit.keys("mine", count=2), kit.keys("theirs", count=2)
+    async with kit.opened(make_disk()) as store:
+        async with kit.opened(make_disk()) as writer:
+            await writer.save(kit.chain(mine))
+        async with kit.opened(DiskBackend(tmp_path / "other", capacity=64 << 20)) as other:
+            await other.save(kit.chain(theirs))
+
+        def replaced():
+            shutil.rmtree(path)
+            (tmp_path / "other").rename(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(SegmentFiles, "_open", once(replaced, SegmentFiles._open))
+            assert await kit.stored(store, mine) == [False, False]
+        assert await kit.stored(store, theirs) == [True, True]
+
+
+# ---------------------------------------------------------------------- looking and beginning
+
+
+def test_directory_that_is_removed_while_it_is_made_may_be_made_later(path, monkeypatch):
+    def there_a_moment_ago(self, *arguments, **options):
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(Path, "mkdir", there_a_moment_ago)
+    with pytest.raises(BackendUnavailable, match="File exists"):
+        unwritable(path)
+
+
+def test_probe_of_a_process_that_died_is_removed(path, settings, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", lambda self, **options: None)
+        unwritable(path)
+    assert len(list(path.glob("probe-*"))) == 1
+    DiskDirectory(settings).close()
+    assert list(path.glob("probe-*")) == []
+
+
+def test_probe_that_another_process_removes_is_no_failure(path, monkeypatch):
+    touch = Path.touch
+
+    def cleaned(self, *arguments, **options):
+        touch(self, *arguments, **options)
+        self.unlink()
+
+    monkeypatch.setattr(Path, "touch", cleaned)
+    assert unwritable(path) is None
