@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import takewhile
+from pathlib import Path
 
 from torch import Tensor
 
@@ -79,7 +80,7 @@ class DiskDirectory:
         self._maintained = settings.access == "maintain"
         self._looking = settings.access == "read"
         if settings.access != "store" and identity(self.path) is None:
-            raise ConfigurationError(f"disk store: there is none in '{self.path}'; give another")
+            raise _none(self.path)
         self.read_only = settings.access == "read"
         reason = None if self.read_only else unwritable(self.path)
         self.read_only |= reason is not None
@@ -154,11 +155,18 @@ class DiskDirectory:
         if self.identity is None:
             return
         try:
-            self._reader = IndexReader(connect_read_only(self.path), ttl)
+            db = connect_read_only(self.path)
+            if db is not None:
+                self._reader = IndexReader(db, ttl)
+                return
         except (IndexDamaged, BackendUnavailable) as error:
             if must:
                 raise
             warn_damaged(self.path, error)
+            return
+        if must:
+            raise _none(self.path)
+        self.identity = None  # to look again at the next call
 
     @property
     def current(self) -> bool:
@@ -325,3 +333,7 @@ class DiskDirectory:
             f"disk.full.{self.path}",
             f"disk store {self.path}: {error}; blocks are not saved until there is space",
         )
+
+
+def _none(path: Path) -> ConfigurationError:
+    return ConfigurationError(f"disk store: there is none in '{path}'; give another")

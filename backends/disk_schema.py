@@ -103,6 +103,10 @@ class IndexFull(BackendUnavailable):
     """There is no space for the index to grow."""
 
 
+class IndexNotOpened(BackendUnavailable):
+    """A file of the index cannot be opened, or made."""
+
+
 class IndexReadOnly(BackendUnavailable):
     """SQLite will not write. A damaged header looks the same; the file's permissions tell."""
 
@@ -111,7 +115,11 @@ class IndexConnectionLost(BackendUnavailable):
     """This connection is of no use any more; that says nothing about the index."""
 
 
-_KINDS = {sqlite3.SQLITE_FULL: IndexFull, sqlite3.SQLITE_READONLY: IndexReadOnly}
+_KINDS = {
+    sqlite3.SQLITE_CANTOPEN: IndexNotOpened,
+    sqlite3.SQLITE_FULL: IndexFull,
+    sqlite3.SQLITE_READONLY: IndexReadOnly,
+}
 
 
 @contextmanager
@@ -193,40 +201,43 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
     return db
 
 
-def connect_read_only(directory: Path) -> sqlite3.Connection:
-    """The index in a directory that cannot be written to.
+def connect_read_only(directory: Path) -> sqlite3.Connection | None:
+    """The index, without changing it, also in a directory that cannot be written to.
+
+    ``None``: it is being made, and nothing is stored yet.
 
     Raises:
         BackendUnavailable, IndexDamaged: nothing stays open.
     """
-    path = quote(str(directory / INDEX_NAME))
-    log = directory / f"{INDEX_NAME}-wal"
-    # SQLite needs a shared-memory file beside a database with a log. Where it cannot make one, it
-    # can read the database only if there is nothing in the log.
-    modes = ["mode=ro"]
-    if not log.exists() or not log.stat().st_size:
-        modes.append("mode=ro&immutable=1")
-    for mode in modes:
-        with index_errors():
-            db = sqlite3.connect(
-                f"file:{path}?{mode}",
-                uri=True,
-                timeout=_BUSY_S,
-                isolation_level=None,
-                check_same_thread=False,
-            )
-        try:
-            with index_errors():
-                _expect_version(db)
-                return db
-        except BackendUnavailable:
-            db.close()
-            if mode == modes[-1]:
-                raise
-        except BaseException:
-            db.close()
+    try:
+        return _connect_read_only(directory, "mode=ro")
+    except (IndexNotOpened, IndexReadOnly):
+        # SQLite needs a shared-memory file beside a database with a log. Where it cannot make one,
+        # it can read the database only if there is nothing in the log, and nobody writes.
+        if log_file_nbytes(directory):
             raise
-    raise AssertionError  # the loop returns or raises
+    return _connect_read_only(directory, "mode=ro&immutable=1")
+
+
+def _connect_read_only(directory: Path, mode: str) -> sqlite3.Connection | None:
+    with index_errors():
+        db = sqlite3.connect(
+            f"file:{quote(str(directory / INDEX_NAME))}?{mode}",
+            uri=True,
+            timeout=_BUSY_S,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+    try:
+        with index_errors():
+            if db.execute("SELECT count(*) FROM sqlite_schema").fetchone() == (0,):
+                db.close()
+                return None
+            _expect_version(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
 
 
 def has_model_column(db: sqlite3.Connection) -> bool:

@@ -8,18 +8,19 @@ import os
 import shutil
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvconnect.backends import disk_identity, disk_writer
+from kvconnect.backends import disk_directory, disk_identity, disk_schema, disk_writer
 from kvconnect.backends.disk import DiskBackend
 from kvconnect.backends.disk_directory import DiskDirectory
 from kvconnect.backends.disk_identity import held, identity, replace_index
 from kvconnect.backends.disk_place import DiskSettings, unwritable
-from kvconnect.backends.disk_schema import IndexDamaged
+from kvconnect.backends.disk_schema import INDEX_NAME, IndexDamaged, connect_read_only
 from kvconnect.backends.disk_segments import SegmentFiles
-from kvconnect.errors import BackendUnavailable
+from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 CAPACITY = 1 << 20
 
@@ -169,6 +170,51 @@ async def test_block_of_a_replaced_directory_is_never_read_from_another_ones_fil
 
 
 # ---------------------------------------------------------------------- looking and beginning
+
+
+async def test_index_that_is_being_made_is_none_yet(make_disk, kit, path):
+    path.mkdir()
+    (path / INDEX_NAME).touch()
+    looking = make_disk()
+    looking.open_for("read")
+    with pytest.raises(ConfigurationError, match="there is none"):
+        await looking.open([kit.layout])
+
+
+async def test_store_that_cannot_write_sees_the_index_that_another_has_made(
+    make_disk, kit, path, monkeypatch
+):
+    keys = kit.keys("later", count=2)
+    path.mkdir()
+    (path / INDEX_NAME).touch()
+    with monkeypatch.context() as patched:
+        reason = OSError(errno.EROFS, "read-only")
+        patched.setattr(disk_directory, "unwritable", lambda path: reason)
+        async with kit.opened(make_disk()) as reads:
+            assert await reads.lookup(keys) == 0
+            patched.undo()
+            async with kit.opened(make_disk()) as store:
+                await store.save(kit.chain(keys))
+            assert await reads.lookup(keys) == 2
+
+
+def test_index_whose_locks_are_held_is_not_read_without_them(path, settings, monkeypatch):
+    DiskDirectory(settings).close()
+    monkeypatch.setattr(disk_schema, "_BUSY_S", 0.05)
+    with closing(sqlite3.connect(path / INDEX_NAME, isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode=EXCLUSIVE")
+        other.execute("PRAGMA journal_mode=DELETE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(BackendUnavailable, match="lock"):
+            connect_read_only(path)
+
+
+def test_log_that_vanishes_while_it_is_looked_for_is_none(path, settings, monkeypatch):
+    DiskDirectory(settings).close()
+    log = path / f"{INDEX_NAME}-wal"
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda self: self == log or exists(self))
+    connect_read_only(path).close()
 
 
 def test_directory_that_is_removed_while_it_is_made_may_be_made_later(path, monkeypatch):
