@@ -214,8 +214,9 @@ class SlotAllocator:
             if len(places) == wanted:
                 return places
         rows = self._db.execute(
-            "SELECT segment, slot FROM free WHERE segment IN (SELECT id FROM segments WHERE size=?)"
-            " ORDER BY segment, slot LIMIT ?",
+            "SELECT segment, slot FROM segments CROSS JOIN free ON segment = id"
+            # Others are those of a damaged row: what is saved there is not found again.
+            " WHERE size=? AND slot >= 0 AND slot < slots ORDER BY id, slot LIMIT ?",
             (size, wanted - len(places)),
         ).fetchall()
         self._db.executemany("DELETE FROM free WHERE segment=? AND slot=?", rows)

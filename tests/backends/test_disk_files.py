@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-from contextlib import contextmanager
+import sqlite3
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,17 @@ async def test_commit_that_fails_deletes_no_file_that_another_process_made_since
         with commit_fails():
             await store.save(kit.chain(kit.keys("room", count=2)))
         assert [file.read_bytes() for file in path.glob("segment-*")] == [b"another's"]
+
+
+async def test_slot_outside_of_its_data_file_is_not_taken_again(make_disk, kit, path):
+    keys = kit.keys("outside", count=8)
+    async with kit.opened(make_disk()) as store:
+        await store.save(kit.chain(keys))
+    with closing(sqlite3.connect(path / INDEX_NAME)) as damaged:
+        damaged.execute("UPDATE segments SET slots=5")
+        damaged.commit()
+    async with kit.opened(make_disk()) as store:
+        assert await kit.stored(store, keys) == [True] * 5 + [False] * 3
+        for _ in range(2):
+            await store.save(kit.chain(keys))
+        assert await kit.stored(store, keys) == [True] * 8
