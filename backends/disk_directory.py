@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
-from kvconnect.backends.disk_identity import held, identity, warn_damaged
+from kvconnect.backends.disk_identity import Identity, held, identity, log_identity, warn_damaged
 from kvconnect.backends.disk_index import IndexReader, Located, microseconds
 from kvconnect.backends.disk_lifetime import Lifetime
 from kvconnect.backends.disk_place import (
@@ -73,7 +73,8 @@ class DiskDirectory:
         self._hidden: set[BlockKey] = set()
         self._writer: IndexWriter | None = None
         self._reader: IndexReader | None = None
-        self.identity: tuple[int, int] | None = None
+        self.identity: Identity | None = None
+        self._log_identity: tuple[Identity | None, Identity | None] = None, None
         self.capacity = 0
         self._lifetime = Lifetime(self._close)
         self._outdated = False
@@ -148,7 +149,7 @@ class DiskDirectory:
         self._reader = IndexReader(
             connect(self.path, settings.durability, log_nbytes(self.capacity)), settings.ttl
         )
-        self.identity = self._writer.identity
+        self.identity, self._log_identity = self._writer.identity, self._writer.log_identity
 
     def _open_read_only(self, ttl: float | None, *, must: bool = False) -> None:
         self.identity = identity(self.path)
@@ -164,6 +165,8 @@ class DiskDirectory:
                 raise
             warn_damaged(self.path, error)
             return
+        finally:
+            self._log_identity = log_identity(self.path)
         if must:
             raise _none(self.path)
         self.identity = None  # to look again at the next call
@@ -171,7 +174,8 @@ class DiskDirectory:
     @property
     def current(self) -> bool:
         """Whether what is open here is still what the path leads to."""
-        return not self._outdated and identity(self.path) == self.identity
+        there = identity(self.path), log_identity(self.path)
+        return not self._outdated and there == (self.identity, self._log_identity)
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are stored."""

@@ -13,20 +13,26 @@ from kvconnect.backends.disk_schema import INDEX_NAME, set_aside
 from kvconnect.errors import BackendUnavailable
 from kvconnect.trace import count, warn_once
 
-__all__ = ["held", "identity", "replace_index", "warn_damaged"]
+__all__ = ["Identity", "held", "identity", "log_identity", "replace_index", "warn_damaged"]
+
+Identity = tuple[int, int]
 
 # For another process to end its opening, which may wait for the index's lock.
 _OTHERS_S = 10.0
 _PAUSE_S = 0.005
 
 
-def identity(path: Path) -> tuple[int, int] | None:
+def identity(path: Path) -> Identity | None:
     """Which index the directory `path` has now; ``None``: none."""
-    try:
-        stat = (path / INDEX_NAME).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return stat.st_dev, stat.st_ino
+    return _file(path / INDEX_NAME)
+
+
+def log_identity(path: Path) -> tuple[Identity | None, Identity | None]:
+    """Which log the index has, and which shared memory: they stay while it is open anywhere.
+
+    Who deletes a directory that is in use may take them from an index that was made meanwhile.
+    """
+    return _file(path / f"{INDEX_NAME}-wal"), _file(path / f"{INDEX_NAME}-shm")
 
 
 @contextmanager
@@ -55,7 +61,7 @@ def held(path: Path, *, alone: bool = False) -> Iterator[None]:
         os.close(fd)
 
 
-def replace_index(path: Path, damaged: tuple[int, int] | None, error: Exception) -> None:
+def replace_index(path: Path, damaged: Identity | None, error: Exception) -> None:
     """Move the index out of the way, unless another process has done so by now.
 
     Raises:
@@ -74,6 +80,14 @@ def warn_damaged(path: Path, error: Exception) -> None:
         f"disk.damaged.{path}",
         f"disk store {path}: the index is damaged ({error}); it starts empty",
     )
+
+
+def _file(path: Path) -> Identity | None:
+    try:
+        stat = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return stat.st_dev, stat.st_ino
 
 
 def _locked(fd: int, kind: int) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backend import StoredBlock
-from kvconnect.backends.disk_identity import identity
+from kvconnect.backends.disk_identity import identity, log_identity
 from kvconnect.backends.disk_index import READABLE, marks, microseconds, oldest_valid
 from kvconnect.backends.disk_log import IndexLog
 from kvconnect.backends.disk_owner import Owner, owners
@@ -69,7 +69,7 @@ class IndexWriter:
     when it goes, in the middle of what the next thread does with it. SQLite calls that misuse.
 
     Attributes:
-        identity: of the index that is open.
+        identity, log_identity: of the index that is open.
 
     Raises:
         BackendUnavailable: the index cannot be written; what was asked for did not happen.
@@ -99,6 +99,7 @@ class IndexWriter:
         make_index(directory)
         self.identity = identity(directory)
         self._db = connect(directory, durability, log)
+        self.log_identity = log_identity(directory)
         self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
         try:
             self._log = IndexLog(directory, durability, log, at)
@@ -254,7 +255,8 @@ class IndexWriter:
 
     def _expect_our_index(self) -> None:
         # Data files are found by name, too, and would be another index's by now.
-        if identity(self._directory) != self.identity:
+        there = identity(self._directory), log_identity(self._directory)
+        if there != (self.identity, self.log_identity):
             raise IndexConnectionLost(f"disk store {self._directory}: the index was replaced")
 
     @contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import fcntl
 import os
 import shutil
 import sqlite3
+import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -45,6 +47,18 @@ def once(action, call):
         return call(*arguments, **options)
 
     return overtaken
+
+
+LOOK = """
+import ast, sqlite3, sys
+index, query, values = sys.argv[1:]
+print(sqlite3.connect(index).execute(query, ast.literal_eval(values)).fetchall())
+"""
+
+
+def in_another_process(path, query, *values):
+    command = [sys.executable, "-c", LOOK, path / INDEX_NAME, query, repr(values)]
+    return ast.literal_eval(subprocess.check_output(command, text=True))
 
 
 # ------------------------------------------------------------------ an index that is replaced
@@ -133,6 +147,20 @@ async def test_directory_made_anew_during_an_opening_is_noticed(
         assert await kit.stored(other, keys) == [True, True]
         assert await kit.stored(store, keys) == [True, True]
     await store.close()
+
+
+@pytest.mark.parametrize("deleted", [["wal"], ["shm"], ["wal", "shm"]])
+async def test_log_that_is_deleted_under_an_index_is_left(make_disk, kit, path, deleted):
+    """Who deletes a directory in use deletes the log of an index that was made meanwhile."""
+    keys = kit.keys("log", count=2)
+    async with kit.opened(make_disk()) as store:
+        await store.save(kit.chain(kit.keys("before", count=1)))
+        for name in deleted:
+            (path / f"{INDEX_NAME}-{name}").unlink()
+        assert await store.save(kit.chain(keys)) == 2
+        assert await kit.stored(store, keys) == [True, True]
+        there = "SELECT count(*) FROM blocks WHERE key IN (?, ?)"
+        assert in_another_process(path, there, *keys) == [(2,)]
 
 
 async def test_save_that_waited_while_the_directory_was_made_anew_stores_there(
