@@ -11,6 +11,9 @@ from kvconnect.backends import disk_identity
 from kvconnect.backends.disk_identity import held
 from kvconnect.backends.disk_owner import Owner, owners
 
+# Python 3.12 warns of threads that a child does not have; these children use none.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
 
 def test_process_forked_during_an_opening_does_not_keep_the_index_in_place(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_identity, "_OTHERS_S", 0.05)
