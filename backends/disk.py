@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import os
 import threading
@@ -28,7 +29,7 @@ from kvconnect.backends.disk_schema import (
     IndexDamaged,
     IndexReadOnly,
 )
-from kvconnect.backends.running_threads import running_threads
+from kvconnect.backends.running_threads import running_pools
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.frame import FrameChecksum, frame_nbytes
@@ -45,6 +46,20 @@ T = TypeVar("T")
 _FLUSH_S = 5.0
 # Seconds between two attempts to write to a directory that could not be written to.
 _RETRY_S = 5.0
+
+
+class _Lane(enum.Enum):
+    """What a call is about. Each lane has threads of its own.
+
+    So a lookup does not wait for loads, nor a load, which a prompt waits for, for saves.
+    """
+
+    INDEX = "index"
+    LOADS = "loads"
+    SAVES = "saves"
+
+
+_THREADS = {_Lane.INDEX: 1, _Lane.LOADS: 4, _Lane.SAVES: 4}
 
 
 def from_url(url: StoreUrl) -> DiskBackend:
@@ -104,9 +119,7 @@ class DiskBackend(SealsSaves):
         self._retry_at = 0.0
         self._flush_timer: asyncio.TimerHandle | None = None
         self._running: set[asyncio.Future[Any]] = set()
-        # Queries have a thread of their own: a lookup does not wait for loads and saves.
-        self._queries: ThreadPoolExecutor | None = None
-        self._transfers: ThreadPoolExecutor | None = None
+        self._threads: dict[_Lane, ThreadPoolExecutor] = {}  # while it is open
         self.at: Callable[[str], None] = ignore
         """Called on reaching a named point of a save; tests end the process there."""
 
@@ -140,12 +153,12 @@ class DiskBackend(SealsSaves):
         largest = max(sizes, default=0)
         self._settings = replace(self._settings, frame_sizes=sizes)
         self._check_capacity(self._settings.capacity, largest)
-        self._queries = running_threads(1, "kvconnect-disk-index")
-        self._transfers = running_threads(4, "kvconnect-disk-io")
+        counts = {f"kvconnect-disk-{lane.value}": count for lane, count in _THREADS.items()}
+        self._threads = dict(zip(_THREADS, running_pools(counts), strict=True))
         self._closed = False
         try:
             capacity, read_only = await self._run(
-                self._queries,
+                _Lane.INDEX,
                 lambda directory: (directory.capacity, directory.read_only),
                 (0, True),
             )
@@ -160,9 +173,8 @@ class DiskBackend(SealsSaves):
 
         If it is cancelled, everything is closed all the same once the calls in flight have ended.
         """
-        queries, transfers = self._queries, self._transfers
-        self._queries = self._transfers = None
-        if queries is None or transfers is None:
+        threads, self._threads = self._threads, {}
+        if not threads:
             return
         if self._flush_timer is not None:
             self._flush_timer.cancel()
@@ -171,17 +183,17 @@ class DiskBackend(SealsSaves):
             if self._running:
                 await asyncio.wait(self._running)
         finally:
-            closing = transfers.submit(self._close)
-            queries.shutdown(wait=False)
-            transfers.shutdown(wait=False)
+            closing = threads[_Lane.SAVES].submit(self._close)
+            for pool in threads.values():
+                pool.shutdown(wait=False)
         # Calls that were cancelled still have a thread, perhaps for as long as the disk hangs.
-        await asyncio.to_thread(queries.shutdown)
-        await asyncio.to_thread(transfers.shutdown)
+        for pool in threads.values():
+            await asyncio.to_thread(pool.shutdown)
         closing.result()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are present; they count as used now."""
-        found = await self._run(self._queries, lambda directory: directory.lookup(keys), 0)
+        found = await self._run(_Lane.INDEX, lambda directory: directory.lookup(keys), 0)
         self._flush_later()
         return found
 
@@ -191,7 +203,7 @@ class DiskBackend(SealsSaves):
         Raises:
             BackendUnavailable: the disk failed; `into` is undefined.
         """
-        loaded = await self._run(self._transfers, lambda directory: directory.load(keys, into), 0)
+        loaded = await self._run(_Lane.LOADS, lambda directory: directory.load(keys, into), 0)
         self._flush_later()
         return loaded
 
@@ -213,18 +225,16 @@ class DiskBackend(SealsSaves):
 
     async def _save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
         self._retry_read_only()
-        return await self._run(
-            self._transfers, lambda directory: directory.save(blocks, checksums), 0
-        )
+        return await self._run(_Lane.SAVES, lambda directory: directory.save(blocks, checksums), 0)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Forget `keys`; their slots are free at once."""
-        await self._run(self._transfers, lambda directory: directory.delete(keys), None)
+        await self._run(_Lane.SAVES, lambda directory: directory.delete(keys), None)
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """The stored blocks with tokens whose parent is `key`."""
         nothing: list[Child] = []
-        return await self._run(self._queries, lambda directory: directory.children(key), nothing)
+        return await self._run(_Lane.INDEX, lambda directory: directory.children(key), nothing)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """All blocks, a page at a time; those that come or go meanwhile may be missed."""
@@ -232,7 +242,7 @@ class DiskBackend(SealsSaves):
         nothing: list[StoredEntry] = []
         while True:
             page = _page_after(after)
-            following, entries = await self._run(self._queries, page, (after, nothing))
+            following, entries = await self._run(_Lane.INDEX, page, (after, nothing))
             if following == after:
                 return
             after = following
@@ -242,16 +252,15 @@ class DiskBackend(SealsSaves):
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         """What `scan` would list of each of `keys`."""
         nothing: list[StoredEntry | None] = [None] * len(keys)
-        return await self._run(self._queries, lambda directory: directory.describe(keys), nothing)
+        return await self._run(_Lane.INDEX, lambda directory: directory.describe(keys), nothing)
 
     async def stats(self) -> Mapping[str, float]:
         """``blocks``, their ``bytes`` in slots, ``file_bytes``, ``capacity``, ``read_only``."""
         nothing: dict[str, float] = {"blocks": 0, "bytes": 0}
-        return await self._run(self._queries, lambda directory: directory.stats(), nothing)
+        return await self._run(_Lane.INDEX, lambda directory: directory.stats(), nothing)
 
-    async def _run(
-        self, pool: ThreadPoolExecutor | None, work: Callable[[DiskDirectory], T], nothing: T
-    ) -> T:
+    async def _run(self, lane: _Lane, work: Callable[[DiskDirectory], T], nothing: T) -> T:
+        pool = self._threads.get(lane)
         if pool is None:
             raise self._not_open()
         loop = asyncio.get_running_loop()
@@ -338,14 +347,14 @@ class DiskBackend(SealsSaves):
             directory.forget()
 
     def _flush_later(self) -> None:
-        if self._flush_timer is None and self._transfers is not None:
+        if self._flush_timer is None and self._threads:
             loop = asyncio.get_running_loop()
             self._flush_timer = loop.call_later(_FLUSH_S, self._start_flush)
 
     def _start_flush(self) -> None:
         self._flush_timer = None
-        if self._transfers is not None:
-            self._transfers.submit(self._flush)
+        if self._threads:
+            self._threads[_Lane.SAVES].submit(self._flush)
 
     def _flush(self) -> None:
         directory = self._directory
@@ -355,7 +364,7 @@ class DiskBackend(SealsSaves):
 
     def _close(self) -> None:
         with self._lock:
-            if self._transfers is not None:  # opened again, before its time came
+            if self._threads:  # opened again, before its time came
                 return
             self._closed = True
             directory, self._directory = self._directory, None

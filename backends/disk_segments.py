@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Executor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvconnect.backends.direct_io import is_aligned, open_direct, read_at, scratch, view, write_at
 from kvconnect.backends.disk_runs import Place, Run, parts
-from kvconnect.backends.running_threads import running_threads
+from kvconnect.backends.running_threads import running_pools
 from kvconnect.frame import FrameChecksum
 
 __all__ = ["NO_SPACE", "SegmentFiles", "SegmentLost"]
@@ -25,10 +25,10 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers that mean: no more bytes, whoever limits them."""
 
 _NAME = re.compile(r"segment-(\d+)-(\d+)\.slots")
-# The parts of calls are moved by so many threads, in the order of the calls: enough to keep the
-# disk busy, and a call that came first ends first. What follows its I/O, a commit or a checksum,
-# then happens during the next call's I/O; calls that share the disk evenly would all end at once,
-# and leave it idle.
+# The parts of calls are read by so many threads and written by as many others, each in the order of
+# the calls: enough to keep the disk busy, no load waits behind saves, and a call that came first
+# ends first. What follows its I/O, a commit or a checksum, then happens during the next call's I/O;
+# calls that share the disk evenly would all end at once, and leave it idle.
 _THREADS = 3
 
 
@@ -62,7 +62,9 @@ class SegmentFiles:
         self._writable = writable
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
-        self._threads = running_threads(_THREADS, "kvconnect-disk-parts")
+        self._readers, self._writers = running_pools(
+            {"kvconnect-disk-reads": _THREADS, "kvconnect-disk-writes": _THREADS}
+        )
 
     def create(self, segment: int, size: int, slots: int) -> None:
         """Make the file of `segment` with all its bytes allocated.
@@ -143,7 +145,7 @@ class SegmentFiles:
             SegmentLost: a file is gone or too short; `buffers` are undefined.
             OSError: the same.
         """
-        self._move(self._read, parts(places, buffers))
+        _move(self._readers, self._read, parts(places, buffers))
 
     def write(
         self,
@@ -157,7 +159,7 @@ class SegmentFiles:
             SegmentLost: a file is gone.
             OSError: any of the slots may have been written in part.
         """
-        self._move(self._write, parts(places, buffers, checksums))
+        _move(self._writers, self._write, parts(places, buffers, checksums))
 
     def sync(self, places: Collection[Place]) -> None:
         """Return once what was written to `places` survives a power failure."""
@@ -168,20 +170,8 @@ class SegmentFiles:
     def close(self) -> None:
         """Close all files, those in use as soon as they are not. Nothing moves any more."""
         self.keep_only(())
-        self._threads.shutdown(wait=False)
-
-    def _move(
-        self, move: Callable[[Sequence[Run]], None], all_parts: Iterable[Sequence[Run]]
-    ) -> None:
-        work = list(all_parts)
-        if len(work) <= 1:
-            for part in work:
-                move(part)
-            return
-        moving = [self._threads.submit(move, part) for part in work]
-        wait(moving)  # for all, though one fails: the buffers are the caller's again afterwards
-        for moved in moving:
-            moved.result()
+        self._readers.shutdown(wait=False)
+        self._writers.shutdown(wait=False)
 
     def _read(self, part: Sequence[Run]) -> None:
         for run in part:
@@ -247,6 +237,20 @@ class SegmentFiles:
                     file.retired = True
                     if not file.users:
                         os.close(file.fd)
+
+
+def _move(
+    threads: Executor, move: Callable[[Sequence[Run]], None], all_parts: Iterable[Sequence[Run]]
+) -> None:
+    work = list(all_parts)
+    if len(work) <= 1:
+        for part in work:
+            move(part)
+        return
+    moving = [threads.submit(move, part) for part in work]
+    wait(moving)  # for all, though one fails: the buffers are the caller's again afterwards
+    for moved in moving:
+        moved.result()
 
 
 def _allocate(fd: int, nbytes: int) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["running_threads"]
+__all__ = ["running_pools", "running_threads"]
 
 
 def running_threads(count: int, name: str) -> ThreadPoolExecutor:
@@ -29,3 +31,18 @@ def running_threads(count: int, name: str) -> ThreadPoolExecutor:
         pool.shutdown()
         raise BackendUnavailable(f"{name}: {error}; allow this process more threads") from error
     return pool
+
+
+def running_pools(counts: Mapping[str, int]) -> list[ThreadPoolExecutor]:
+    """A pool of `running_threads` for each name, with so many.
+
+    Raises:
+        BackendUnavailable: there are not so many threads to be had; none is left of any pool.
+    """
+    with ExitStack() as started:
+        pools = []
+        for name, count in counts.items():
+            pools.append(running_threads(count, name))
+            started.callback(pools[-1].shutdown)
+        started.pop_all()
+    return pools

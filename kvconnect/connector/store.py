@@ -21,14 +21,15 @@ __all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "OffloadStore"]
 
 T = TypeVar("T")
 
-CALL_NBYTES = 8 << 20
-"""Blocks of one call to the store: large enough that its fixed costs do not show."""
+CALL_NBYTES = 16 << 20
+"""Blocks of one call to the store: so many that its fixed costs hardly show, few enough that a slow
+store ends a call in time."""
 
-LOADS_IN_FLIGHT = 4
-"""Calls for one load. They keep a store busy, while their slots stay in the processor's caches."""
+LOADS_IN_FLIGHT = 3
+"""Calls for one load: one with the store, one before it and one behind it."""
 
-SAVES_IN_FLIGHT = 2
-"""Calls of all saves. Nobody waits for them, and loads should not wait behind them."""
+SAVES_IN_FLIGHT = 3
+"""Calls of all saves: the same."""
 
 
 class OffloadStore:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.backends import disk_index, disk_log, disk_owner
+from kvconnect.backends import disk, disk_index, disk_log, disk_owner, running_threads
 from kvconnect.backends.disk_directory import DiskDirectory
 from kvconnect.backends.disk_place import DiskSettings
 from kvconnect.backends.disk_schema import IndexConnectionLost, index_errors
@@ -193,7 +193,7 @@ async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hangin
     files = descriptors()
     store = make_disk()
     await store.open([kit.layout])
-    pool = store._transfers
+    pool = store._threads[disk._Lane.LOADS]
     loading = asyncio.create_task(store.load(kit.keys("loaded", count=1), kit.buffers(1)))
     await hanging.reached()
     closing = asyncio.create_task(store.close())
@@ -206,6 +206,40 @@ async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hangin
     await asyncio.to_thread(pool.shutdown)
     assert names(store.path, "owner-*") == []
     assert descriptors() <= files + 1  # another loop's thread may have come
+
+
+async def test_loads_do_not_wait_for_saves(make_disk, kit, monkeypatch):
+    saves = Hanging()
+    async with kit.opened(make_disk()) as store:
+        keys = kit.keys("there", count=1)
+        assert await store.save(kit.chain(keys)) == 1
+        monkeypatch.setattr(DiskDirectory, "save", saves)
+        chains = [kit.chain(kit.keys("saved", number, count=1)) for number in range(8)]
+        saving = [asyncio.create_task(store.save(chain)) for chain in chains]
+        await saves.reached(4)  # as many as there are threads
+        assert await store.load(keys, kit.buffers(1)) == 1
+        saves.goes_on.set()
+        await asyncio.wait(saving)
+
+
+@pytest.mark.parametrize("lane", [2, 3])
+async def test_store_that_gets_too_few_threads_keeps_none(make_disk, kit, monkeypatch, lane):
+    def some(count, name):
+        made.append(name)
+        if len(made) == lane:
+            raise BackendUnavailable("no more threads")
+        return start(count, name)
+
+    made, start = [], running_threads.running_threads
+    monkeypatch.setattr(running_threads, "running_threads", some)
+    store = make_disk()
+    with pytest.raises(BackendUnavailable, match="no more threads"):
+        await store.open([kit.layout])
+    monkeypatch.undo()
+    left = {thread.name for thread in threading.enumerate()}
+    assert not [name for name in left if name.startswith("kvconnect-disk")]
+    async with kit.opened(store):
+        pass
 
 
 async def test_call_that_nobody_waits_for_opens_nothing_after_close(
@@ -232,7 +266,7 @@ async def test_call_that_nobody_waits_for_opens_nothing_after_close(
 async def test_store_whose_close_was_given_up_can_be_opened_again(make_disk, kit, hanging):
     store = make_disk()
     await store.open([kit.layout])
-    pool = store._transfers
+    pool = store._threads[disk._Lane.LOADS]
     keys = kit.keys("loaded", count=4)  # with which every thread is busy that could close it
     loading = [asyncio.create_task(store.load([key], kit.buffers(1))) for key in keys]
     await hanging.reached(4)
