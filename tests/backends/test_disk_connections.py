@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.backends import disk, disk_index, disk_log, disk_owner, running_threads
+from kvconnect.backends import disk_index, disk_log, disk_owner, running_threads
 from kvconnect.backends.disk_directory import DiskDirectory
 from kvconnect.backends.disk_place import DiskSettings
 from kvconnect.backends.disk_schema import IndexConnectionLost, index_errors
@@ -193,7 +193,7 @@ async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hangin
     files = descriptors()
     store = make_disk()
     await store.open([kit.layout])
-    pool = store._threads[disk._Lane.LOADS]
+    pools = store._threads
     loading = asyncio.create_task(store.load(kit.keys("loaded", count=1), kit.buffers(1)))
     await hanging.reached()
     closing = asyncio.create_task(store.close())
@@ -203,7 +203,8 @@ async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hangin
         await closing
     hanging.goes_on.set()
     await asyncio.wait([loading])
-    await asyncio.to_thread(pool.shutdown)
+    for pool in pools.values():
+        await asyncio.to_thread(pool.shutdown)
     assert names(store.path, "owner-*") == []
     assert descriptors() <= files + 1  # another loop's thread may have come
 
@@ -266,7 +267,7 @@ async def test_call_that_nobody_waits_for_opens_nothing_after_close(
 async def test_store_whose_close_was_given_up_can_be_opened_again(make_disk, kit, hanging):
     store = make_disk()
     await store.open([kit.layout])
-    pool = store._threads[disk._Lane.LOADS]
+    pools = store._threads
     keys = kit.keys("loaded", count=4)  # with which every thread is busy that could close it
     loading = [asyncio.create_task(store.load([key], kit.buffers(1))) for key in keys]
     await hanging.reached(4)
@@ -277,7 +278,8 @@ async def test_store_whose_close_was_given_up_can_be_opened_again(make_disk, kit
     await store.open([kit.layout])
     hanging.goes_on.set()
     await asyncio.wait(loading)
-    await asyncio.to_thread(pool.shutdown)
+    for pool in pools.values():
+        await asyncio.to_thread(pool.shutdown)
     assert await store.save(kit.chain(keys)) == 4
     await store.close()
     assert names(store.path, "owner-*") == []
