@@ -25,6 +25,7 @@ __all__ = ["StorePlan", "bench_store"]
 Tell = Callable[[str], None]
 
 _BARE, _GUARDED = "bare", "guarded"
+_HASHED = "floor, hashed"
 _OPERATIONS = ("put", "get", "lookup")
 _DEADLINE_S = 120.0
 
@@ -78,6 +79,7 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
     floor: Floor | None = None
     ways = {_BARE: store.inner, _GUARDED: store}
     found = {(how, what): _Rounds() for how in ways for what in _OPERATIONS}
+    hashed: dict[str, list[list[float]]] = {"put": [], "get": []}
     try:
         floor = make_floor(url, store.inner, payloads)
         if floor is None:
@@ -87,6 +89,9 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
             counted = found if number else {key: _Rounds() for key in found}
             if floor is not None:
                 _measure_floor(floor, plan, payloads, counted)
+                if number:
+                    hashed["put"].append(floor.hashed_put())
+                    hashed["get"].append(floor.hashed_get())
             for how, way in ways.items():
                 await _round(way, plan, payloads, {w: counted[how, w] for w in _OPERATIONS})
     except _Fewer as error:
@@ -101,10 +106,27 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
         if floor is not None:
             floor.close()
     name = StoreUrl.parse(url).scheme
-    return [
+    figures = [
         _figure(name, how, what, plan, payloads, rounds, floor)
         for (how, what), rounds in found.items()
     ]
+    for what, seconds in hashed.items():
+        if any(seconds):
+            rates = [payloads.total / one for one in fastest(seconds)]
+            floors = found[_BARE, what].floor_rates(payloads.total)
+            figures.append(
+                StoreFigure(
+                    name,
+                    what,
+                    _HASHED,
+                    payloads.nbytes,
+                    statistics.median(rates),
+                    floor=statistics.median(floors),
+                    floor_name="" if floor is None else floor.name,
+                    ratio=median_ratio(rates, floors),
+                )
+            )
+    return figures
 
 
 async def _round(

@@ -56,6 +56,14 @@ class Floor(ABC):
     def get(self) -> list[float]:
         """Seconds to bring all values back, in each of the ways there are; blocks."""
 
+    def hashed_put(self) -> list[float]:
+        """As `put`, each value hashed by the thread that moves it; nothing: not measured."""
+        return []
+
+    def hashed_get(self) -> list[float]:
+        """As `get`, likewise."""
+        return []
+
     def lookup(self, keys: int) -> float | None:
         """Seconds to find so many keys; ``None``: not measured."""
         return None
@@ -172,6 +180,14 @@ class DiskFloor(Floor):
         """Read all slots."""
         return [self._read(pool) for pool in self._pools]
 
+    def hashed_put(self) -> list[float]:
+        """Write all slots, each hashed before: what a checksum costs if nothing else does."""
+        return [self._write(pool, xxhash.xxh3_128_digest) for pool in self._pools]
+
+    def hashed_get(self) -> list[float]:
+        """Read all slots, each hashed then."""
+        return [self._read(pool, xxhash.xxh3_128_digest) for pool in self._pools]
+
     def lookup(self, keys: int) -> float:
         """One query."""
         asked = (self.payloads.keys * keys)[:keys]
@@ -186,23 +202,27 @@ class DiskFloor(Floor):
         os.close(self._file)
         self._scratch.cleanup()
 
-    def _write(self, pool: ThreadPoolExecutor) -> float:
+    def _write(
+        self, pool: ThreadPoolExecutor, before: Callable[[memoryview], object] = len
+    ) -> float:
         size = self.payloads.nbytes
         sources = [view(block.data) for block in self.payloads.blocks]
 
         def write(number: int) -> int:
+            before(sources[number])
             return os.pwrite(self._file, sources[number], number * size)
 
         return _seconds(lambda: list(pool.map(write, range(len(sources)))))
 
-    def _read(self, pool: ThreadPoolExecutor) -> float:
+    def _read(self, pool: ThreadPoolExecutor, then: Callable[[memoryview], object] = len) -> float:
         size = self.payloads.nbytes
         targets = [view(data) for data in self.payloads.into]
         with contextlib.suppress(OSError):  # where there is no direct I/O
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-        def read(number: int) -> int:
-            return os.preadv(self._file, [targets[number]], number * size)
+        def read(number: int) -> None:
+            os.preadv(self._file, [targets[number]], number * size)
+            then(targets[number])
 
         return _seconds(lambda: list(pool.map(read, range(len(targets)))))
 
