@@ -170,8 +170,8 @@ class SegmentFiles:
     def close(self) -> None:
         """Close all files, those in use as soon as they are not. Nothing moves any more."""
         self.keep_only(())
-        self._readers.shutdown(wait=False)
-        self._writers.shutdown(wait=False)
+        self._readers.shutdown()
+        self._writers.shutdown()
 
     def _read(self, part: Sequence[Run]) -> None:
         for run in part:

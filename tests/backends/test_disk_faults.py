@@ -108,7 +108,7 @@ async def test_failed_save_ends_only_when_all_its_writes_have(kit, make_disk, mo
         ended.append(offset)
         return pwritev(fd, buffers, offset)
 
-    nbytes = 8 << 20
+    nbytes = 16 << 20
     async with kit.opened(make_disk()) as store:
         monkeypatch.setattr(os, "pwritev", write)
         save = asyncio.create_task(store.save([kit.block(kit.key("large"), nbytes=nbytes)]))

@@ -58,7 +58,7 @@ def test_boto3_stands_beside_the_same_floor_and_leaves_nothing(url, s3_server):
 def test_reads_in_turn_are_told_with_what_they_cost_and_leave_nothing(url, s3_server):
     told = bench_reads(url, PLAN, lambda _: None)
     ways = ("plain HTTP", "bare", "guarded", "boto3, objects of 8 values", "boto3, one object per")
-    calls = ("4 calls at a time", "one call at a time")
+    calls = ("3 calls at a time", "one call at a time")
     expected = [(at_once, how) for at_once in calls for how in ways]
     assert len(told) == 1 + len(expected)
     for line, (at_once, how) in zip(told[1:], expected, strict=True):
