@@ -179,7 +179,9 @@ class BackgroundLoads:
 
     def _start_reads(self, load: BackgroundLoad) -> None:
         while load.next < load.stop and load.reading < LOADS_IN_FLIGHT:
-            slots = self._staging.take(Direction.LOAD, min(self._piece, load.stop - load.next))
+            # A short load in more, smaller calls: what arrives is copied while the next one comes.
+            piece = min(self._piece, max(self._piece // 2, load.stop // (2 * LOADS_IN_FLIGHT), 1))
+            slots = self._staging.take(Direction.LOAD, min(piece, load.stop - load.next))
             if not slots:
                 return
             read = asyncio.get_running_loop().create_task(self._read(load, load.next, slots))
