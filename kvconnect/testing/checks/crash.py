@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from kvconnect.testing import children
@@ -128,12 +129,17 @@ async def stopped_process(subject: Subject) -> None:
     await asyncio.to_thread(_first_save, child)
     await asyncio.sleep(random.Random(subject.seed).uniform(0.02, 0.03))
     child.kill(signal.SIGSTOP)
-    blocks = subject.blocks("beside a stopped process")
+    beside = "beside a stopped process"
+    blocks = subject.blocks(beside)
     try:
-        async with subject.guarded(deadline_s) as store:
-            keys = blocks.keys(count=4)
-            await answer(store.save(blocks.chain(keys)), deadline_s, "beside a stopped process")
-            await answer(store.lookup(keys), deadline_s, "beside a stopped process")
+        async with AsyncExitStack() as stack:
+            # It may have been stopped while it held a lock that opening needs, too.
+            opening = stack.enter_async_context(subject.guarded(deadline_s))
+            store = await answer(opening, deadline_s, f"opening {beside}")
+            if store is not None:
+                keys = blocks.keys(count=4)
+                await answer(store.save(blocks.chain(keys)), deadline_s, f"a save {beside}")
+                await answer(store.lookup(keys), deadline_s, f"a lookup {beside}")
     finally:
         child.kill(signal.SIGKILL)
         await asyncio.to_thread(child.wait)
