@@ -198,6 +198,24 @@ def test_an_index_that_somebody_keeps_making_is_given_up(tmp_path, monkeypatch):
             disk_schema.connect(tmp_path, "process", 1 << 16)
 
 
+async def test_while_a_process_is_stopped_in_its_transaction(make_disk, kit, monkeypatch):
+    monkeypatch.setattr(disk_schema, "_BUSY_S", 0.1)
+    keys, fresh = kit.keys("stored", count=4), kit.keys("fresh", count=2)
+    disk = make_disk()
+    async with kit.opened(disk) as store:
+        await store.save(kit.chain(keys))
+        with closing(sqlite3.connect(disk.path / disk_schema.INDEX_NAME)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            assert await kit.stored(store, keys) == [True] * 4  # readers need no lock
+            with pytest.raises(BackendUnavailable, match="another process holds the index's lock"):
+                await store.save(kit.chain(fresh))
+            with pytest.raises(BackendUnavailable, match="another process holds the index's lock"):
+                await make_disk().open([])
+        await store.save(kit.chain(fresh))
+        async with kit.opened(make_disk()) as late:
+            assert await kit.stored(late, [*keys, *fresh]) == [True] * 6
+
+
 async def test_two_processes_that_save_the_same_blocks_agree(tmp_path):
     path, nbytes = tmp_path / "store", 64 << 10
     job = {"path": str(path), "capacity": 64 << 20, "nbytes": nbytes, "batch": 8, "seed": 1}
