@@ -39,7 +39,7 @@ def _generate(store: Backend | None, prompts: Sequence[str]) -> list[RequestOutp
 
     connector = None
     if store is not None:
-        connector = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=500)
+        connector = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=10_000)
     cache = KvCacheConfig(max_tokens=1024)
     with LLM(_model(), kv_cache=cache, connector=connector, dtype="float64") as llm:
         return llm.generate(list(prompts), SamplingParams(max_tokens=_MAX_TOKENS))
