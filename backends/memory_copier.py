@@ -7,11 +7,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvconnect.backends.fused_copy import Bytes, FrameCopy, FusedCopy
 from kvconnect.backends.running_threads import running_threads
 from kvconnect.frame import HEADER_NBYTES, FrameChecksum
 
@@ -21,8 +21,6 @@ __all__ = ["Copy", "MemoryCopier"]
 _INLINE_NBYTES = 1 << 20
 # Hashed while the processor's cache has it; less costs the interpreter's lock too often.
 _PIECE_NBYTES = 2 << 20
-
-Bytes: TypeAlias = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +55,26 @@ class Copy:
                 _copy(source[piece], target[piece])
                 self.checksum.passed(done, done + source[piece].nbytes)
                 done += source[piece].nbytes
-        if self.seals:
+        self._seal()
+
+    @property
+    def as_frame(self) -> FrameCopy | None:
+        """It for `FusedCopy`; ``None`` if it is not a frame, or shorter than its header says."""
+        if self.checksum is None or not self.parts:
+            return None
+        if not all(one.flags.c_contiguous for part in self.parts for one in part):
+            return None
+        end = self.checksum.end_of(self.parts[0][0].data)
+        return None if end is None or end > self.nbytes else FrameCopy(self.parts, end)
+
+    def ran(self, end: int, digest: bytes) -> None:
+        """`FusedCopy` has done what `as_frame` says."""
+        if self.checksum is not None:
+            self.checksum.hashed(end, digest)
+            self._seal()
+
+    def _seal(self) -> None:
+        if self.seals and self.checksum is not None:
             self.checksum.seal()
             source, target = self.parts[0]
             _copy(source[:HEADER_NBYTES], target[:HEADER_NBYTES])
@@ -80,20 +97,24 @@ class MemoryCopier:
 
     Each call is halved: one thread alone does not get all that memory gives. What is in the queue
     keeps both busy while a call's end reaches the event loop, and the next call comes from there.
+
+    Args:
+        fused: what copies that are hashed are done with, if there is such a thing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fused: FusedCopy | None = None) -> None:
+        self._fused = fused
         self._threads = running_threads(2, "kvconnect-memory")
 
     async def copy(self, copies: Sequence[Copy]) -> None:
         """Do all of `copies`. If this is cancelled, they go on."""
         nbytes = sum(one.nbytes for one in copies)
         if nbytes <= _INLINE_NBYTES:
-            _run(copies)
+            _run(copies, None)
             return
         ended = _Ended(asyncio.get_running_loop(), 2)
         for half in _halves(copies, nbytes // 2):
-            self._threads.submit(_run, half).add_done_callback(ended)
+            self._threads.submit(_run, half, self._fused).add_done_callback(ended)
         await ended.future
 
     def close(self) -> None:
@@ -142,9 +163,19 @@ def _halves(copies: Sequence[Copy], left: int) -> tuple[Sequence[Copy], Sequence
     return copies, []
 
 
-def _run(copies: Sequence[Copy]) -> None:
-    for one in copies:
+def _run(copies: Sequence[Copy], fused: FusedCopy | None) -> None:
+    for one in copies if fused is None else _fuse(copies, fused):
         one.run()
+
+
+def _fuse(copies: Sequence[Copy], fused: FusedCopy) -> list[Copy]:
+    """Do those of `copies` that are frames; the others."""
+    frames = [(one, one.as_frame) for one in copies]
+    fusable = [(one, frame) for one, frame in frames if frame is not None]
+    digests = fused.run([frame for _, frame in fusable])
+    for (one, frame), digest in zip(fusable, digests, strict=True):
+        one.ran(frame.end, digest)
+    return [one for one, frame in frames if frame is None]
 
 
 def _copy(source: Bytes, target: Bytes) -> None:

@@ -21,6 +21,7 @@ from kvconnect.keys import FORMAT_VERSION, BlockKey
 
 __all__ = [
     "ALIGNMENT",
+    "CHECKSUM_AT",
     "CODEC_DATA_NBYTES",
     "HEADER_NBYTES",
     "FrameChecksum",
@@ -43,8 +44,8 @@ _MAGIC = b"KVCFRAME"
 _FIELDS = struct.Struct("<8sHHIQ16s32s")
 _FLAGS = slice(10, 12)
 _NOT_ENCODED = bytes(2)
-_CHECKSUM_AT = HEADER_NBYTES - 16
-CODEC_DATA_NBYTES = _CHECKSUM_AT - _FIELDS.size
+CHECKSUM_AT = HEADER_NBYTES - 16
+CODEC_DATA_NBYTES = CHECKSUM_AT - _FIELDS.size
 """Bytes of the header that codecs may use."""
 
 
@@ -105,12 +106,13 @@ class FrameChecksum:
         array: the same memory. To make it takes microseconds, which count for every block.
     """
 
-    __slots__ = ("_done", "_end", "_state", "_view", "array")
+    __slots__ = ("_digest", "_done", "_end", "_state", "_view", "array")
 
     def __init__(self, buffer: Tensor) -> None:
         self.array: NDArray[np.uint8] = buffer.numpy()
         self._view = self.array.data
         self._state = xxhash.xxh3_128()
+        self._digest: bytes | None = None
         self._done = self._end = 0
 
     def passed(self, start: int, stop: int) -> None:
@@ -127,6 +129,17 @@ class FrameChecksum:
             self._state.update(self._view[start:stop])
             self._done = stop
 
+    def end_of(self, start: memoryview) -> int | None:
+        """Where the frame that begins with `start` ends; ``None``: that is no header."""
+        if len(start) < HEADER_NBYTES:
+            return None
+        return min(HEADER_NBYTES + int(_FIELDS.unpack_from(start)[4]), len(self._view))
+
+    def hashed(self, stop: int, digest: bytes) -> None:
+        """The frame, up to `stop`, is in its place; `digest` was taken of it elsewhere."""
+        self._done = self._end = stop
+        self._digest = digest
+
     @property
     def encoded(self) -> bool:
         """Whether the header, which has passed, says so; the frame may be shorter than `array`."""
@@ -140,18 +153,19 @@ class FrameChecksum:
     def digest(self) -> bytes:
         """The checksum of the frame; reads what is left of it."""
         self.passed(self._done, len(self._view))
-        return self._state.digest()
+        return self._digest or self._state.digest()
 
     def seal(self) -> None:
         """Write the checksum into the header; nothing else is missing there (`address`)."""
-        self._view[_CHECKSUM_AT:HEADER_NBYTES] = self.digest()
+        self._view[CHECKSUM_AT:HEADER_NBYTES] = self.digest()
 
     def _begin(self, stop: int) -> None:
+        self._digest = None
         self._done = self._end = 0
-        if stop >= HEADER_NBYTES:
-            nbytes = _FIELDS.unpack_from(self._view)[4]
-            self._state = xxhash.xxh3_128(self._view[:_CHECKSUM_AT])
-            self._end = min(HEADER_NBYTES + nbytes, len(self._view))
+        end = self.end_of(self._view[:stop])
+        if end is not None:
+            self._state = xxhash.xxh3_128(self._view[:CHECKSUM_AT])
+            self._end = end
             self._done = HEADER_NBYTES
 
 
@@ -194,7 +208,7 @@ def check(
     """
     view = (frame.numpy() if taken is None else taken.array[: frame.numel()]).data
     header = _read_fitting(view)
-    if view[_CHECKSUM_AT:HEADER_NBYTES] != (taken or FrameChecksum(frame)).digest():
+    if view[CHECKSUM_AT:HEADER_NBYTES] != (taken or FrameChecksum(frame)).digest():
         raise BadFrame("checksum mismatch")
     return _of(header, key, fingerprints)
 
@@ -240,7 +254,7 @@ def _read(view: memoryview) -> FrameHeader:
         raise BadFrame("not a frame: wrong magic number")
     if version != FORMAT_VERSION:
         raise BadFrame(f"format version {version}, this is {FORMAT_VERSION}")
-    codec_data = bytes(view[_FIELDS.size : _CHECKSUM_AT]) if flags else b""
+    codec_data = bytes(view[_FIELDS.size : CHECKSUM_AT]) if flags else b""
     return FrameHeader(tokens, nbytes, fingerprint, BlockKey(key), flags, codec_data)
 
 

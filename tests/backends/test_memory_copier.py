@@ -12,6 +12,7 @@ import torch
 
 from kvconnect import frame
 from kvconnect.backends import memory_copier
+from kvconnect.backends.fused_copy import fused_copy
 from kvconnect.backends.memory_copier import Copy, MemoryCopier
 from kvconnect.errors import BackendUnavailable, BadFrame
 from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
@@ -20,9 +21,9 @@ from kvconnect.keys import BlockKey
 MIB = 1 << 20
 
 
-@pytest.fixture
-def copier():
-    one = MemoryCopier()
+@pytest.fixture(params=["piece by piece", "fused"])
+def copier(request):
+    one = MemoryCopier(fused_copy() if request.param == "fused" else None)
     yield one
     one.close()
 
@@ -102,6 +103,43 @@ def is_sound(data, header):
         return frame.check(data, header.key, None) == header
     except BadFrame:
         return False
+
+
+async def test_memory_with_gaps_is_copied_as_it_is(copier):
+    data, _ = framed(2 * MIB - 128, 0)
+    source = np.repeat(data.numpy(), 2)[::2]
+    into = [torch.zeros_like(data) for _ in range(2)]
+    copies = [Copy([(source, one.numpy())], FrameChecksum(one)) for one in into]
+    assert copies[0].as_frame is None
+    await copier.copy(copies)
+    assert all(torch.equal(one, data) for one in into)
+
+
+# What a store may hold under a key: no header, a header that says more or less than there is.
+@pytest.mark.parametrize("length", [0, 100, 128, 4095, 4096, 2 * MIB - 4096])
+@pytest.mark.parametrize("says", [0, MIB, 2 * MIB - 128, 1 << 63])
+async def test_a_value_that_is_no_sound_frame_is_none_afterwards(copier, length, says):
+    value = np.random.default_rng(1).integers(0, 256, length, np.uint8)
+    data, header = framed(2 * MIB - 128, 0)
+    frame.seal(data, header)
+    whole = data.numpy()
+    value[:length] = whole[:length]
+    value[16:24][: max(0, length - 16)] = np.frombuffer(says.to_bytes(8, "little"), np.uint8)[
+        : max(0, length - 16)
+    ]
+    into = torch.full((2 * MIB,), 0xEE, dtype=torch.uint8)
+    taken = FrameChecksum(into)
+    other = torch.full((2 * MIB,), 0xEE, dtype=torch.uint8)  # so that the call has two halves
+    await copier.copy(
+        [
+            Copy([(value, into.numpy()[:length])] if length else [], taken),
+            Copy([(whole, other.numpy())], FrameChecksum(other)),
+        ]
+    )
+    assert np.array_equal(into.numpy()[:length], value)
+    assert (into.numpy()[length:] == 0xEE).all()
+    with pytest.raises(BadFrame):
+        frame.check(into, header.key, None, taken)
 
 
 async def test_call_ends_only_when_both_halves_have(copier, monkeypatch):

@@ -20,7 +20,7 @@ def run(arguments: list[str], directory: Path) -> str:
 def test_importing_kvconnect_needs_no_extra(repository: Path):
     source = """
 import sys
-extras = ("transformers", "tokenizers", "safetensors", "redis", "boto3", "nixl",
+extras = ("transformers", "tokenizers", "safetensors", "redis", "boto3", "nixl", "numba",
           "prometheus_client", "pytest", "hypothesis")
 for name in extras:
     sys.modules[name] = None  # importing it raises

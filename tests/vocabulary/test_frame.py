@@ -106,6 +106,16 @@ def test_frame_that_is_written_once_more_is_hashed_once_more():
     assert frame.check(data, KEY, {PRINT}, taken).key == KEY
 
 
+def test_frame_that_was_hashed_elsewhere_is_hashed_once_more_when_it_is_written_again():
+    data, other = sealed(5000), sealed(5000, OTHER)
+    taken = FrameChecksum(data)
+    taken.hashed(taken.end_of(other.numpy().data), FrameChecksum(other).digest())
+    assert taken.left_nbytes == 0
+    assert taken.digest() == FrameChecksum(other).digest()
+    taken.passed(0, data.numel())
+    assert frame.check(data, KEY, {PRINT}, taken).key == KEY
+
+
 def test_header_alone_is_checked_for_all_but_the_checksum():
     data = sealed(5000)
     data[-1 - ALIGNMENT] ^= 1

@@ -1,0 +1,181 @@
+"""Copying and hashing many frames in one call, without the interpreter's lock in between.
+
+Python's own way is a call for each piece of a frame, and after each of them its thread has to get
+the lock back, against the event loop: with pieces that fit a core's cache that costs more than it
+saves. Where numba is installed it makes one function of libc's ``memcpy`` and the C functions that
+the xxhash package is made of. Either way gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvconnect.frame import CHECKSUM_AT, HEADER_NBYTES
+
+__all__ = ["Bytes", "FrameCopy", "FusedCopy", "fused_copy"]
+
+logger = logging.getLogger("kvconnect")
+
+Bytes: TypeAlias = NDArray[np.uint8]
+_Numbers: TypeAlias = NDArray[np.int64]
+
+# A core's cache has room for twice as much: where it came from, and where it went.
+_PIECE_NBYTES = 256 << 10
+# So many frames are hashed in one call; the state of each takes half a KiB.
+_STATES = 64
+_ADDRESS = ctypes.c_int64
+_CHECKED_NBYTES = (1000, 3 * _PIECE_NBYTES + 17)
+
+
+class FrameCopy(NamedTuple):
+    """One frame on its way.
+
+    Attributes:
+        parts: pairs of source and target, equally long and contiguous, one after the other in the
+            frame.
+        end: what is beyond, padding, is not hashed.
+    """
+
+    parts: Sequence[tuple[Bytes, Bytes]]
+    end: int
+
+
+class FusedCopy:
+    """Copies frames and hashes what arrived. Thread-safe; blocks.
+
+    Raises:
+        ImportError, AttributeError, OSError: what it is made of is not there.
+    """
+
+    def __init__(self) -> None:
+        spec = importlib.util.find_spec("xxhash._xxhash")
+        if spec is None or spec.origin is None:
+            raise ImportError("xxhash is not made of C functions")
+        self._loop = _compiled(ctypes.CDLL(spec.origin))
+        # These hold the lock: they take less time than to get it back.
+        held = ctypes.PyDLL(spec.origin)
+        self._make_state = held.XXH3_createState
+        self._make_state.restype = ctypes.c_void_p
+        self._digest = held.XXH3_128bits_digest
+        self._digest.argtypes, self._digest.restype = [ctypes.c_void_p], _Digest
+        self._idle: list[_Numbers] = []
+        self._check()
+
+    def run(self, frames: Sequence[FrameCopy]) -> list[bytes]:
+        """Copy `frames`; the digest of each, of all but the place of the checksum and the padding.
+
+        Raises:
+            ValueError: a source and its target differ in length; nothing was copied.
+        """
+        digests: list[bytes] = []
+        for start in range(0, len(frames), _STATES):
+            digests += self._run(frames[start : start + _STATES])
+        return digests
+
+    def _run(self, frames: Sequence[FrameCopy]) -> list[bytes]:
+        parts = [
+            (number, source.ctypes.data, target.ctypes.data, _length(source, target))
+            for number, frame in enumerate(frames)
+            for source, target in frame.parts
+        ]
+        ends = np.array([frame.end for frame in frames], np.int64)
+        states = self._idle.pop() if self._idle else self._make_states()
+        try:
+            self._loop(np.array(parts, np.int64), ends, states)
+            digests = map(self._digest, states[: len(frames)].tolist())
+            return [(each.high << 64 | each.low).to_bytes(16, "big") for each in digests]
+        finally:
+            self._idle.append(states)
+
+    def _make_states(self) -> _Numbers:
+        # Kept for good: there are as many sets as threads were in here at once.
+        return np.array([self._make_state() for _ in range(_STATES)], np.int64)
+
+    def _check(self) -> None:
+        """See whether it does what the xxhash package does."""
+        for nbytes in _CHECKED_NBYTES:
+            source = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+            target = np.zeros_like(source)
+            parts = [(source[:500], target[:500]), (source[500:], target[500:])]
+            (digest,) = self.run([FrameCopy(parts, nbytes - 5)])
+            hashed = source[:CHECKSUM_AT].tobytes() + source[HEADER_NBYTES:-5].tobytes()
+            if digest != xxhash.xxh3_128_digest(hashed) or not np.array_equal(source, target):
+                raise ImportError("xxhash's C functions do not do what is expected of them")
+
+
+class _Digest(ctypes.Structure):
+    _fields_ = (("low", ctypes.c_uint64), ("high", ctypes.c_uint64))
+
+
+@cache
+def fused_copy() -> FusedCopy | None:
+    """The one of this process; ``None`` where numba is not installed. Takes a second, once."""
+    try:
+        return FusedCopy()
+    except (ImportError, AttributeError, OSError) as error:
+        logger.debug("memory: values are copied piece by piece (%s)", error)
+    return None
+
+
+def _compiled(hashes: ctypes.CDLL) -> Any:
+    """The loop over parts, ``(frame, source, target, length)``, and ends and states of frames.
+
+    Raises:
+        ImportError, AttributeError: numba or one of the C functions is not there.
+    """
+    import numba
+    from numba.core.errors import NumbaError
+
+    copy = _function(ctypes.CDLL(None), "memcpy", 3)
+    reset = _function(hashes, "XXH3_128bits_reset", 1)
+    try:
+        update = _function(hashes, "XXH3_128bits_update_dispatch", 3)  # for this very processor
+    except AttributeError:
+        update = _function(hashes, "XXH3_128bits_update", 3)
+
+    def loop(parts: _Numbers, ends: _Numbers, states: _Numbers) -> None:
+        at = 0
+        for part in range(len(parts)):
+            frame, source, target, left = parts[part]
+            state = states[frame]
+            if part == 0 or parts[part - 1][0] != frame:
+                at = 0
+                reset(state)
+            while left > 0:
+                nbytes = min(left, _PIECE_NBYTES)
+                copy(target, source, nbytes)
+                if at < CHECKSUM_AT:
+                    update(state, target, min(nbytes, CHECKSUM_AT - at))
+                start, stop = max(at, HEADER_NBYTES), min(at + nbytes, ends[frame])
+                if start < stop:
+                    update(state, target + start - at, stop - start)
+                source += nbytes
+                target += nbytes
+                at += nbytes
+                left -= nbytes
+
+    compiled = numba.njit(nogil=True)(loop)
+    try:
+        compiled(np.zeros((0, 4), np.int64), *np.zeros((2, 0), np.int64))
+    except NumbaError as error:
+        raise ImportError(f"numba: {error}") from error
+    return compiled
+
+
+def _function(library: ctypes.CDLL, name: str, arguments: int) -> Any:
+    return ctypes.CFUNCTYPE(_ADDRESS, *[_ADDRESS] * arguments)((name, library))
+
+
+def _length(source: Bytes, target: Bytes) -> int:
+    if source.nbytes != target.nbytes:
+        raise ValueError(f"{source.nbytes} bytes cannot be copied to {target.nbytes}")
+    return source.nbytes

@@ -1,0 +1,135 @@
+"""Frames that are copied and hashed in one call: the same bytes and checksums as piece by piece."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.backends import fused_copy as module
+from kvconnect.backends.fused_copy import FrameCopy, FusedCopy, fused_copy
+from kvconnect.frame import CHECKSUM_AT, HEADER_NBYTES
+
+PIECE = 256 << 10
+
+
+@pytest.fixture
+def forgotten():
+    """As in a process that has not opened a store yet."""
+    fused_copy.cache_clear()
+    yield
+    fused_copy.cache_clear()
+
+
+lengths = st.lists(
+    st.one_of(st.integers(1, 300), st.sampled_from([4096, PIECE - 1, PIECE, PIECE + 1])),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(frames=st.lists(st.tuples(lengths, st.integers(0, 5000)), min_size=1, max_size=5))
+def test_every_byte_arrives_and_every_digest_is_right(frames):
+    sources, targets, copies = [], [], []
+    for number, (parts, padding) in enumerate(frames):
+        source = np.random.default_rng(number).integers(0, 256, sum(parts), np.uint8)
+        target = np.full(sum(parts) + 2, 0xC5, np.uint8)
+        edges = pairwise(accumulate(parts, initial=0))
+        pairs = [(source[a:b], target[1:-1][a:b]) for a, b in edges]
+        sources.append(source)
+        targets.append(target)
+        copies.append(FrameCopy(pairs, max(0, sum(parts) - padding)))
+    digests = fused_copy().run(copies)
+    for source, target, copy, digest in zip(sources, targets, copies, digests, strict=True):
+        assert np.array_equal(target[1:-1], source)
+        assert (target[0], target[-1]) == (0xC5, 0xC5)
+        hashed = source[:CHECKSUM_AT].tobytes() + source[HEADER_NBYTES : copy.end].tobytes()
+        assert digest == xxhash.xxh3_128_digest(hashed)
+
+
+def test_more_frames_than_are_hashed_at_once_and_several_threads():
+    source = np.random.default_rng(0).integers(0, 256, (200, 8192), np.uint8)
+    expected = [
+        xxhash.xxh3_128_digest(row[:CHECKSUM_AT].tobytes() + row[HEADER_NBYTES:].tobytes())
+        for row in source
+    ]
+    found = {}
+
+    def work(thread):
+        for _ in range(20):
+            target = np.zeros_like(source)
+            copies = [FrameCopy([pair], 8192) for pair in zip(source, target, strict=True)]
+            found[thread] = fused_copy().run(copies), target
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for digests, target in found.values():
+        assert digests == expected
+        assert np.array_equal(target, source)
+
+
+def test_lengths_that_differ_are_refused_before_anything_is_copied():
+    target = np.zeros(4096, np.uint8)
+    good = (np.ones(2048, np.uint8), target[:2048])
+    with pytest.raises(ValueError, match="4096 bytes cannot be copied to 2048"):
+        fused_copy().run([FrameCopy([good, (np.ones(4096, np.uint8), target[2048:])], 4096)])
+    assert not target.any()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_without_numba_there_is_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert fused_copy() is None
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_an_xxhash_without_its_c_functions_is_not_used(monkeypatch):
+    monkeypatch.setattr(module, "_function", lambda library, name, arguments: library.n)
+    assert fused_copy() is None
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_functions_that_hash_otherwise_are_not_used(monkeypatch):
+    compiled = module._compiled
+
+    def wrong(hashes):
+        loop = compiled(hashes)
+        return lambda parts, ends, states: loop(parts, ends - 1, states)
+
+    monkeypatch.setattr(module, "_compiled", wrong)
+    assert fused_copy() is None
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_functions_that_copy_otherwise_are_not_used(monkeypatch):
+    compiled = module._compiled
+
+    def wrong(hashes):
+        loop = compiled(hashes)
+
+        def late(parts, ends, states):
+            loop(parts, ends, states)
+            ctypes.memset(int(parts[0, 2]), 0, 1)
+
+        return late
+
+    monkeypatch.setattr(module, "_compiled", wrong)
+    assert fused_copy() is None
+
+
+def test_states_are_used_again():
+    fused = FusedCopy()
+    target = np.zeros(4096, np.uint8)
+    for _ in range(10):
+        fused.run([FrameCopy([(np.ones(4096, np.uint8), target)], 4096)])
+    assert len(fused._idle) == 1
