@@ -1,6 +1,6 @@
-"""Copying and hashing many frames in one call, without the interpreter's lock in between.
+"""Copying and hashing many values in one call, without the interpreter's lock in between.
 
-Python's own way is a call for each piece of a frame, and after each of them its thread has to get
+Python's own way is a call for each piece of a value, and after each of them its thread has to get
 the lock back, against the event loop: with pieces that fit a core's cache that costs more than it
 saves. Where numba is installed it makes one function of libc's ``memcpy`` and the C functions that
 the xxhash package is made of. Either way gives the same bytes.
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvconnect.frame import CHECKSUM_AT, HEADER_NBYTES
 
-__all__ = ["Bytes", "FrameCopy", "FusedCopy", "fused_copy"]
+__all__ = ["Bytes", "FusedCopy", "ValueCopy", "fused_copy"]
 
 logger = logging.getLogger("kvconnect")
 
@@ -30,19 +30,19 @@ _Numbers: TypeAlias = NDArray[np.int64]
 
 # A core's cache has room for twice as much: where it came from, and where it went.
 _PIECE_NBYTES = 256 << 10
-# So many frames are hashed in one call; the state of each takes half a KiB.
+# So many values are copied in one call; the state of each hash takes half a KiB.
 _STATES = 64
 _ADDRESS = ctypes.c_int64
 _CHECKED_NBYTES = (1000, 3 * _PIECE_NBYTES + 17)
 
 
-class FrameCopy(NamedTuple):
-    """One frame on its way.
+class ValueCopy(NamedTuple):
+    """One value on its way.
 
     Attributes:
-        parts: pairs of source and target, equally long and contiguous, one after the other in the
-            frame.
-        end: what is beyond, padding, is not hashed.
+        parts: one pair or more of source and target, equally long and contiguous, one after the
+            other in the value.
+        end: of the frame that it is, where the padding begins; 0: nothing is hashed.
     """
 
     parts: Sequence[tuple[Bytes, Bytes]]
@@ -50,7 +50,7 @@ class FrameCopy(NamedTuple):
 
 
 class FusedCopy:
-    """Copies frames and hashes what arrived. Thread-safe; blocks.
+    """Copies values and hashes what arrived. Thread-safe; blocks.
 
     Raises:
         ImportError, AttributeError, OSError: what it is made of is not there.
@@ -70,28 +70,28 @@ class FusedCopy:
         self._idle: list[_Numbers] = []
         self._check()
 
-    def run(self, frames: Sequence[FrameCopy]) -> list[bytes]:
-        """Copy `frames`; the digest of each, of all but the place of the checksum and the padding.
+    def run(self, values: Sequence[ValueCopy]) -> list[bytes]:
+        """Copy `values`; the digest of each, of all but the place of the checksum and the padding.
 
         Raises:
             ValueError: a source and its target differ in length; nothing was copied.
         """
         digests: list[bytes] = []
-        for start in range(0, len(frames), _STATES):
-            digests += self._run(frames[start : start + _STATES])
+        for start in range(0, len(values), _STATES):
+            digests += self._run(values[start : start + _STATES])
         return digests
 
-    def _run(self, frames: Sequence[FrameCopy]) -> list[bytes]:
+    def _run(self, values: Sequence[ValueCopy]) -> list[bytes]:
         parts = [
             (number, source.ctypes.data, target.ctypes.data, _length(source, target))
-            for number, frame in enumerate(frames)
-            for source, target in frame.parts
+            for number, value in enumerate(values)
+            for source, target in value.parts
         ]
-        ends = np.array([frame.end for frame in frames], np.int64)
+        ends = np.array([value.end for value in values], np.int64)
         states = self._idle.pop() if self._idle else self._make_states()
         try:
             self._loop(np.array(parts, np.int64), ends, states)
-            digests = map(self._digest, states[: len(frames)].tolist())
+            digests = map(self._digest, states[: len(values)].tolist())
             return [(each.high << 64 | each.low).to_bytes(16, "big") for each in digests]
         finally:
             self._idle.append(states)
@@ -106,7 +106,7 @@ class FusedCopy:
             source = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
             target = np.zeros_like(source)
             parts = [(source[:500], target[:500]), (source[500:], target[500:])]
-            (digest,) = self.run([FrameCopy(parts, nbytes - 5)])
+            (digest,) = self.run([ValueCopy(parts, nbytes - 5)])
             hashed = source[:CHECKSUM_AT].tobytes() + source[HEADER_NBYTES:-5].tobytes()
             if digest != xxhash.xxh3_128_digest(hashed) or not np.array_equal(source, target):
                 raise ImportError("xxhash's C functions do not do what is expected of them")
@@ -127,7 +127,7 @@ def fused_copy() -> FusedCopy | None:
 
 
 def _compiled(hashes: ctypes.CDLL) -> Any:
-    """The loop over parts, ``(frame, source, target, length)``, and ends and states of frames.
+    """The loop over parts, ``(value, source, target, length)``, and ends and states of values.
 
     Raises:
         ImportError, AttributeError: numba or one of the C functions is not there.
@@ -145,17 +145,17 @@ def _compiled(hashes: ctypes.CDLL) -> Any:
     def loop(parts: _Numbers, ends: _Numbers, states: _Numbers) -> None:
         at = 0
         for part in range(len(parts)):
-            frame, source, target, left = parts[part]
-            state = states[frame]
-            if part == 0 or parts[part - 1][0] != frame:
+            value, source, target, left = parts[part]
+            state, end = states[value], ends[value]
+            if part == 0 or parts[part - 1][0] != value:
                 at = 0
                 reset(state)
             while left > 0:
                 nbytes = min(left, _PIECE_NBYTES)
                 copy(target, source, nbytes)
-                if at < CHECKSUM_AT:
+                if at < CHECKSUM_AT and end:
                     update(state, target, min(nbytes, CHECKSUM_AT - at))
-                start, stop = max(at, HEADER_NBYTES), min(at + nbytes, ends[frame])
+                start, stop = max(at, HEADER_NBYTES), min(at + nbytes, end)
                 if start < stop:
                     update(state, target + start - at, stop - start)
                 source += nbytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvconnect.backends.fused_copy import Bytes, FrameCopy, FusedCopy
+from kvconnect.backends.fused_copy import Bytes, FusedCopy, ValueCopy
 from kvconnect.backends.running_threads import running_threads
 from kvconnect.frame import HEADER_NBYTES, FrameChecksum
 
@@ -58,17 +58,18 @@ class Copy:
         self._seal()
 
     @property
-    def as_frame(self) -> FrameCopy | None:
-        """It for `FusedCopy`; ``None`` if it is not a frame, or shorter than its header says."""
-        if self.checksum is None or not self.parts:
+    def fusable(self) -> ValueCopy | None:
+        """It for `FusedCopy`; ``None`` if it has gaps, or is shorter than its header says."""
+        gaps = not all(one.flags.c_contiguous for part in self.parts for one in part)
+        if gaps or not self.parts:
             return None
-        if not all(one.flags.c_contiguous for part in self.parts for one in part):
-            return None
+        if self.checksum is None:
+            return ValueCopy(self.parts, 0)
         end = self.checksum.end_of(self.parts[0][0].data)
-        return None if end is None or end > self.nbytes else FrameCopy(self.parts, end)
+        return None if end is None or end > self.nbytes else ValueCopy(self.parts, end)
 
     def ran(self, end: int, digest: bytes) -> None:
-        """`FusedCopy` has done what `as_frame` says."""
+        """`FusedCopy` has done what `fusable` says."""
         if self.checksum is not None:
             self.checksum.hashed(end, digest)
             self._seal()
@@ -99,7 +100,7 @@ class MemoryCopier:
     keeps both busy while a call's end reaches the event loop, and the next call comes from there.
 
     Args:
-        fused: what copies that are hashed are done with, if there is such a thing.
+        fused: what long copies are done with, if there is such a thing.
     """
 
     def __init__(self, fused: FusedCopy | None = None) -> None:
@@ -169,13 +170,13 @@ def _run(copies: Sequence[Copy], fused: FusedCopy | None) -> None:
 
 
 def _fuse(copies: Sequence[Copy], fused: FusedCopy) -> list[Copy]:
-    """Do those of `copies` that are frames; the others."""
-    frames = [(one, one.as_frame) for one in copies]
-    fusable = [(one, frame) for one, frame in frames if frame is not None]
-    digests = fused.run([frame for _, frame in fusable])
-    for (one, frame), digest in zip(fusable, digests, strict=True):
-        one.ran(frame.end, digest)
-    return [one for one, frame in frames if frame is None]
+    """Do those of `copies` that can be done with `fused`; the others."""
+    values = [(one, one.fusable) for one in copies]
+    fusable = [(one, value) for one, value in values if value is not None]
+    digests = fused.run([value for _, value in fusable])
+    for (one, value), digest in zip(fusable, digests, strict=True):
+        one.ran(value.end, digest)
+    return [one for one, value in values if value is None]
 
 
 def _copy(source: Bytes, target: Bytes) -> None:

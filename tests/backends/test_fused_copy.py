@@ -1,4 +1,4 @@
-"""Frames that are copied and hashed in one call: the same bytes and checksums as piece by piece."""
+"""Values that are copied and hashed in one call: the same bytes and checksums as piece by piece."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.backends import fused_copy as module
-from kvconnect.backends.fused_copy import FrameCopy, FusedCopy, fused_copy
+from kvconnect.backends.fused_copy import FusedCopy, ValueCopy, fused_copy
 from kvconnect.frame import CHECKSUM_AT, HEADER_NBYTES
 
 PIECE = 256 << 10
@@ -45,7 +45,7 @@ def test_every_byte_arrives_and_every_digest_is_right(frames):
         pairs = [(source[a:b], target[1:-1][a:b]) for a, b in edges]
         sources.append(source)
         targets.append(target)
-        copies.append(FrameCopy(pairs, max(0, sum(parts) - padding)))
+        copies.append(ValueCopy(pairs, max(1, sum(parts) - padding)))
     digests = fused_copy().run(copies)
     for source, target, copy, digest in zip(sources, targets, copies, digests, strict=True):
         assert np.array_equal(target[1:-1], source)
@@ -65,7 +65,7 @@ def test_more_frames_than_are_hashed_at_once_and_several_threads():
     def work(thread):
         for _ in range(20):
             target = np.zeros_like(source)
-            copies = [FrameCopy([pair], 8192) for pair in zip(source, target, strict=True)]
+            copies = [ValueCopy([pair], 8192) for pair in zip(source, target, strict=True)]
             found[thread] = fused_copy().run(copies), target
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -78,11 +78,20 @@ def test_more_frames_than_are_hashed_at_once_and_several_threads():
         assert np.array_equal(target, source)
 
 
+def test_what_is_not_to_be_hashed_is_copied_all_the_same():
+    source = np.random.default_rng(0).integers(0, 256, (3, 8192), np.uint8)
+    target = np.zeros_like(source)
+    values = [ValueCopy([pair], 0) for pair in zip(source, target, strict=True)]
+    assert fused_copy().run(values) == [xxhash.xxh3_128_digest(b"")] * 3
+    assert np.array_equal(target, source)
+    assert fused_copy().run([]) == []
+
+
 def test_lengths_that_differ_are_refused_before_anything_is_copied():
     target = np.zeros(4096, np.uint8)
     good = (np.ones(2048, np.uint8), target[:2048])
     with pytest.raises(ValueError, match="4096 bytes cannot be copied to 2048"):
-        fused_copy().run([FrameCopy([good, (np.ones(4096, np.uint8), target[2048:])], 4096)])
+        fused_copy().run([ValueCopy([good, (np.ones(4096, np.uint8), target[2048:])], 4096)])
     assert not target.any()
 
 
@@ -131,5 +140,5 @@ def test_states_are_used_again():
     fused = FusedCopy()
     target = np.zeros(4096, np.uint8)
     for _ in range(10):
-        fused.run([FrameCopy([(np.ones(4096, np.uint8), target)], 4096)])
+        fused.run([ValueCopy([(np.ones(4096, np.uint8), target)], 4096)])
     assert len(fused._idle) == 1
