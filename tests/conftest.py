@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,10 @@ from hypothesis import settings
 # How long an example takes says how busy the machine is, no more.
 settings.register_profile("kvconnect", deadline=None)
 settings.load_profile("kvconnect")
+
+# Ignored where this was started in the background, by every process that is started here, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ModelOf = Callable[[str], Path]
 

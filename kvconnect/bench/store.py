@@ -1,7 +1,8 @@
 """``kvconnect bench store``: how fast a store is, against what the machine can do.
 
 Every round measures the floor, the store itself and the store as engines use it, through
-`open_backend`, one after the other on the same bytes; what slows a round down slows all three.
+`open_backend`, one after the other on the same bytes, each by turns first; what slows a round down
+slows all three.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.backend import Backend
@@ -24,7 +26,7 @@ __all__ = ["StorePlan", "bench_store"]
 
 Tell = Callable[[str], None]
 
-_BARE, _GUARDED = "bare", "guarded"
+_FLOOR, _BARE, _GUARDED = "floor", "bare", "guarded"
 _HASHED = "floor, hashed"
 _OPERATIONS = ("put", "get", "lookup")
 _DEADLINE_S = 120.0
@@ -84,16 +86,14 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
         floor = make_floor(url, store.inner, payloads)
         if floor is None:
             tell(f"there is no floor to compare a store of this kind with: {StoreUrl.parse(url)}")
+        # By turns first: a disk that has had a pause, or memory that was just read, is faster.
+        turns = deque([_FLOOR, *ways])
         for number in range(plan.rounds + 1):
             # The first round touches memory and allocates files: it does not count.
-            counted = found if number else {key: _Rounds() for key in found}
-            if floor is not None:
-                _measure_floor(floor, plan, payloads, counted)
-                if number:
-                    hashed["put"].append(floor.hashed_put())
-                    hashed["get"].append(floor.hashed_get())
-            for how, way in ways.items():
-                await _round(way, plan, payloads, {w: counted[how, w] for w in _OPERATIONS})
+            rounds = found if number else {key: _Rounds() for key in found}
+            apart = hashed if number else {what: [] for what in hashed}
+            await _one_round(ways, floor, plan, payloads, rounds, apart, turns)
+            turns.rotate()
     except _Fewer as error:
         raise ConfigurationError(
             f"{StoreUrl.parse(url)}: {error}: the benchmark needs room for {payloads.total} bytes "
@@ -127,6 +127,26 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
                 )
             )
     return figures
+
+
+async def _one_round(
+    ways: Mapping[str, Backend],
+    floor: Floor | None,
+    plan: StorePlan,
+    payloads: Payloads,
+    found: dict[tuple[str, str], _Rounds],
+    hashed: dict[str, list[list[float]]],
+    turns: Iterable[str],
+) -> None:
+    """The floor and each of `ways`, in the order of `turns`."""
+    for turn in turns:
+        if turn in ways:
+            rounds = {what: found[turn, what] for what in _OPERATIONS}
+            await _round(ways[turn], plan, payloads, rounds)
+        elif floor is not None:
+            _measure_floor(floor, plan, payloads, found)
+            hashed["put"].append(floor.hashed_put())
+            hashed["get"].append(floor.hashed_get())
 
 
 async def _round(
