@@ -11,8 +11,8 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
+import threading
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -116,14 +116,50 @@ class _Digest(ctypes.Structure):
     _fields_ = (("low", ctypes.c_uint64), ("high", ctypes.c_uint64))
 
 
-@cache
-def fused_copy() -> FusedCopy | None:
-    """The one of this process; ``None`` where numba is not installed. Takes a second, once."""
-    try:
-        return FusedCopy()
-    except (ImportError, AttributeError, OSError) as error:
-        logger.debug("memory: values are copied piece by piece (%s)", error)
-    return None
+class _Maker:
+    """Makes the one of this process on a thread of its own: numba takes a second for it."""
+
+    def __init__(self) -> None:
+        self.made: FusedCopy | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Unless that was done before."""
+        with self._lock:
+            if self._thread is not None:
+                return
+            thread = threading.Thread(target=self._make, name="kvconnect-numba")
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads are to be had now
+                return
+            self._thread = thread
+
+    def wait(self) -> None:
+        """Until it is made, or cannot be."""
+        self.start()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _make(self) -> None:
+        try:
+            self.made = FusedCopy()
+        except (ImportError, AttributeError, OSError) as error:
+            logger.debug("memory: values are copied piece by piece (%s)", error)
+
+
+_maker = _Maker()
+
+
+def fused_copy(*, wait: bool = False) -> FusedCopy | None:
+    """The one of this process; ``None`` where numba is not installed.
+
+    And until it is made, unless one is ready to `wait`: the first call begins with that.
+    """
+    if _maker.made is None:
+        _maker.wait() if wait else _maker.start()
+    return _maker.made
 
 
 def _compiled(hashes: ctypes.CDLL) -> Any:

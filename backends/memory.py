@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import ClassVar
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
 from kvconnect.backends.checksums import HashesLoads, SealsSaves
-from kvconnect.backends.fused_copy import fused_copy
 from kvconnect.backends.memory_copier import Copy, MemoryCopier
 from kvconnect.backends.memory_index import MemoryBlock, MemoryIndex
 from kvconnect.backends.memory_region import MemoryRegion
@@ -86,7 +84,7 @@ class MemoryBackend(HashesLoads, SealsSaves):
             )
         self._region = MemoryRegion(self.capacity, unit)
         self._index = MemoryIndex(self._region.num_units)
-        self._copier = MemoryCopier(await asyncio.to_thread(fused_copy))
+        self._copier = MemoryCopier()
 
     async def close(self) -> None:
         """Let go of the region, as soon as copies in flight have ended."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvconnect.backends.fused_copy import Bytes, FusedCopy, ValueCopy
+from kvconnect.backends.fused_copy import Bytes, FusedCopy, ValueCopy, fused_copy
 from kvconnect.backends.running_threads import running_threads
 from kvconnect.frame import HEADER_NBYTES, FrameChecksum
 
@@ -98,14 +98,11 @@ class MemoryCopier:
 
     Each call is halved: one thread alone does not get all that memory gives. What is in the queue
     keeps both busy while a call's end reaches the event loop, and the next call comes from there.
-
-    Args:
-        fused: what long copies are done with, if there is such a thing.
     """
 
-    def __init__(self, fused: FusedCopy | None = None) -> None:
-        self._fused = fused
+    def __init__(self) -> None:
         self._threads = running_threads(2, "kvconnect-memory")
+        fused_copy()  # so that there will be one
 
     async def copy(self, copies: Sequence[Copy]) -> None:
         """Do all of `copies`. If this is cancelled, they go on."""
@@ -114,8 +111,9 @@ class MemoryCopier:
             _run(copies, None)
             return
         ended = _Ended(asyncio.get_running_loop(), 2)
+        fused = fused_copy()
         for half in _halves(copies, nbytes // 2):
-            self._threads.submit(_run, half, self._fused).add_done_callback(ended)
+            self._threads.submit(_run, half, fused).add_done_callback(ended)
         await ended.future
 
     def close(self) -> None:

@@ -21,11 +21,9 @@ PIECE = 256 << 10
 
 
 @pytest.fixture
-def forgotten():
+def forgotten(monkeypatch):
     """As in a process that has not opened a store yet."""
-    fused_copy.cache_clear()
-    yield
-    fused_copy.cache_clear()
+    monkeypatch.setattr(module, "_maker", module._Maker())
 
 
 lengths = st.lists(
@@ -46,7 +44,7 @@ def test_every_byte_arrives_and_every_digest_is_right(frames):
         sources.append(source)
         targets.append(target)
         copies.append(ValueCopy(pairs, max(1, sum(parts) - padding)))
-    digests = fused_copy().run(copies)
+    digests = fused_copy(wait=True).run(copies)
     for source, target, copy, digest in zip(sources, targets, copies, digests, strict=True):
         assert np.array_equal(target[1:-1], source)
         assert (target[0], target[-1]) == (0xC5, 0xC5)
@@ -66,7 +64,7 @@ def test_more_frames_than_are_hashed_at_once_and_several_threads():
         for _ in range(20):
             target = np.zeros_like(source)
             copies = [ValueCopy([pair], 8192) for pair in zip(source, target, strict=True)]
-            found[thread] = fused_copy().run(copies), target
+            found[thread] = fused_copy(wait=True).run(copies), target
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -82,29 +80,55 @@ def test_what_is_not_to_be_hashed_is_copied_all_the_same():
     source = np.random.default_rng(0).integers(0, 256, (3, 8192), np.uint8)
     target = np.zeros_like(source)
     values = [ValueCopy([pair], 0) for pair in zip(source, target, strict=True)]
-    assert fused_copy().run(values) == [xxhash.xxh3_128_digest(b"")] * 3
+    assert fused_copy(wait=True).run(values) == [xxhash.xxh3_128_digest(b"")] * 3
     assert np.array_equal(target, source)
-    assert fused_copy().run([]) == []
+    assert fused_copy(wait=True).run([]) == []
 
 
 def test_lengths_that_differ_are_refused_before_anything_is_copied():
     target = np.zeros(4096, np.uint8)
     good = (np.ones(2048, np.uint8), target[:2048])
     with pytest.raises(ValueError, match="4096 bytes cannot be copied to 2048"):
-        fused_copy().run([ValueCopy([good, (np.ones(4096, np.uint8), target[2048:])], 4096)])
+        fused_copy(wait=True).run(
+            [ValueCopy([good, (np.ones(4096, np.uint8), target[2048:])], 4096)]
+        )
     assert not target.any()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_nobody_waits_for_it_to_be_made(monkeypatch):
+    gate = threading.Event()
+    compiled = module._compiled
+    monkeypatch.setattr(module, "_compiled", lambda hashes: gate.wait() and compiled(hashes))
+    assert fused_copy() is None
+    assert fused_copy() is None
+    gate.set()
+    made = fused_copy(wait=True)
+    assert made is not None
+    assert fused_copy() is made
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_it_is_made_as_soon_as_there_is_a_thread_for_it(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        assert fused_copy(wait=True) is None
+    assert fused_copy(wait=True) is not None
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_without_numba_there_is_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert fused_copy() is None
+    assert fused_copy(wait=True) is None
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_an_xxhash_without_its_c_functions_is_not_used(monkeypatch):
     monkeypatch.setattr(module, "_function", lambda library, name, arguments: library.n)
-    assert fused_copy() is None
+    assert fused_copy(wait=True) is None
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -116,7 +140,7 @@ def test_functions_that_hash_otherwise_are_not_used(monkeypatch):
         return lambda parts, ends, states: loop(parts, ends - 1, states)
 
     monkeypatch.setattr(module, "_compiled", wrong)
-    assert fused_copy() is None
+    assert fused_copy(wait=True) is None
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -133,7 +157,7 @@ def test_functions_that_copy_otherwise_are_not_used(monkeypatch):
         return late
 
     monkeypatch.setattr(module, "_compiled", wrong)
-    assert fused_copy() is None
+    assert fused_copy(wait=True) is None
 
 
 def test_states_are_used_again():

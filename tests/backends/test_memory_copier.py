@@ -21,9 +21,18 @@ from kvconnect.keys import BlockKey
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["piece by piece", "fused"])
-def copier(request):
-    one = MemoryCopier(fused_copy() if request.param == "fused" else None)
+@pytest.fixture(params=["piece by piece", "fused"], autouse=True)
+def way(request, monkeypatch):
+    """How copies are done."""
+    made = fused_copy(wait=True) if request.param == "fused" else None
+    assert (made is not None) == (request.param == "fused")
+    monkeypatch.setattr(memory_copier, "fused_copy", lambda: made)
+    return request.param
+
+
+@pytest.fixture
+def copier(way):
+    one = MemoryCopier()
     yield one
     one.close()
 
@@ -142,14 +151,20 @@ async def test_a_value_that_is_no_sound_frame_is_none_afterwards(copier, length,
         frame.check(into, header.key, None, taken)
 
 
-async def test_call_ends_only_when_both_halves_have(monkeypatch):
+async def test_call_ends_only_when_both_halves_have(copier, monkeypatch, way):
     gates = {0: threading.Event(), 1: threading.Event()}
 
     def copy(source, target):
         assert gates[int(source[0])].wait(60)
 
+    class Fused:
+        def run(self, values):
+            for value in values:
+                copy(*value.parts[0])
+            return [b""] * len(values)
+
     monkeypatch.setattr(memory_copier, "_copy", copy)
-    copier = MemoryCopier()
+    monkeypatch.setattr(memory_copier, "fused_copy", lambda: Fused() if way == "fused" else None)
     source = np.repeat(np.array([0, 1], np.uint8), MIB)
     for order in ([0, 1], [1, 0]):
         call = asyncio.create_task(copier.copy([Copy([(source, np.empty_like(source))])]))
@@ -159,7 +174,6 @@ async def test_call_ends_only_when_both_halves_have(monkeypatch):
         await call
         for gate in gates.values():
             gate.clear()
-    copier.close()
 
 
 async def test_error_of_a_half_is_the_call_s(copier):
