@@ -102,7 +102,6 @@ class MemoryCopier:
 
     def __init__(self) -> None:
         self._threads = running_threads(2, "kvconnect-memory")
-        fused_copy()  # so that there will be one
 
     async def copy(self, copies: Sequence[Copy]) -> None:
         """Do all of `copies`. If this is cancelled, they go on."""
