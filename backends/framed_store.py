@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from kvconnect.backend import Backend, StoredBlock
@@ -14,7 +15,7 @@ from kvconnect.backends.calls import Call, counted, mapped, together
 from kvconnect.backends.checksums import SealsSaves, checks_frames, hashes_loads, seals_saves
 from kvconnect.backends.framing import Framing
 from kvconnect.backends.pieces import load_pieces, pieces
-from kvconnect.errors import BackendUnavailable, BadFrame, Recompute
+from kvconnect.errors import BackendUnavailable, BadFrame, Recompute, RetryLater
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
@@ -56,7 +57,7 @@ class FramedStore:
                 self._inner, keys[part], rooms[part], taken[part], self._name
             )
             if filled < len(keys[part]):
-                await self._drop_misfit(keys[part][filled])
+                await self._drop_misfit(keys[part][filled], rooms[part][filled].numel())
             return filled
 
         async def check(got: slice) -> int:
@@ -108,19 +109,24 @@ class FramedStore:
     async def _store(self, blocks: Sequence[StoredBlock]) -> int:
         return counted(await self._inner.save(blocks), len(blocks), self._name, "save")
 
-    async def _drop_misfit(self, key: BlockKey) -> None:
+    async def _drop_misfit(self, key: BlockKey, nbytes: int) -> None:
         """Drop a block that is found but cannot be loaded: it is cut short, or too long.
 
-        It would be found for ever, and never saved anew. Most often it is simply absent.
+        It would be found for ever, and never saved anew. Most often it is simply absent, or has
+        been saved since it was asked for.
         """
         if self.framing.codecs.quantized is not None:
             return  # it may be as long as others, who do not quantize, need it
         try:
             with mapped(self._name, "lookup"):
-                found = counted(await self._inner.lookup([key]), 1, self._name, "lookup")
-        except BackendUnavailable:
+                if not counted(await self._inner.lookup([key]), 1, self._name, "lookup"):
+                    return
+            with mapped(self._name, "load"):
+                room = torch.empty(nbytes, dtype=torch.uint8)
+                filled = await load_counted(self._inner, [key], [room], (), self._name)
+        except RetryLater:
             return  # the blocks before are good
-        if found:
+        if not filled:
             await self._report({key: BadFrame("of another length")})
 
     async def _report(self, wrong: Mapping[BlockKey, Recompute]) -> None:

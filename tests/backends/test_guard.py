@@ -158,6 +158,26 @@ async def test_block_that_is_found_but_cannot_be_loaded_is_dropped_and_saved_ane
     assert await store.load([key], kit.buffers(1)) == 1
 
 
+async def test_block_that_is_saved_just_after_it_was_asked_for_is_not_dropped(
+    store, inner, kit, monkeypatch
+):
+    key, load = kit.key("late"), inner.load
+
+    async def saved_after(keys, into):
+        monkeypatch.setattr(inner, "load", load)
+        filled = await load(keys, into)
+        await store.save([kit.block(key)])
+        return filled
+
+    monkeypatch.setattr(inner, "load", saved_after)
+    before = counter("store.bad_frame")
+    (into,) = kit.buffers(1)
+    assert await store.load([key], [into]) == 0
+    assert kit.untouched(into)
+    assert counter("store.bad_frame") == before
+    assert await store.load([key], [into]) == 1
+
+
 async def test_lying_store_that_fills_nothing_is_a_miss(store, inner, kit, monkeypatch):
     async def load(keys, into):
         return len(keys)
