@@ -21,7 +21,7 @@ from kvconnect.kernels.quantized_payload import (
 )
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["CodecFlag", "Codecs"]
+__all__ = ["CodecFlag", "Codecs", "codec_names"]
 
 
 class CodecFlag(IntFlag):
@@ -72,19 +72,9 @@ class Codecs:
             ConfigurationError: an unknown or impossible combination, a key that is not to be had.
             MissingExtra: a package is not installed.
         """
-        names = text.split("+") if text else []
-        for name in names:
-            if name not in _NAMES:
-                raise ConfigurationError(f"codec={text}: unknown '{name}'; {nearest(name, _NAMES)}")
+        names = codec_names(text)
         lossy = [_LOSSY[flag] for name in names if (flag := _NAMES[name]) in _LOSSY]
         lossless = [flag for name in names if (flag := _NAMES[name]) in _LOSSLESS]
-        in_order = sorted(names, key=_order)
-        if names != in_order or len(set(names)) < len(names) or len(lossy + lossless) > 2:
-            raise ConfigurationError(
-                f"codec={text}: give one of fp8 and int8, then one of zstd and lz4, then aes-gcm"
-            )
-        if len(lossy) > 1 or len(lossless) > 1:
-            raise ConfigurationError(f"codec={text}: gives two of a kind; give one")
         encrypts = "aes-gcm" in names
         if encrypts and not key_file:
             raise ConfigurationError("codec=aes-gcm: needs key_file=, a file with a secret key")
@@ -225,6 +215,26 @@ class Codecs:
 
 
 _compressors: dict[CodecFlag, Compressor] = {}
+
+
+def codec_names(text: str | None) -> list[str]:
+    """The names in a parameter ``codec``, whatever is installed here.
+
+    Raises:
+        ConfigurationError: an unknown or impossible combination.
+    """
+    names = text.split("+") if text else []
+    for name in names:
+        if name not in _NAMES:
+            raise ConfigurationError(f"codec={text}: unknown '{name}'; {nearest(name, _NAMES)}")
+    kinds = [_order(name) for name in names]
+    if kinds != sorted(kinds):
+        raise ConfigurationError(
+            f"codec={text}: give one of fp8 and int8, then one of zstd and lz4, then aes-gcm"
+        )
+    if len(set(kinds)) < len(kinds):
+        raise ConfigurationError(f"codec={text}: gives two of a kind; give one of them")
+    return names
 
 
 def _compressor(flag: CodecFlag) -> Compressor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvconnect.backend import Backend
+from kvconnect.backends.codecs import codec_names
 from kvconnect.backends.disk import DiskBackend
 from kvconnect.backends.guard import GuardedBackend
 from kvconnect.backends.registry import open_backend
@@ -55,7 +56,9 @@ async def visiting(url: str, purpose: Purpose) -> AsyncIterator[GuardedBackend]:
         ConfigurationError: a bad URL, or a store that nothing can be found in.
         BackendUnavailable: it cannot be reached.
     """
-    if purpose != "store" and StoreUrl.parse(url).scheme == "memory":
+    parsed = StoreUrl.parse(url)
+    codec_names(parsed.codec)  # left out below, but no other parameter may be mistyped either
+    if purpose != "store" and parsed.scheme == "memory":
         raise ConfigurationError(
             f"{url}: a memory store belongs to the process that opened it; "
             f"from outside there is nothing in it"
@@ -66,7 +69,7 @@ async def visiting(url: str, purpose: Purpose) -> AsyncIterator[GuardedBackend]:
     await backend.open([])
     try:
         if purpose == "maintain" and (await backend.stats()).get("read_only"):
-            raise BackendUnavailable(f"{StoreUrl.parse(url)}: cannot be written to")
+            raise BackendUnavailable(f"{parsed}: cannot be written to")
         yield backend
     finally:
         await backend.close()

@@ -329,6 +329,7 @@ def test_a_running_engine_is_not_harmed_by_any_command(kvconnect, url, tmp_path,
         (["prune", "{url}", "--salt", ""], "cache_salt: '' must not be empty"),
         (["prune", "tiered:?tiers={url}", "--to-size", "1GiB"], "give the URL of the tier"),
         (["verify", "{url}&capacty=1"], "unknown parameter 'capacty'; did you mean 'capacity'"),
+        (["stats", "{url}&codec=zst"], "codec=zst: unknown 'zst'; did you mean 'zstd'"),
         (["copy", "{url}", "{url}"], "is SOURCE; give another store"),
     ],
 )
