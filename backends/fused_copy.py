@@ -145,7 +145,7 @@ class _Maker:
     def _make(self) -> None:
         try:
             self.made = FusedCopy()
-        except (ImportError, AttributeError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  numba may raise anything, and is not needed
             logger.debug("memory: values are copied piece by piece (%s)", error)
 
 

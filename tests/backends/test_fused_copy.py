@@ -125,6 +125,19 @@ def test_without_numba_there_is_none(monkeypatch):
     assert fused_copy(wait=True) is None
 
 
+@pytest.mark.parametrize("error", [SystemError, RuntimeError, ValueError])
+@pytest.mark.usefixtures("forgotten")
+def test_a_numba_that_is_broken_is_not_used(error, tmp_path, monkeypatch):
+    (tmp_path / "numba.py").write_text(f"raise {error.__name__}('a numba of another numpy')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "numba"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    assert fused_copy(wait=True) is None
+    assert not said
+
+
 @pytest.mark.usefixtures("forgotten")
 def test_an_xxhash_without_its_c_functions_is_not_used(monkeypatch):
     monkeypatch.setattr(module, "_function", lambda library, name, arguments: library.n)
