@@ -124,9 +124,12 @@ class _Maker:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Unless that was done before."""
-        with self._lock:
+    def start(self, *, wait: bool = False) -> None:
+        """Unless that was done before, or another thread, which one may `wait` for, is at it."""
+        # In a process forked just then no thread is at it any more, and the lock is held for good.
+        if not self._lock.acquire(blocking=wait):
+            return
+        try:
             if self._thread is not None:
                 return
             thread = threading.Thread(target=self._make, name="kvconnect-numba")
@@ -135,10 +138,12 @@ class _Maker:
             except RuntimeError:  # no more threads are to be had now
                 return
             self._thread = thread
+        finally:
+            self._lock.release()
 
     def wait(self) -> None:
         """Until it is made, or cannot be."""
-        self.start()
+        self.start(wait=True)
         if self._thread is not None:
             self._thread.join()
 

@@ -139,6 +139,14 @@ def test_a_numba_that_is_broken_is_not_used(error, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("forgotten")
+def test_nobody_waits_while_another_thread_begins_with_it():
+    # Nor does the child of a process that forked meanwhile: there that thread is no more.
+    with module._maker._lock:
+        assert fused_copy() is None
+    assert fused_copy(wait=True) is not None
+
+
+@pytest.mark.usefixtures("forgotten")
 def test_an_xxhash_without_its_c_functions_is_not_used(monkeypatch):
     monkeypatch.setattr(module, "_function", lambda library, name, arguments: library.n)
     assert fused_copy(wait=True) is None
