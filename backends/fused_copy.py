@@ -88,7 +88,10 @@ class FusedCopy:
             for source, target in value.parts
         ]
         ends = np.array([value.end for value in values], np.int64)
-        states = self._idle.pop() if self._idle else self._make_states()
+        try:
+            states = self._idle.pop()
+        except IndexError:
+            states = self._make_states()
         try:
             self._loop(np.array(parts, np.int64), ends, states)
             digests = map(self._digest, states[: len(values)].tolist())

@@ -187,3 +187,15 @@ def test_states_are_used_again():
     for _ in range(10):
         fused.run([ValueCopy([(np.ones(4096, np.uint8), target)], 4096)])
     assert len(fused._idle) == 1
+
+
+def test_states_that_another_thread_takes_first_are_made_anew():
+    class Taken(list):
+        def __bool__(self):
+            return True
+
+    fused = FusedCopy()
+    fused._idle = Taken()
+    target = np.zeros(4096, np.uint8)
+    fused.run([ValueCopy([(np.ones(4096, np.uint8), target)], 4096)])
+    assert target.all()
