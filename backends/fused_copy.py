@@ -74,7 +74,7 @@ class FusedCopy:
         """Copy `values`; the digest of each, of all but the place of the checksum and the padding.
 
         Raises:
-            ValueError: a source and its target differ in length; nothing was copied.
+            ValueError: a source and its target differ in length; it was not copied.
         """
         digests: list[bytes] = []
         for start in range(0, len(values), _STATES):
@@ -177,7 +177,6 @@ def _compiled(hashes: ctypes.CDLL) -> Any:
         ImportError, AttributeError: numba or one of the C functions is not there.
     """
     import numba
-    from numba.core.errors import NumbaError
 
     copy = _function(ctypes.CDLL(None), "memcpy", 3)
     reset = _function(hashes, "XXH3_128bits_reset", 1)
@@ -208,10 +207,7 @@ def _compiled(hashes: ctypes.CDLL) -> Any:
                 left -= nbytes
 
     compiled = numba.njit(nogil=True)(loop)
-    try:
-        compiled(np.zeros((0, 4), np.int64), *np.zeros((2, 0), np.int64))
-    except NumbaError as error:
-        raise ImportError(f"numba: {error}") from error
+    compiled(np.zeros((0, 4), np.int64), *np.zeros((2, 0), np.int64))
     return compiled
 
 
