@@ -45,6 +45,7 @@ _FIELDS = struct.Struct("<8sHHIQ16s32s")
 _FLAGS = slice(10, 12)
 _NOT_ENCODED = bytes(2)
 CHECKSUM_AT = HEADER_NBYTES - 16
+"""Where in the header the checksum is, which is taken of all before and after it."""
 CODEC_DATA_NBYTES = CHECKSUM_AT - _FIELDS.size
 """Bytes of the header that codecs may use."""
 

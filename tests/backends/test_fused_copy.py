@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 import threading
 from itertools import accumulate, pairwise
@@ -152,33 +153,26 @@ def test_an_xxhash_without_its_c_functions_is_not_used(monkeypatch):
     assert fused_copy(wait=True) is None
 
 
+def hashing_too_little(loop):
+    return lambda parts, ends, states: loop(parts, ends - 1, states)
+
+
+def copying_something_else(loop):
+    def work(parts, ends, states):
+        loop(parts, ends, states)
+        ctypes.memset(int(parts[0, 2]), 0, 1)
+
+    return work
+
+
+@pytest.mark.parametrize("wrong", [hashing_too_little, copying_something_else])
 @pytest.mark.usefixtures("forgotten")
-def test_functions_that_hash_otherwise_are_not_used(monkeypatch):
+def test_functions_that_do_something_else_are_not_used(wrong, monkeypatch, caplog):
     compiled = module._compiled
-
-    def wrong(hashes):
-        loop = compiled(hashes)
-        return lambda parts, ends, states: loop(parts, ends - 1, states)
-
-    monkeypatch.setattr(module, "_compiled", wrong)
-    assert fused_copy(wait=True) is None
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_functions_that_copy_otherwise_are_not_used(monkeypatch):
-    compiled = module._compiled
-
-    def wrong(hashes):
-        loop = compiled(hashes)
-
-        def late(parts, ends, states):
-            loop(parts, ends, states)
-            ctypes.memset(int(parts[0, 2]), 0, 1)
-
-        return late
-
-    monkeypatch.setattr(module, "_compiled", wrong)
-    assert fused_copy(wait=True) is None
+    monkeypatch.setattr(module, "_compiled", lambda hashes: wrong(compiled(hashes)))
+    with caplog.at_level(logging.DEBUG, "kvconnect"):
+        assert fused_copy(wait=True) is None
+    assert "do not do what is expected of them" in caplog.text
 
 
 def test_states_are_used_again():
