@@ -8,10 +8,10 @@ from importlib.metadata import entry_points
 from typing import TypeAlias
 
 from kvconnect.backend import Backend
-from kvconnect.backends.codecs import Codecs
-from kvconnect.backends.guard import GuardedBackend
-from kvconnect.backends.store_labels import place_of
-from kvconnect.backends.tiered import TieredBackend
+from kvconnect.backends.guard.codecs import Codecs
+from kvconnect.backends.guard.labels import place_of
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError, MissingExtra, UnknownScheme, nearest
 
@@ -138,7 +138,7 @@ def _factory(scheme: str) -> BackendFactory:
         try:
             factory: BackendFactory = getattr(import_module(module), name)
         except ModuleNotFoundError as error:
-            # The extra is named as the module is: kvconnect.backends.redis.
+            # The extra is named as the module is: kvconnect.backends.redis.store.
             raise MissingExtra(
                 f"store scheme '{scheme}' ({error})", module.split(".")[-1]
             ) from error

@@ -11,7 +11,7 @@ the files. A file that is missing, damaged or of another block is a failed load:
 computes those tokens, and the file is written again.
 
 To keep it short, loads and saves run inside the engine's step, only whole blocks are stored, and
-nothing bounds the folder. `kvconnect.connector.offload_worker` does all that.
+nothing bounds the folder. `kvconnect.connector.offload.worker` does all that.
 """
 
 from __future__ import annotations

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels import device, reference
-from kvconnect.kernels.block_ids import Placed, check_integers, check_targets, host_ids, kept
-from kvconnect.kernels.buffers import as_bytes
+from kvconnect.kernels.blocks.block_ids import Placed, check_integers, check_targets, host_ids, kept
+from kvconnect.kernels.blocks.buffers import as_bytes
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.blocks.work import AppendWork
+from kvconnect.kernels.cuda import device
+from kvconnect.kernels.host import reference
 from kvconnect.kernels.library import register
-from kvconnect.kernels.paged import PagedKv
 from kvconnect.kernels.submit import note_missing
-from kvconnect.kernels.work import AppendWork
 
 __all__ = ["reshape_and_cache"]
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconnect.kernels.block_ids import BlockIds
-from kvconnect.kernels.block_mapping import split_mapping
-from kvconnect.kernels.buffers import layer_range
+from kvconnect.kernels.blocks.block_ids import BlockIds
+from kvconnect.kernels.blocks.block_mapping import split_mapping
+from kvconnect.kernels.blocks.buffers import layer_range
+from kvconnect.kernels.blocks.paged import PagedKv, bound
+from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.library import register
-from kvconnect.kernels.paged import PagedKv, bound
 from kvconnect.kernels.pair_copy import copy_pairs
 from kvconnect.kernels.row_copy import copy_rows
-from kvconnect.kernels.transfer import DONE, Transfer
 from kvconnect.kernels.transpose import transpose_blocks
 
 __all__ = ["copy_blocks", "gather_blocks", "scatter_blocks", "transpose_blocks"]

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from kvconnect.kernels import reference
-from kvconnect.kernels.block_ids import BlockIds
-from kvconnect.kernels.block_mapping import BlockPairs, Some, block_pairs
-from kvconnect.kernels.buffers import check_path, layer_range
-from kvconnect.kernels.host_copy import copy_runs
-from kvconnect.kernels.paged import PagedKv
-from kvconnect.kernels.runs import RunTable
+from kvconnect.kernels.blocks.block_ids import BlockIds
+from kvconnect.kernels.blocks.block_mapping import BlockPairs, Some, block_pairs
+from kvconnect.kernels.blocks.buffers import check_path, layer_range
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.transfer import DONE, Transfer
+from kvconnect.kernels.blocks.work import BlockCopy
+from kvconnect.kernels.host import reference
+from kvconnect.kernels.host.copy import copy_runs
 from kvconnect.kernels.submit import is_host_work, submit_copy
-from kvconnect.kernels.transfer import DONE, Transfer
-from kvconnect.kernels.work import BlockCopy
 
 __all__ = ["copy_pairs"]
 

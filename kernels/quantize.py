@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError, nearest
-from kvconnect.kernels import device, reference
-from kvconnect.kernels.block_ids import BlockIds, Placed, check_targets, host_ids, kept
-from kvconnect.kernels.buffers import typed_rows
-from kvconnect.kernels.host_quantize import CHUNK_ELEMENTS, quantize_rows
+from kvconnect.kernels.blocks.block_ids import BlockIds, Placed, check_targets, host_ids, kept
+from kvconnect.kernels.blocks.buffers import typed_rows
+from kvconnect.kernels.blocks.paged import PagedKv, bound
+from kvconnect.kernels.blocks.transfer import DONE, Transfer
+from kvconnect.kernels.blocks.work import QuantizeWork
+from kvconnect.kernels.cuda import device
+from kvconnect.kernels.host import reference
+from kvconnect.kernels.host.quantize import CHUNK_ELEMENTS, quantize_rows
 from kvconnect.kernels.library import register
-from kvconnect.kernels.paged import PagedKv, bound
 from kvconnect.kernels.submit import note_missing, run_plainly
-from kvconnect.kernels.transfer import DONE, Transfer
-from kvconnect.kernels.work import QuantizeWork
 
 __all__ = ["CODES", "dequantize_blocks", "quantize_blocks"]
 

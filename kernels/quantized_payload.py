@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError, nearest
-from kvconnect.kernels import reference
-from kvconnect.kernels.host_quantize import CHUNK_ELEMENTS, quantize_rows
+from kvconnect.kernels.host import reference
+from kvconnect.kernels.host.quantize import CHUNK_ELEMENTS, quantize_rows
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["dequantize_payload", "quantize_payload", "quantized_nbytes"]

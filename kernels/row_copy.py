@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels import reference
-from kvconnect.kernels.block_ids import (
+from kvconnect.kernels.blocks.block_ids import (
     BlockIds,
     check_integers,
     check_targets,
@@ -17,13 +16,14 @@ from kvconnect.kernels.block_ids import (
     kept,
     on_device,
 )
-from kvconnect.kernels.buffers import byte_rows, check_path
-from kvconnect.kernels.host_copy import copy_runs
-from kvconnect.kernels.paged import PagedKv
-from kvconnect.kernels.runs import RunTable
+from kvconnect.kernels.blocks.buffers import byte_rows, check_path
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.transfer import DONE, Transfer
+from kvconnect.kernels.blocks.work import BlockCopy, Ids
+from kvconnect.kernels.host import reference
+from kvconnect.kernels.host.copy import copy_runs
 from kvconnect.kernels.submit import is_host_work, submit_copy
-from kvconnect.kernels.transfer import DONE, Transfer
-from kvconnect.kernels.work import BlockCopy, Ids
 
 __all__ = ["copy_rows"]
 

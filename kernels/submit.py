@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kvconnect.kernels import device
-from kvconnect.kernels.transfer import DONE, Transfer
-from kvconnect.kernels.work import BlockCopy
+from kvconnect.kernels.blocks.transfer import DONE, Transfer
+from kvconnect.kernels.blocks.work import BlockCopy
+from kvconnect.kernels.cuda import device
 from kvconnect.trace import warn_once
 
 _HOST = torch.device("cpu")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels import device
-from kvconnect.kernels.layers import check_layout
+from kvconnect.kernels.blocks.layers import check_layout
+from kvconnect.kernels.blocks.work import TransposeWork
+from kvconnect.kernels.cuda import device
 from kvconnect.kernels.library import register
 from kvconnect.kernels.submit import note_missing
-from kvconnect.kernels.work import TransposeWork
 
 __all__ = ["transpose_blocks"]
 

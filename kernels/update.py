@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError, nearest
-from kvconnect.kernels import device, reference
 from kvconnect.kernels.append import reshape_and_cache
-from kvconnect.kernels.buffers import as_bytes
+from kvconnect.kernels.blocks.buffers import as_bytes
+from kvconnect.kernels.blocks.update_checks import check_memory, check_shapes, check_values
+from kvconnect.kernels.blocks.work import UpdateWork
+from kvconnect.kernels.cuda import device
+from kvconnect.kernels.host import reference
 from kvconnect.kernels.library import register
 from kvconnect.kernels.submit import note_missing
-from kvconnect.kernels.update_checks import check_memory, check_shapes, check_values
-from kvconnect.kernels.work import UpdateWork
 
 __all__ = ["kv_cache_update", "reshape_and_cache"]
 

@@ -18,7 +18,7 @@ from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.bench.floor import cold_read_seconds, first_pass_seconds
 from kvconnect.bench.report import Figure
 from kvconnect.bench.workload import random_prompt
-from kvconnect.connector.manager import KvCacheConnectorManager
+from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.tokens import TokenArray
 
 __all__ = ["idle_overhead", "restart"]

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvconnect.cache.admission import Admission
-from kvconnect.cache.block_pool import make_pools
-from kvconnect.cache.copier import BlockCopier
-from kvconnect.cache.events import EventLog, KvCacheEvent
-from kvconnect.cache.grip import as_id_array
+from kvconnect.cache.admission.admission import Admission
+from kvconnect.cache.admission.planner import Planner
 from kvconnect.cache.invariants import check_invariants
-from kvconnect.cache.matching import Matcher
-from kvconnect.cache.pin_table import PinTable
-from kvconnect.cache.planner import Planner
-from kvconnect.cache.prompt import Prompt
-from kvconnect.cache.publisher import Publisher
-from kvconnect.cache.radix_tree import RadixTree
-from kvconnect.cache.sequence import PinHandle
-from kvconnect.cache.sequence_table import SequenceTable
-from kvconnect.cache.sizing import PoolSizes, pool_sizes
-from kvconnect.cache.slabs import Slabs
+from kvconnect.cache.memory.copier import BlockCopier
+from kvconnect.cache.memory.sizing import PoolSizes, pool_sizes
+from kvconnect.cache.pool.block_pool import make_pools
+from kvconnect.cache.pool.events import EventLog, KvCacheEvent
+from kvconnect.cache.pool.grip import as_id_array
+from kvconnect.cache.pool.matching import Matcher
+from kvconnect.cache.sequence.pin_table import PinTable
+from kvconnect.cache.sequence.prompt import Prompt
+from kvconnect.cache.sequence.publisher import Publisher
+from kvconnect.cache.sequence.sequence import PinHandle
+from kvconnect.cache.sequence.sequence_table import SequenceTable
+from kvconnect.cache.sequence.slabs import Slabs
+from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError, DuplicateRequest, SequencesLive
 from kvconnect.keys import BlockKey, KeyChain

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
 
-from kvconnect.cache.block_pool import BlockPool
-from kvconnect.cache.grip import NOT_HELD, Grip, PathGrip
-from kvconnect.cache.radix_tree import RadixTree
-from kvconnect.cache.segment import Root, Segment
-from kvconnect.cache.sequence import PinHandle, Sequence
+from kvconnect.cache.pool.block_pool import BlockPool
+from kvconnect.cache.pool.grip import NOT_HELD, Grip, PathGrip
+from kvconnect.cache.sequence.sequence import PinHandle, Sequence
+from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.segment import Root, Segment
 
 __all__ = ["check_invariants"]
 

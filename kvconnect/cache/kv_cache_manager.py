@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvconnect.cache.admission.demand import peak_to_completion
 from kvconnect.cache.block_manager import BlockManager
-from kvconnect.cache.cache_memory import CacheMemory
-from kvconnect.cache.demand import peak_to_completion
-from kvconnect.cache.host_traffic import MeteredCopier
+from kvconnect.cache.memory.cache_memory import CacheMemory
+from kvconnect.cache.memory.host_traffic import MeteredCopier
+from kvconnect.cache.memory.sizing import pool_sizes
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
-from kvconnect.cache.sequence import PinHandle
-from kvconnect.cache.sizing import pool_sizes
+from kvconnect.cache.sequence.sequence import PinHandle
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.layout import KvCacheLayout

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.backend import StoredEntry
-from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame
 
 __all__ = ["ReadFrame", "read_frames"]

@@ -18,17 +18,17 @@ from kvconnect.errors import ConfigurationError, KvConnectError, MissingExtra
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = (
-    "kvconnect.cli.generate",
-    "kvconnect.cli.make_model",
-    "kvconnect.cli.ls",
-    "kvconnect.cli.stats",
-    "kvconnect.cli.verify",
-    "kvconnect.cli.prune",
-    "kvconnect.cli.copy",
-    "kvconnect.cli.simulate",
-    "kvconnect.cli.make_trace",
-    "kvconnect.cli.bench",
-    "kvconnect.cli.check",
+    "kvconnect.cli.commands.generate",
+    "kvconnect.cli.commands.make_model",
+    "kvconnect.cli.commands.ls",
+    "kvconnect.cli.commands.stats",
+    "kvconnect.cli.commands.verify",
+    "kvconnect.cli.commands.prune",
+    "kvconnect.cli.commands.copy",
+    "kvconnect.cli.commands.simulate",
+    "kvconnect.cli.commands.make_trace",
+    "kvconnect.cli.commands.bench",
+    "kvconnect.cli.commands.check",
 )
 """Modules of the subcommands, in the order of ``kvconnect --help``; each fits `Command`."""
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvconnect.backend import Backend
-from kvconnect.backends.codecs import codec_names
-from kvconnect.backends.disk import DiskBackend
-from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.guard.codecs import codec_names
+from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.registry import open_backend
-from kvconnect.backends.tiered import TieredBackend
+from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from kvconnect.connector.ledger import StepOutcome
+from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.request import LlmRequest, ScheduledBatch
 
 __all__ = ["Attachment", "NoConnector"]

@@ -10,21 +10,21 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.connector.ledger import StepOutcome
+from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.engine.attachment import Attachment
-from kvconnect.engine.forward_step import (
+from kvconnect.engine.inbox import Inbox
+from kvconnect.engine.model.forward_step import (
     CachedLayer,
     ForwardStep,
     first_scheduled_token,
     sampled_rows,
 )
-from kvconnect.engine.inbox import Inbox
-from kvconnect.engine.live_request import LiveRequest, TokenRun
-from kvconnect.engine.model import Model
-from kvconnect.engine.output import EngineStats
+from kvconnect.engine.model.model import Model
+from kvconnect.engine.request.live_request import LiveRequest, TokenRun
+from kvconnect.engine.request.output import EngineStats
+from kvconnect.engine.request.stops import FinishReason
 from kvconnect.engine.sampler import Sampler
 from kvconnect.engine.scheduler import Scheduler
-from kvconnect.engine.stops import FinishReason
 from kvconnect.errors import EngineClosed, OutOfBlocks
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 from kvconnect.trace import count, metrics

@@ -16,24 +16,24 @@ from kvconnect.backend import Backend
 from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig, KvCacheRetentionConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.manager import KvCacheConnectorManager
-from kvconnect.connector.stored_as import stored_as
+from kvconnect.connector.runtime.manager import KvCacheConnectorManager
+from kvconnect.connector.runtime.stored_as import stored_as
 from kvconnect.digest import model_digest
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Attachment, NoConnector
 from kvconnect.engine.drafts import NgramDrafter, NgramSpeculation, Speculation
 from kvconnect.engine.engine import Abort, Close, Engine
-from kvconnect.engine.handle import RequestHandle, RequestProgress
 from kvconnect.engine.inbox import Inbox
-from kvconnect.engine.intake import Intake
-from kvconnect.engine.live_request import LiveRequest
-from kvconnect.engine.model import Model
-from kvconnect.engine.output import EngineStats, RequestOutput, StreamChunk
-from kvconnect.engine.pool_groups import CacheGeometry
-from kvconnect.engine.prompts import Prompt, as_prompts, one_each
+from kvconnect.engine.model.model import Model
+from kvconnect.engine.model.pool_groups import CacheGeometry
+from kvconnect.engine.request.handle import RequestHandle, RequestProgress
+from kvconnect.engine.request.intake import Intake
+from kvconnect.engine.request.live_request import LiveRequest
+from kvconnect.engine.request.output import EngineStats, RequestOutput, StreamChunk
+from kvconnect.engine.request.prompts import Prompt, as_prompts, one_each
+from kvconnect.engine.request.stops import StopChecker
+from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.engine.scheduler import Scheduler, SchedulingPolicy
-from kvconnect.engine.stops import StopChecker
-from kvconnect.engine.tokenizer import Tokenizer
 from kvconnect.errors import ConfigurationError, EngineClosed
 from kvconnect.keys import Namespace
 from kvconnect.layout import KvCacheLayout

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvconnect.engine.seam import ATTENTION, AttentionProbe
+from kvconnect.engine.model.seam import ATTENTION, AttentionProbe
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
 __all__ = ["token_nbytes"]

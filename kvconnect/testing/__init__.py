@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import Outcome, Violation
-from kvconnect.testing.clock import ShiftedClock
-from kvconnect.testing.faulty_backend import FaultyBackend
-from kvconnect.testing.faulty_filesystem import FaultyFilesystem
+from kvconnect.testing.faults.clock import ShiftedClock
+from kvconnect.testing.faults.faulty_backend import FaultyBackend
+from kvconnect.testing.faults.faulty_filesystem import FaultyFilesystem
+from kvconnect.testing.faults.tcp_proxy import TcpFault, TcpProxy
 from kvconnect.testing.runner import Report, check_backend
 from kvconnect.testing.subject import Address, Subject, Unsupported, Usage
-from kvconnect.testing.tcp_proxy import TcpFault, TcpProxy
 
 if TYPE_CHECKING:
     from kvconnect.testing.conformance import BackendConformance

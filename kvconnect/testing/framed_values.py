@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
-from kvconnect.backends.wrapper import BackendWrapper
+from kvconnect.backends.guard.wrapper import BackendWrapper
 from kvconnect.errors import BadFrame
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout

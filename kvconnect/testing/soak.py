@@ -15,15 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backend import Backend
-from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.keys import BlockKey
 from kvconnect.testing.check import Violation, demand
 from kvconnect.testing.checks.concurrency import descriptors
 from kvconnect.testing.checks.faults import answer, recovers
-from kvconnect.testing.faulty_backend import BACKEND_FAULTS, FaultyBackend
-from kvconnect.testing.faulty_filesystem import FILE_OPERATIONS, FaultyFilesystem, FileOperation
+from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, FaultyBackend
+from kvconnect.testing.faults.faulty_filesystem import (
+    FILE_OPERATIONS,
+    FaultyFilesystem,
+    FileOperation,
+)
+from kvconnect.testing.faults.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
 from kvconnect.testing.subject import Address, Subject
-from kvconnect.testing.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
 
 __all__ = ["SoakReport", "soak"]
 

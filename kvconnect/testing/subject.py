@@ -13,11 +13,11 @@ from typing import ClassVar, TypeAlias
 import torch
 
 from kvconnect.backend import Backend, StoredBlock
-from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.registry import open_backend
 from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
-from kvconnect.testing.clock import ShiftedClock
+from kvconnect.testing.faults.clock import ShiftedClock
 
 __all__ = ["Address", "Recipe", "Subject", "Unsupported", "Usage"]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvconnect.backend import Backend
-from kvconnect.backends.disk import DiskBackend
-from kvconnect.backends.disk_schema import INDEX_NAME, Durability
-from kvconnect.backends.guard import GuardedBackend
-from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.disk.format import INDEX_NAME, Durability
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.backends.registry import open_backend
-from kvconnect.backends.tiered import TieredBackend
+from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.keys import BlockKey
 from kvconnect.testing.framed_values import FramedValues

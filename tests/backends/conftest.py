@@ -13,10 +13,10 @@ from s3_server import BUCKET, S3Server
 
 from kvconnect.backend import Backend
 from kvconnect.backends import GuardedBackend, open_backend
-from kvconnect.backends.disk import DiskBackend
-from kvconnect.backends.memory import MemoryBackend
-from kvconnect.backends.s3 import S3Backend
-from kvconnect.backends.s3_settings import S3Settings
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.backends.s3.store import S3Backend
 from kvconnect.keys import BlockKey
 from kvconnect.testing import BlockMaker
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvconnect.backend import StoredBlock
-from kvconnect.backends.disk import DiskBackend
+from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.keys import BlockKey
 
 

@@ -10,8 +10,9 @@ from itertools import pairwise
 import pytest
 
 from kvconnect.backend import Backend
-from kvconnect.backends import GuardedBackend, breaker
-from kvconnect.backends.breaker import BreakerState
+from kvconnect.backends import GuardedBackend
+from kvconnect.backends.guard import breaker
+from kvconnect.backends.guard.breaker import BreakerState
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
 from kvconnect.trace import metrics
 

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from kvconnect import frame
 from kvconnect.backend import Backend, Child, StoredBlock
-from kvconnect.backends import framing, open_backend, pieces
-from kvconnect.backends.codecs import CodecFlag, Codecs
+from kvconnect.backends import open_backend
+from kvconnect.backends.guard import frames as framing
+from kvconnect.backends.guard import pieces
+from kvconnect.backends.guard.codecs import CodecFlag, Codecs
 from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra
 from kvconnect.kernels.quantized_payload import (
@@ -344,7 +346,7 @@ async def test_a_package_that_is_missing_makes_it_a_miss(kit, monkeypatch):
     writer, reader = await opened(inner, "zstd"), await opened(inner)
     await writer.save([block(kit.key(1))])
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setattr("kvconnect.backends.codecs._compressors", {})
+    monkeypatch.setattr("kvconnect.backends.guard.codecs._compressors", {})
     assert await reader.load([kit.key(1)], [buffer()]) == 0
     assert kit.key(1) in inner.values
     await writer.close()

@@ -10,8 +10,8 @@ import torch
 from kvconnect import frame
 from kvconnect.backend import StoredBlock
 from kvconnect.backends import open_backend
-from kvconnect.backends.codecs import Codecs
-from kvconnect.backends.framing import Framing
+from kvconnect.backends.guard.codecs import Codecs
+from kvconnect.backends.guard.frames import Framing
 from kvconnect.errors import BackendUnavailable
 from kvconnect.frame import frame_nbytes
 from kvconnect.layout import KvCacheLayout

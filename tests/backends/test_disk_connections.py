@@ -14,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.backends import disk_index, disk_log, disk_owner, running_threads
-from kvconnect.backends.disk_directory import DiskDirectory
-from kvconnect.backends.disk_place import DiskSettings
-from kvconnect.backends.disk_schema import IndexConnectionLost, index_errors
+from kvconnect.backends import lanes as running_threads
+from kvconnect.backends.disk import find as disk_index
+from kvconnect.backends.disk import log as disk_log
+from kvconnect.backends.disk import owner as disk_owner
+from kvconnect.backends.disk.directory import DiskDirectory
+from kvconnect.backends.disk.format import IndexConnectionLost, index_errors
+from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.errors import BackendUnavailable
 
 

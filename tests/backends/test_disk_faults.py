@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvconnect.backends import direct_io, open_backend
-from kvconnect.backends.disk import DiskBackend
-from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends import open_backend
+from kvconnect.backends.disk import direct_io
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
 from kvconnect.trace import metrics
 
@@ -210,7 +211,7 @@ async def test_row_that_disappears_while_its_slot_is_read_is_a_miss(store, kit, 
 
 
 async def test_index_that_stays_locked_is_unavailable_in_bounded_time(kit, make_disk, monkeypatch):
-    monkeypatch.setattr("kvconnect.backends.disk_schema._BUSY_S", 0.05)
+    monkeypatch.setattr("kvconnect.backends.disk.format._BUSY_S", 0.05)
     async with kit.opened(make_disk()) as store, kit.opened(make_disk()) as other:
         keys = kit.keys("locked", count=2)
         await store.save(kit.chain(keys))
@@ -278,7 +279,7 @@ class TestMounted:
         run("mount", "-o", f"remount,{mode}", path)
 
     async def test_full_filesystem_works_again_when_there_is_space(self, kit, mounted, monkeypatch):
-        monkeypatch.setattr("kvconnect.backends.disk._RETRY_S", 0.0)
+        monkeypatch.setattr("kvconnect.backends.disk.store._RETRY_S", 0.0)
         ballast = mounted / "ballast"
         with pytest.raises(OSError, match="No space"):
             write_until_full(ballast)
@@ -293,7 +294,7 @@ class TestMounted:
     async def test_read_only_directory_is_read_and_saves_store_nothing(
         self, kit, mounted, caplog, monkeypatch
     ):
-        monkeypatch.setattr("kvconnect.backends.disk._RETRY_S", 0.0)
+        monkeypatch.setattr("kvconnect.backends.disk.store._RETRY_S", 0.0)
         keys, more = kit.keys("read only", count=4), kit.keys("more", count=2)
         async with kit.opened(DiskBackend(mounted / "store", capacity=1 << 20)) as store:
             await store.save(kit.chain(keys))
@@ -414,7 +415,7 @@ async def test_close_waits_for_a_disk_that_hangs_without_holding_up_anything_els
 ):
     goes_on = threading.Event()
     monkeypatch.setattr(
-        "kvconnect.backends.disk_directory.DiskDirectory.lookup",
+        "kvconnect.backends.disk.directory.DiskDirectory.lookup",
         lambda self, keys: int(not goes_on.wait(10)),
     )
     store = GuardedBackend(make_disk(), deadline_s=0.1)
@@ -429,7 +430,7 @@ async def test_close_waits_for_a_disk_that_hangs_without_holding_up_anything_els
 
 async def test_failed_open_leaves_nothing_open(kit, tmp_path, monkeypatch):
     store = DiskBackend(tmp_path / "store")
-    monkeypatch.setattr("kvconnect.backends.disk_writer.Owner", failing(errno.EMFILE))
+    monkeypatch.setattr("kvconnect.backends.disk.save.Owner", failing(errno.EMFILE))
     files = descriptors()
     for _ in range(3):
         with pytest.raises(BackendUnavailable):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.backends.disk_schema import INDEX_NAME
-from kvconnect.backends.disk_segments import SegmentFiles
-from kvconnect.backends.disk_slots import SlotAllocator
+from kvconnect.backends.disk.format import INDEX_NAME
+from kvconnect.backends.disk.segments import SegmentFiles
+from kvconnect.backends.disk.slots import SlotAllocator
 from kvconnect.errors import BackendUnavailable
 
 

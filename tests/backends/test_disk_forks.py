@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from kvconnect.backends import disk_identity
-from kvconnect.backends.disk_identity import held
-from kvconnect.backends.disk_owner import Owner, owners
+from kvconnect.backends.disk import identity as disk_identity
+from kvconnect.backends.disk.identity import held
+from kvconnect.backends.disk.owner import Owner, owners
 
 # Python 3.12 warns of threads that a child does not have; these children use none.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

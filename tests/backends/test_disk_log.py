@@ -12,9 +12,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from kvconnect.backends import disk_log
-from kvconnect.backends.disk_log import IndexLog
-from kvconnect.backends.disk_schema import IndexDamaged, log_nbytes
+from kvconnect.backends.disk import log as disk_log
+from kvconnect.backends.disk.format import IndexDamaged, log_nbytes
+from kvconnect.backends.disk.log import IndexLog
 
 CAPACITY = 32 << 20
 LIMIT = log_nbytes(CAPACITY)

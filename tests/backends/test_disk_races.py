@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.backends import disk_directory, disk_identity, disk_schema, disk_writer
-from kvconnect.backends.disk import DiskBackend
-from kvconnect.backends.disk_directory import DiskDirectory
-from kvconnect.backends.disk_identity import held, identity, replace_index
-from kvconnect.backends.disk_place import DiskSettings, unwritable
-from kvconnect.backends.disk_schema import INDEX_NAME, IndexDamaged, connect_read_only
-from kvconnect.backends.disk_segments import SegmentFiles
+from kvconnect.backends.disk import directory as disk_directory
+from kvconnect.backends.disk import format as disk_schema
+from kvconnect.backends.disk import identity as disk_identity
+from kvconnect.backends.disk import save as disk_writer
+from kvconnect.backends.disk.directory import DiskDirectory
+from kvconnect.backends.disk.format import INDEX_NAME, IndexDamaged, connect_read_only
+from kvconnect.backends.disk.identity import held, identity, replace_index
+from kvconnect.backends.disk.segments import SegmentFiles
+from kvconnect.backends.disk.settings import DiskSettings, unwritable
+from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 CAPACITY = 1 << 20
@@ -123,12 +126,12 @@ def test_who_cannot_replace_an_index_says_so_in_time(path, settings, monkeypatch
     assert identity(path) is None
 
 
-@pytest.mark.parametrize("part", ["disk_log", "disk_directory"])
+@pytest.mark.parametrize("part", ["log", "directory"])
 async def test_directory_made_anew_during_an_opening_is_noticed(
     make_disk, kit, path, monkeypatch, part
 ):
     """The connections that were opened so far are to an index that nobody else will see."""
-    module = sys.modules[f"kvconnect.backends.{part}"]
+    module = sys.modules[f"kvconnect.backends.disk.{part}"]
 
     def removed():
         shutil.rmtree(path)

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvconnect.backends import disk_schema, open_backend
-from kvconnect.backends.disk import DiskBackend
+from kvconnect.backends import open_backend
+from kvconnect.backends.disk import format as disk_schema
+from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.layout import KvCacheLayout
 

@@ -12,8 +12,9 @@ import torch
 
 from kvconnect import frame
 from kvconnect.backend import Backend, StoredBlock
-from kvconnect.backends import GuardedBackend, breaker, pieces
-from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends import GuardedBackend
+from kvconnect.backends.guard import breaker, pieces
+from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import (
     BackendTimeout,
     BackendUnavailable,

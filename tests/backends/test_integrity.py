@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvconnect import frame
 from kvconnect.backends import open_backend
-from kvconnect.backends.disk import DiskBackend
+from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.trace import metrics
 
 COUNT = 8

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvconnect import frame
-from kvconnect.backends import memory_copier
-from kvconnect.backends.fused_copy import fused_copy
-from kvconnect.backends.memory_copier import Copy, MemoryCopier
+from kvconnect.backends.memory import copier as memory_copier
+from kvconnect.backends.memory.copier import Copy, MemoryCopier
+from kvconnect.backends.memory.fused_copy import fused_copy
 from kvconnect.errors import BackendUnavailable, BadFrame
 from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.backends import pieces
-from kvconnect.backends.pieces import load_pieces
+from kvconnect.backends.guard import pieces
+from kvconnect.backends.guard.pieces import load_pieces
 
 SIZES = st.lists(st.integers(0, 40), max_size=12)
 

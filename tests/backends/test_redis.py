@@ -12,8 +12,9 @@ import torch
 from redis_server import RedisServer
 
 from kvconnect.backend import MAX_CHILDREN, StoredBlock
-from kvconnect.backends import open_backend, redis_router
-from kvconnect.backends.redis_value import MAX_VALUE_NBYTES, Names
+from kvconnect.backends import open_backend
+from kvconnect.backends.redis import router as redis_router
+from kvconnect.backends.redis.format import MAX_VALUE_NBYTES, Names
 from kvconnect.errors import BackendUnavailable
 from kvconnect.trace import metrics
 

@@ -13,7 +13,7 @@ import pytest
 from redis_faults import Relay, Script
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.redis_value import Head
+from kvconnect.backends.redis.format import Head
 from kvconnect.errors import BackendTimeout, BackendUnavailable
 
 MIB = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.bench.store_floor_redis import RawRedis
+from kvconnect.bench.store.floor_redis import RawRedis
 
 
 def test_floor_moves_the_values_and_leaves_nothing_behind(redis_server):

@@ -8,9 +8,10 @@ import threading
 import pytest
 from redis_server import until
 
-from kvconnect.backends import open_backend, redis_node
-from kvconnect.backends.redis_node import Lane, RedisNode
-from kvconnect.backends.redis_settings import Address, RedisSettings
+from kvconnect.backends import open_backend
+from kvconnect.backends.redis import node as redis_node
+from kvconnect.backends.redis.node import Lane, RedisNode
+from kvconnect.backends.redis.settings import Address, RedisSettings
 from kvconnect.errors import BackendUnavailable
 
 

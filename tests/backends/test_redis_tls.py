@@ -20,10 +20,10 @@ from redis_faults import Relay
 from redis_server import RedisServer, executable, free_port, until
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.redis_fetch import fetch
-from kvconnect.backends.redis_settings import Address
-from kvconnect.backends.redis_transfer import Outcome, Want
-from kvconnect.backends.redis_wire import Wire
+from kvconnect.backends.redis.load import fetch
+from kvconnect.backends.redis.settings import Address
+from kvconnect.backends.redis.transfer import Outcome, Want
+from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.redis import RedisBackend
-from kvconnect.backends.redis_settings import Address, Mode, RedisSettings, Tls
+from kvconnect.backends.redis.settings import Address, Mode, RedisSettings, Tls
+from kvconnect.backends.redis.store import RedisBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError
 

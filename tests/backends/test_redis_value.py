@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.backend import StoredBlock
-from kvconnect.backends.redis_value import (
+from kvconnect.backends.redis.format import (
     HEAD_NBYTES,
     MAX_VALUE_NBYTES,
     PART_NBYTES,

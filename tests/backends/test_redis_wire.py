@@ -12,11 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvconnect import frame
-from kvconnect.backends import redis_wire
-from kvconnect.backends.redis_fetch import fetch
-from kvconnect.backends.redis_put import put
-from kvconnect.backends.redis_settings import Address
-from kvconnect.backends.redis_transfer import (
+from kvconnect.backends.redis import wire as redis_wire
+from kvconnect.backends.redis.format import Head
+from kvconnect.backends.redis.load import fetch
+from kvconnect.backends.redis.put import put
+from kvconnect.backends.redis.settings import Address
+from kvconnect.backends.redis.transfer import (
     Ask,
     Outcome,
     Put,
@@ -26,8 +27,7 @@ from kvconnect.backends.redis_transfer import (
     ask,
     command,
 )
-from kvconnect.backends.redis_value import Head
-from kvconnect.backends.redis_wire import Wire
+from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable, BadFrame
 from kvconnect.frame import HEADER_NBYTES, FrameChecksum, FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey

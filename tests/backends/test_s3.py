@@ -13,11 +13,11 @@ import torch
 from s3_server import BUCKET, moto_server
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.memory import MemoryBackend
-from kvconnect.backends.s3 import S3Backend
-from kvconnect.backends.s3_settings import S3Settings
-from kvconnect.backends.tiered import TieredBackend
-from kvconnect.backends.tiered_url import TieredSettings
+from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.backends.s3.store import S3Backend
+from kvconnect.backends.tiered.settings import TieredSettings
+from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.errors import BackendUnavailable
 
 
@@ -91,7 +91,7 @@ async def test_moto_is_served_by_boto3_alone_where_it_must_be(moto, s3_credentia
     store = S3Backend(S3Settings(bucket=BUCKET, prefix="plain", endpoint_url=moto, miss_ttl_s=0))
     keys = kit.keys("plain", count=5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvconnect.backends.s3_client.get_environ_proxies", lambda _: {"http": "x"})
+        patch.setattr("kvconnect.backends.s3.client.get_environ_proxies", lambda _: {"http": "x"})
         await store.open([])
     assert store._parts.bucket.transport is None
     assert await store.save(kit.chain(keys)) == 5

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.s3_cache import AnswerCache
-from kvconnect.backends.s3_client import make_client
-from kvconnect.backends.s3_settings import S3Settings
-from kvconnect.backends.s3_upload import Upload
+from kvconnect.backends.s3.cache import AnswerCache
+from kvconnect.backends.s3.client import make_client
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.backends.s3.upload import Upload
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError
 

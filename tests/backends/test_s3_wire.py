@@ -25,9 +25,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from s3_server import S3Server
 
-from kvconnect.backends.s3_answer import PlainAnswer
-from kvconnect.backends.s3_signature import RangeRequests
-from kvconnect.backends.s3_transport import Aborted, Transport
+from kvconnect.backends.s3.answer import PlainAnswer
+from kvconnect.backends.s3.signature import RangeRequests
+from kvconnect.backends.s3.transport import Aborted, Transport
 
 TIMEOUT_S = 1.0
 DATA = bytes(range(256)) * 1024

@@ -8,10 +8,10 @@ import pytest
 from tier_store import DictTier
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.guard import GuardedBackend
-from kvconnect.backends.store_labels import StoreLabels, place_of
-from kvconnect.backends.tiered import TieredBackend
-from kvconnect.backends.tiered_url import TieredSettings
+from kvconnect.backends.guard.labels import StoreLabels, place_of
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.tiered.settings import TieredSettings
+from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import BackendUnavailable
 from kvconnect.prometheus import Snapshot

@@ -12,10 +12,10 @@ import torch
 from tier_store import DictTier
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.disk import DiskBackend
-from kvconnect.backends.memory import MemoryBackend
-from kvconnect.backends.tiered import TieredBackend
-from kvconnect.backends.tiered_url import TieredSettings
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.backends.tiered.settings import TieredSettings
+from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.trace import metrics
 

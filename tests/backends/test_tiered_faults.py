@@ -12,14 +12,16 @@ import torch
 from tier_store import DictTier, Refusing
 
 from kvconnect import frame
-from kvconnect.backends import open_backend, pieces, tiered_tier
-from kvconnect.backends.guard import GuardedBackend
-from kvconnect.backends.memory import MemoryBackend
-from kvconnect.backends.tiered import TieredBackend
-from kvconnect.backends.tiered_url import TieredSettings
+from kvconnect.backends import open_backend
+from kvconnect.backends.guard import pieces
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.backends.tiered import tier as tiered_tier
+from kvconnect.backends.tiered.settings import TieredSettings
+from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
 from kvconnect.frame import FrameHeader
-from kvconnect.testing.faulty_backend import FaultyBackend
+from kvconnect.testing.faults.faulty_backend import FaultyBackend
 from kvconnect.trace import metrics
 
 PATIENCE_S = 0.2

@@ -15,10 +15,12 @@ from tier_store import DictTier
 
 from kvconnect import frame
 from kvconnect.backend import StoredBlock
-from kvconnect.backends import breaker, open_backend, tiered_tier
-from kvconnect.backends.breaker import BreakerState
-from kvconnect.backends.tiered import TieredBackend
-from kvconnect.backends.tiered_url import TieredSettings
+from kvconnect.backends import open_backend
+from kvconnect.backends.guard import breaker
+from kvconnect.backends.guard.breaker import BreakerState
+from kvconnect.backends.tiered import tier as tiered_tier
+from kvconnect.backends.tiered.settings import TieredSettings
+from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.backends import StoreUrl, open_backend, registry
-from kvconnect.backends.disk import DiskBackend
-from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.backends.url import format_size, parse_duration, parse_size
 from kvconnect.errors import ConfigurationError, MissingExtra, UnknownScheme
 

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from naive_manager import NaiveManager
 from slot_content import SlotContent
 
-from kvconnect.cache import matching
 from kvconnect.cache.block_manager import BlockManager
+from kvconnect.cache.pool import matching
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import KvConnectError
 from kvconnect.keys import BlockKey, KeyChain, chain_key

@@ -6,7 +6,7 @@ from math import inf
 
 import numpy as np
 
-from kvconnect.cache.events import Created, Removed, Stored, Updated
+from kvconnect.cache.pool.events import Created, Removed, Stored, Updated
 from kvconnect.keys import chain_key
 
 

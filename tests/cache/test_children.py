@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.cache import children
-from kvconnect.cache.children import Children, SortedKeys
+from kvconnect.cache.tree import children
+from kvconnect.cache.tree.children import Children, SortedKeys
 
 KEYS = st.binary(min_size=1, max_size=3).map(lambda key: bytes(byte % 4 for byte in key))
 

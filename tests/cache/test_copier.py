@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.cache.copier import TensorCopier
-from kvconnect.cache.pool_tensor import (
+from kvconnect.cache.memory.copier import TensorCopier
+from kvconnect.cache.memory.pool_tensor import (
     allocate_arena,
     allocate_host_pool,
     allocate_pool,

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.cache.copier import TensorCopier
-from kvconnect.cache.copy_streams import CopyStreams, CudaStreams
-from kvconnect.cache.pool_tensor import allocate_arena, allocate_host_pool, pool_view
+from kvconnect.cache.memory.copier import TensorCopier
+from kvconnect.cache.memory.copy_streams import CopyStreams, CudaStreams
+from kvconnect.cache.memory.pool_tensor import allocate_arena, allocate_host_pool, pool_view
 from kvconnect.layout import KvCacheLayout
 
 CPU = torch.device("cpu")

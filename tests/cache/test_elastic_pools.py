@@ -15,7 +15,7 @@ from block_manager_machine import ROOTS, SALTS, some_config, some_retention, som
 from slot_content import JUNK, SlotContent
 
 from kvconnect.cache.block_manager import BlockManager
-from kvconnect.cache.sizing import PoolSizes, SlabGeometry
+from kvconnect.cache.memory.sizing import PoolSizes, SlabGeometry
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import KeyChain
 from kvconnect.layout import KvCacheLayout

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kvconnect import KvCacheConfig, keys
-from kvconnect.cache import key_index
 from kvconnect.cache.block_manager import BlockManager
+from kvconnect.cache.tree import key_index
 from kvconnect.keys import BlockKey, KeyChain, chain_keys, split_keys
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenBuffer

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from kvconnect.cache.pool_tensor import (
+from kvconnect.cache.memory.pool_tensor import (
     allocate_arena,
     allocate_host_pool,
     allocate_pool,

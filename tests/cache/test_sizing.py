@@ -7,7 +7,7 @@ import torch
 
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.kv_cache_manager import KVCacheManager
-from kvconnect.cache.sizing import DEFAULT_CPU_BYTES, num_primary_blocks
+from kvconnect.cache.memory.sizing import DEFAULT_CPU_BYTES, num_primary_blocks
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvconnect.cache.block_manager import BlockManager
-from kvconnect.cache.sizing import pool_sizes
+from kvconnect.cache.memory.sizing import pool_sizes
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.layout import KvCacheLayout

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.memory.store import MemoryBackend
 
 
 def test_table_and_success(kvconnect, tmp_path):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import kvconnect as package
-from kvconnect.cli import generate
+from kvconnect.cli.commands import generate
 from kvconnect.cli.main import COMMANDS, main
 from kvconnect.cli.progress import Progress
 from kvconnect.errors import BackendUnavailable, ConfigurationError
@@ -86,7 +86,8 @@ def test_a_reader_that_leaves_ends_it_quietly():
     # Standard output is a pipe whose reading end is closed, as after `| head -0`.
     source = """
 import sys
-from kvconnect.cli import generate, main
+from kvconnect.cli import main
+from kvconnect.cli.commands import generate
 generate.run = lambda arguments: print("an answer")
 sys.exit(main.main(["generate", "model", "--prompt", "x"]))
 """

@@ -11,8 +11,9 @@ import signal
 import pytest
 from stored_blocks import NBYTES, block, chain, damage, entries, fill, frames, key_of
 
-from kvconnect.backends.disk import DiskBackend
-from kvconnect.cli import copy, frame_reader
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.cli import frame_reader
+from kvconnect.cli.commands import copy
 from kvconnect.cli.progress import Progress
 
 
@@ -158,7 +159,7 @@ def test_target_that_takes_no_more_is_an_error(kvconnect, source, target, monkey
     async def none(self, blocks):
         return 0
 
-    monkeypatch.setattr("kvconnect.backends.disk.DiskBackend.save", none)
+    monkeypatch.setattr("kvconnect.backends.disk.store.DiskBackend.save", none)
     code, out, err = kvconnect("copy", source, target)
     assert code == 1
     assert "TARGET takes no more blocks" in err

@@ -14,7 +14,7 @@ import pytest
 from stored_blocks import NBYTES, block, chain, damage, entries, fill, frames, key_of
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.disk import DiskBackend
+from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.cli import frame_reader
 from kvconnect.keys import Namespace
 
@@ -83,11 +83,11 @@ def test_ls_sorts_and_limits(kvconnect, url, directory, sort, first):
 
 def test_ls_without_sort_reads_no_further_than_it_must(kvconnect, url, monkeypatch):
     fill(url, chain("a", 12))
-    monkeypatch.setattr("kvconnect.backends.disk_index._ROWS_PER_PAGE", 4)
+    monkeypatch.setattr("kvconnect.backends.disk.find._ROWS_PER_PAGE", 4)
     pages = []
-    page = "kvconnect.backends.disk_directory.DiskDirectory.page"
+    page = "kvconnect.backends.disk.directory.DiskDirectory.page"
     original = __import__(
-        "kvconnect.backends.disk_directory", fromlist=["DiskDirectory"]
+        "kvconnect.backends.disk.directory", fromlist=["DiskDirectory"]
     ).DiskDirectory.page
     monkeypatch.setattr(page, lambda self, after: pages.append(after) or original(self, after))
     assert len(rows(kvconnect("ls", url, "--limit", 3)[1])) == 3
@@ -343,7 +343,7 @@ def test_odd_input_is_answered_with_what_is_right(kvconnect, url, tmp_path, argu
 
 def test_a_store_that_lists_nothing_says_so(kvconnect, monkeypatch, url):
     fill(url, [block("a")])
-    monkeypatch.setattr("kvconnect.backends.disk.DiskBackend.enumerable", False)
+    monkeypatch.setattr("kvconnect.backends.disk.store.DiskBackend.enumerable", False)
     code, _, err = kvconnect("verify", url)
     assert code == 2
     assert "this store cannot list what it holds" in err

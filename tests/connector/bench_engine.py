@@ -24,8 +24,8 @@ from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.communicator import Communicator
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.ledger import StepOutcome
-from kvconnect.connector.manager import KvCacheConnectorManager
+from kvconnect.connector.runtime.ledger import StepOutcome
+from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import Namespace, root_key
 from kvconnect.layout import KvCacheLayout

@@ -12,8 +12,8 @@ from bench_engine import LAYERS, LAYOUT, BenchEngine, T, llm_args, reference
 from stores import DictStore
 
 from kvconnect import frame
-from kvconnect.connector.offload_worker import OffloadWorker
-from kvconnect.connector.pool_copier import PoolCopier, clear_beyond
+from kvconnect.connector.offload.pool_copier import PoolCopier, clear_beyond
+from kvconnect.connector.offload.worker import OffloadWorker
 from kvconnect.layout import KvCacheLayout
 
 PROMPT = list(range(1, 6 * T + 3))  # six blocks and two tokens, of which one is loaded

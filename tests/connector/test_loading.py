@@ -14,7 +14,7 @@ from recording import Recorder, RecordingWorker
 
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.manager import KvCacheConnectorManager
+from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.errors import ConfigurationError, ConnectorContractError
 
 

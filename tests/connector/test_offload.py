@@ -11,7 +11,7 @@ from stores import DictStore
 
 from kvconnect import frame
 from kvconnect.backend import Child
-from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.keys import Namespace, chain_key, root_key, store_key
 
 PROMPT = list(range(1, 10 * T + 3))  # ten blocks and two tokens

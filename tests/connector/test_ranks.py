@@ -14,9 +14,9 @@ from recording import Recorder, RecordingWorker, Script
 
 from kvconnect.connector.communicator import LoadOrder, Report, SingleProcess, agreed
 from kvconnect.connector.data import Direction, TransferFailure
-from kvconnect.connector.ledger import StepOutcome, TransferLedger
-from kvconnect.connector.manager import KvCacheConnectorManager
-from kvconnect.connector.reporting import RequestRecord
+from kvconnect.connector.runtime.ledger import StepOutcome, TransferLedger
+from kvconnect.connector.runtime.manager import KvCacheConnectorManager
+from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.errors import ConnectorContractError, RankDivergence, UsageError
 from kvconnect.request import LlmRequest
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvconnect import frame
 from kvconnect.connector.data import Direction
-from kvconnect.connector.staging import StagingPool
+from kvconnect.connector.offload.staging import StagingPool
 from kvconnect.errors import ConfigurationError
 
 PAYLOAD = 5000

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from stores import DictStore
 
 from kvconnect.backend import StoredBlock
-from kvconnect.connector.lookup import Hit, Query, look_up
-from kvconnect.connector.window import blocks_needed
+from kvconnect.connector.offload.lookup import Hit, Query, look_up
+from kvconnect.connector.offload.window import blocks_needed
 from kvconnect.keys import chain_key
 
 Windows = tuple[int | None, ...]

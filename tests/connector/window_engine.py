@@ -17,11 +17,11 @@ from bench_engine import DIGEST, BenchEngine, T
 from torch import Tensor
 
 from kvconnect.backend import Backend
-from kvconnect.cache.pool_tensor import layer_buffers
+from kvconnect.cache.memory.pool_tensor import layer_buffers
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.window import blocks_needed
+from kvconnect.connector.offload.window import blocks_needed
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import Namespace, Shard, root_key
 from kvconnect.layout import KvCacheLayout

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Backend
-from kvconnect.engine.output import RequestOutput
+from kvconnect.engine.request.output import RequestOutput
 
 T = 16
 PROMPT = [int(token) for token in np.random.default_rng(7).integers(1, 250, 203)]

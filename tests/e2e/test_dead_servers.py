@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.bench.dead_servers import SERVERS, Death
-from kvconnect.bench.dead_store import DeadPlan, measure_death
+from kvconnect.bench.dead.run import DeadPlan, measure_death
+from kvconnect.bench.dead.servers import SERVERS, Death
 
 BUDGET_S = 0.2
 RECOVERY_S = 10.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvconnect import LLM, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Backend, StoredBlock
-from kvconnect.engine.output import RequestOutput
+from kvconnect.engine.request.output import RequestOutput
 from kvconnect.keys import BlockKey
 from kvconnect.trace import Event, metrics
 

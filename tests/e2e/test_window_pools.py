@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Backend, StoredBlock
-from kvconnect.backends.disk import DiskBackend
-from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.engine.random_model import make_model
 from kvconnect.keys import BlockKey
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvconnect import KvCacheConfig, SamplingParams
-from kvconnect.engine.pages import LayerPages
+from kvconnect.engine.model.pages import LayerPages
 from kvconnect.layout import KvCacheLayout
 
 FP8 = KvCacheConfig(tokens_per_block=16, max_tokens=1024, dtype="fp8")

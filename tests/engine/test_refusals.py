@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconnect import LLM
-from kvconnect.engine.seam import AttentionProbe
+from kvconnect.engine.model.seam import AttentionProbe
 from kvconnect.errors import UnsupportedModel, UsageError
 
 SIZES = {

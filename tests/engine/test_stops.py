@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvconnect import SamplingParams
-from kvconnect.engine.stops import StopChecker
-from kvconnect.engine.tokenizer import Detokenizer, Tokenizer
+from kvconnect.engine.request.stops import StopChecker
+from kvconnect.engine.request.tokenizer import Detokenizer, Tokenizer
 
 EOS = frozenset({256})
 

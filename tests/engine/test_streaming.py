@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from kvconnect import SamplingParams
-from kvconnect.engine.handle import RequestHandle, RequestProgress
-from kvconnect.engine.output import RequestOutput
+from kvconnect.engine.request.handle import RequestHandle, RequestProgress
+from kvconnect.engine.request.output import RequestOutput
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from hypothesis import strategies as st
 
-from kvconnect.kernels.paged import PagedKv
+from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout
 
 DTYPES = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from shim_library import ShimLibrary, compiler
 
-from kvconnect.kernels.nvrtc import Nvrtc, NvrtcMissing, find_nvrtc
+from kvconnect.kernels.cuda.compile.nvrtc import Nvrtc, NvrtcMissing, find_nvrtc
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvconnect.kernels.sources import CompiledPart
+from kvconnect.kernels.cuda.compile.sources import CompiledPart
 
 ARCHS = ["sm_80", "sm_90", "sm_100"]
 FILES = ["copy_runs", "update", "append", "transpose", "quantize"]

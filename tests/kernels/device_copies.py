@@ -10,9 +10,9 @@ from fake_driver import DEVICE, PINNED
 from hypothesis import strategies as st
 from kv_cases import POISON, random_bytes
 
-from kvconnect.kernels.copy_policy import Direction
-from kvconnect.kernels.runs import RunTable, Side, Strip
-from kvconnect.kernels.work import BlockCopy
+from kvconnect.kernels.blocks.runs import RunTable, Side, Strip
+from kvconnect.kernels.blocks.work import BlockCopy
+from kvconnect.kernels.cuda.copy_policy import Direction
 
 
 @dataclass(frozen=True)

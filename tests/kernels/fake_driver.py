@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from shim_library import Region
 
-from kvconnect.kernels.driver import MAX_BATCH, AccessOrder, Descriptors, Memory
-from kvconnect.kernels.sources import Kernel
+from kvconnect.kernels.cuda.compile.sources import Kernel
+from kvconnect.kernels.cuda.driver import MAX_BATCH, AccessOrder, Descriptors, Memory
 
 PINNED = torch.device("cpu")
 DEVICE = torch.device("cuda", 0)
@@ -94,7 +94,7 @@ class Batch:
 
 
 class FakeDriver:
-    """See `kvconnect.kernels.driver.Driver`.
+    """See `kvconnect.kernels.cuda.driver.Driver`.
 
     Args:
         shim: runs kernels.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from kvconnect.kernels.sources import VECTOR_NBYTES, CompiledPart, Kernel, source_text
+from kvconnect.kernels.cuda.compile.sources import VECTOR_NBYTES, CompiledPart, Kernel, source_text
 
 SHIM = Path(__file__).with_name("shim.h")
 ENTRY = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)

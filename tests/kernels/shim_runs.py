@@ -8,7 +8,7 @@ from fake_driver import FakeDriver
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from kvconnect.kernels.copy_policy import CopyPolicy
+from kvconnect.kernels.cuda.copy_policy import CopyPolicy
 
 FEW = settings(
     max_examples=40,

@@ -117,7 +117,7 @@ def test_a_target_must_not_be_a_source_of_the_same_memory(length):
     with pytest.raises(ValueError, match="a source and a target"):
         copy_blocks(cache.kv, cache.kv, [*apart[1:], (200, 200)])
     # The same memory bound twice, the second time from block 2 on.
-    from kvconnect.kernels.paged import PagedKv
+    from kvconnect.kernels.blocks.paged import PagedKv
 
     rest = PagedKv.from_layers([(view[2:], view[2:]) for view in cache.kv.views[:1]])
     first = PagedKv.from_layers([(view, view) for view in cache.kv.views[:1]])

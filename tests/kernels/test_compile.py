@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from cuda_tools import ARCHS, disassembler, parts, sass_of, usage_in, usage_of
 
-from kvconnect.kernels.cubin_cache import CubinCache
-from kvconnect.kernels.nvrtc import compile_part
-from kvconnect.kernels.sources import source_text
+from kvconnect.kernels.cuda.compile.cubin_cache import CubinCache
+from kvconnect.kernels.cuda.compile.nvrtc import compile_part
+from kvconnect.kernels.cuda.compile.sources import source_text
 
 ENTRIES = {
     "copy_runs": ["copy_inline", "copy_inline_prefixes", "copy_listed", "copy_listed_prefixes"],

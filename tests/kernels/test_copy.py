@@ -9,8 +9,8 @@ from caches import Shape, alike, ids, layer_ranges, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
-from kvconnect.kernels.paged import PagedKv
 
 PATHS = ["auto", "torch"]
 AS = [list, np.array, lambda ids: np.array(ids, np.int32), lambda ids: torch.tensor(ids).long()]

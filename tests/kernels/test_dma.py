@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shim_runs import FEW
 
-from kvconnect.kernels.copy_policy import Direction
-from kvconnect.kernels.dma import cut, describe, submit
-from kvconnect.kernels.driver import MAX_BATCH, AccessOrder, Descriptors
+from kvconnect.kernels.cuda.copy_policy import Direction
+from kvconnect.kernels.cuda.dma import cut, describe, submit
+from kvconnect.kernels.cuda.driver import MAX_BATCH, AccessOrder, Descriptors
 
 
 def rows_of(descriptors):

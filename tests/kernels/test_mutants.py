@@ -17,8 +17,8 @@ from hypothesis import Phase, given, settings
 from shim_library import ShimLibrary, Violation
 from shim_runs import FEW, driver_of
 
-from kvconnect.kernels import device, launch
-from kvconnect.kernels.sources import source_text
+from kvconnect.kernels.cuda import device, launch
+from kvconnect.kernels.cuda.compile.sources import source_text
 
 HUNT = settings(FEW, max_examples=60, phases=[Phase.generate])
 """Until something is wrong; nobody wants the smallest example."""

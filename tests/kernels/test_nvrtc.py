@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from kvconnect.kernels.cubin_cache import CubinCache, CubinKey, default_directory
-from kvconnect.kernels.nvrtc import CompileFailed, NvrtcMissing, find_nvrtc
-from kvconnect.kernels.sources import source_text, vector_nbytes
+from kvconnect.kernels.cuda.compile.cubin_cache import CubinCache, CubinKey, default_directory
+from kvconnect.kernels.cuda.compile.nvrtc import CompileFailed, NvrtcMissing, find_nvrtc
+from kvconnect.kernels.cuda.compile.sources import source_text, vector_nbytes
 
 KEY = CubinKey("source", "sm_90", "13.0", ("-DX=1",))
 

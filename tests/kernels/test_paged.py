@@ -11,7 +11,7 @@ import torch
 from caches import EVEN_FORMS, Shape, shapes
 from hypothesis import given, settings
 
-from kvconnect.kernels.paged import PagedKv, bound
+from kvconnect.kernels.blocks.paged import PagedKv, bound
 from kvconnect.layout import KvCacheLayout
 
 

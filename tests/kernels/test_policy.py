@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.calibrate import SIZES, find_thresholds
-from kvconnect.kernels.copy_policy import CopyPolicy, Direction, Route
+from kvconnect.kernels.cuda.calibrate import SIZES, find_thresholds
+from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction, Route
 from kvconnect.kernels.policy import calibrate, capabilities
 
 KIB = 1024
@@ -88,7 +88,7 @@ def test_capabilities_say_what_is_missing():
 
 def test_loading_the_kernels_loads_neither_driver_nor_compiler():
     code = (
-        "import kvconnect.kernels.device, kvconnect.kernels.policy, kvconnect.kernels.copy\n"
+        "import kvconnect.kernels.cuda.device, kvconnect.kernels.policy, kvconnect.kernels.copy\n"
         "maps = open('/proc/self/maps').read()\n"
         "assert 'libnvrtc' not in maps\n"
     )

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels import reference
 from kvconnect.kernels.copy import gather_blocks
-from kvconnect.kernels.host_quantize import quantize_rows
+from kvconnect.kernels.host import reference
+from kvconnect.kernels.host.quantize import quantize_rows
 from kvconnect.kernels.quantize import CODES, dequantize_blocks, quantize_blocks
 from kvconnect.kernels.quantized_payload import (
     dequantize_payload,

@@ -19,10 +19,10 @@ from hypothesis import given
 from shim_runs import FEW
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.copy_policy import CopyPolicy, Direction
-from kvconnect.kernels.device import DeviceWork, NoDevice, device_work, driven_by, submit_copy
-from kvconnect.kernels.driver import AccessOrder
-from kvconnect.kernels.transfer import Transfer
+from kvconnect.kernels.blocks.transfer import Transfer
+from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction
+from kvconnect.kernels.cuda.device import DeviceWork, NoDevice, device_work, driven_by, submit_copy
+from kvconnect.kernels.cuda.driver import AccessOrder
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 SMALL_SLOTS = CopyPolicy(slot_nbytes=300, num_slots=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.kernels.runs import PlaneBytes, PlanePair, RunTable, make_strips
+from kvconnect.kernels.blocks.runs import PlaneBytes, PlanePair, RunTable, make_strips
 
 SMALL = st.sampled_from([0, 0, 0, 1, 2, 3, 4])
 

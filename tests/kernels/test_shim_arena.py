@@ -10,13 +10,13 @@ import torch
 from fake_driver import FakeDriver
 from shim_runs import driver_of
 
-from kvconnect.kernels import device
 from kvconnect.kernels.append import reshape_and_cache
+from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks, transpose_blocks
-from kvconnect.kernels.launch import MAX_VECTORS, TILE, Params, divisor, span
-from kvconnect.kernels.paged import PagedKv
+from kvconnect.kernels.cuda import device
+from kvconnect.kernels.cuda.compile.sources import CompiledPart, Kernel
+from kvconnect.kernels.cuda.launch import MAX_VECTORS, TILE, Params, divisor, span
 from kvconnect.kernels.quantize import dequantize_blocks, quantize_blocks
-from kvconnect.kernels.sources import CompiledPart, Kernel
 from kvconnect.kernels.update import kv_cache_update
 
 GIB = 1 << 30

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kv_cases import POISON, Case, as_bytes, at_offset, random_bytes, shapes
 from shim_runs import driver_of, grids, in_two_lengths
 
-from kvconnect.kernels import device, reference
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
+from kvconnect.kernels.cuda import device
+from kvconnect.kernels.host import reference
 
 
 def id_lists(num_blocks, size):

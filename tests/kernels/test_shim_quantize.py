@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from kv_cases import POISON, Case, at_offset, shapes
 from shim_runs import driver_of, grids, in_two_lengths, same_bytes
 
-from kvconnect.kernels import device, reference
-from kvconnect.kernels.paged import PagedKv
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.cuda import device
+from kvconnect.kernels.host import reference
 from kvconnect.kernels.quantize import dequantize_blocks, quantize_blocks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

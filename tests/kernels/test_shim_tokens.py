@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from kv_cases import POISON, Case, at_offset, random_bytes, shapes
 from shim_runs import driver_of, grids, in_two_lengths, same_bytes
 
-from kvconnect.kernels import device, reference
 from kvconnect.kernels.append import reshape_and_cache
+from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.copy import transpose_blocks
-from kvconnect.kernels.paged import PagedKv
+from kvconnect.kernels.cuda import device
+from kvconnect.kernels.host import reference
 from kvconnect.kernels.update import kv_cache_update
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]

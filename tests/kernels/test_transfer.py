@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from kvconnect.kernels.transfer import Transfer
+from kvconnect.kernels.blocks.transfer import Transfer
 
 
 class Event:

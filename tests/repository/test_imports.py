@@ -24,7 +24,7 @@ extras = ("transformers", "tokenizers", "safetensors", "redis", "boto3", "nixl",
           "prometheus_client", "pytest", "hypothesis")
 for name in extras:
     sys.modules[name] = None  # importing it raises
-import kvconnect, kvconnect.backends.registry, kvconnect.connector.manager
+import kvconnect, kvconnect.backends.registry, kvconnect.connector.runtime.manager
 import kvconnect.cache.kv_cache_manager, kvconnect.cli.main
 kvconnect.open_backend("memory:?capacity=1MiB")
 kvconnect.cli.main.make_parser()

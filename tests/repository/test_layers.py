@@ -91,7 +91,7 @@ def test_the_package_itself_imports_only_the_vocabulary_when_it_is_imported(repo
         ("cache", "from kvconnect.connector.data import RequestData"),
         ("cache", "def f():\n    import kvconnect.engine.llm"),
         ("errors", "from kvconnect.cache.tree import Tree"),
-        ("engine", "from kvconnect.backends.disk import DiskBackend"),
+        ("engine", "from kvconnect.backends.disk.store import DiskBackend"),
         ("engine", "from kvconnect import LLM"),
         ("connector", "from kvconnect import engine"),
         ("bench", "from kvconnect.simulate import x"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.cli import simulate
+from kvconnect.cli.commands import simulate
 from kvconnect.simulate.simulator import Simulator
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.testing import BackendConformance, children
+from kvconnect.testing import BackendConformance
+from kvconnect.testing.processes import children
 from kvconnect.testing.subjects import DiskSubject
 
 

@@ -7,8 +7,8 @@ import os
 import pytest
 from s3_server import BUCKET, S3Server
 
-from kvconnect.backends.s3 import S3Backend
-from kvconnect.backends.s3_settings import S3Settings
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.backends.s3.store import S3Backend
 from kvconnect.testing import Address, BackendConformance
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.backends.breaker import Breaker
+from kvconnect.backends.guard.breaker import Breaker
 from kvconnect.testing import Address, Subject
 from kvconnect.testing.check import all_checks
 from kvconnect.testing.runner import run_check

@@ -10,9 +10,9 @@ import time
 import aiofiles
 import pytest
 
-from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.testing import BlockMaker, FaultyBackend, FaultyFilesystem, ShiftedClock
-from kvconnect.testing.faulty_backend import BACKEND_FAULTS
+from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import ConfigurationError
 from kvconnect.testing import BackendConformance, Subject, Violation, check_backend, plugin
 from kvconnect.testing.check import Check, all_checks

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from kvconnect.testing.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
+from kvconnect.testing.faults.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
 
 
 class EchoServer:

@@ -17,8 +17,8 @@ import torch
 
 from kvconnect.backend import Backend
 from kvconnect.backends import GuardedBackend
-from kvconnect.backends.disk import DiskBackend
-from kvconnect.backends.memory import MemoryBackend
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import BackendTimeout
 from kvconnect.testing.subject import Address, Subject, Usage
 from kvconnect.testing.subjects import DiskSubject, MemorySubject

@@ -12,10 +12,10 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from kvconnect.errors import BackendTimeout
-from kvconnect.testing import children
 from kvconnect.testing.check import Violation, check, demand
 from kvconnect.testing.checks.contract import expect_stored
-from kvconnect.testing.faulty_backend import FaultyBackend
+from kvconnect.testing.faults.faulty_backend import FaultyBackend
+from kvconnect.testing.processes import children
 from kvconnect.testing.subject import Subject
 
 __all__ = ["descriptors"]

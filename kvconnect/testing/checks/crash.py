@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from kvconnect.testing import children
 from kvconnect.testing.check import check, demand
 from kvconnect.testing.checks.faults import answer
+from kvconnect.testing.processes import children
 from kvconnect.testing.subject import Subject, Unsupported
 
 _NBYTES = 24 << 10

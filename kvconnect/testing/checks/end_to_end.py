@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from kvconnect.backend import Backend
 from kvconnect.testing.check import check, demand
-from kvconnect.testing.faulty_backend import BackendFault, FaultyBackend
+from kvconnect.testing.faults.faulty_backend import BackendFault, FaultyBackend
 from kvconnect.testing.subject import Subject, Unsupported
 
 if TYPE_CHECKING:
-    from kvconnect.engine.output import RequestOutput
+    from kvconnect.engine.request.output import RequestOutput
 
 _PROMPT = "The quick brown fox jumps over the lazy dog and runs away. "
 _MAX_TOKENS = 8

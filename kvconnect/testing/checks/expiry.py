@@ -7,8 +7,8 @@ import time
 
 from kvconnect.testing.check import check, demand
 from kvconnect.testing.checks.contract import expect_stored
-from kvconnect.testing.clock import ShiftedClock
-from kvconnect.testing.faulty_backend import FaultyBackend
+from kvconnect.testing.faults.clock import ShiftedClock
+from kvconnect.testing.faults.faulty_backend import FaultyBackend
 from kvconnect.testing.subject import Subject
 
 _TTL_S = 60.0

@@ -7,11 +7,11 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.errors import BackendTimeout, RetryLater
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import Violation, check, demand
-from kvconnect.testing.faulty_backend import BackendFault, FaultyBackend
+from kvconnect.testing.faults.faulty_backend import BackendFault, FaultyBackend
 from kvconnect.testing.subject import Subject
 
 __all__ = ["RECOVERY_S", "answer", "calls_in_time", "recovers"]

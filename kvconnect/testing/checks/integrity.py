@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from kvconnect import frame
-from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.keys import FORMAT_VERSION, BlockKey
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import Violation, check, demand

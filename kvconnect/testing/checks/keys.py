@@ -13,9 +13,9 @@ import torch
 from kvconnect.backend import StoredBlock
 from kvconnect.keys import BlockKey, Namespace, Shard, chain_key, root_key, store_key
 from kvconnect.layout import KvCacheLayout
-from kvconnect.testing import children
 from kvconnect.testing.check import check, demand
 from kvconnect.testing.checks.contract import expect_stored
+from kvconnect.testing.processes import children
 from kvconnect.testing.subject import Subject
 
 __all__ = ["digest", "variants"]

@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvconnect.backend import Backend
-from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.registry import open_backend
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import Violation, check, demand
 from kvconnect.testing.checks.faults import answer, calls_in_time, recovers
+from kvconnect.testing.faults.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
 from kvconnect.testing.subject import Address, Subject, Unsupported
-from kvconnect.testing.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvconnect.backends.guard import GuardedBackend
+from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.errors import KvConnectError
-from kvconnect.testing import children
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import check, demand
 from kvconnect.testing.checks.contract import expect_stored
 from kvconnect.testing.checks.faults import answer, recovers
-from kvconnect.testing.faulty_filesystem import FaultyFilesystem, FileOperation
-from kvconnect.testing.small_filesystem import SmallFilesystem
+from kvconnect.testing.faults.faulty_filesystem import FaultyFilesystem, FileOperation
+from kvconnect.testing.faults.small_filesystem import SmallFilesystem
+from kvconnect.testing.processes import children
 from kvconnect.testing.subject import Subject, Unsupported
 
 _DEADLINE_S = 5.0

@@ -1,0 +1,197 @@
+"""Where each block of the disk store is: what the index answers."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
+from kvconnect.backends.disk.format import has_model_column, index_errors
+from kvconnect.backends.disk.runs import Place
+from kvconnect.keys import KEY_NBYTES, BlockKey
+from kvconnect.tokens import TokenArray
+
+__all__ = ["READABLE", "IndexReader", "Located", "marks", "microseconds", "oldest_valid"]
+
+_KEYS_PER_QUERY = 512
+_ROWS_PER_PAGE = 1024
+# What can be read of blocks `b`: a damaged row must not lead outside of its segment `s`.
+READABLE = (
+    " FROM blocks AS b JOIN segments AS s ON s.id = b.segment WHERE b.slot >= 0"
+    " AND b.slot < s.slots AND b.length >= 0 AND b.length <= s.size AND b.created >= ?"
+    " AND b.key IN "
+)
+
+
+def microseconds() -> int:
+    """The time as the index keeps it."""
+    return time.time_ns() // 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """One copy of a block: `id` names this copy, and is gone once its slot may be overwritten."""
+
+    id: int
+    place: Place
+    length: int
+
+
+def oldest_valid(ttl: float | None) -> int:
+    """The earliest time of storing that has not expired yet."""
+    return -(1 << 62) if ttl is None else microseconds() - int(ttl * 1e6)
+
+
+def marks(values: Iterable[object]) -> str:
+    """The question marks after the ``IN`` of a query."""
+    return f"({','.join('?' for _ in values)})"
+
+
+class IndexReader:
+    """Queries. Thread-safe; they wait for no writer.
+
+    Args:
+        ttl: seconds after which a stored block counts as absent; ``None``: never.
+
+    Raises:
+        BackendUnavailable, IndexDamaged: `db` is closed.
+    """
+
+    def __init__(self, db: sqlite3.Connection, ttl: float | None) -> None:
+        self._db = db
+        self._ttl = ttl
+        self._lock = threading.Lock()
+        try:
+            with index_errors():
+                model = "model" if has_model_column(db) else "x''"
+        except BaseException:
+            db.close()
+            raise
+        self._entry_columns = (
+            "id, key, length, priority, created, used, parent, tokens, namespace, pool_group,"
+            f" {model}"
+        )
+
+    def find(self, keys: Sequence[BlockKey]) -> list[Located]:
+        """The leading ones of `keys` that are stored."""
+        found: list[Located] = []
+        for start in range(0, len(keys), _KEYS_PER_QUERY):
+            part = keys[start : start + _KEYS_PER_QUERY]
+            rows = self._rows(
+                "SELECT b.key, b.id, b.segment, b.slot, s.size, b.length" + READABLE + marks(part),
+                (oldest_valid(self._ttl), *part),
+            )
+            by_key = {key: row for key, *row in rows}
+            for key in part:
+                row = by_key.get(key)
+                if row is None:
+                    return found
+                block, segment, slot, size, length = row
+                found.append(Located(block, Place(segment, slot, size), length))
+        return found
+
+    def alive(self, blocks: Sequence[Located]) -> int:
+        """How many leading `blocks` still are the stored copies: none of their slots was reused."""
+        ids = [block.id for block in blocks]
+        alive: set[int] = set()
+        for start in range(0, len(ids), _KEYS_PER_QUERY):
+            part = ids[start : start + _KEYS_PER_QUERY]
+            query = "SELECT id FROM blocks WHERE id IN " + marks(part)  # noqa: S608 - no values
+            rows = self._rows(query, part)
+            alive.update(block for (block,) in rows)
+        return next((at for at, block in enumerate(ids) if block not in alive), len(ids))
+
+    def children(self, key: BlockKey | None) -> list[Child]:
+        """The blocks with tokens whose parent is `key`, the last `MAX_CHILDREN` of them."""
+        rows = self._rows(
+            "SELECT key, tokens FROM blocks"
+            " WHERE parent IS ? AND tokens IS NOT NULL AND created >= ? ORDER BY id DESC LIMIT ?",
+            (key, oldest_valid(self._ttl), MAX_CHILDREN),
+        )
+        return [
+            Child(BlockKey(child), np.frombuffer(tokens, "<i4").astype(np.int32))
+            for child, tokens in rows
+            if isinstance(tokens, bytes) and len(tokens) % 4 == 0
+        ]
+
+    def page(self, after: int) -> tuple[int, list[StoredEntry]]:
+        """Some blocks with an id above `after`, and the id to go on from."""
+        rows = self._rows(
+            f"SELECT {self._entry_columns} FROM blocks"  # noqa: S608 - names of columns
+            " WHERE id > ? AND created >= ? ORDER BY id LIMIT ?",
+            (after, oldest_valid(self._ttl), _ROWS_PER_PAGE),
+        )
+        return (rows[-1][0] if rows else after), [_entry(*row[1:]) for row in rows if _sound(row)]
+
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
+        """What `page` would list of each of `keys`."""
+        entries: dict[BlockKey, StoredEntry] = {}
+        for start in range(0, len(keys), _KEYS_PER_QUERY):
+            part = keys[start : start + _KEYS_PER_QUERY]
+            rows = self._rows(
+                f"SELECT {self._entry_columns} FROM blocks"  # noqa: S608 - the same
+                " WHERE created >= ? AND key IN " + marks(part),
+                (oldest_valid(self._ttl), *part),
+            )
+            entries.update((row[1], _entry(*row[1:])) for row in rows if _sound(row))
+        return [entries.get(key) for key in keys]
+
+    def totals(self) -> Mapping[str, float]:
+        """``blocks``, their ``bytes`` in slots, and ``file_bytes`` of all data files."""
+        ((blocks, nbytes),) = self._rows("SELECT count(*), coalesce(sum(size), 0) FROM blocks", ())
+        ((files,),) = self._rows("SELECT coalesce(sum(size * slots), 0) FROM segments", ())
+        return {"blocks": blocks, "bytes": nbytes, "file_bytes": files}
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self._lock:
+            self._db.close()
+
+    def _rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
+        with self._lock, index_errors():
+            return self._db.execute(query, values).fetchall()
+
+
+def _entry(
+    key: bytes,
+    length: int,
+    priority: int,
+    created: int,
+    used: int,
+    parent: object,
+    tokens: object,
+    namespace: object,
+    group: int,
+    model: object,
+) -> StoredEntry:
+    return StoredEntry(
+        BlockKey(key),
+        length,
+        priority,
+        created / 1e6,
+        used / 1e6,
+        BlockKey(parent) if isinstance(parent, bytes) and len(parent) == KEY_NBYTES else None,
+        _tokens(tokens),
+        namespace if isinstance(namespace, bytes) else b"",
+        model if isinstance(model, bytes) else b"",
+        group,
+    )
+
+
+def _sound(row: Sequence[object]) -> bool:
+    # A damaged row must not end a listing.
+    _, key, *numbers = row[:6]
+    whole = isinstance(key, bytes) and len(key) == KEY_NBYTES
+    return whole and all(isinstance(number, int) for number in (*numbers, row[9]))
+
+
+def _tokens(stored: object) -> TokenArray | None:
+    if isinstance(stored, bytes) and len(stored) % 4 == 0:
+        return np.frombuffer(stored, "<i4").astype(np.int32)
+    return None

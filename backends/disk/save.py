@@ -1,0 +1,302 @@
+"""What changes the disk store's index: saves, deletes, use, cleaning up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconnect.backend import StoredBlock
+from kvconnect.backends.disk.find import READABLE, marks, microseconds, oldest_valid
+from kvconnect.backends.disk.format import (
+    Durability,
+    IndexConnectionLost,
+    connect,
+    index_errors,
+    log_nbytes,
+    make_index,
+)
+from kvconnect.backends.disk.identity import identity, log_identity
+from kvconnect.backends.disk.log import IndexLog
+from kvconnect.backends.disk.owner import Owner, owners
+from kvconnect.backends.disk.runs import Place
+from kvconnect.backends.disk.segments import SegmentFiles
+from kvconnect.backends.disk.slots import SlotAllocator, slot_size
+from kvconnect.keys import BlockKey
+
+__all__ = ["IndexWriter", "Reservation"]
+
+_KEYS_PER_QUERY = 512
+_EXPIRED_PER_SAVE = 256
+_EXPIRED_AT_OPEN = 16384
+_INSERT = (
+    "INSERT OR IGNORE INTO blocks(key, segment, slot, size, length, priority, created, used,"
+    " parent, tokens, namespace, pool_group, model)"
+    " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+
+
+@dataclass(slots=True)
+class Reservation:
+    """What a save may write.
+
+    Attributes:
+        save: names it among those of this owner.
+        count: so many leading blocks are stored once `new` is written and committed.
+        new: position in the save, block and slot of those that are not stored yet.
+    """
+
+    save: int
+    count: int
+    new: list[tuple[int, StoredBlock, Place]]
+
+    @property
+    def places(self) -> list[Place]:
+        """The slots of `new`."""
+        return [place for _, _, place in self.new]
+
+
+class IndexWriter:
+    """Write transactions, one at a time. Thread-safe; each waits for other processes' ones.
+
+    A save is two of them: `reserve` takes slots, the payload is written, `commit` makes it visible.
+    None of them happens in an index that the directory does not have any more.
+
+    No cursor may outlive the lock, not even in a local variable of a function that returns: that of
+    an `executemany` keeps the statement that the connection caches (CPython 3.11), and resets it
+    when it goes, in the middle of what the next thread does with it. SQLite calls that misuse.
+
+    Attributes:
+        identity, log_identity: of the index that is open.
+
+    Raises:
+        BackendUnavailable: the index cannot be written; what was asked for did not happen.
+        IndexDamaged: the index is not what this code wrote.
+        OSError: of the data files; the same.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        files: SegmentFiles,
+        *,
+        capacity: int,
+        durability: Durability,
+        ttl: float | None,
+        frame_sizes: Collection[int] = (),
+        at: Callable[[str], None],
+    ) -> None:
+        self._directory = directory
+        self._files = files
+        self._ttl = ttl
+        self._frame_sizes = frame_sizes
+        self._at = at
+        self._lock = threading.Lock()
+        self._saves = 0
+        log = log_nbytes(capacity)
+        make_index(directory)
+        self.identity = identity(directory)
+        self._db = connect(directory, durability, log)
+        self.log_identity = log_identity(directory)
+        self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
+        try:
+            self._log = IndexLog(directory, durability, log, at)
+        except BaseException:
+            self._db.close()
+            raise
+        try:
+            with self._transaction():
+                self._owner = Owner(directory)
+        except BaseException:
+            self._log.close()
+            self._db.close()
+            raise
+
+    def clean(self, *, shrink: bool) -> None:
+        """Remove what dead processes left behind; with `shrink` what there is no room for, too."""
+        with self._transaction():
+            owners(self._directory)  # removes the files of the dead, who may hold nothing
+            self._slots.release_dead()
+            for segment, size, slots in self._segments():
+                if not self._files.intact(segment, size, slots):
+                    self._slots.drop_segment(segment, size)
+            self._files.remove_strays({segment for segment, *_ in self._segments()})
+            self._drop_expired(_EXPIRED_AT_OPEN)
+            if shrink:
+                self._slots.shrink()
+
+    def reserve(self, blocks: Sequence[StoredBlock]) -> Reservation:
+        """Slots for those of `blocks` that are not stored, dropping older ones where needed.
+
+        Raises:
+            IndexFull: the index's log cannot be moved, and would grow without end.
+        """
+        self._log.check()
+        now = microseconds()
+        with self._transaction():
+            self._files.keep_only({segment for segment, *_ in self._segments()})
+            self._drop_expired(_EXPIRED_PER_SAVE)
+            present = self._present([block.key for block in blocks])
+            stamps = ((now - at, block.key) for at, block in enumerate(blocks))
+            self._db.executemany(
+                "UPDATE blocks SET used=? WHERE key=?",
+                [(stamp, key) for stamp, key in stamps if key in present],
+            )
+            reservation = self._take(blocks, present)
+        self._at("reserved")
+        return reservation
+
+    def commit(self, reservation: Reservation) -> int:
+        """Make what was written visible; return how many leading blocks of the save are stored."""
+        now = microseconds()
+        with self._transaction():
+            ours = self._slots.end_reservation(self._owner.name, reservation.save)
+            # Where we were taken for dead, the slots may be another's by now.
+            new = [entry for entry in reservation.new if entry[2].key in ours]
+            inserted = self._db.executemany(_INSERT, [_row(now, *entry) for entry in new]).rowcount
+            if inserted < len(new):  # another process was faster with some
+                self._slots.free(self._rowless([place.key for _, _, place in new]))
+            self._at("committing")
+        lost = (at for at, _, place in reservation.new if place.key not in ours)
+        return next(lost, reservation.count)
+
+    def release(self, reservation: Reservation) -> None:
+        """Give back the slots of a save that failed."""
+        with self._transaction():
+            self._slots.free(self._slots.end_reservation(self._owner.name, reservation.save))
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget `keys`; absent ones are no error."""
+        with self._transaction():
+            self._forget(keys)
+
+    def touch(self, used: Mapping[int, int]) -> None:
+        """Note when the copies with these ids were used, unless the log cannot be moved."""
+        if self._log.stuck:
+            return
+        with self._transaction():
+            self._db.executemany(
+                "UPDATE blocks SET used=max(used, ?) WHERE id=?",
+                [(stamp, block) for block, stamp in used.items()],
+            )
+
+    def drop_empty(self) -> None:
+        """Remove the data files that hold no block, and that nobody is about to write to."""
+        with self._transaction():
+            for segment, size in self._slots.empty_segments():
+                self._slots.drop_segment(segment, size)
+
+    def drop_lost(self, segment: int) -> None:
+        """Forget the blocks of `segment` if its file really is gone or cut short."""
+        with self._transaction():
+            for found, size, slots in self._segments():
+                if found == segment and not self._files.intact(found, size, slots):
+                    self._slots.drop_segment(found, size)
+
+    def close(self) -> None:
+        """Close the connection and be a dead owner. The second time does nothing."""
+        self._log.close()
+        with self._lock:
+            self._owner.close()
+            self._db.close()
+
+    def _segments(self) -> list[tuple[int, int, int]]:
+        return self._db.execute("SELECT id, size, slots FROM segments").fetchall()
+
+    def _present(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        present: set[BlockKey] = set()
+        for part in _parts(keys):
+            rows = self._db.execute(
+                "SELECT b.key" + READABLE + marks(part),
+                (oldest_valid(self._ttl), *part),
+            )
+            present.update(key for (key,) in rows)
+        return present
+
+    def _take(self, blocks: Sequence[StoredBlock], present: Collection[BlockKey]) -> Reservation:
+        new: dict[BlockKey, tuple[int, StoredBlock]] = {}
+        by_size: dict[int, list[BlockKey]] = {}
+        for at, block in enumerate(blocks):
+            if block.key not in present and block.key not in new:
+                new[block.key] = (at, block)
+                size = slot_size(block.data.numel(), self._frame_sizes)
+                by_size.setdefault(size, []).append(block.key)
+        # Expired, or unusable in another way: in the way of what is stored now.
+        self._forget(list(new))
+        keep = {block.key for block in blocks} | {block.parent for block in blocks}
+        self._saves += 1
+        placed: list[tuple[int, StoredBlock, Place]] = []
+        count = len(blocks)
+        for size, keys in by_size.items():
+            places = self._slots.take(size, len(keys), keep)
+            placed += [(*new[key], place) for key, place in zip(keys, places, strict=False)]
+            if len(places) < len(keys):
+                count = min(count, new[keys[len(places)]][0])
+        self._slots.free(place.key for at, _, place in placed if at >= count)
+        kept = sorted((entry for entry in placed if entry[0] < count), key=lambda entry: entry[0])
+        self._slots.reserve(self._owner.name, self._saves, [place for _, _, place in kept])
+        return Reservation(self._saves, count, kept)
+
+    def _rowless(self, slots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        query = "SELECT 1 FROM blocks WHERE segment=? AND slot=?"
+        return [slot for slot in slots if self._db.execute(query, slot).fetchone() is None]
+
+    def _drop_expired(self, limit: int) -> None:
+        # Lookups pass over what has expired; this is about its slots.
+        if self._ttl is not None:
+            self._slots.drop_expired(oldest_valid(self._ttl), limit)
+
+    def _forget(self, keys: Sequence[BlockKey]) -> None:
+        for part in _parts(keys):
+            query = "DELETE FROM blocks WHERE key IN " + marks(part)  # noqa: S608 - question marks
+            self._slots.free(self._db.execute(query + " RETURNING segment, slot", part).fetchall())
+
+    def _expect_our_index(self) -> None:
+        # Data files are found by name, too, and would be another index's by now.
+        there = identity(self._directory), log_identity(self._directory)
+        if there != (self.identity, self.log_identity):
+            raise IndexConnectionLost(f"disk store {self._directory}: the index was replaced")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock, index_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            self._slots.begin()
+            try:
+                self._expect_our_index()
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                alone = self._db.in_transaction  # a COMMIT that failed has ended it
+                try:
+                    self._slots.undo(alone=alone)
+                finally:
+                    if alone:
+                        self._db.execute("ROLLBACK")
+                raise
+        self._log.bound()
+
+
+def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
+    for start in range(0, len(keys), _KEYS_PER_QUERY):
+        yield keys[start : start + _KEYS_PER_QUERY]
+
+
+def _row(now: int, at: int, block: StoredBlock, place: Place) -> tuple[object, ...]:
+    return (
+        block.key,
+        place.segment,
+        place.slot,
+        place.size,
+        block.data.numel(),
+        block.priority,
+        now,
+        now - at,  # the end of a chain is older than its beginning, so it goes first
+        block.parent,
+        None if block.tokens is None else block.tokens.astype("<i4").tobytes(),
+        block.namespace,
+        block.group,
+        block.model,
+    )

@@ -1,0 +1,325 @@
+"""Slots of the disk store: taking them, within the capacity, and giving them back.
+
+Everything here happens inside a write transaction of the index, so that several processes that
+share a directory count the same bytes and never take the same slot.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconnect.backends.disk.direct_io import aligned_size
+from kvconnect.backends.disk.format import index_nbytes, log_nbytes
+from kvconnect.backends.disk.owner import owners
+from kvconnect.backends.disk.runs import Place
+from kvconnect.backends.disk.segments import NO_SPACE, SegmentFiles
+from kvconnect.backends.url import format_size
+from kvconnect.frame import ALIGNMENT
+from kvconnect.keys import BlockKey
+from kvconnect.trace import count, warn_once
+
+__all__ = ["SlotAllocator", "slot_size"]
+
+# A segment is the unit that goes from one slot size to another: a sixteenth of the capacity, and in
+# large stores 1 GiB, but never more than 256 open files.
+_SEGMENTS_MIN = 16
+_SEGMENTS_MAX = 256
+_SEGMENT_NBYTES = 1 << 30
+# In very small stores the index must not take all the room there is.
+_INDEX_SHARE = 8
+
+
+# Sizes of slots for values that are shorter than blocks: so many between a power of two and the
+# next. A slot is an eighth larger than its value at most, and there are few kinds of data files.
+_STEPS = 8
+
+
+def slot_size(nbytes: int, frame_sizes: Collection[int]) -> int:
+    """Bytes of the slot for a value of `nbytes`.
+
+    Whole blocks, whose frames take one of `frame_sizes`, get slots of just that size; what is
+    compressed gets the next of a few sizes, but not more than a whole block has.
+    """
+    need = aligned_size(nbytes)
+    step = max(ALIGNMENT, (1 << (need.bit_length() - 1)) // _STEPS)
+    size = -(-need // step) * step
+    return min((whole for whole in frame_sizes if need <= whole <= size), default=size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    id: int
+    size: int
+    used: int | None  # when its newest block was last used; None if it holds none
+
+
+@dataclass(frozen=True, slots=True)
+class _Victim:
+    id: int
+    key: bytes
+    place: Place
+    parent: bytes | None
+    used: int
+
+
+class SlotAllocator:
+    """Takes and frees slots; `db` is in a write transaction whenever a method is called.
+
+    Args:
+        capacity: bytes of data files and index together.
+        at: called with the name of the point that is reached; tests end the process there.
+    """
+
+    def __init__(
+        self,
+        db: sqlite3.Connection,
+        directory: Path,
+        files: SegmentFiles,
+        *,
+        capacity: int,
+        at: Callable[[str], None],
+    ) -> None:
+        self._db = db
+        self._directory = directory
+        self._files = files
+        self._capacity = capacity
+        self._at = at
+        self._grown: list[tuple[int, int]] = []
+
+    def begin(self) -> None:
+        """A transaction has begun."""
+        self._grown.clear()
+
+    def undo(self, *, alone: bool) -> None:
+        """Delete the data files made in this transaction, which is about to be rolled back.
+
+        Not `alone` any more, since it has been by now: their names may be those of another
+        process's files. The bytes are free all the same.
+        """
+        for segment, size in self._grown:
+            if alone:
+                self._files.remove(segment, size)
+            else:
+                self._files.empty(segment)
+
+    def take(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Place]:
+        """Up to `wanted` slots of `size` bytes, neighbours where possible, in order.
+
+        Drops what was used longest ago for them, but not the blocks `keep`.
+        """
+        taken = self._unused(size, wanted)
+        if len(taken) < wanted and self.release_dead():
+            taken += self._unused(size, wanted - len(taken))
+        while len(taken) < wanted and self._grow(size, wanted - len(taken)):
+            taken += self._unused(size, wanted - len(taken))
+        if len(taken) < wanted:
+            taken += self._reclaim(size, wanted - len(taken), keep)
+        return sorted(taken)
+
+    def reserve(self, owner: str, save: int, places: Iterable[Place]) -> None:
+        """Keep `places`, just taken, for `owner` until it ends the reservation or dies."""
+        self._db.executemany(
+            "INSERT INTO reserved VALUES(?, ?, ?, ?)",
+            [(owner, save, *place.key) for place in places],
+        )
+
+    def end_reservation(self, owner: str, save: int) -> set[tuple[int, int]]:
+        """The slots, as (segment, slot), that were still reserved; they are not any more."""
+        rows = self._db.execute(
+            "DELETE FROM reserved WHERE owner=? AND save=? RETURNING segment, slot", (owner, save)
+        )
+        return set(rows.fetchall())
+
+    def free(self, places: Iterable[tuple[int, int]]) -> None:
+        """Give back slots, as (segment, slot)."""
+        self._db.executemany("INSERT OR IGNORE INTO free VALUES(?, ?)", places)
+
+    def release_dead(self) -> int:
+        """Give back what dead owners have reserved; return how many slots."""
+        holders = {owner for (owner,) in self._db.execute("SELECT DISTINCT owner FROM reserved")}
+        dead = holders - (owners(self._directory) if holders else set())
+        released = 0
+        for owner in dead:
+            self._db.execute(
+                "INSERT OR IGNORE INTO free SELECT segment, slot FROM reserved WHERE owner=?",
+                (owner,),
+            )
+            released += self._db.execute("DELETE FROM reserved WHERE owner=?", (owner,)).rowcount
+        return released
+
+    def drop_expired(self, before: int, limit: int) -> None:
+        """Drop what was stored before `before`, looking at the `limit` first ones."""
+        rows = self._db.execute(
+            "DELETE FROM blocks WHERE id IN (SELECT id FROM blocks ORDER BY id LIMIT ?)"
+            " AND created < ? RETURNING segment, slot",
+            (limit, before),
+        ).fetchall()
+        self.free(rows)
+
+    def drop_segment(self, segment: int, size: int) -> None:
+        """Drop a data file and all blocks in it.
+
+        Its bytes are free now, not at the commit: if that never comes, the blocks are found missing
+        when they are read.
+        """
+        self._files.remove(segment, size)
+        for table in ("blocks", "free", "reserved"):
+            self._db.execute(f"DELETE FROM {table} WHERE segment=?", (segment,))  # noqa: S608
+        self._db.execute("DELETE FROM segments WHERE id=?", (segment,))
+        count("store.disk.segment_dropped")
+
+    def empty_segments(self) -> list[tuple[int, int]]:
+        """Data files without blocks or reserved slots, with the size of their slots."""
+        rows: list[tuple[int, int]] = self._db.execute(
+            "SELECT id, size FROM segments AS s"
+            " WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE segment = s.id)"
+            " AND NOT EXISTS (SELECT 1 FROM reserved WHERE segment = s.id)"
+        ).fetchall()
+        return rows
+
+    def shrink(self) -> None:
+        """Drop whole data files, longest unused first, until the capacity is kept."""
+        while self.nbytes() > self._budget():
+            coldest = self._coldest()
+            if coldest is None:
+                break
+            self.drop_segment(coldest.id, coldest.size)
+
+    def nbytes(self) -> int:
+        """Bytes of all data files."""
+        (total,) = self._db.execute(
+            "SELECT coalesce(sum(size * slots), 0) FROM segments"
+        ).fetchone()
+        return int(total)
+
+    def _budget(self) -> int:
+        index = index_nbytes(self._directory, log_nbytes(self._capacity))
+        index = min(index, self._capacity // _INDEX_SHARE)
+        return self._capacity - index
+
+    def _unused(self, size: int, wanted: int) -> list[Place]:
+        places: list[Place] = []
+        fresh = self._db.execute(
+            "SELECT id, fresh, slots FROM segments WHERE size=? AND fresh < slots ORDER BY id",
+            (size,),
+        ).fetchall()
+        for segment, first, slots in fresh:
+            end = min(slots, first + wanted - len(places))
+            places += [Place(segment, slot, size) for slot in range(first, end)]
+            self._db.execute("UPDATE segments SET fresh=? WHERE id=?", (end, segment))
+            if len(places) == wanted:
+                return places
+        rows = self._db.execute(
+            "SELECT segment, slot FROM segments CROSS JOIN free ON segment = id"
+            # Others are those of a damaged row: what is saved there is not found again.
+            " WHERE size=? AND slot >= 0 AND slot < slots ORDER BY id, slot LIMIT ?",
+            (size, wanted - len(places)),
+        ).fetchall()
+        self._db.executemany("DELETE FROM free WHERE segment=? AND slot=?", rows)
+        return places + [Place(segment, slot, size) for segment, slot in rows]
+
+    def _grow(self, size: int, wanted: int) -> bool:
+        """Whether there is another segment of slots of `size` bytes."""
+        total = self.nbytes()
+        slots = (self._budget() - total) // size
+        if not total and size <= self._capacity:
+            slots = max(1, slots)  # a capacity of one block holds one, whatever the index takes
+        nbytes = min(_SEGMENT_NBYTES, self._capacity // _SEGMENTS_MIN)
+        slots = min(slots, max(1, nbytes // size, self._capacity // _SEGMENTS_MAX // size))
+        while slots > 0:
+            row = self._db.execute(
+                "INSERT INTO segments(size, slots, fresh) VALUES(?, ?, 0)", (size, slots)
+            )
+            segment = int(row.lastrowid or 0)
+            try:
+                self._files.create(segment, size, slots)
+            except OSError as error:
+                self._db.execute("DELETE FROM segments WHERE id=?", (segment,))
+                if error.errno not in NO_SPACE:
+                    raise
+                warn_once(
+                    f"disk.full.{self._directory}",
+                    f"disk store {self._directory}: no space to grow beyond {format_size(total)} "
+                    f"({error.strerror}); it drops older blocks instead",
+                )
+                slots //= 2
+                continue
+            self._grown.append((segment, size))
+            return True
+        return False
+
+    def _reclaim(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Place]:
+        """Slots of blocks that are dropped: longest unused first, chains from their end.
+
+        A data file of another slot size goes as a whole, if all in it is older than what is here.
+        """
+        places: list[Place] = []
+        while len(places) < wanted:
+            victims = self._oldest(size, wanted - len(places), keep)
+            foreign = self._coldest(other_than=size)
+            if foreign and (not victims or (foreign.used or 0) < victims[0].used):
+                self.drop_segment(foreign.id, foreign.size)
+                if self._grow(size, wanted - len(places)):
+                    places += self._unused(size, wanted - len(places))
+            elif victims:
+                self._drop(victims)
+                places += [victim.place for victim in victims]
+            else:
+                break
+        if places:
+            count("store.disk.evicted", blocks=len(places))
+            self._at("evicted")
+        return places
+
+    def _oldest(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[_Victim]:
+        """Up to `wanted` blocks to drop, each without stored children once those before it are.
+
+        Goes through the blocks by priority and use. That is nearly the right order, for the end
+        of a chain counts as older than its beginning; a block that comes up before its last
+        child waits for it, and then is next.
+        """
+        rows = self._db.execute(
+            "SELECT id, key, segment, slot, parent, used,"
+            " (SELECT count(*) FROM blocks WHERE parent = b.key)"
+            " FROM blocks AS b WHERE size=? ORDER BY priority, used",
+            (size,),
+        )
+        victims: list[_Victim] = []
+        waiting: dict[bytes, tuple[_Victim, int]] = {}
+        dropped: Counter[bytes] = Counter()
+        for block, key, segment, slot, parent, used, children in rows:
+            if key in keep:
+                continue
+            waiting[key] = _Victim(block, key, Place(segment, slot, size), parent, used), children
+            following: bytes | None = key
+            while following in waiting and waiting[following][1] == dropped[following]:
+                victim, _ = waiting.pop(following)
+                victims.append(victim)
+                if len(victims) == wanted:
+                    rows.close()
+                    return victims
+                following = victim.parent
+                if following is not None:
+                    dropped[following] += 1
+        return victims
+
+    def _drop(self, victims: Sequence[_Victim]) -> None:
+        self._db.executemany("DELETE FROM blocks WHERE id=?", [(victim.id,) for victim in victims])
+        # Their children were used, so they were; and now they are the ends of the chains.
+        gone = {victim.key for victim in victims}
+        ends = [(v.used + 1, v.parent) for v in victims if v.parent and v.parent not in gone]
+        self._db.executemany("UPDATE blocks SET used=max(used, ?) WHERE key=?", ends)
+
+    def _coldest(self, other_than: int = -1) -> _Segment | None:
+        """The segment that was not used for longest and that nobody writes to."""
+        row = self._db.execute(
+            "SELECT id, size, (SELECT max(used) FROM blocks WHERE segment = s.id) AS newest"
+            " FROM segments AS s WHERE size <> ? AND NOT EXISTS"
+            " (SELECT 1 FROM reserved WHERE segment = s.id) ORDER BY newest NULLS FIRST LIMIT 1",
+            (other_than,),
+        ).fetchone()
+        return None if row is None else _Segment(*row)

@@ -1,0 +1,341 @@
+"""Calls to a backend: each under a deadline, a bounded number at once, none forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from kvconnect.backends.guard.breaker import Breaker, BreakerState
+from kvconnect.errors import (
+    BackendTimeout,
+    BackendUnavailable,
+    ConfigurationError,
+    RetryLater,
+    UsageError,
+)
+from kvconnect.trace import Labels, count
+
+__all__ = ["Call", "Calls", "counted", "mapped", "raise_any", "together", "unopened"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+_DRAIN_POLL_S = 0.05
+
+
+@contextmanager
+def mapped(name: str, operation: str) -> Iterator[None]:
+    """Whatever a backend raises, as the errors of the `Backend` contract.
+
+    Raises:
+        BackendUnavailable: from the backend's own exception.
+    """
+    try:
+        yield
+    except (ConfigurationError, RetryLater):
+        raise
+    except Exception as error:
+        text = str(error) or type(error).__name__
+        raise BackendUnavailable(f"{name}: {operation} failed: {text}") from error
+
+
+class Call:
+    """One call in flight; `abandoned` turns true at its deadline: nobody waits for it any more."""
+
+    __slots__ = ("abandoned",)
+
+    def __init__(self) -> None:
+        self.abandoned = False
+
+
+class Calls:
+    """The calls of one backend. All methods run on its event loop.
+
+    Args:
+        name: of the backend, for messages.
+        deadline_s: what each call may take, waiting for its turn included.
+        max_concurrent: more than so many wait for their turn.
+        probe: a cheap call to the store, to see whether it works again.
+        failures: after so many in a row calls fail at once, until a probe succeeds.
+        max_abandoned: the same with so many calls past their deadline still running: each may hold
+            a thread and buffers, and a store that hangs must not take them all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deadline_s: float,
+        *,
+        probe: Callable[[], Coroutine[Any, Any, object]],
+        failures: int = 5,
+        max_concurrent: int = 64,
+        max_abandoned: int = 16,
+    ) -> None:
+        self.name = name
+        self.deadline_s = deadline_s
+        self._inner_probe = probe
+        self._breaker = Breaker(name, self._probe, failures=failures)
+        self._max_abandoned = max_abandoned
+        self._turns = asyncio.Semaphore(max_concurrent)
+        self._running: set[asyncio.Task[Any]] = set()
+        self._abandoned: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    @property
+    def labels(self) -> Labels:
+        """Of what is counted, here and by the breaker; may be set before the first call."""
+        return self._breaker.labels
+
+    @labels.setter
+    def labels(self, labels: Labels) -> None:
+        self._breaker.labels = labels
+
+    @property
+    def closed(self) -> bool:
+        """Whether `drain` was called."""
+        return self._closed
+
+    @property
+    def abandoned(self) -> int:
+        """Calls past their deadline that have not ended yet."""
+        return len(self._abandoned)
+
+    @property
+    def running(self) -> int:
+        """Calls that have not ended yet, abandoned ones included."""
+        return len(self._running)
+
+    def numbers(self) -> dict[str, float]:
+        """All this as `Backend.stats` tells it."""
+        return {
+            "breaker_state": float(self.state),
+            "running": self.running,
+            "abandoned": self.abandoned,
+        }
+
+    @property
+    def state(self) -> BreakerState:
+        """Whether calls are made at all."""
+        return self._breaker.state
+
+    async def run(
+        self,
+        operation: str,
+        start: Callable[[Call], Coroutine[Any, Any, T]],
+        *,
+        holds_buffers: bool = False,
+        deadline_s: float | None = None,
+    ) -> T:
+        """The result of ``start(call)``, within the deadline, or within `deadline_s` if given.
+
+        With `holds_buffers` the coroutine is never cancelled: at the deadline it is left running,
+        and cancelling `run` takes effect only when it has ended or its deadline has come.
+
+        Raises:
+            BackendTimeout: not done in time; `pending` tells when it has really ended.
+            BackendUnavailable: it failed, is closed, or is left alone after too many failures.
+        """
+        self._admit()
+        try:
+            result = await self.run_always(
+                operation, start, holds_buffers=holds_buffers, deadline_s=deadline_s
+            )
+        except RetryLater as error:
+            if not isinstance(error, BackendTimeout):
+                count("store.failure", self.labels)
+            self._breaker.failed(error)
+            raise
+        self._breaker.succeeded()
+        return result
+
+    async def run_always(
+        self,
+        operation: str,
+        start: Callable[[Call], Coroutine[Any, Any, T]],
+        *,
+        holds_buffers: bool = False,
+        deadline_s: float | None = None,
+    ) -> T:
+        """As `run`, whatever happened before, and without consequences: to open and to close."""
+        loop = asyncio.get_running_loop()
+        seconds = self.deadline_s if deadline_s is None else deadline_s
+        deadline = loop.time() + seconds
+        await self._take_turn(operation, deadline, seconds)
+        try:
+            call = Call()
+            task = loop.create_task(_contained(start(call)), name=f"kvconnect-{operation}")
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+            if not await _wait(task, deadline, holds_buffers=holds_buffers):
+                call.abandoned = True
+                raise self._abandon(operation, task, seconds, holds_buffers=holds_buffers)
+        finally:
+            self._turns.release()
+        if task.cancelled():
+            # Not by anybody here: it must not pass for a caller who gave up.
+            raise BackendUnavailable(f"{self.name}: {operation} failed: the store cancelled it")
+        with mapped(self.name, operation):
+            return task.result()
+
+    async def drain(self) -> None:
+        """Take no more calls, probe no more; wait for those that run, each up to its own deadline.
+
+        Abandoned ones are not waited for: they have had their time, and may never end.
+        """
+        self._closed = True
+        self._breaker.stop()
+        deadline = asyncio.get_running_loop().time() + self.deadline_s
+        while waiting := self._running - self._abandoned:
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                break
+            # Short, since a call that is abandoned meanwhile does not end.
+            await asyncio.wait(waiting, timeout=min(left, _DRAIN_POLL_S))
+
+    def _admit(self) -> None:
+        # The one place that refuses calls before they cost anything.
+        if self._closed:
+            raise BackendUnavailable(f"{self.name}: is closed")
+        self._breaker.check()
+
+    async def _probe(self) -> None:
+        if self._hangs:
+            raise BackendUnavailable(self._hangs)
+        async with asyncio.timeout(self.deadline_s):
+            await _contained(self._inner_probe())
+
+    @property
+    def _hangs(self) -> str:
+        if len(self._abandoned) < self._max_abandoned:
+            return ""
+        return f"{len(self._abandoned)} calls past their deadline still run"
+
+    async def _take_turn(self, operation: str, deadline: float, seconds: float) -> None:
+        if not self._turns.locked():
+            await self._turns.acquire()
+            return
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            raise self._timeout(operation, seconds) from error
+
+    def _timeout(
+        self, operation: str, seconds: float, pending: Future[None] | None = None
+    ) -> BackendTimeout:
+        count("store.timeout", self.labels)
+        return BackendTimeout(f"{self.name}: {operation} took longer than {seconds:g} s", pending)
+
+    def _abandon(
+        self, operation: str, task: asyncio.Task[Any], seconds: float, *, holds_buffers: bool
+    ) -> BackendTimeout:
+        pending: Future[None] = Future()
+        pending.set_running_or_notify_cancel()
+        task.add_done_callback(lambda _: _settle(pending, task))
+        self._abandoned.add(task)
+        if self._hangs and not self._closed:
+            self._breaker.open(self._hangs)
+        if not holds_buffers:
+            task.cancel()
+        return self._timeout(operation, seconds, pending)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        self._abandoned.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at: asyncio would complain about an abandoned call's error
+
+
+async def _contained(work: Awaitable[T]) -> T:
+    """The result of `work`; should it want to end the process, it ends nothing but itself."""
+    try:
+        return await work
+    except SystemExit as error:  # out of a task it would stop the event loop
+        raise RuntimeError(f"the store called exit({error.code!r})") from error
+
+
+async def _wait(task: asyncio.Task[Any], deadline: float, *, holds_buffers: bool) -> bool:
+    """Whether `task` was done by `deadline`."""
+    loop = asyncio.get_running_loop()
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done() and (left := deadline - loop.time()) > 0:
+        try:
+            await asyncio.wait({task}, timeout=left)
+        except asyncio.CancelledError as error:
+            if not holds_buffers:
+                task.cancel()
+                raise
+            cancelled = error
+    if cancelled is not None and task.done():
+        raise cancelled
+    return task.done()
+
+
+def _settle(pending: Future[None], task: asyncio.Task[Any]) -> None:
+    # A store of several stores ends when it has given one of them up, which still has the buffers.
+    error = None if task.cancelled() else task.exception()
+    inner = error.pending if isinstance(error, BackendTimeout) else None
+    if inner is None:
+        pending.set_result(None)
+    else:
+        inner.add_done_callback(lambda _: pending.set_result(None))
+
+
+async def together(first: Awaitable[T], second: Awaitable[S]) -> tuple[T, S]:
+    """Both results. If one fails, raises only once the other has ended too: both use buffers."""
+    one, other = await asyncio.gather(_contained(first), _contained(second), return_exceptions=True)
+    raise_any((one, other))
+    return one, other  # type: ignore[return-value]
+
+
+def raise_any(results: Sequence[object]) -> None:
+    """Raise what one of `results` is, if one is an error; never without what still holds buffers.
+
+    Raises:
+        BackendTimeout: if one of them is; `pending` is done when those of all of them are.
+    """
+    errors = [result for result in results if isinstance(result, BaseException)]
+    pending = [
+        error.pending
+        for error in errors
+        if isinstance(error, BackendTimeout) and error.pending is not None
+    ]
+    for error in errors:
+        if not pending:
+            raise error
+        if isinstance(error, BackendTimeout):
+            raise BackendTimeout(str(error), _all_done(pending)) from error
+
+
+def _all_done(pending: Sequence[Future[None]]) -> Future[None]:
+    whole: Future[None] = Future()
+    whole.set_running_or_notify_cancel()
+    left = set(pending)
+
+    def ended(one: Future[None]) -> None:
+        left.discard(one)
+        if not left and not whole.done():
+            whole.set_result(None)
+
+    for one in pending:
+        one.add_done_callback(ended)
+    return whole
+
+
+def counted(answer: object, limit: int, name: str, operation: str) -> int:
+    """`answer` of a backend, if it can be a number of leading blocks of `limit`.
+
+    Raises:
+        BackendUnavailable: it cannot; what such a store says is not to be used.
+    """
+    if isinstance(answer, int) and 0 <= answer <= limit:
+        return answer
+    raise BackendUnavailable(f"{name}: {operation} of {limit} blocks answered {answer!r}")
+
+
+def unopened(name: str) -> UsageError:
+    """The error of a call before `open`."""
+    return UsageError(f"{name}: open() was not called, or failed")

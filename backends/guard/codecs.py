@@ -1,0 +1,265 @@
+"""What is between a frame and its payload: rounding, compression, encryption, in this order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from kvconnect import frame
+from kvconnect.backends.guard.compression import Compressor, Lz4, Zstd
+from kvconnect.backends.guard.encryption import Cipher
+from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra, OtherCodec, nearest
+from kvconnect.frame import FrameHeader, frame_nbytes
+from kvconnect.kernels.quantized_payload import (
+    dequantize_payload,
+    quantize_payload,
+    quantized_nbytes,
+)
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["CodecFlag", "Codecs", "codec_names"]
+
+
+class CodecFlag(IntFlag):
+    """What was done to a frame's payload."""
+
+    ZSTD = 1
+    LZ4 = 2
+    FP8 = 4
+    INT8 = 8
+    AES_GCM = 16
+
+
+_NAMES = {
+    "fp8": CodecFlag.FP8,
+    "int8": CodecFlag.INT8,
+    "zstd": CodecFlag.ZSTD,
+    "lz4": CodecFlag.LZ4,
+    "aes-gcm": CodecFlag.AES_GCM,
+}
+QuantizedDtype = Literal["fp8", "int8"]
+_QUANTIZED = {"fp8": "fp8_e4m3", "int8": "int8"}
+_LOSSY: dict[CodecFlag, QuantizedDtype] = {CodecFlag.FP8: "fp8", CodecFlag.INT8: "int8"}
+_LOSSLESS: dict[CodecFlag, type[Zstd | Lz4]] = {CodecFlag.ZSTD: Zstd, CodecFlag.LZ4: Lz4}
+_AS_IT_IS = CodecFlag(0)
+_LOSSY_FLAGS = CodecFlag.FP8 | CodecFlag.INT8
+_LOSSLESS_FLAGS = CodecFlag.ZSTD | CodecFlag.LZ4
+
+
+@dataclass(frozen=True, slots=True)
+class Codecs:
+    """The codecs of one store. Thread-safe.
+
+    Attributes:
+        quantized: values are rounded to it.
+        compression: how payloads are compressed; frames differ in length then.
+        cipher: payloads and tokens are encrypted.
+    """
+
+    quantized: QuantizedDtype | None = None
+    compression: CodecFlag | None = None
+    cipher: Cipher | None = None
+
+    @classmethod
+    def parse(cls, text: str | None, key_file: str | None) -> Self:
+        """``zstd``, ``fp8+zstd+aes-gcm``, …; ``None`` or empty: none.
+
+        Raises:
+            ConfigurationError: an unknown or impossible combination, a key that is not to be had.
+            MissingExtra: a package is not installed.
+        """
+        names = codec_names(text)
+        lossy = [_LOSSY[flag] for name in names if (flag := _NAMES[name]) in _LOSSY]
+        lossless = [flag for name in names if (flag := _NAMES[name]) in _LOSSLESS]
+        encrypts = "aes-gcm" in names
+        if encrypts and not key_file:
+            raise ConfigurationError("codec=aes-gcm: needs key_file=, a file with a secret key")
+        if key_file and not encrypts:
+            raise ConfigurationError(f"key_file={key_file}: is for codec=aes-gcm")
+        for flag in lossless:
+            _LOSSLESS[flag]()
+        cipher = Cipher.from_file(key_file) if encrypts and key_file else None
+        return cls(lossy[0] if lossy else None, lossless[0] if lossless else None, cipher)
+
+    def __str__(self) -> str:
+        parts = [self.quantized, self.compression and _name(self.compression)]
+        return "+".join(part for part in (*parts, "aes-gcm" if self.cipher else None) if part)
+
+    def __bool__(self) -> bool:
+        return bool(self.quantized or self.compression or self.cipher)
+
+    @property
+    def identity(self) -> bytes:
+        """Differs where what one saves is of no use to another; empty if anybody can use it."""
+        parts = (self.quantized or "").encode(), b"" if self.cipher is None else self.cipher.id
+        return b"/".join(parts) if any(parts) else b""
+
+    def most_nbytes(self, layout: KvCacheLayout) -> int:
+        """Bytes of an encoded payload at most; without compression, exactly.
+
+        Raises:
+            ConfigurationError: `layout` cannot be encoded so.
+        """
+        if self.quantized is None:
+            return layout.block_nbytes
+        nbytes = quantized_nbytes(layout)
+        if nbytes >= layout.block_nbytes:
+            raise ConfigurationError(
+                f"codec={self.quantized}: {nbytes} bytes instead of {layout.block_nbytes} for a "
+                "block of so short rows; use a lossless codec"
+            )
+        return nbytes
+
+    # ------------------------------------------------------------------ encoding
+
+    def encode(
+        self, payload: Tensor, header: FrameHeader, layout: KvCacheLayout, scratch: Tensor
+    ) -> Tensor | None:
+        """Seal a frame with `payload`, encoded, at the beginning of `scratch`.
+
+        Blocks the calling thread.
+
+        Args:
+            payload: the block's bytes; not changed.
+            header: of a frame that is not encoded.
+            layout: of the block.
+            scratch: room for the frame as if it were not encoded.
+
+        Returns:
+            The frame; ``None`` if no codec has anything to do, because `payload` does not get
+            smaller.
+        """
+        flags, source = CodecFlag(0), payload.numpy().data
+        if self.quantized is not None:
+            rounded = frame.payload(scratch, quantized_nbytes(layout))
+            quantize_payload(payload, layout, rounded, dtype=_QUANTIZED[self.quantized])
+            source = rounded.numpy().data
+            flags |= _NAMES[self.quantized]
+        if self.compression is not None:
+            packed = _compressor(self.compression).compress(source)
+            if frame_nbytes(len(packed)) < frame_nbytes(len(source)):
+                source = memoryview(packed)
+                flags |= self.compression
+        if self.cipher is not None:
+            flags |= CodecFlag.AES_GCM
+        if not flags:
+            return None
+        out = scratch[: frame_nbytes(len(source))]
+        sealed = header._replace(payload_nbytes=len(source), flags=flags)
+        inside = frame.payload(out, len(source)).numpy().data
+        if self.cipher is not None:
+            beside = self.cipher.encrypt(source, inside, header.key, frame.fields(sealed))
+            sealed = sealed._replace(codec_data=beside)
+        elif flags & _LOSSLESS_FLAGS:
+            inside[:] = source
+        frame.seal(out, sealed)
+        return out
+
+    # ------------------------------------------------------------------ decoding
+
+    def check_flags(self, header: FrameHeader) -> CodecFlag:
+        """What was done to the frame of `header`.
+
+        Raises:
+            OtherCodec: it cannot be used with these codecs, though it is sound.
+            BadFrame: nobody can use it.
+        """
+        if not header.flags and not self:
+            return _AS_IT_IS
+        flags = CodecFlag(header.flags & sum(CodecFlag))
+        if (
+            flags != header.flags
+            or flags & _LOSSY_FLAGS == _LOSSY_FLAGS
+            or flags & _LOSSLESS_FLAGS == _LOSSLESS_FLAGS
+        ):
+            raise BadFrame(f"encoded in an unknown way ({header.flags:#x})")
+        lossy = flags & _LOSSY_FLAGS
+        if lossy != (_NAMES[self.quantized] if self.quantized else 0):
+            raise OtherCodec(f"{_said(lossy)}, configured is {_said(str(self))}")
+        if bool(flags & CodecFlag.AES_GCM) != (self.cipher is not None):
+            known = "encrypted, no key_file is configured"
+            raise OtherCodec("not encrypted, aes-gcm is configured" if self.cipher else known)
+        return flags
+
+    def decode(
+        self, sealed: Tensor, header: FrameHeader, out: Tensor, layout: KvCacheLayout
+    ) -> None:
+        """Fill `out` with the block's bytes from its frame `sealed`, which may begin before `out`.
+
+        `sealed` has been checked, and is undefined afterwards. Blocks the calling thread. Takes
+        memory for two more blocks at most, whatever the frame says of itself.
+
+        Raises:
+            OtherCodec: it cannot be used with these codecs, though it is sound.
+            BadFrame: it does not become a block of `layout`.
+        """
+        flags = self.check_flags(header)
+        inside = frame.payload(sealed, header.payload_nbytes)
+        source = inside.numpy().data
+        if self.cipher is not None:
+            self.cipher.decrypt(source, header.key, frame.fields(header), header.codec_data)
+        nbytes = self.most_nbytes(layout)
+        if packed := flags & _LOSSLESS_FLAGS:
+            source = memoryview(_decompressed(packed, source, nbytes))
+        elif len(source) != nbytes:
+            raise BadFrame(f"{len(source)} bytes of payload, {nbytes} are expected")
+        if self.quantized is not None:
+            rounded = torch.frombuffer(bytearray(source), dtype=torch.uint8)
+            dequantize_payload(rounded, layout, out, dtype=_QUANTIZED[self.quantized])
+        elif packed or inside.data_ptr() != out.data_ptr():
+            out.numpy().data[:] = source
+
+
+_compressors: dict[CodecFlag, Compressor] = {}
+
+
+def codec_names(text: str | None) -> list[str]:
+    """The names in a parameter ``codec``, whatever is installed here.
+
+    Raises:
+        ConfigurationError: an unknown or impossible combination.
+    """
+    names = text.split("+") if text else []
+    for name in names:
+        if name not in _NAMES:
+            raise ConfigurationError(f"codec={text}: unknown '{name}'; {nearest(name, _NAMES)}")
+    kinds = [_order(name) for name in names]
+    if kinds != sorted(kinds):
+        raise ConfigurationError(
+            f"codec={text}: give one of fp8 and int8, then one of zstd and lz4, then aes-gcm"
+        )
+    if len(set(kinds)) < len(kinds):
+        raise ConfigurationError(f"codec={text}: gives two of a kind; give one of them")
+    return names
+
+
+def _compressor(flag: CodecFlag) -> Compressor:
+    if flag not in _compressors:
+        _compressors[flag] = _LOSSLESS[flag]()
+    return _compressors[flag]
+
+
+def _decompressed(flag: CodecFlag, source: memoryview, nbytes: int) -> bytes:
+    try:
+        compressor = _compressor(flag)
+    except MissingExtra as error:
+        raise OtherCodec(str(error)) from error
+    return compressor.decompress(source, nbytes)
+
+
+def _order(name: str) -> int:
+    flag = _NAMES[name]
+    return 0 if flag in _LOSSY else 1 if flag in _LOSSLESS else 2
+
+
+def _name(flag: CodecFlag) -> str:
+    return next((name for name, one in _NAMES.items() if one == flag), "")
+
+
+def _said(what: CodecFlag | str) -> str:
+    name = what if isinstance(what, str) else _name(what)
+    return f"codec={name}" if name else "no codec"

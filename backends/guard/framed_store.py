@@ -1,0 +1,169 @@
+"""What is between blocks and a store of frames: sealed on their way there, checked on the way back.
+
+Belongs to an event loop, like the store. Nothing here knows of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backends.guard.calls import Call, counted, mapped, together
+from kvconnect.backends.guard.checksums import SealsSaves, checks_frames, hashes_loads, seals_saves
+from kvconnect.backends.guard.frames import Framing
+from kvconnect.backends.guard.pieces import load_pieces, pieces
+from kvconnect.errors import BackendUnavailable, BadFrame, Recompute, RetryLater
+from kvconnect.frame import FrameChecksum
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import Labels, count, warn_once
+
+__all__ = ["FramedStore", "load_counted"]
+
+
+class FramedStore:
+    """The blocks of `inner`, whose values are frames.
+
+    Attributes:
+        framing: makes the frames.
+        labels: of what is counted.
+    """
+
+    def __init__(self, inner: Backend, framing: Framing, name: str) -> None:
+        self.framing = framing
+        self.labels: Labels = ()
+        self._inner = inner
+        self._name = name
+
+    def set_layouts(self, layouts: Sequence[KvCacheLayout]) -> None:
+        """See `Framing.set_layouts`."""
+        self.framing.set_layouts(layouts, variable_length=self._inner.variable_length)
+        self.framing.verified = checks_frames(self._inner)
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor], call: Call) -> int:
+        """Fill `into`; return how many leading ones are filled and sound.
+
+        What is not sound is told of, and dropped if nobody can use it.
+        """
+        framing = self.framing
+        rooms = framing.rooms(into)
+        taken = framing.checksums(rooms) if hashes_loads(self._inner) else ()
+
+        async def fill(part: slice) -> int:
+            filled = await load_counted(
+                self._inner, keys[part], rooms[part], taken[part], self._name
+            )
+            if filled < len(keys[part]):
+                await self._drop_misfit(keys[part][filled], rooms[part][filled].numel())
+            return filled
+
+        async def check(got: slice) -> int:
+            wrong = await framing.open(keys[got], rooms[got], into[got], taken[got])
+            if wrong:
+                await self._report({keys[got][index]: one for index, one in wrong.items()})
+            return min(wrong, default=got.stop - got.start)
+
+        return await load_pieces(into, fill, check, wanted=lambda: not call.abandoned)
+
+    async def save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
+        """Seal and store `blocks`; return how many leading ones are stored."""
+        sealing = seals_saves(self._inner)
+        if sealing is not None and not self.framing.codecs:
+            return await self._save_unsealed(sealing, blocks, call)
+        saved = 0
+        seal = self.framing.seal
+        async with self.framing.lane() as lane:
+            # Nobody waits any more for a call whose turn comes after its deadline.
+            parts = [] if call.abandoned else list(pieces([block.data for block in blocks]))
+            sealed = await seal(blocks[parts[0]] if parts else (), lane, 0)
+            for number, part in enumerate(parts):
+                last = call.abandoned or number + 1 == len(parts)
+                if last:
+                    stored = await self._store(sealed)
+                else:
+                    ahead = blocks[parts[number + 1]]
+                    stored, sealed = await together(
+                        self._store(sealed), seal(ahead, lane, number + 1)
+                    )
+                saved += stored
+                if stored < part.stop - part.start or last:
+                    break
+        return saved
+
+    async def _save_unsealed(
+        self, inner: SealsSaves, blocks: Sequence[StoredBlock], call: Call
+    ) -> int:
+        saved = 0
+        for part in pieces([block.data for block in blocks]):
+            some = blocks[part]
+            answer = await inner.save_sealed(some, self.framing.address(some))
+            stored = counted(answer, len(some), self._name, "save")
+            saved += stored
+            if stored < len(some) or call.abandoned:
+                break
+        return saved
+
+    async def _store(self, blocks: Sequence[StoredBlock]) -> int:
+        return counted(await self._inner.save(blocks), len(blocks), self._name, "save")
+
+    async def _drop_misfit(self, key: BlockKey, nbytes: int) -> None:
+        """Drop a block that is found but cannot be loaded: it is cut short, or too long.
+
+        It would be found for ever, and never saved anew. Most often it is simply absent, or has
+        been saved since it was asked for.
+        """
+        if self.framing.codecs.quantized is not None:
+            return  # it may be as long as others, who do not quantize, need it
+        try:
+            with mapped(self._name, "lookup"):
+                if not counted(await self._inner.lookup([key]), 1, self._name, "lookup"):
+                    return
+            with mapped(self._name, "load"):
+                room = torch.empty(nbytes, dtype=torch.uint8)
+                filled = await load_counted(self._inner, [key], [room], (), self._name)
+        except RetryLater:
+            return  # the blocks before are good
+        if not filled:
+            await self._report({key: BadFrame("of another length")})
+
+    async def _report(self, wrong: Mapping[BlockKey, Recompute]) -> None:
+        """Tell of frames that cannot be used, and drop those that nobody can use."""
+        bad = [key for key, error in wrong.items() if isinstance(error, BadFrame)]
+        for key, error in wrong.items():
+            drops = isinstance(error, BadFrame)
+            kind = "bad_frame" if drops else "other_codec"
+            fate = "bad ({}); it is dropped and computed" if drops else "of no use here ({})"
+            count(f"store.{kind}", self.labels)
+            warn_once(
+                f"{self._name}.{kind}",
+                f"{self._name}: block {key.hex()[:16]} is {fate.format(error)}",
+            )
+        if not bad:
+            return
+        try:
+            with mapped(self._name, "delete"):
+                await self._inner.delete(bad)
+        except BackendUnavailable as failure:
+            # The blocks before are good; these cost another check if they are asked for again.
+            warn_once(f"{self._name}.drop", str(failure))
+
+
+async def load_counted(
+    inner: Backend,
+    keys: Sequence[BlockKey],
+    into: Sequence[Tensor],
+    checksums: Sequence[FrameChecksum],
+    name: str,
+) -> int:
+    """How many leading buffers of `into` the store `inner` fills; it may take `checksums`."""
+    if not keys:
+        return 0
+    hashing = hashes_loads(inner) if checksums else None
+    if hashing is not None:
+        filled = await hashing.load_hashed(keys, into, checksums)
+    else:
+        filled = await inner.load(keys, into)
+    return counted(filled, len(keys), name, "load")

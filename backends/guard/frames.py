@@ -1,0 +1,298 @@
+"""Seals frames on their way to a store and opens them on their way back, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from kvconnect import frame
+from kvconnect.backend import Child, StoredBlock
+from kvconnect.backends.guard.calls import together
+from kvconnect.backends.guard.codecs import Codecs
+from kvconnect.backends.guard.scratch import Lane, Scratch
+from kvconnect.backends.lanes import running_threads
+from kvconnect.errors import (
+    BackendUnavailable,
+    BadFrame,
+    ConfigurationError,
+    OtherCodec,
+    Recompute,
+)
+from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["Framing"]
+
+T = TypeVar("T")
+
+# Hashing less than this takes less time than handing it to a thread; codecs are slower.
+_INLINE_NBYTES = 256 << 10
+_INLINE_CODED_NBYTES = 32 << 10
+_THREADS = 2
+
+
+class _Known(NamedTuple):
+    """A layout, and what would have to be computed for every block."""
+
+    layout: KvCacheLayout
+    fingerprint: bytes
+    block_nbytes: int
+    frame_nbytes: int
+
+    @classmethod
+    def of(cls, layout: KvCacheLayout) -> _Known:
+        nbytes = layout.block_nbytes
+        return cls(layout, layout.fingerprint(), nbytes, frame_nbytes(nbytes))
+
+
+class Framing:
+    """The frames of one store: headers, checksums and codecs. Belongs to one event loop.
+
+    Args:
+        name: of the store, for messages.
+        codecs: what payloads are encoded with.
+        verify: check every frame that is opened.
+
+    Attributes:
+        verified: the store has checked all that it loads; only headers are looked at here.
+    """
+
+    def __init__(self, name: str, codecs: Codecs, *, verify: bool) -> None:
+        self.name = name
+        self.codecs = codecs
+        self.verified = False
+        self._verify = verify
+        self._known: tuple[_Known, ...] = ()
+        self._by_fingerprint: dict[bytes, _Known] = {}
+        self._cut: dict[int, int] = {}
+        self._scratch = Scratch()
+        self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def set_layouts(self, layouts: Sequence[KvCacheLayout], *, variable_length: bool) -> None:
+        """From now on frames of `layouts` are opened and sealed; without any, all can be opened.
+
+        Raises:
+            ConfigurationError: the codec cannot encode one of them.
+        """
+        cut: dict[int, int] = {}
+        for layout in layouts:
+            whole = frame_nbytes(layout.block_nbytes)
+            encoded = frame_nbytes(self.codecs.most_nbytes(layout))
+            if cut.setdefault(whole, encoded) != encoded and not variable_length:
+                raise ConfigurationError(
+                    f"codec={self.codecs}: {self.name} loads values of known length only, and "
+                    "pools whose blocks are equally long differ in length once encoded"
+                )
+            cut[whole] = max(cut[whole], encoded)
+        self._known = tuple(map(_Known.of, layouts))
+        self._by_fingerprint = {one.fingerprint: one for one in self._known}
+        self._cut = cut
+
+    def close(self) -> None:
+        """End the threads once they have nothing to do."""
+        self._closed = True
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+        self._scratch.clear()
+
+    # ------------------------------------------------------------------ to the store
+
+    @asynccontextmanager
+    async def lane(self) -> AsyncIterator[Lane | None]:
+        """Memory for the frames of one save, if they are encoded; waits for its turn."""
+        if not self.codecs:
+            yield None
+            return
+        async with self._scratch.lane() as lane:
+            yield lane
+
+    async def seal(
+        self, blocks: Sequence[StoredBlock], lane: Lane | None, number: int
+    ) -> list[StoredBlock]:
+        """`blocks` as the store gets them: sealed in place, or encoded in memory of `lane`.
+
+        Args:
+            blocks: with the frame of a payload as `data`.
+            lane: for what is encoded; ``None`` if nothing is.
+            number: of the piece; the memory of the piece before the last one is used again.
+        """
+        nbytes = sum(block.data.numel() for block in blocks)
+        if lane is None:
+            return await self._on_thread(lambda: [self._seal(one, None) for one in blocks], nbytes)
+        memory = lane.room(number, nbytes)
+        rooms = list(_split(memory, [block.data.numel() for block in blocks]))
+
+        def sealed(part: slice) -> Callable[[], list[StoredBlock]]:
+            pairs = zip(blocks[part], rooms[part], strict=True)
+            return lambda: [self._seal(block, room) for block, room in pairs]
+
+        return await self._halves(sealed, len(blocks), nbytes)
+
+    def address(self, blocks: Sequence[StoredBlock]) -> list[FrameChecksum]:
+        """All of `blocks` written in place but for the checksums, which the store is to take."""
+        return [frame.address(block.data, _header(block, self._of(block))) for block in blocks]
+
+    def _seal(self, block: StoredBlock, scratch: Tensor | None) -> StoredBlock:
+        known = self._of(block)
+        header = _header(block, known)
+        coded = None
+        if scratch is not None:
+            payload = frame.payload(block.data, known.block_nbytes)
+            coded = self.codecs.encode(payload, header, known.layout, scratch)
+        if coded is None:
+            frame.seal(block.data, header)
+            return block
+        cipher = self.codecs.cipher
+        if cipher is None or block.tokens is None:
+            return replace(block, data=coded)
+        secret = cipher.encrypt_tokens(block.tokens, block.key, block.parent)
+        return replace(block, data=coded, tokens=secret)
+
+    def _of(self, block: StoredBlock) -> _Known:
+        if not 0 <= block.group < len(self._known):
+            raise ConfigurationError(
+                f"group={block.group}: {self.name} was opened with {len(self._known)} layouts"
+            )
+        known = self._known[block.group]
+        if block.data.numel() != known.frame_nbytes:
+            raise ConfigurationError(
+                f"frame: {block.data.numel()} bytes, {known.frame_nbytes} are needed"
+            )
+        return known
+
+    # ------------------------------------------------------------------ from the store
+
+    def rooms(self, into: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As much of each of `into` as an encoded frame takes at most."""
+        if self.codecs.quantized is None:
+            return into
+        return [buffer[: self._cut.get(buffer.numel(), buffer.numel())] for buffer in into]
+
+    def checksums(self, frames: Sequence[Tensor]) -> list[FrameChecksum]:
+        """For a store that takes those of `frames` as it fills them; none if they do not count."""
+        return [FrameChecksum(data) for data in frames] if self._verify else []
+
+    async def open(
+        self,
+        keys: Sequence[BlockKey],
+        frames: Sequence[Tensor],
+        into: Sequence[Tensor],
+        taken: Sequence[FrameChecksum] = (),
+    ) -> dict[int, Recompute]:
+        """Check `frames`, which lie at the beginning of `into`, and decode what is encoded.
+
+        All of them, though the first bad one ends the run: each is dropped, so that what is saved
+        next takes its place.
+
+        Args:
+            keys: of the blocks.
+            frames: as the store filled them.
+            into: where the payloads go.
+            taken: the checksums, if the store took them meanwhile.
+
+        Returns:
+            What is wrong, by index.
+        """
+        checksums: Sequence[FrameChecksum | None] = taken or [None] * len(keys)
+
+        def opened(part: slice) -> Callable[[], list[Recompute | None]]:
+            four = zip(keys[part], frames[part], into[part], checksums[part], strict=True)
+            return lambda: [self._fault(*one) for one in four]
+
+        nbytes = sum(map(self._work_nbytes, frames, checksums))
+        faults = await self._halves(opened, len(keys), nbytes)
+        return {index: fault for index, fault in enumerate(faults) if fault is not None}
+
+    def _fault(
+        self, key: BlockKey, data: Tensor, into: Tensor, taken: FrameChecksum | None
+    ) -> Recompute | None:
+        try:
+            self._open(key, data, into, taken)
+        except (BadFrame, OtherCodec) as error:
+            return error
+        return None
+
+    def _open(self, key: BlockKey, data: Tensor, into: Tensor, taken: FrameChecksum | None) -> None:
+        if not self._verify and not self.codecs and not frame.is_encoded(data):
+            return
+        sealed = frame.whole(data) if taken is None or taken.encoded else data
+        layouts = self._by_fingerprint or None
+        if self.verified:
+            header = frame.check_header(sealed, key, layouts)
+        else:
+            header = frame.check(sealed, key, layouts, taken)
+        flags = self.codecs.check_flags(header)
+        known = self._by_fingerprint.get(header.fingerprint)
+        if known is None:
+            if flags:
+                raise OtherCodec("encoded, and its layout is not known here")
+            return
+        if known.frame_nbytes != into.numel():
+            raise BadFrame(f"of a layout of {known.block_nbytes} bytes, not of {into.numel()}")
+        if flags:
+            payload = frame.payload(into, known.block_nbytes)
+            self.codecs.decode(sealed, header, payload, known.layout)
+        elif header.payload_nbytes != known.block_nbytes:
+            raise BadFrame(f"{header.payload_nbytes} bytes, the layout has {known.block_nbytes}")
+
+    def children(self, parent: BlockKey | None, found: Sequence[Child]) -> Sequence[Child]:
+        """`found`, what the store lists after `parent`, with readable tokens."""
+        cipher = self.codecs.cipher
+        if cipher is None:
+            return found
+        tokens = [cipher.decrypt_tokens(child.tokens, child.key, parent) for child in found]
+        return [
+            Child(child.key, plain)
+            for child, plain in zip(found, tokens, strict=True)
+            if plain is not None
+        ]
+
+    # ------------------------------------------------------------------ threads
+
+    async def _halves(
+        self, work: Callable[[slice], Callable[[], list[T]]], count: int, nbytes: int
+    ) -> list[T]:
+        """``work(slice)()`` over `count` items; codecs are slow enough to share between threads."""
+        if not self.codecs or count < _THREADS:
+            return await self._on_thread(work(slice(0, count)), nbytes)
+        middle = count // 2
+        first, second = await together(
+            self._on_thread(work(slice(0, middle)), nbytes),
+            self._on_thread(work(slice(middle, count)), nbytes),
+        )
+        return first + second
+
+    def _work_nbytes(self, data: Tensor, taken: FrameChecksum | None) -> int:
+        """What has to be read of a frame to open it."""
+        if self.codecs or not (self.verified or taken):
+            return data.numel()
+        return taken.left_nbytes if taken else 0
+
+    async def _on_thread(self, work: Callable[[], T], nbytes: int) -> T:
+        if nbytes <= (_INLINE_CODED_NBYTES if self.codecs else _INLINE_NBYTES):
+            return work()
+        if self._closed:
+            raise BackendUnavailable(f"{self.name}: is closed")
+        if self._threads is None:  # many stores never need them
+            self._threads = running_threads(_THREADS, "kvconnect-frames")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _header(block: StoredBlock, known: _Known) -> FrameHeader:
+    tokens = known.layout.tokens_per_block if block.tokens is None else len(block.tokens)
+    return FrameHeader(tokens, known.block_nbytes, known.fingerprint, block.key)
+
+
+def _split(memory: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    start = 0
+    for size in sizes:
+        yield memory[start : start + size]
+        start += size

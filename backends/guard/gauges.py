@@ -1,0 +1,91 @@
+"""Sizes of a store and its calls, for whoever watches the process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import CancelledError, Future
+
+from kvconnect.backends.guard.breaker import BreakerState
+from kvconnect.backends.guard.calls import Calls, mapped
+from kvconnect.errors import RetryLater
+from kvconnect.trace import Labels, metrics
+
+__all__ = ["GuardGauges"]
+
+# What somebody who watches waits for the store's own numbers; then he gets the last ones.
+_PATIENCE_S = 0.5
+_OF_THE_STORE = ("blocks", "bytes", "capacity")
+
+
+class GuardGauges:
+    """Registers gauges of one guarded store while it is open.
+
+    ``store.breaker_state``, ``store.running``, ``store.abandoned``, and as far as the store tells
+    them ``store.blocks``, ``store.bytes`` and ``store.capacity``.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        stats: Callable[[], Awaitable[Mapping[str, float]]],
+    ) -> None:
+        self._calls = calls
+        self._stats = stats
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._remove: Callable[[], None] = _nothing
+        self._last: Mapping[str, float] = {}
+        self._asking: Future[dict[str, float]] | None = None
+
+    def show(self, loop: asyncio.AbstractEventLoop, labels: Labels) -> None:
+        """Register under `labels`; the store's own numbers are asked for on `loop`."""
+        self._loop = loop
+        self._remove()
+        self._remove = metrics.add_gauges(self.read, labels)
+
+    def hide(self) -> None:
+        """The opposite; the second time does nothing."""
+        self._remove()
+        self._remove = _nothing
+        self._loop = None
+
+    def read(self) -> dict[str, float]:
+        """All of them. Blocks for half a second at most, but never on the store's own loop."""
+        found = {f"store.{name}": value for name, value in self._calls.numbers().items()}
+        if self._calls.state is BreakerState.CLOSED:
+            self._refresh()
+        return found | {f"store.{name}": value for name, value in self._last.items()}
+
+    def _refresh(self) -> None:
+        loop = self._loop
+        if loop is None or loop.is_closed() or _runs_here(loop):
+            return
+        # One question at a time: a store that hangs has one thread to lose by it, not one a scrape.
+        if self._asking is None:
+            self._asking = asyncio.run_coroutine_threadsafe(self._ask(), loop)
+        try:
+            self._last = self._asking.result(_PATIENCE_S)
+        except TimeoutError:
+            return
+        except CancelledError:
+            pass  # the loop ended
+        self._asking = None
+
+    async def _ask(self) -> dict[str, float]:
+        try:
+            with mapped("store", "stats"):
+                numbers = await self._stats()
+        except RetryLater:
+            return {}
+        return {name: numbers[name] for name in _OF_THE_STORE if name in numbers}
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+def _nothing() -> None:
+    """Not shown."""

@@ -1,0 +1,59 @@
+"""Blocks loaded piece by piece: one is checked while the next is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from kvconnect.backends.guard.calls import together
+
+__all__ = ["PIECE_NBYTES", "load_pieces", "pieces"]
+
+# Large enough that a piece's fixed cost (a thread hop, a query) does not show, small enough that
+# the last check, which nothing overlaps, is short.
+PIECE_NBYTES = 16 << 20
+
+
+def pieces(buffers: Sequence[Tensor]) -> Iterator[slice]:
+    """Slices over `buffers` of about `PIECE_NBYTES` each."""
+    start = nbytes = 0
+    for index, buffer in enumerate(buffers):
+        nbytes += buffer.numel()
+        if nbytes >= PIECE_NBYTES or index + 1 == len(buffers):
+            yield slice(start, index + 1)
+            start, nbytes = index + 1, 0
+
+
+async def load_pieces(
+    into: Sequence[Tensor],
+    fill: Callable[[slice], Awaitable[int]],
+    check: Callable[[slice], Awaitable[int]],
+    *,
+    wanted: Callable[[], bool] = lambda: True,
+) -> int:
+    """How many leading buffers of `into` are filled and sound.
+
+    Args:
+        into: the buffers.
+        fill: fills those of a slice; says how many leading ones are.
+        check: says how many leading ones of a slice are sound; may be called beside `fill`.
+        wanted: no piece is begun once nobody wants it any more.
+
+    Raises:
+        Exception: what `fill` or `check` raises; neither of them is running any more.
+    """
+    parts = list(pieces(into))
+    if not parts:
+        return 0
+    sound, filled = 0, await fill(parts[0])
+    for part, ahead in zip(parts, [*parts[1:], None], strict=True):
+        size = part.stop - part.start
+        got = slice(part.start, part.start + filled)
+        if ahead is None or filled < size or not wanted():
+            return sound + await check(got)
+        good, filled = await together(check(got), fill(ahead))
+        sound += good
+        if good < size:
+            break
+    return sound

@@ -1,0 +1,331 @@
+"""What the framework puts around every backend: deadline, breaker, frames, mapped errors, trace."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.guard.breaker import BreakerState
+from kvconnect.backends.guard.calls import Call, Calls, counted, mapped, unopened
+from kvconnect.backends.guard.codecs import Codecs
+from kvconnect.backends.guard.framed_store import FramedStore, load_counted
+from kvconnect.backends.guard.frames import Framing
+from kvconnect.backends.guard.gauges import GuardGauges
+from kvconnect.backends.guard.labels import store_labels
+from kvconnect.backends.guard.wrapper import BackendWrapper
+from kvconnect.errors import BackendUnavailable, ConfigurationError, RetryLater
+from kvconnect.frame import FrameChecksum
+from kvconnect.keys import KEY_NBYTES, BlockKey
+from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import Labels, Span, trace
+
+__all__ = ["GuardedBackend"]
+
+logger = logging.getLogger("kvconnect")
+
+
+class GuardedBackend(BackendWrapper):
+    """`inner`, safe to call: every call ends in time, and what `load` returns is what was saved.
+
+    Runs on one event loop. Blocks that callers pass have frame buffers of
+    ``frame_nbytes(layout.block_nbytes)`` bytes: `save` writes header and padding around the payload
+    in place, `load` checks them. With `codecs` what is stored is encoded, on threads and in memory
+    of its own: the payload stays as it is.
+
+    After `failures_to_open` failures in a row calls fail at once, until the store answers a lookup
+    that is made in the background for this.
+
+    With `raw` values pass as they are, neither sealed nor checked: for tools that move or examine
+    what is stored. Time and errors are guarded all the same.
+
+    Attributes:
+        inner: the backend itself.
+        name: for messages.
+        place: where the store is, as far as that is known; a label of what is counted.
+        codecs: what payloads are encoded with.
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        *,
+        deadline_s: float = 30.0,
+        verify_frames: bool = True,
+        raw: bool = False,
+        codecs: Codecs | None = None,
+        failures_to_open: int = 5,
+        place: str = "",
+    ) -> None:
+        if deadline_s <= 0:
+            raise ConfigurationError(f"deadline_s={deadline_s}: must be longer than nothing")
+        if failures_to_open < 1:
+            raise ConfigurationError(f"failures_to_open={failures_to_open}: must be at least 1")
+        self.inner = inner
+        self.name = type(inner).__name__
+        self.place = place
+        self._labels: Labels = ()
+        self._give_back_labels: Callable[[], object] | None = None
+        self._calls = Calls(
+            self.name,
+            deadline_s,
+            probe=self._probe,
+            failures=failures_to_open,
+        )
+        self.codecs = codecs or Codecs()
+        self._check_codecs(raw=raw, verify_frames=verify_frames)
+        self._framed: FramedStore | None = None
+        if not inner.device_buffers and not raw:
+            framing = Framing(self.name, self.codecs, verify=verify_frames)
+            self._framed = FramedStore(inner, framing, self.name)
+            if not verify_frames:
+                logger.warning(
+                    "%s: loaded blocks are not checked (verify_frames is off)", self.name
+                )
+        self._layouts: tuple[KvCacheLayout, ...] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._gauges = GuardGauges(self._calls, inner.stats)
+
+    def _check_codecs(self, *, raw: bool, verify_frames: bool) -> None:
+        if not self.codecs:
+            return
+        reason = ""
+        if raw:
+            reason = "raw access moves frames as they are, encoded or not; leave it out"
+        elif self.inner.device_buffers:
+            reason = f"{self.name} takes blocks of the device as they are; leave it out"
+        elif self.codecs.compression and not self.inner.variable_length:
+            reason = (
+                f"{self.name} loads values of known length only (variable_length is False); "
+                "leave zstd or lz4 out"
+            )
+        elif not verify_frames:
+            reason = "frames must be checked before they are decoded; leave verify_frames on"
+        if reason:
+            raise ConfigurationError(f"codec={self.codecs}: {reason}")
+
+    @property
+    def available(self) -> bool:
+        """Whether calls reach the store: its breaker is closed. May be asked on any thread."""
+        return self._calls.state is BreakerState.CLOSED
+
+    def end_within(self, deadline_s: float) -> None:
+        """Give calls from here on no more than `deadline_s`."""
+        self._calls.deadline_s = min(self._calls.deadline_s, deadline_s)
+
+    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+        """Open `inner`. If this raises, `close` may still be called, or `open` once more.
+
+        Without `layouts`, frames of any layout are loaded, and none can be saved but `raw`.
+        """
+        if self._calls.closed:
+            raise BackendUnavailable(f"{self.name}: is closed")
+        self._take_labels()
+        if self._framed is not None:
+            self._framed.set_layouts(layouts)
+        with self._trace("open"):
+            await self._calls.run_always("open", lambda _: self.inner.open(layouts))
+        self._layouts = tuple(layouts)
+        self._gauges.show(asyncio.get_running_loop(), self._labels)
+
+    async def abort(self) -> None:
+        """Take back `open`, within the deadline; it may be called again. Never raises."""
+        self._gauges.hide()
+        with suppress(ConfigurationError, RetryLater):
+            await self._calls.run_always("close", lambda _: self.inner.close())
+
+    async def close(self) -> None:
+        """Wait for calls in flight up to the deadline, then close `inner`, within another one.
+
+        Never raises for a store that is gone; the second time waits for the first, if that goes on.
+        If this is cancelled, it does: a store that is half closed would keep what it has.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name="kvconnect-close")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._gauges.hide()
+        await self._calls.drain()
+        try:
+            with self._trace("close"):
+                await self._calls.run_always("close", lambda _: self.inner.close())
+        except (ConfigurationError, RetryLater) as error:
+            logger.warning("%s", error)
+        if self._framed is not None:
+            self._framed.framing.close()
+        if self._give_back_labels is not None:
+            self._give_back_labels()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading `keys` are present, within the deadline. Changes nothing but recency."""
+        self._opened()
+        with self._trace("lookup", blocks=len(keys)) as span:
+            found = await self._calls.run("lookup", lambda _: self._lookup(keys))
+            span.set(found=found, misses=int(found < len(keys)))
+        return found
+
+    async def probe(self, within_s: float) -> None:
+        """Look up a key that nobody has. That it takes longer than `within_s` counts as a failure.
+
+        The deadline of all calls holds, too.
+
+        Raises:
+            BackendTimeout, BackendUnavailable: the store does not work, or is left alone.
+        """
+        self._opened()
+        await self._calls.run(
+            "lookup", lambda _: self._probe(), deadline_s=min(within_s, self._calls.deadline_s)
+        )
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        """Fill `into` with the frames of `keys`; return how many leading ones are filled and sound.
+
+        A damaged or foreign frame ends the run, is deleted from the store and counted
+        (``store.bad_frame``). One that was encoded with other codecs or another key ends it, too,
+        and stays (``store.other_codec``). Payloads are decoded; headers stay as they were stored.
+        Hashing and decoding happen on threads of their own.
+
+        Raises:
+            BackendTimeout: `into` belongs to the call until `pending` is done.
+            BackendUnavailable: all of `into` is undefined; nothing touches it any more.
+        """
+        return await self.load_hashed(keys, into, ())
+
+    async def load_hashed(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """As `load`; with `raw`, for who checks frames himself: the store may take `checksums`."""
+        self._opened()
+        with self._trace("load", blocks=len(keys)) as span:
+            loaded = await self._calls.run(
+                "load", lambda call: self._load(keys, into, checksums, call), holds_buffers=True
+            )
+            span.set(loaded=loaded, bytes=sum(buffer.numel() for buffer in into[:loaded]))
+        return loaded
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """Seal the frames in ``block.data``, in place, and store them; return how many are stored.
+
+        With codecs the stored frames are made elsewhere, and ``block.data`` may be sealed or not;
+        likewise that of blocks which were there already, or are not stored.
+
+        Raises:
+            BackendTimeout: the buffers belong to the call until `pending` is done.
+            BackendUnavailable: each block is stored wholly or not at all.
+        """
+        self._opened()
+        with self._trace("save", blocks=len(blocks)) as span:
+            saved = await self._calls.run(
+                "save", lambda call: self._save(blocks, call), holds_buffers=True
+            )
+            span.set(saved=saved, bytes=sum(block.data.numel() for block in blocks[:saved]))
+        return saved
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget `keys`, within the deadline."""
+        self._opened()
+        with self._trace("delete", blocks=len(keys)):
+            await self._calls.run("delete", lambda _: self.inner.delete(keys))
+
+    async def children(self, key: BlockKey | None) -> Sequence[Child]:
+        """The stored blocks whose parent is `key`, within the deadline."""
+        self._opened()
+        with self._trace("children"):
+            found = await self._calls.run("children", lambda _: self.inner.children(key))
+        return found if self._framed is None else self._framed.framing.children(key, found)
+
+    async def scan(self) -> AsyncIterator[StoredEntry]:
+        """Everything that is stored; each step within the deadline."""
+        self._opened()
+        entries = aiter(self.inner.scan())
+
+        async def following(_: Call) -> StoredEntry | None:
+            return await anext(entries, None)
+
+        while (entry := await self._calls.run("scan", following)) is not None:
+            yield self._readable(entry)
+
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """What `scan` would list of each of `keys`, within the deadline."""
+        self._opened()
+        found = await self._calls.run("describe", lambda _: self.inner.describe(keys))
+        if len(found) == len(keys):
+            return found
+        raise BackendUnavailable(f"{self.name}: describe of {len(keys)} blocks answered {found!r}")
+
+    async def stats(self) -> Mapping[str, float]:
+        """Numbers about the store, and about the calls to it.
+
+        ``breaker_state`` is 0 (closed: calls are made), 1 (half-open) or 2 (open); unless it is 0
+        the store itself is not asked. ``running`` are calls that have not ended, ``abandoned``
+        those of them that are past their deadline.
+        """
+        self._opened()
+        numbers: Mapping[str, float] = {}
+        if self.available:
+            numbers = await self._calls.run("stats", lambda _: self.inner.stats())
+        return {**numbers, **self._calls.numbers()}
+
+    def register(self, region: Tensor) -> None:
+        """Tell `inner` of memory that buffers will come from."""
+        with mapped(self.name, "register"):
+            self.inner.register(region)
+
+    async def pin(self, keys: Sequence[BlockKey], ttl: float) -> int:
+        """Keep `keys` from eviction for `ttl` seconds, within the deadline."""
+        self._opened()
+        answer = await self._calls.run("pin", lambda _: self.inner.pin(keys, ttl))
+        return counted(answer, len(keys), self.name, "pin")
+
+    def _opened(self) -> tuple[KvCacheLayout, ...]:
+        if self._layouts is None:
+            raise unopened(self.name)
+        return self._layouts
+
+    def _take_labels(self) -> None:
+        # Only what is opened counts anything, and may keep others from the same labels.
+        if self._give_back_labels is None:
+            self._labels = self._calls.labels = store_labels.take(self.name, self.place)
+            if self._framed is not None:
+                self._framed.labels = self._labels
+            self._give_back_labels = weakref.finalize(self, store_labels.give_back, self._labels)
+
+    def _trace(self, operation: str, **values: float) -> Span:
+        return trace(f"store.{operation}", self._labels, **values)
+
+    async def _probe(self) -> None:
+        await self._lookup([BlockKey(os.urandom(KEY_NBYTES))])
+
+    async def _lookup(self, keys: Sequence[BlockKey]) -> int:
+        return counted(await self.inner.lookup(keys), len(keys), self.name, "lookup")
+
+    async def _load(
+        self,
+        keys: Sequence[BlockKey],
+        into: Sequence[Tensor],
+        checksums: Sequence[FrameChecksum],
+        call: Call,
+    ) -> int:
+        if self._framed is None:
+            return await load_counted(self.inner, keys, into, checksums, self.name)
+        return await self._framed.load(keys, into, call)
+
+    async def _save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
+        if self._framed is None:
+            return counted(await self.inner.save(blocks), len(blocks), self.name, "save")
+        return await self._framed.save(blocks, call)
+
+    def _readable(self, entry: StoredEntry) -> StoredEntry:
+        if self._framed is None or entry.tokens is None or self.codecs.cipher is None:
+            return entry
+        child = Child(entry.key, entry.tokens)
+        found = self._framed.framing.children(entry.parent, [child])
+        return replace(entry, tokens=found[0].tokens if found else None)

@@ -1,0 +1,182 @@
+"""Copies between the memory store's region and its callers' buffers, beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvconnect.backends.lanes import running_threads
+from kvconnect.backends.memory.fused_copy import Bytes, FusedCopy, ValueCopy, fused_copy
+from kvconnect.frame import HEADER_NBYTES, FrameChecksum
+
+__all__ = ["Copy", "MemoryCopier"]
+
+# Copying less than this takes less time than handing it to a thread.
+_INLINE_NBYTES = 1 << 20
+# Hashed while the processor's cache has it; less costs the interpreter's lock too often.
+_PIECE_NBYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """One value on its way.
+
+    Attributes:
+        parts: pairs of source and target, equally long, one after the other in the value.
+        checksum: is told what is copied.
+        seals: `checksum` seals the source, once it is read.
+    """
+
+    parts: Sequence[tuple[Bytes, Bytes]]
+    checksum: FrameChecksum | None = None
+    seals: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the value."""
+        return sum(source.nbytes for source, _ in self.parts)
+
+    def run(self) -> None:
+        """Do it, on this thread; large pieces without the interpreter's lock."""
+        if self.checksum is None:
+            for source, target in self.parts:
+                _copy(source, target)
+            return
+        done = 0
+        for source, target in self.parts:
+            for at in range(0, source.nbytes, _PIECE_NBYTES):
+                piece = slice(at, at + _PIECE_NBYTES)
+                _copy(source[piece], target[piece])
+                self.checksum.passed(done, done + source[piece].nbytes)
+                done += source[piece].nbytes
+        self._seal()
+
+    @property
+    def fusable(self) -> ValueCopy | None:
+        """It for `FusedCopy`; ``None`` if it has gaps, or is shorter than its header says."""
+        gaps = not all(one.flags.c_contiguous for part in self.parts for one in part)
+        if gaps or not self.parts:
+            return None
+        if self.checksum is None:
+            return ValueCopy(self.parts, 0)
+        end = self.checksum.end_of(self.parts[0][0].data)
+        return None if end is None or end > self.nbytes else ValueCopy(self.parts, end)
+
+    def ran(self, end: int, digest: bytes) -> None:
+        """`FusedCopy` has done what `fusable` says."""
+        if self.checksum is not None:
+            self.checksum.hashed(end, digest)
+            self._seal()
+
+    def _seal(self) -> None:
+        if self.seals and self.checksum is not None:
+            self.checksum.seal()
+            source, target = self.parts[0]
+            _copy(source[:HEADER_NBYTES], target[:HEADER_NBYTES])
+
+    def cut(self, nbytes: int) -> tuple[Copy, Copy]:
+        """The first `nbytes` of it and the rest; without checksum only."""
+        first: list[tuple[Bytes, Bytes]] = []
+        left = nbytes
+        for number, (source, target) in enumerate(self.parts):
+            if source.nbytes > left:
+                rest = [(source[left:], target[left:]), *self.parts[number + 1 :]]
+                return Copy([*first, (source[:left], target[:left])]), Copy(rest)
+            first.append((source, target))
+            left -= source.nbytes
+        return Copy(first), Copy([])
+
+
+class MemoryCopier:
+    """Two threads that copy, in the order of the calls.
+
+    Each call is halved: one thread alone does not get all that memory gives. What is in the queue
+    keeps both busy while a call's end reaches the event loop, and the next call comes from there.
+    """
+
+    def __init__(self) -> None:
+        self._threads = running_threads(2, "kvconnect-memory")
+
+    async def copy(self, copies: Sequence[Copy]) -> None:
+        """Do all of `copies`. If this is cancelled, they go on."""
+        nbytes = sum(one.nbytes for one in copies)
+        if nbytes <= _INLINE_NBYTES:
+            _run(copies, None)
+            return
+        ended = _Ended(asyncio.get_running_loop(), 2)
+        fused = fused_copy()
+        for half in _halves(copies, nbytes // 2):
+            self._threads.submit(_run, half, fused).add_done_callback(ended)
+        await ended.future
+
+    def close(self) -> None:
+        """End the threads once nothing is left to copy, which is soon."""
+        self._threads.shutdown()
+
+
+class _Ended:
+    """Tells the event loop once that all of `left` pieces have ended; that is what costs time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
+        self.future: asyncio.Future[None] = loop.create_future()
+        self._loop = loop
+        self._left = left
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, piece: Future[Any]) -> None:
+        with self._lock:
+            self._left -= 1
+            self._error = piece.exception() or self._error
+            if self._left:
+                return
+        self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        if self.future.done():
+            return  # cancelled
+        if self._error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(self._error)
+
+
+def _halves(copies: Sequence[Copy], left: int) -> tuple[Sequence[Copy], Sequence[Copy]]:
+    """`copies` in two, the first of them of about `left` bytes; a checksum is not divided."""
+    for number, one in enumerate(copies):
+        if one.nbytes <= left:
+            left -= one.nbytes
+        elif one.checksum is None:
+            first, rest = one.cut(left)
+            return [*copies[:number], first], [rest, *copies[number + 1 :]]
+        else:
+            middle = number + (one.nbytes <= 2 * left)
+            return copies[:middle], copies[middle:]
+    return copies, []
+
+
+def _run(copies: Sequence[Copy], fused: FusedCopy | None) -> None:
+    for one in copies if fused is None else _fuse(copies, fused):
+        one.run()
+
+
+def _fuse(copies: Sequence[Copy], fused: FusedCopy) -> list[Copy]:
+    """Do those of `copies` that can be done with `fused`; the others."""
+    values = [(one, one.fusable) for one in copies]
+    fusable = [(one, value) for one, value in values if value is not None]
+    digests = fused.run([value for _, value in fusable])
+    for (one, value), digest in zip(fusable, digests, strict=True):
+        one.ran(value.end, digest)
+    return [one for one, value in values if value is None]
+
+
+def _copy(source: Bytes, target: Bytes) -> None:
+    # memcpy on this thread, without the interpreter's lock. torch would share the copy with threads
+    # of its own: slower than memcpy on one, and far slower where the cores are busy.
+    np.copyto(target, source)

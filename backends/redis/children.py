@@ -1,0 +1,69 @@
+"""Which blocks follow a block: an index beside them, for partial blocks at a prompt's end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvconnect.backend import MAX_CHILDREN, Child, StoredBlock
+from kvconnect.backends.redis.find import RedisBlocks
+from kvconnect.backends.redis.format import Head, child_from, member_of
+from kvconnect.backends.redis.router import RedisRouter
+from kvconnect.backends.redis.transfer import Ask, command, sound
+from kvconnect.errors import BackendUnavailable
+from kvconnect.keys import BlockKey
+from kvconnect.trace import warn_once
+
+__all__ = ["ChildIndex"]
+
+_TTL_S = 30 * 86400.0
+_SLACK_S = 60.0
+
+
+class ChildIndex:
+    """One sorted set per parent: the newest `MAX_CHILDREN` blocks, by the time they were saved.
+
+    It may name blocks that are gone, which `children` finds out, and lack some that are there: an
+    index that was evicted comes back as blocks are saved again.
+    """
+
+    def __init__(self, router: RedisRouter, blocks: RedisBlocks, ttl_s: float | None) -> None:
+        self._router = router
+        self._blocks = blocks
+        self._ttl_ms = round(1e3 * (_TTL_S if ttl_s is None else ttl_s + _SLACK_S))
+
+    async def add(self, blocks: Sequence[StoredBlock]) -> None:
+        """List those of `blocks` whose tokens are known. A server that fails is warned of once."""
+        asks = []
+        for block in blocks:
+            if block.tokens is None:
+                continue
+            name = self._blocks.names.children(block.parent)
+            score = repr(time.time())
+            asks += [
+                Ask(name, command(b"ZADD", name, score, member_of(block))),
+                Ask(name, command(b"ZREMRANGEBYRANK", name, 0, -MAX_CHILDREN - 1)),
+                Ask(name, command(b"PEXPIRE", name, self._ttl_ms)),
+            ]
+        try:
+            for reply in await self._router.ask(asks):
+                sound(reply)
+        except BackendUnavailable as error:
+            # The blocks are found by their keys nevertheless.
+            warn_once("redis.children", f"blocks are stored without the index of tails: {error}")
+
+    async def children(self, parent: BlockKey | None) -> list[Child]:
+        """The listed blocks that are there, newest first."""
+        name = self._blocks.names.children(parent)
+        found = Ask(name, command(b"ZREVRANGE", name, 0, MAX_CHILDREN - 1))
+        (members,) = await self._router.ask([found])
+        members = sound(members)
+        if not isinstance(members, list):
+            raise BackendUnavailable(f"Redis: {members!r} where a list was due")
+        listed = [(member, child) for member in members if (child := child_from(member))]
+        states = await self._blocks.states([child.key for _, child in listed])
+        pairs = list(zip(listed, states, strict=True))
+        gone = [member for (member, _), state in pairs if not isinstance(state, Head)]
+        if gone:
+            await self._router.ask([Ask(name, command(b"ZREM", name, *gone))])
+        return [child for (_, child), state in pairs if isinstance(state, Head)]

@@ -1,0 +1,223 @@
+"""Work on many keys: sent to the servers that hold them, in parallel, and after them when moved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from kvconnect.backends.redis.client import explained
+from kvconnect.backends.redis.format import Head
+from kvconnect.backends.redis.load import fetch
+from kvconnect.backends.redis.node import Lane, RedisNode
+from kvconnect.backends.redis.put import put
+from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
+from kvconnect.backends.redis.topology import topology_of
+from kvconnect.backends.redis.transfer import (
+    Ask,
+    Outcome,
+    Put,
+    Redirect,
+    Refused,
+    Want,
+    ask,
+    look,
+)
+from kvconnect.backends.redis.wire import Reply, Wire
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+
+__all__ = ["RedisRouter"]
+
+# Values of less than this are not worth a second connection: a server has one thread for all.
+_STRIPE_NBYTES = 32 << 20
+_MAX_REDIRECTS = 5
+# Each gets threads of its own. Where more have changed the next call knows, since it asks first.
+_MAX_REDIRECTED_TO = 32
+
+
+Item: TypeAlias = Ask | Want | Put
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where to try; `asking`: only this once, the key is on its way there."""
+
+    address: Address
+    asking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    target: _Target
+    numbers: list[int]
+
+
+class RedisRouter:
+    """The servers of one store. Belongs to the event loop."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self._settings = settings
+        self._topology = topology_of(settings)
+        self._nodes: dict[Address, RedisNode] = {}
+        self._closed = self._was_open = False
+
+    @property
+    def servers(self) -> tuple[Address, ...]:
+        """All servers that hold keys."""
+        return self._topology.servers
+
+    def spread(self, names: Sequence[bytes]) -> bool:
+        """Whether `names` may be held by more than one server, if only while slots move."""
+        return self._settings.mode is Mode.CLUSTER and len(names) > 1
+
+    async def open(self) -> None:
+        """Find the servers.
+
+        Raises:
+            ConfigurationError: they were reached, and the settings are wrong for them.
+            BackendUnavailable: they were not reached.
+        """
+        await self._topology.open()
+
+    def opened(self) -> None:
+        """From now on no error is blamed on the settings: they were right once."""
+        self._was_open = True
+
+    async def refresh(self) -> None:
+        """Find out who holds what, if that is in doubt; let go of servers that hold nothing."""
+        await self._topology.refresh()
+        for address in set(self._nodes) - set(self.servers):
+            if self._nodes[address].idle:
+                await self._nodes.pop(address).close()
+
+    async def ask(self, asks: Sequence[Ask]) -> list[Reply]:
+        """The answers to small commands, in order; errors among them are answers."""
+        return await self._run(ask, asks, Lane.ASK)
+
+    async def look(self, asks: Sequence[Ask]) -> list[Reply]:
+        """As `ask`, and no use of the keys, with servers that can tell the difference."""
+        return await self._run(look, asks, Lane.ASK)
+
+    async def fetch(self, wants: Sequence[Want]) -> list[Head | Outcome]:
+        """Fetch values; of each server's, those behind the first that is not there are left."""
+        return await self._run(fetch, wants, Lane.FETCH)
+
+    async def put(self, puts: Sequence[Put]) -> list[Refused | Outcome]:
+        """Store values; of each server's, those behind the first that is refused are left."""
+        return await self._run(put, puts, Lane.STORE)
+
+    async def _run(
+        self, work: Callable[..., list[Any]], items: Sequence[Item], lane: Lane
+    ) -> list[Any]:
+        """The answers to `items`, in order.
+
+        Ends only when nothing can touch what `items` refer to, also if it fails or is cancelled.
+
+        Raises:
+            BackendUnavailable: a server failed; the others have done their part.
+        """
+        if not items:
+            return []
+        await self.refresh()
+        answers: list[Any] = [None] * len(items)
+        groups = self._group(items)
+        for _ in range(_MAX_REDIRECTS):
+            jobs = [
+                _Job(target, numbers)
+                for target, group in groups.items()
+                for numbers in self._stripes(items, group)
+            ]
+            results = await _all([self._do(work, items, job, lane) for job in jobs])
+            groups = {}
+            for job, found in zip(jobs, results, strict=True):
+                for number, answer in zip(job.numbers, found, strict=True):
+                    if isinstance(answer, Redirect):
+                        groups.setdefault(self._follow(answer), []).append(number)
+                    else:
+                        answers[number] = answer
+            if not groups:
+                return answers
+            if len(groups) > _MAX_REDIRECTED_TO:
+                raise BackendUnavailable(f"{self._settings}: sent to {len(groups)} others at once")
+        raise BackendUnavailable(f"{self._settings}: sent from one server to another without end")
+
+    def _group(self, items: Sequence[Item]) -> dict[_Target, list[int]]:
+        servers = self.servers
+        if len(servers) == 1:
+            return {_Target(servers[0]): list(range(len(items)))}
+        groups: dict[Address, list[int]] = {}
+        for number, item in enumerate(items):
+            groups.setdefault(self._topology.address_of(item.name), []).append(number)
+        return {_Target(address): numbers for address, numbers in groups.items()}
+
+    async def _do(
+        self, work: Callable[..., list[Any]], items: Sequence[Item], job: _Job, lane: Lane
+    ) -> list[Any]:
+        some = [items[number] for number in job.numbers]
+        asking = job.target.asking
+        return await self.on(
+            job.target.address,
+            lambda wire, server: work(wire, some, server, asking=asking),
+            lane=lane,
+        )
+
+    def _follow(self, redirect: Redirect) -> _Target:
+        if not redirect.asking:
+            self._topology.moved(redirect.slot, redirect.address)
+        return _Target(redirect.address, redirect.asking)
+
+    async def on(
+        self, address: Address, work: Callable[[Wire, Address], R], *, lane: Lane = Lane.ASK
+    ) -> R:
+        """The result of `work` on a connection to one server."""
+        if self._closed:
+            raise BackendUnavailable(f"{self._settings}: is closed")
+        node = self._nodes.get(address)
+        if node is None:
+            node = self._nodes[address] = RedisNode(address, self._settings)
+        try:
+            with explained(self._settings, address):
+                return await node.run(lambda wire: work(wire, address), lane=lane)
+        except BackendUnavailable:
+            self._topology.suspect()
+            raise
+        except ConfigurationError as error:
+            if self._was_open:
+                raise BackendUnavailable(str(error)) from error
+            raise
+
+    async def everywhere(self, work: Callable[[Wire, Address], R]) -> list[R]:
+        """The results of `work` on all servers that hold keys. If one fails, all have ended."""
+        return await _all([self.on(server, work) for server in self.servers])
+
+    async def close(self) -> None:
+        """End all connections; calls in flight fail."""
+        self._closed = True
+        nodes = list(self._nodes.values())
+        self._nodes.clear()
+        await asyncio.gather(self._topology.close(), *(node.close() for node in nodes))
+
+    def suspect(self) -> None:
+        """A server does not do what it should: find out who does before the next call."""
+        self._topology.suspect()
+
+    def _stripes(self, items: Sequence[Item], numbers: list[int]) -> list[list[int]]:
+        moved = (items[number] for number in numbers)
+        nbytes = sum(0 if isinstance(item, Ask) else item.nbytes for item in moved)
+        count = max(1, min(self._settings.connections, nbytes // _STRIPE_NBYTES, len(numbers)))
+        size = -(-len(numbers) // count)
+        return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
+    """All results. If one fails, raises only once the others have ended too: they use buffers."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -1,0 +1,210 @@
+"""Blocks on their way into Redis: parts first, what makes them a block last."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvconnect.backend import StoredBlock
+from kvconnect.backends.redis.find import RedisBlocks
+from kvconnect.backends.redis.format import NONCE_NBYTES, Head, metadata_of
+from kvconnect.backends.redis.router import RedisRouter
+from kvconnect.backends.redis.server_check import takes_writes
+from kvconnect.backends.redis.settings import Address
+from kvconnect.backends.redis.transfer import (
+    Ask,
+    Outcome,
+    Put,
+    Refused,
+    command,
+    sound,
+)
+from kvconnect.frame import FrameChecksum
+from kvconnect.keys import BlockKey
+from kvconnect.trace import count, warn_once
+
+__all__ = ["RedisWriter"]
+
+# Parts of a writer that died are gone after this; it is also what one block may take to write.
+_ORPHAN_TTL_MS = 600_000
+# Parts outlive what names them.
+_PART_SLACK_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Writing:
+    """A block that is about to be stored."""
+
+    block: StoredBlock
+    head: Head
+    metadata: bytes
+    parts: tuple[bytes, ...]
+    checksum: FrameChecksum | None
+
+
+class RedisWriter:
+    """Stores blocks behind `router`. Belongs to the event loop.
+
+    A server that refuses writes (``maxmemory``, a disk that is full, a replica) stores fewer, and
+    is warned of once; until it takes them again it is asked first, and nothing is moved in vain.
+    """
+
+    def __init__(
+        self, router: RedisRouter, blocks: RedisBlocks, probe: bytes, ttl_s: float | None
+    ) -> None:
+        self._router = router
+        self._blocks = blocks
+        self._probe = probe
+        self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1e3))
+        self._refused: dict[Address, str] = {}
+
+    async def save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
+        """Store `blocks`, sealed by their `checksums` if there are any.
+
+        Returns:
+            How many leading ones are stored now.
+        """
+        if not blocks:
+            return 0
+        first: dict[BlockKey, int] = {}
+        for number, block in enumerate(blocks):
+            first.setdefault(block.key, number)
+        if not await self._takes_writes(max(block.data.numel() for block in blocks)):
+            return len(await self._blocks.leading([block.key for block in blocks]))
+        writings = [
+            self._writing(blocks[number], checksums[number] if checksums else None)
+            for number in first.values()
+        ]
+        stored: set[BlockKey] = set()
+        if single := [one for one in writings if not one.parts]:
+            stored |= await self._save_single(single)
+        if parted := [one for one in writings if one.parts]:
+            stored |= await self._save_parted(parted)
+        return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
+
+    def _writing(self, block: StoredBlock, checksum: FrameChecksum | None) -> _Writing:
+        metadata = metadata_of(block)
+        head = Head.of(block.data.numel(), len(metadata), secrets.token_bytes(NONCE_NBYTES))
+        parts = tuple(self._blocks.names.parts(block.key, head))
+        return _Writing(block, head, metadata, parts, checksum)
+
+    async def _save_single(self, writings: Sequence[_Writing]) -> set[BlockKey]:
+        """Those of `writings`, of one value each, that are there now."""
+        results = await self._router.put([self._put(one, look_first=True) for one in writings])
+        self._note(results)
+        pairs = list(zip(writings, results, strict=True))
+        stored = {one.block.key for one, r in pairs if r in {Outcome.DONE, Outcome.THERE}}
+        broken = [one for one, result in pairs if result is Outcome.BROKEN]
+        if broken:
+            await self._blocks.delete([one.block.key for one in broken])
+            results = await self._router.put([self._put(one) for one in broken])
+            pairs = list(zip(broken, results, strict=True))
+            stored |= {one.block.key for one, result in pairs if result is Outcome.DONE}
+        return stored
+
+    async def _save_parted(self, writings: Sequence[_Writing]) -> set[BlockKey]:
+        """Those of `writings`, of several values each, that are there now."""
+        keys = [one.block.key for one in writings]
+        pairs = list(zip(writings, await self._blocks.states(keys), strict=True))
+        await self._blocks.delete([one.block.key for one, s in pairs if s is Outcome.BROKEN])
+        stored = {one.block.key for one, state in pairs if isinstance(state, Head)}
+        return stored | await self._write([one for one, s in pairs if not isinstance(s, Head)])
+
+    async def _write(self, writings: Sequence[_Writing]) -> set[BlockKey]:
+        """Those of `writings` that are stored; leading ones, but for what servers refuse alone."""
+        whole = await self._write_parts(writings)
+        done, there = await self._complete(whole)
+        if there:
+            keys = [one.block.key for one in there]
+            pairs = list(zip(there, await self._blocks.states(keys), strict=True))
+            # An empty value passes for none when it is looked for.
+            junk = [one for one, state in pairs if not isinstance(state, Head)]
+            await self._blocks.unlink([self._blocks.names.block(one.block.key) for one in junk])
+            more, _ = await self._complete(junk)
+            done += more
+            # Another writer was faster: its block is as good, our parts have no name.
+            there = [one for one, state in pairs if isinstance(state, Head)]
+            await self._blocks.unlink([name for one in there for name in one.parts])
+        return {one.block.key for one in (*there, *await self._keep_parts(done))}
+
+    async def _complete(
+        self, writings: Sequence[_Writing]
+    ) -> tuple[list[_Writing], list[_Writing]]:
+        """Make blocks of parts; those that are blocks now, and those whose name was taken."""
+        results = await self._router.put([self._put(one) for one in writings])
+        self._note(results)
+        pairs = list(zip(writings, results, strict=True))
+        done = [one for one, result in pairs if result is Outcome.DONE]
+        there = [one for one, result in pairs if result is Outcome.THERE]
+        refused = [one for one, result in pairs if result not in {Outcome.DONE, Outcome.THERE}]
+        await self._blocks.unlink([name for one in refused for name in one.parts])
+        return done, there
+
+    async def _write_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
+        """Store all parts but the first; those of `writings` that may be completed."""
+        ttl_ms = _ORPHAN_TTL_MS if self._ttl_ms is None else self._ttl_ms + _PART_SLACK_MS
+        puts: list[tuple[int, Put]] = []
+        for at, one in enumerate(writings):
+            view = one.block.data.numpy().data
+            for part, name in enumerate(one.parts, 1):
+                puts.append((at, Put(name, (view[one.head.part(part)],), ttl_ms)))
+        results = await self._router.put([single for _, single in puts])
+        self._note(results)
+        pairs = zip(puts, results, strict=True)
+        missing = {at for (at, _), result in pairs if result is not Outcome.DONE}
+        useless = [name for at in missing for name in writings[at].parts]
+        await self._blocks.unlink(useless)
+        return [one for at, one in enumerate(writings) if at < min(missing, default=len(writings))]
+
+    async def _keep_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
+        """Those of `writings` whose parts are there for as long as what names them."""
+        if self._ttl_ms is not None:
+            return list(writings)
+        names = [(at, name) for at, one in enumerate(writings) for name in one.parts]
+        asks = [Ask(name, command(b"PERSIST", name)) for _, name in names]
+        replies = await self._router.ask(asks)
+        pairs = zip(names, replies, strict=True)
+        gone = {at for (at, _), reply in pairs if sound(reply) != 1}
+        return [one for at, one in enumerate(writings) if at not in gone]
+
+    def _put(self, one: _Writing, *, look_first: bool = False) -> Put:
+        data = one.block.data.numpy().data[one.head.part(0)]
+        name = self._blocks.names.block(one.block.key)
+        start = one.head.pack() + one.metadata
+        return Put(
+            name,
+            (start, data),
+            self._ttl_ms,
+            replace=not one.parts,
+            look_first=look_first,
+            checksum=one.checksum,
+        )
+
+    async def _takes_writes(self, nbytes: int) -> bool:
+        """Whether servers that refused a write may take one of `nbytes` now."""
+        if not self._refused:
+            return True
+        await self._router.refresh()
+        for server in self._refused.keys() - set(self._router.servers):
+            self._refused.pop(server, None)  # another one has taken its place
+        for server, reason in list(self._refused.items()):
+            if await self._router.on(server, partial(takes_writes, self._probe, nbytes)):
+                self._refused.pop(server, None)
+            elif reason.startswith("READONLY"):
+                self._router.suspect()  # until somebody names the next master
+        if self._refused:
+            count("redis.refused")
+        return not self._refused
+
+    def _note(self, results: Sequence[Refused | Outcome]) -> None:
+        for refusal in results:
+            if not isinstance(refusal, Refused) or refusal.server in self._refused:
+                continue
+            count("redis.refused")
+            reason, server = refusal.reason, refusal.server
+            warn_once(f"redis.refused {server}", f"Redis at {server} stores nothing now: {reason}")
+            self._refused[server] = reason
+            if reason.startswith("READONLY"):
+                self._router.suspect()

@@ -1,0 +1,292 @@
+"""Which server holds a key: the one there is, the master that sentinels name, or a cluster's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import InvalidResponse
+
+from kvconnect.backends.redis.client import connection_options, explained, transport_options
+from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.trace import warn_once
+
+__all__ = ["Topology", "topology_of"]
+
+# What is in doubt is asked for so often at most …
+_REFRESH_S = 1.0
+# … and calls wait for the answer so long at most: a frozen node must not hold up the others.
+_PATIENCE_S = 0.25
+
+
+class Topology(ABC):
+    """Who holds what, as last heard. Belongs to the event loop."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self._settings = settings
+        self._stale = True
+        self._due_at = 0.0
+        self._asking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @abstractmethod
+    def address_of(self, name: bytes) -> Address:
+        """The server that holds the key `name`."""
+
+    @property
+    @abstractmethod
+    def servers(self) -> tuple[Address, ...]:
+        """All servers that hold keys."""
+
+    @abstractmethod
+    async def discover(self) -> None:
+        """Ask who holds what."""
+
+    def moved(self, slot: int, address: Address) -> None:
+        """A server says so."""
+        self.suspect()
+
+    def suspect(self) -> None:
+        """A server failed: ask again before the next call."""
+        self._stale = True
+
+    async def open(self) -> None:
+        """Ask for the first time.
+
+        Raises:
+            ConfigurationError: somebody answers that the settings are wrong.
+            BackendUnavailable: nobody answers.
+        """
+        await self.discover()
+        self._stale = False
+
+    async def refresh(self) -> None:
+        """Ask again, if there is reason to.
+
+        What was known stays in use until there is an answer.
+
+        Raises:
+            BackendUnavailable: nothing is known, and nobody answers; or it is closed.
+        """
+        if self._closed:  # what would be asked now had nobody to end it
+            raise BackendUnavailable(f"{self._settings}: is closed")
+        if self._stale and self._asking is None and time.monotonic() >= self._due_at:
+            self._asking = asyncio.create_task(self._ask_again())
+        if self._asking is not None:
+            patience = _PATIENCE_S if self.servers else None
+            await asyncio.wait({self._asking}, timeout=patience)
+        if not self.servers:
+            raise BackendUnavailable(f"{self._settings}: no server is known to hold the keys")
+
+    def close(self) -> Awaitable[None]:
+        """Ask no more; what is to be awaited is only the end of what was asked before."""
+        self._closed = True
+        asking = self._asking
+        if asking is not None:
+            asking.cancel()
+        return _ended(asking)
+
+    async def _ask_again(self) -> None:
+        try:
+            await self.discover()
+            self._stale = False
+        except (BackendUnavailable, ConfigurationError) as error:
+            warn_once(f"redis.topology {self._settings}", str(error))
+        finally:
+            self._due_at = time.monotonic() + _REFRESH_S
+            self._asking = None
+
+
+class _Single(Topology):
+    def address_of(self, name: bytes) -> Address:
+        return self._settings.hosts[0]
+
+    @property
+    def servers(self) -> tuple[Address, ...]:
+        return self._settings.hosts
+
+    async def discover(self) -> None:
+        return
+
+
+class _Sentinels(Topology):
+    _master: Address | None = None
+
+    def address_of(self, name: bytes) -> Address:
+        if self._master is None:
+            raise BackendUnavailable(f"{self._settings}: no sentinel named a master yet")
+        return self._master
+
+    @property
+    def servers(self) -> tuple[Address, ...]:
+        return () if self._master is None else (self._master,)
+
+    async def discover(self) -> None:
+        settings = self._settings
+        hosts = [(host.host, host.port) for host in settings.hosts]
+        options: dict[str, Any] = {
+            **transport_options(settings),
+            "username": settings.sentinel_username,
+            "password": settings.sentinel_password,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        if settings.tls is not None:
+            options |= {**_tls_only(settings), "ssl": True}
+        sentinel = Sentinel(hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+        try:
+            with explained(settings, str(settings)):
+                host, port = await self._ask(sentinel)
+            self._master = Address(str(host), int(port))
+        except ConfigurationError:  # it is a ValueError
+            raise
+        except (LookupError, TypeError, ValueError) as error:  # redis-py takes any answer apart
+            raise BackendUnavailable(
+                f"{settings}: the sentinel's answer makes no sense: {error!r}"
+            ) from error
+        finally:
+            await _in_full(client.aclose() for client in sentinel.sentinels)
+
+    async def _ask(self, sentinel: Sentinel) -> tuple[str, int]:
+        try:
+            found: tuple[str, int] = await sentinel.discover_master(self._settings.service)
+        except redis.RedisError as error:
+            raise await self._why(sentinel) from error
+        return found
+
+    async def _why(self, sentinel: Sentinel) -> Exception:
+        """Why no master is found. What redis-py says of that is for those who write it."""
+        settings, service = self._settings, self._settings.service
+        answers = await asyncio.gather(
+            *(client.sentinel_masters() for client in sentinel.sentinels), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, redis.AuthenticationError):
+                return ConfigurationError(
+                    f"{settings}: {answer}; look at sentinel_user= and sentinel_password="
+                )
+            if isinstance(answer, redis.ResponseError) and "unknown command" in str(answer):
+                return ConfigurationError(f"{settings}: is no sentinel; write redis://")
+        names = {str(name) for answer in answers if isinstance(answer, dict) for name in answer}
+        if service in names:
+            return BackendUnavailable(f"'{service}' has no master that works")
+        if names:
+            known = ", ".join(sorted(names))
+            return ConfigurationError(
+                f"{settings}: service '{service}' is unknown there; they know {known}"
+            )
+        failures = [answer for answer in answers if isinstance(answer, Exception)]
+        return failures[0] if failures else BackendUnavailable("the sentinels know no service")
+
+
+class _Cluster(Topology):
+    def __init__(self, settings: RedisSettings) -> None:
+        super().__init__(settings)
+        self._slots: dict[int, Address] = {}
+        self._servers: tuple[Address, ...] = ()  # of `_slots`: every call asks for them
+
+    def address_of(self, name: bytes) -> Address:
+        slot = key_slot(name)
+        address = self._slots.get(slot)
+        if address is None:
+            self.suspect()
+            raise BackendUnavailable(f"{self._settings}: no node serves slot {slot}")
+        return address
+
+    @property
+    def servers(self) -> tuple[Address, ...]:
+        return self._servers
+
+    def moved(self, slot: int, address: Address) -> None:
+        # A whole node's slots may have moved: this is done for every key, on the event loop.
+        self._slots[slot] = address
+        if address not in self._servers:
+            self._servers = tuple(sorted((*self._servers, address)))
+        self.suspect()
+
+    async def discover(self) -> None:
+        settings = self._settings
+        options = connection_options(settings)
+        del options["db"]
+        known = dict.fromkeys((*self.servers, *settings.hosts))
+        cluster = RedisCluster(
+            startup_nodes=[ClusterNode(host.host, host.port) for host in known],
+            require_full_coverage=False,
+            ssl=settings.tls is not None,
+            **options,
+        )
+        cluster.set_response_callback("CLUSTER SLOTS", _sound_slots)
+        try:
+            with explained(settings, str(settings)):
+                # Not the client's own `initialize`: that also asks for COMMAND, which costs more
+                # than all the rest and which not every user may.
+                await cluster.nodes_manager.initialize()
+            nodes = {slot: nodes[0] for slot, nodes in cluster.nodes_manager.slots_cache.items()}
+        finally:
+            manager = cluster.nodes_manager
+            await _in_full(manager.aclose(which) for which in ("nodes_cache", "startup_nodes"))
+        each = {node.name: node for node in nodes.values()}
+        addresses = {name: Address(str(node.host), int(node.port)) for name, node in each.items()}
+        self._slots = {slot: addresses[node.name] for slot, node in nodes.items()}
+        self._servers = tuple(sorted(set(addresses.values())))
+
+
+def topology_of(settings: RedisSettings) -> Topology:
+    """The one for the mode of `settings`; nothing is asked yet."""
+    kinds: dict[Mode, Callable[[RedisSettings], Topology]]
+    kinds = {Mode.SINGLE: _Single, Mode.SENTINEL: _Sentinels, Mode.CLUSTER: _Cluster}
+    return kinds[settings.mode](settings)
+
+
+async def _ended(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        await asyncio.wait({task})
+
+
+async def _in_full(closings: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all `closings`; they come to their end also if this is cancelled."""
+    await asyncio.shield(asyncio.gather(*closings))
+
+
+def _sound_slots(response: Any, **_: Any) -> Any:
+    """`response` to CLUSTER SLOTS, which redis-py would take apart whatever it is.
+
+    It would count billions of slots on the event loop. If one node's answer is no good, it asks
+    the next one.
+
+    Raises:
+        InvalidResponse: it does not say who serves which slots.
+    """
+    left = REDIS_CLUSTER_HASH_SLOTS
+    entries = response if isinstance(response, list) else []
+    for entry in entries:
+        match entry:
+            case [int(first), int(last), [bytes(), int(), *_], *replicas] if (
+                0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS and all(map(_is_node, replicas))
+            ):
+                left -= last - first + 1
+            case _:
+                left = -1
+        if left < 0:
+            break
+    if not entries or left < 0:
+        raise InvalidResponse(f"{str(response)[:100]} where the cluster's slots were due")
+    return response
+
+
+def _is_node(entry: object) -> bool:
+    return isinstance(entry, list) and len(entry) >= 2
+
+
+def _tls_only(settings: RedisSettings) -> dict[str, Any]:
+    options = connection_options(settings)
+    return {name: value for name, value in options.items() if name.startswith("ssl_")}

@@ -1,0 +1,228 @@
+"""What is asked of a server, what it answers, and small commands on one connection."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import hiredis
+
+from kvconnect.backends.redis.format import HEAD_NBYTES, Head
+from kvconnect.backends.redis.settings import Address
+from kvconnect.backends.redis.wire import Bytes, Reply, Wire
+from kvconnect.errors import BackendUnavailable
+from kvconnect.frame import FrameChecksum
+
+__all__ = [
+    "ASKING",
+    "REFUSALS",
+    "Ask",
+    "Fetched",
+    "Outcome",
+    "Put",
+    "Redirect",
+    "Refused",
+    "Stored",
+    "Want",
+    "ask",
+    "command",
+    "head_command",
+    "look",
+    "redirected",
+    "sound",
+    "state_of",
+]
+
+_ASK_WINDOW = 512
+_TOUCHING = {
+    touching: b"*3\r\n$6\r\nCLIENT\r\n$8\r\nNO-TOUCH\r\n$%d\r\n%s\r\n" % (len(word), word)
+    for touching, word in {True: b"OFF", False: b"ON"}.items()
+}
+ASKING = b"*1\r\n$6\r\nASKING\r\n"
+_GET_HEAD = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%s\r\n$1\r\n0\r\n$%d\r\n%d\r\n" % (
+    len(str(HEAD_NBYTES - 1)),
+    HEAD_NBYTES - 1,
+)
+_MOST_DIGITS = 5  # of a slot, and of a port
+REFUSALS = ("OOM", "MISCONF", "READONLY", "NOREPLICAS")
+
+
+class Outcome(enum.Enum):
+    """What became of one value."""
+
+    DONE = enum.auto()
+    ABSENT = enum.auto()
+    THERE = enum.auto()
+    """There is one already; it was not replaced."""
+    UNFIT = enum.auto()
+    """It is not as long as its place."""
+    BROKEN = enum.auto()
+    """It is no block of ours, or a damaged one."""
+    NOT_TRIED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """Another server of the cluster has the key.
+
+    Attributes:
+        slot: of the key.
+        asking: only for this once: the slot is on its way.
+    """
+
+    slot: int
+    address: Address
+    asking: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The server takes no writes now.
+
+    Attributes:
+        reason: in its own words.
+    """
+
+    reason: str
+    server: Address
+
+
+class Ask(NamedTuple):
+    """A small command. A tuple: a lookup makes one for every block.
+
+    Attributes:
+        name: the key it is about.
+        packed: the command as sent.
+    """
+
+    name: bytes
+    packed: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Want:
+    """A value to fetch.
+
+    Attributes:
+        into: where its part of the frame goes. A value with a head may be shorter than that.
+        headed: it begins with a `Head`; else it is exactly as long as `into`.
+        checksum: of the frame that the value begins, told of what arrives.
+    """
+
+    name: bytes
+    into: memoryview
+    headed: bool = True
+    checksum: FrameChecksum | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of values that are moved."""
+        return len(self.into)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Put:
+    """A value to store.
+
+    Attributes:
+        pieces: the value, one after the other.
+        ttl_ms: after which it is gone; ``None``: never.
+        replace: also if there is one.
+        look_first: look for a block of that name, and send nothing if it is there.
+        checksum: of the frame that begins in it, which is sealed before it is sent.
+    """
+
+    name: bytes
+    pieces: tuple[Bytes, ...]
+    ttl_ms: int | None = None
+    replace: bool = True
+    look_first: bool = False
+    checksum: FrameChecksum | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of values that are moved."""
+        return sum(len(piece) for piece in self.pieces)
+
+
+Fetched: TypeAlias = Head | Outcome | Redirect
+Stored: TypeAlias = Refused | Outcome | Redirect
+
+
+def command(*words: bytes | int | str) -> bytes:
+    """A command as it is sent."""
+    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
+    return packed
+
+
+def sound(reply: Reply) -> Reply:
+    """`reply`, if it is no error.
+
+    Raises:
+        BackendUnavailable: it is one.
+    """
+    if isinstance(reply, hiredis.ReplyError):
+        raise BackendUnavailable(f"the server says: {reply}")
+    return reply
+
+
+def head_command(name: bytes) -> Ask:
+    """Asks for what `state_of` reads; the value counts as used."""
+    return Ask(name, _GET_HEAD % (len(name), name))
+
+
+def state_of(reply: Reply) -> Head | Outcome:
+    """The head of the value, ``ABSENT`` or ``BROKEN``.
+
+    Raises:
+        BackendUnavailable: the server does not say.
+    """
+    if isinstance(reply, bytes):
+        return Head.parse(reply) or (Outcome.BROKEN if reply else Outcome.ABSENT)
+    if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("WRONGTYPE"):
+        return Outcome.BROKEN
+    raise BackendUnavailable(f"the server says {sound(reply)!r} where bytes were due")
+
+
+def ask(
+    wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
+) -> list[Reply | Redirect]:
+    """The answers to `asks`; errors are answers."""
+    found: list[Reply | Redirect] = []
+    for start in range(0, len(asks), _ASK_WINDOW):
+        part = asks[start : start + _ASK_WINDOW]
+        wire.send([b"".join((ASKING if asking else b"") + one.packed for one in part)])
+        replies = wire.replies(len(part) * (1 + asking))
+        found += [
+            reply if type(reply) is bytes else redirected(reply, server)
+            for reply in replies[asking :: 1 + asking]
+        ]
+    return found
+
+
+def look(
+    wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
+) -> list[Reply | Redirect]:
+    """As `ask`; what is read does not count as used, if the server has that (Redis 7.2)."""
+    wire.send([_TOUCHING[False]])
+    wire.replies(1)
+    found = ask(wire, asks, server, asking=asking)
+    wire.send([_TOUCHING[True]])
+    wire.replies(1)
+    return found
+
+
+def redirected(reply: Reply, server: Address) -> Reply | Redirect:
+    """Where `reply` of `server` sends to; `reply` itself if nowhere."""
+    if not isinstance(reply, hiredis.ReplyError):
+        return reply
+    words = str(reply).split()
+    if len(words) < 3 or words[0] not in {"MOVED", "ASK"} or not words[1].isdecimal():
+        return reply
+    host, _, port = words[2].rpartition(":")
+    if not port.isdecimal() or max(len(port), len(words[1])) > _MOST_DIGITS:
+        return reply
+    # A server that does not know its own name leaves it out.
+    return Redirect(int(words[1]), Address(host or server.host, int(port)), words[0] == "ASK")

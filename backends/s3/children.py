@@ -1,0 +1,167 @@
+"""Which blocks follow a block, where its own record does not tell.
+
+One small object per parent lists blocks that were saved apart from it: tails, and first blocks of
+later saves. It is read, extended and written back on the condition that nobody else did meanwhile.
+It is a hint: a block that it fails to list is only not found as part of a longer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import reduce
+from typing import Any, TypeAlias
+
+from kvconnect.backend import MAX_CHILDREN, Child
+from kvconnect.backends.s3.bucket import Conflict, S3Bucket
+from kvconnect.backends.s3.cache import AnswerCache
+from kvconnect.backends.s3.format import (
+    BadRecord,
+    key_from_text,
+    pack,
+    tokens_from_text,
+    tokens_to_text,
+    unpack,
+)
+from kvconnect.backends.s3.jobs import Jobs, settled
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.keys import BlockKey
+from kvconnect.trace import warn_once
+
+__all__ = ["S3Children"]
+
+_MOST_CACHED = 1024
+_MOST_NBYTES = 4 << 20
+_TRIES = 8
+_PAUSE_S = 0.01
+_LOCKS = 64
+
+_Change: TypeAlias = Callable[[list[Child]], list[Child]]
+
+
+class S3Children:
+    """The lists of children. Belongs to one event loop."""
+
+    def __init__(self, bucket: S3Bucket, settings: S3Settings, jobs: Jobs) -> None:
+        self._bucket = bucket
+        self._settings = settings
+        self._jobs = jobs
+        self._cache: AnswerCache[BlockKey | None, list[Child]] = AnswerCache(_MOST_CACHED)
+        self._changes = 0
+        self._waiting: dict[BlockKey | None, tuple[list[_Change], asyncio.Task[None]]] = {}
+        # Writers of this process take turns; between processes the conditions of the writes decide.
+        self._locks = [asyncio.Lock() for _ in range(_LOCKS)]
+
+    async def get(self, parent: BlockKey | None) -> list[Child]:
+        """The listed children of `parent`, those listed last at the end.
+
+        Raises:
+            BackendUnavailable: it cannot be read.
+        """
+        remembered = self._cache.get(parent)
+        if remembered is not None:
+            return remembered
+        changes = self._changes
+        children, _ = await self._jobs.run(lambda: self._read(parent))
+        if changes == self._changes:
+            ttl = self._settings.lookup_ttl_s if children else self._settings.miss_ttl_s
+            self._cache.put(parent, children, ttl)
+        return children
+
+    async def add(self, parent: BlockKey | None, new: Sequence[Child]) -> None:
+        """List `new` as children of `parent`.
+
+        Raises:
+            BackendUnavailable: they may be listed, or not.
+        """
+        keys = {child.key for child in new}
+
+        def extended(old: list[Child]) -> list[Child]:
+            if keys <= {child.key for child in old}:
+                return old
+            return [*(child for child in old if child.key not in keys), *new][-MAX_CHILDREN:]
+
+        await self._change(parent, extended)
+
+    async def discard(self, parent: BlockKey | None, keys: Collection[BlockKey]) -> None:
+        """List `keys` no more.
+
+        Raises:
+            BackendUnavailable: they may still be listed.
+        """
+
+        def reduced(old: list[Child]) -> list[Child]:
+            if not any(child.key in keys for child in old):
+                return old
+            return [child for child in old if child.key not in keys]
+
+        await self._change(parent, reduced)
+
+    async def _change(self, parent: BlockKey | None, change: _Change) -> None:
+        # What comes while another change of this list is on its way is done in one go after it.
+        waiting = self._waiting.get(parent)
+        if waiting is None:
+            changes: list[_Change] = []
+            task = asyncio.get_running_loop().create_task(self._change_all(parent, changes))
+            waiting = self._waiting[parent] = changes, task
+        waiting[0].append(change)
+        (error,) = await settled([waiting[1]])
+        if error is not None:
+            raise error
+
+    async def _change_all(self, parent: BlockKey | None, changes: list[_Change]) -> None:
+        lock = self._locks[0 if parent is None else parent[0] % _LOCKS]
+        async with lock:
+            del self._waiting[parent]
+            try:
+                await self._jobs.run(lambda: self._rewrite(parent, changes))
+            finally:
+                self._changes += 1
+                self._cache.drop(parent)
+
+    # ------------------------------------------------------------------ on threads
+
+    def _rewrite(self, parent: BlockKey | None, changes: Sequence[_Change]) -> None:
+        for attempt in range(_TRIES):
+            old, etag = self._read(parent)
+            new = reduce(lambda children, change: change(children), changes, old)
+            if new is old:
+                return
+            try:
+                self._bucket.put(self._name(parent), [_encode(new)], replaces=etag)
+                return
+            except Conflict:
+                time.sleep(random.uniform(0, _PAUSE_S * 2**attempt))
+        warn_once("s3.children", f"{self._settings}: too many writers of one list of tails")
+
+    def _read(self, parent: BlockKey | None) -> tuple[list[Child], str]:
+        fetched = self._bucket.fetch(self._name(parent), _MOST_NBYTES)
+        if fetched is None:
+            return [], ""
+        try:
+            return _decode(fetched.data), fetched.etag
+        except BadRecord:
+            return [], fetched.etag
+
+    def _name(self, parent: BlockKey | None) -> str:
+        return self._settings.name("c", "none" if parent is None else parent.hex())
+
+
+def _encode(children: Sequence[Child]) -> bytes:
+    listed = [
+        {"key": child.key.hex(), "tokens": tokens_to_text(child.tokens)} for child in children
+    ]
+    return pack({"children": listed})
+
+
+def _decode(data: bytes) -> list[Child]:
+    try:
+        listed: list[dict[str, Any]] = unpack(data)["children"]
+        return [
+            Child(key_from_text(child["key"]), tokens_from_text(child["tokens"]))
+            for child in listed
+        ][-MAX_CHILDREN:]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadRecord(f"not a list of children: {error!r}") from error

@@ -1,0 +1,139 @@
+"""boto3's errors, as those of the `Backend` contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    InvalidRegionError,
+    NoCredentialsError,
+    NoRegionError,
+    ParamValidationError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    TokenRetrievalError,
+)
+from botocore.parsers import ResponseParserError
+
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.backends.s3.transport import Aborted
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+
+__all__ = ["S3Failure", "failures", "failures_at_open"]
+
+_REMEDIES = {
+    "NoSuchBucket": "there is no such bucket; make it first",
+    "404": "there is no such bucket, or what answers at endpoint_url is no S3 service",
+    "InvalidAccessKeyId": "the service does not know this access key",
+    "SignatureDoesNotMatch": "the secret key is wrong for this access key",
+    "ExpiredToken": "the session's credentials have expired",
+    "InvalidToken": "the session's token is wrong",
+    "RequestTimeTooSkewed": "this machine's clock and the service's differ too much; set it",
+    "AccessDenied": "these credentials may not use it; ListBucket, GetObject, PutObject and "
+    "DeleteObject are needed (GetObject and ListBucket to read only)",
+    "403": "these credentials may not use it",
+    "AuthorizationHeaderMalformed": "the region is wrong; set region=",
+    "301": "the bucket is in another region; set region=",
+    "PermanentRedirect": "the bucket is in another region; set region=",
+}
+_NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
+# What boto3 lets through: an answer that it cannot make sense of (no XML, no date, no name where
+# there must be one), and RuntimeError for credentials that are past their time when they are new.
+_NONSENSE = (ResponseParserError, ValueError, OverflowError, KeyError, RuntimeError)
+_MISCONFIGURED = (
+    *_NO_CREDENTIALS,
+    CredentialRetrievalError,
+    InvalidRegionError,
+    NoRegionError,
+    ParamValidationError,
+    ProfileNotFound,
+    TokenRetrievalError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class S3Failure:
+    """What the service answered instead of a result."""
+
+    status: int
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: ClientError) -> S3Failure:
+        """Of boto3's error."""
+        answer = error.response.get("Error", {})
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return cls(int(status), str(answer.get("Code", "")), str(answer.get("Message", "")))
+
+    @property
+    def absent(self) -> bool:
+        """There is no such object; the bucket is there."""
+        # Any web server says 404; only this names the object.
+        return self.code == "NoSuchKey"
+
+    @property
+    def conflict(self) -> bool:
+        """The condition of a write did not hold."""
+        return self.status == 412 or self.code == "PreconditionFailed"
+
+    def __str__(self) -> str:
+        code = self.code or str(self.status)
+        remedy = _REMEDIES.get(code)
+        said = f"{self.status} {code}" if code != str(self.status) else code
+        return f"{said}: {remedy or self.message or 'no reason given'}"
+
+
+@contextmanager
+def failures(settings: S3Settings, operation: str) -> Iterator[None]:
+    """Whatever boto3 raises.
+
+    Raises:
+        BackendUnavailable: names the store and what went wrong.
+    """
+    try:
+        yield
+    except ClientError as error:
+        failure = S3Failure.of(error)
+        raise BackendUnavailable(f"{settings}: {operation} failed: {failure}") from error
+    except (BotoCoreError, Aborted, OSError) as error:
+        if isinstance(error, BackendUnavailable):
+            raise
+        raise BackendUnavailable(f"{settings}: {operation} failed: {error}") from error
+    except _NONSENSE as error:
+        raise BackendUnavailable(f"{settings}: {operation} failed: {error!r}") from error
+
+
+@contextmanager
+def failures_at_open(settings: S3Settings) -> Iterator[None]:
+    """The same while opening, where a wrong setting is told from a service that fails.
+
+    Raises:
+        ConfigurationError: no such bucket, no credentials, or they are refused.
+        BackendUnavailable: the service cannot be reached, or fails.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except _NO_CREDENTIALS as error:
+        raise ConfigurationError(
+            f"{settings}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            f"or profile= ({error})"
+        ) from error
+    except _MISCONFIGURED as error:
+        raise ConfigurationError(f"{settings}: {error}") from error
+    except ClientError as error:
+        failure = S3Failure.of(error)
+        if failure.status >= 500 or failure.status == 429:
+            raise BackendUnavailable(f"{settings}: {failure}") from error
+        raise ConfigurationError(f"{settings}: {failure}") from error
+    except (BotoCoreError, Aborted) as error:
+        raise BackendUnavailable(f"{settings}: {error}") from error
+    except _NONSENSE as error:
+        raise BackendUnavailable(f"{settings}: {error!r}") from error

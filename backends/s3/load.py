@@ -1,0 +1,138 @@
+"""Reads blocks: neighbours in one request, long ones in several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from kvconnect.backends.s3.bucket import Gone, S3Bucket
+from kvconnect.backends.s3.find import Found, S3Finder, fetch_entry
+from kvconnect.backends.s3.jobs import Jobs
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.errors import BackendUnavailable
+from kvconnect.keys import BlockKey
+
+__all__ = ["S3Reader"]
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Bytes of an object that one request reads.
+
+    Attributes:
+        name: of the object.
+        start: in the object.
+        number: of the first block that they belong to.
+        etag: of the object; ``None`` where nobody else writes one of that name.
+        views: where they go, one after the other.
+        nbytes: of all views.
+    """
+
+    name: str
+    start: int
+    number: int
+    etag: str | None
+    views: list[memoryview] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class S3Reader:
+    """Loads blocks that a `S3Finder` finds. Belongs to one event loop."""
+
+    def __init__(
+        self, bucket: S3Bucket, settings: S3Settings, jobs: Jobs, finder: S3Finder
+    ) -> None:
+        self._bucket = bucket
+        self._settings = settings
+        self._jobs = jobs
+        self._finder = finder
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        """Fill the leading `into`; return how many.
+
+        Raises:
+            BackendUnavailable: `into` is undefined; nothing touches it any more.
+        """
+        found = await self._finder.leading(keys)
+        for number, one in enumerate(found):
+            if one.member.nbytes > into[number].numel():
+                del found[number:]
+                break
+        parts = self._parts(found, into)
+        results = await self._jobs.run_all(
+            [
+                partial(self._bucket.read, part.name, part.start, part.views, part.etag)
+                for part in parts
+            ]
+        )
+        gone = [
+            part.number
+            for part, result in zip(parts, results, strict=True)
+            if isinstance(result, Gone)
+        ]
+        if gone:
+            await self._forget([found[number] for number in gone])
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, Gone):
+                raise result
+        return min(gone, default=len(found))
+
+    def _parts(self, found: Sequence[Found], into: Sequence[Tensor]) -> list[_Part]:
+        parts: list[_Part] = []
+        most = self._settings.part_nbytes
+        for number, (one, buffer) in enumerate(zip(found, into, strict=False)):
+            name = self.object_name(one)
+            start = one.data_start + one.member.offset
+            view = buffer.numpy().data[: one.member.nbytes]
+            while view.nbytes:
+                last = parts[-1] if parts else None
+                if (
+                    last is None
+                    or last.name != name
+                    or last.start + last.nbytes != start
+                    or last.nbytes >= most
+                ):
+                    # A block that is alone may be deleted and saved again, with a longer record.
+                    etag = one.etag if one.record.payload is None else None
+                    last = _Part(name, start, number, etag)
+                    parts.append(last)
+                piece = view[: most - last.nbytes]
+                last.views.append(piece)
+                last.nbytes += piece.nbytes
+                start += piece.nbytes
+                view = view[piece.nbytes :]
+        return parts
+
+    def object_name(self, found: Found) -> str:
+        """The name of the object that holds its bytes."""
+        if found.record.payload is None:
+            return self._settings.name("k", found.member.key.hex())
+        return self._settings.name("g", found.record.payload)
+
+    async def _forget(self, gone: Sequence[Found]) -> None:
+        """Drop what said that these are there: their payload is not.
+
+        Something outside removed it (a lifecycle rule, a person). Left alone, the objects that
+        point to it would keep saying so, and no new save could take their place.
+        """
+        self._finder.gone([found.member.key for found in gone])
+        pointing = [
+            (member.key, found.record.payload)
+            for found in gone
+            if found.record.payload is not None
+            for member in found.record.members
+        ]
+        results = await self._jobs.run_all(
+            [partial(self._unpoint, key, payload) for key, payload in dict.fromkeys(pointing)]
+        )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, BackendUnavailable):
+                raise result
+
+    def _unpoint(self, key: BlockKey, payload: str) -> None:
+        entry = fetch_entry(self._bucket, self._settings, key)
+        if isinstance(entry, Found) and entry.record.payload == payload:
+            self._bucket.remove(self._settings.name("k", key.hex()))

@@ -1,0 +1,252 @@
+"""Writes and deletes blocks.
+
+The payload of an object's blocks is written first, under a name that nobody else uses, and then one
+small object for each block that points to it, on the condition that there is none. So a block is
+there wholly or not at all; of two writers the first one stays; and a payload without pointers, left
+by a writer that died, is garbage that a lifecycle rule removes. A block that is alone has one
+object: record and payload together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from kvconnect.backend import Child, StoredBlock
+from kvconnect.backends.s3.bucket import Conflict, S3Bucket
+from kvconnect.backends.s3.children import S3Children
+from kvconnect.backends.s3.find import Absent, Found, S3Finder, fetch_entry
+from kvconnect.backends.s3.format import Member, Record
+from kvconnect.backends.s3.jobs import Jobs, settled
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.errors import BackendUnavailable
+from kvconnect.keys import BlockKey
+from kvconnect.trace import warn_once
+
+__all__ = ["S3Writer"]
+
+T = TypeVar("T")
+
+# One request's body: failing again and again in the middle of more would be costly.
+_MOST_OBJECT_NBYTES = 64 << 20
+_TRIES = 4
+
+
+class S3Writer:
+    """Saves and deletes blocks. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        bucket: S3Bucket,
+        settings: S3Settings,
+        jobs: Jobs,
+        finder: S3Finder,
+        children: S3Children,
+    ) -> None:
+        self._bucket = bucket
+        self._settings = settings
+        self._jobs = jobs
+        self._finder = finder
+        self._children = children
+
+    # ------------------------------------------------------------------ saving
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """Store `blocks`; return how many leading ones are stored.
+
+        Raises:
+            BackendUnavailable: each is stored wholly or not at all.
+        """
+        unique = {block.key: block for block in reversed(blocks)}
+        ordered = [unique[key] for key in dict.fromkeys(block.key for block in blocks)]
+        # What this does not find, the conditions of the writes do.
+        found = await self._finder.present([block.key for block in ordered])
+        stored = {one.member.key for one in found}
+        missing = [block for block in ordered if block.key not in stored]
+        error = None
+        objects = [asyncio.ensure_future(self._save_object(one)) for one in self._objects(missing)]
+        for result in await settled(objects):
+            if isinstance(result, BaseException):
+                error = result
+            else:
+                self._finder.stored(result)
+                stored.update(one.member.key for one in result)
+        await self._list_children([block for block in missing if block.key in stored])
+        if error is not None:
+            raise error
+        return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
+
+    def _objects(self, blocks: Sequence[StoredBlock]) -> Iterator[list[StoredBlock]]:
+        """`blocks`, divided into those that share an object: neighbours of one chain."""
+        current: list[StoredBlock] = []
+        nbytes = 0
+        for block in sorted(blocks, key=lambda block: block.group):
+            if current and (
+                len(current) >= self._settings.blocks_per_object
+                or nbytes + block.data.numel() > _MOST_OBJECT_NBYTES
+                or block.group != current[-1].group
+                or block.parent not in {None, current[-1].key}
+            ):
+                yield current
+                current, nbytes = [], 0
+            current.append(block)
+            nbytes += block.data.numel()
+        if current:
+            yield current
+
+    async def _save_object(self, blocks: Sequence[StoredBlock]) -> list[Found]:
+        """Store `blocks` in one object; what is stored of them then, by whomever."""
+        views = [block.data.numpy().data for block in blocks]
+        payload = None if len(blocks) == 1 else uuid.uuid4().hex
+        record = Record.of(blocks, time.time(), payload)
+        head = record.encode()
+        if payload is None:
+            return await self._point(record, [head, *views])
+        name = self._settings.name("g", payload)
+        await self._jobs.run(lambda: self._bucket.put(name, views, replaces=None))
+        found = await self._point(record, [head])
+        lost = {one.member.key for one in found if one.record is not record}
+        if lost:
+            # Another writer was faster with these: their bytes here are not used.
+            await self._shrink({payload: record}, lost)
+            left = record.without(lost)
+            found = [replace(one, record=left) if one.record is record else one for one in found]
+        return found
+
+    async def _point(self, record: Record, views: Sequence[memoryview | bytes]) -> list[Found]:
+        """Write the objects that stand for the blocks of `record`; what stands there then."""
+        results = await self._jobs.run_all(
+            [partial(self._write_entry, record, member, views) for member in record.members]
+        )
+        return _all(results)
+
+    def _write_entry(
+        self, record: Record, member: Member, views: Sequence[memoryview | bytes]
+    ) -> Found:
+        name = self._settings.name("k", member.key.hex())
+        etag = ""
+        for _ in range(_TRIES):
+            try:
+                written = self._bucket.put(name, views, replaces=etag)
+            except Conflict:
+                entry = fetch_entry(self._bucket, self._settings, member.key)
+                if isinstance(entry, Found):
+                    # Also if it is our own: the answer to the first attempt got lost.
+                    ours = entry.record.payload is not None
+                    ours = ours and entry.record.payload == record.payload
+                    return replace(entry, record=record, member=member) if ours else entry
+                etag = entry.etag
+            else:
+                start = 0 if record.payload is not None else len(views[0])
+                ttl = math.inf if self._settings.ttl_s is None else self._settings.ttl_s
+                return Found(record, member, start, written, time.monotonic() + ttl)
+        raise BackendUnavailable(f"{self._settings}: others keep changing {name}")
+
+    # ------------------------------------------------------------------ deleting
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget `keys`; a payload goes with the last block that is in it.
+
+        Raises:
+            BackendUnavailable: some are forgotten, some may not be.
+        """
+        unique = list(dict.fromkeys(keys))
+        try:
+            entries: list[Found | Absent] = _all(
+                await self._jobs.run_all(
+                    [partial(fetch_entry, self._bucket, self._settings, key) for key in unique]
+                )
+            )
+            there = [
+                key
+                for key, entry in zip(unique, entries, strict=True)
+                if isinstance(entry, Found) or entry.etag
+            ]
+            names = [self._settings.name("k", key.hex()) for key in there]
+            _all(await self._jobs.run_all([partial(self._bucket.remove, name) for name in names]))
+            found = [entry for entry in entries if isinstance(entry, Found)]
+            records = {one.record.payload: one.record for one in found}
+            await self._shrink(
+                {payload: record for payload, record in records.items() if payload is not None},
+                set(unique),
+            )
+        finally:
+            self._finder.gone(unique)
+        await self._unlist_children(found)
+
+    async def _shrink(self, records: Mapping[str, Record], gone: Collection[BlockKey]) -> None:
+        """Take `gone` out of what is said of each payload; remove those that nobody needs."""
+        for payload, record in records.items():
+            left = [member.key for member in record.members if member.key not in gone]
+            needed = _all(
+                await self._jobs.run_all(
+                    [partial(self._shrink_entry, key, payload, gone) for key in left]
+                )
+            )
+            if not any(needed):
+                name = self._settings.name("g", payload)
+                await self._jobs.run(partial(self._bucket.remove, name))
+
+    def _shrink_entry(self, key: BlockKey, payload: str, gone: Collection[BlockKey]) -> bool:
+        """Whether the object of `key` still points to `payload`."""
+        name = self._settings.name("k", key.hex())
+        for _ in range(_TRIES):
+            entry = fetch_entry(self._bucket, self._settings, key)
+            if isinstance(entry, Absent) or entry.record.payload != payload:
+                return False
+            reduced = entry.record.without(gone)
+            if len(reduced.members) == len(entry.record.members):
+                return True
+            try:
+                self._bucket.put(name, [reduced.encode()], replaces=entry.etag)
+            except Conflict:
+                continue
+            return True
+        return True  # somebody else is at it
+
+    # ------------------------------------------------------------------ children
+
+    async def _list_children(self, blocks: Sequence[StoredBlock]) -> None:
+        listed: defaultdict[BlockKey | None, list[Child]] = defaultdict(list)
+        for one in self._objects(blocks):
+            inside = {block.key for block in one}
+            for block in one:
+                if block.tokens is not None and block.parent not in inside:
+                    listed[block.parent].append(Child(block.key, block.tokens))
+        await self._changed_lists(
+            [self._children.add(parent, children) for parent, children in listed.items()]
+        )
+
+    async def _unlist_children(self, found: Sequence[Found]) -> None:
+        listed: defaultdict[BlockKey | None, set[BlockKey]] = defaultdict(set)
+        for one in found:
+            if one.member.tokens is not None:
+                listed[one.member.parent].add(one.member.key)
+        await self._changed_lists(
+            [self._children.discard(parent, keys) for parent, keys in listed.items()]
+        )
+
+    async def _changed_lists(self, changes: Sequence[Coroutine[Any, Any, None]]) -> None:
+        for result in await settled([asyncio.ensure_future(change) for change in changes]):
+            if isinstance(result, BackendUnavailable):
+                # The blocks themselves are there: only short prompts are not found in them.
+                warn_once("s3.children", str(result))
+            elif isinstance(result, BaseException):
+                raise result
+
+
+def _all(results: Sequence[T | BaseException]) -> list[T]:
+    """`results`, if none of them is an error."""
+    good = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        good.append(result)
+    return good

@@ -1,0 +1,200 @@
+"""``s3:``: blocks in a bucket of any S3-compatible service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.s3.jobs import Jobs
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import BackendUnavailable, MissingExtra
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+
+try:
+    from kvconnect.backends.s3.bucket import S3Bucket
+    from kvconnect.backends.s3.children import S3Children
+    from kvconnect.backends.s3.find import S3Finder
+    from kvconnect.backends.s3.listing import S3Listing
+    from kvconnect.backends.s3.load import S3Reader
+    from kvconnect.backends.s3.save import S3Writer
+except ImportError as error:
+    raise MissingExtra(f"store scheme 's3' ({error})", "s3") from error
+
+__all__ = ["S3Backend", "from_url"]
+
+_WATCH_S = 1.0
+
+
+def from_url(url: StoreUrl) -> S3Backend:
+    """``s3://bucket/prefix?endpoint_url=https://minio:9000&region=…&blocks_per_object=8``."""
+    return S3Backend(S3Settings.from_url(url))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    bucket: S3Bucket
+    requests: Jobs
+    transfers: Jobs
+    finder: S3Finder
+    children: S3Children
+    reader: S3Reader
+    writer: S3Writer
+    listing: S3Listing
+
+
+class S3Backend(Backend):
+    """Blocks in objects of a bucket, several to an object, found without listing it.
+
+    Several processes may use one bucket and prefix, also with different models. Nothing is evicted:
+    a lifecycle rule on the prefix does that, by age; `ttl` makes blocks unfindable after a time.
+    What is known of blocks is remembered for ``lookup_ttl`` and ``miss_ttl`` seconds: so late may
+    another process notice a block that was saved or deleted.
+
+    Args:
+        settings: where it is and how to use it.
+    """
+
+    enumerable: ClassVar[bool] = True
+    durable: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
+    expires: ClassVar[bool] = True
+    variable_length: ClassVar[bool] = True
+
+    def __init__(self, settings: S3Settings) -> None:
+        self.settings = settings
+        self._parts: _Parts | None = None
+        self._watch: asyncio.TimerHandle | None = None
+
+    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+        """Connect, and see that the bucket is there and may be read.
+
+        Raises:
+            ConfigurationError: no such bucket, no credentials, or they are refused.
+            BackendUnavailable: the service cannot be reached, or fails.
+        """
+        settings = self.settings
+        # Lookups do not wait for loads and saves.
+        requests = Jobs(settings.concurrency, "kvconnect-s3-requests")
+        transfers = Jobs(settings.concurrency, "kvconnect-s3-transfers")
+        try:
+            bucket = await requests.run(partial(S3Bucket, settings))
+        except BaseException:
+            await requests.close()
+            await transfers.close()
+            raise
+        finder = S3Finder(bucket, settings, requests)
+        children = S3Children(bucket, settings, requests)
+        self._parts = _Parts(
+            bucket,
+            requests,
+            transfers,
+            finder,
+            children,
+            S3Reader(bucket, settings, transfers, finder),
+            S3Writer(bucket, settings, transfers, finder, children),
+            S3Listing(bucket, settings, requests),
+        )
+        self._watch_requests()
+        try:
+            await requests.run(bucket.check)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End requests in flight with an error, and close all connections."""
+        parts, self._parts = self._parts, None
+        if self._watch is not None:
+            self._watch.cancel()
+        if parts is None:
+            return
+        parts.bucket.close()
+        await parts.requests.close()
+        await parts.transfers.close()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading `keys` are present, or were a short while ago.
+
+        Raises:
+            BackendUnavailable: the service cannot be asked.
+        """
+        return len(await self._opened().finder.leading(keys))
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        """Read blocks straight into `into`, neighbours in one request.
+
+        Raises:
+            BackendUnavailable: `into` is undefined; nothing touches it any more.
+        """
+        return await self._opened().reader.load(keys, into)
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """Write blocks, neighbours into one object.
+
+        Raises:
+            BackendUnavailable: each is stored wholly or not at all.
+        """
+        return await self._opened().writer.save(blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget `keys`; their bytes go with the last block that shares their object.
+
+        Raises:
+            BackendUnavailable: some are forgotten, some may not be.
+        """
+        await self._opened().writer.delete(keys)
+
+    async def children(self, key: BlockKey | None) -> Sequence[Child]:
+        """The stored blocks with tokens whose parent is `key`: at most two requests, no listing."""
+        parts = self._opened()
+        listed = await parts.children.get(key)
+        found = None if key is None else await parts.finder.find(key)
+        own = [] if found is None or key is None else found.record.children(key)
+        keys = {child.key for child in listed}
+        return [*(child for child in own if child.key not in keys), *listed]
+
+    async def scan(self) -> AsyncIterator[StoredEntry]:
+        """All blocks. Lists the bucket, and reads a small object for each few of them."""
+        async for entries in self._opened().listing.entries():
+            for entry in entries:
+                yield entry
+
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """What is known of `keys`; of those just looked up or loaded without asking again.
+
+        When they were written is told by the writer's clock.
+
+        Raises:
+            BackendUnavailable: the service cannot be asked.
+        """
+        found = {one.member.key: one for one in await self._opened().finder.present(keys)}
+        return [
+            None if (one := found.get(key)) is None else one.member.entry(one.record.created_at)
+            for key in keys
+        ]
+
+    async def stats(self) -> Mapping[str, float]:
+        """``blocks`` and ``bytes``, unless there are too many to list them; ``remembered``."""
+        parts = self._opened()
+        numbers = await parts.listing.totals()
+        return {**numbers, "remembered": len(parts.finder)}
+
+    def _opened(self) -> _Parts:
+        if self._parts is None:
+            raise BackendUnavailable(f"{self.settings}: is not open")
+        return self._parts
+
+    def _watch_requests(self) -> None:
+        parts = self._parts
+        if parts is not None:
+            parts.bucket.end_overdue()
+            loop = asyncio.get_running_loop()
+            self._watch = loop.call_later(_WATCH_S, self._watch_requests)

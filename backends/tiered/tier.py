@@ -1,0 +1,308 @@
+"""One tier of a tiered store: guarded, checked, and skipped while it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Literal
+
+from torch import Tensor
+
+from kvconnect import frame
+from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backends.guard.pieces import load_pieces
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.tiered.backlog import Backlog
+from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, ConfigurationError
+from kvconnect.frame import FrameChecksum
+from kvconnect.keys import KEY_NBYTES, BlockKey
+from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import count, warn_once
+
+__all__ = ["Tier", "Write"]
+
+Write = Literal["through", "behind"]
+
+# Hashing less than this takes less time than handing it to a thread.
+_INLINE_NBYTES = 256 << 10
+# Between two questions to a tier that did not answer, and how long such a question may take.
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+_PROBE_S = 1.0
+_DRAIN_S = 5.0
+_MAX_OWED = 1 << 16
+
+
+class Tier:
+    """A store of a tiered one. All methods run on one event loop.
+
+    A tier that missed its deadline is not `alive`: nothing is asked of it until it has answered a
+    question that nobody waits for. One that answers, but not within `patience_s`, is not `prompt`:
+    it is written to and loaded from, but no lookup waits for it. One that cannot be reached at
+    `open` is opened later.
+
+    Args:
+        store: not open yet.
+        name: unique among the tiers.
+        write: whether `save` of the whole waits for this tier.
+        patience_s: what an answer may take before the tier counts as slow.
+        deadline_s: of each call.
+        queue_nbytes: what may wait to be written in the background.
+        verify_frames: whether a value that is no sound frame of its key is deleted and not loaded.
+        place: where the store is, for what is counted.
+    """
+
+    def __init__(
+        self,
+        store: Backend,
+        name: str,
+        *,
+        write: Write,
+        patience_s: float,
+        deadline_s: float,
+        queue_nbytes: int,
+        verify_frames: bool,
+        place: str,
+    ) -> None:
+        self.guard = GuardedBackend(store, deadline_s=deadline_s, raw=True, place=place)
+        self.name = name
+        self.write: Write = write
+        self.verify_frames = verify_frames
+        self.prompt = False
+        self._patience_s = patience_s
+        self._alive = asyncio.Event()
+        self._layouts: tuple[KvCacheLayout, ...] = ()
+        self._is_open = False
+        self._closed = False
+        self._probing: asyncio.Task[None] | None = None
+        self._owed: set[BlockKey] = set()
+        self.backlog = Backlog(
+            name,
+            save=self.save,
+            delete=self.guard.delete,
+            ready=self._ready,
+            limit=queue_nbytes,
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether the tier may be asked."""
+        return self._alive.is_set()
+
+    async def open(self, layouts: Sequence[KvCacheLayout]) -> BackendUnavailable | None:
+        """Open the store; if that cannot be done now, try again in the background.
+
+        Returns:
+            Why it could not be opened now.
+
+        Raises:
+            ConfigurationError: it never will.
+        """
+        self._layouts = tuple(layouts)
+        try:
+            await self._open()
+        except (BackendUnavailable, BackendTimeout) as error:
+            self.skip(f"cannot be opened: {error}")
+            if isinstance(error, BackendUnavailable):
+                return error
+            return BackendUnavailable(str(error))
+        return None
+
+    async def close(self) -> None:
+        """Write what waits, if the tier answers; close the store. Never raises."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._probing is not None:
+            self._probing.cancel()
+        await self.backlog.close(_DRAIN_S if self.alive else 0.0)
+        self._alive.clear()
+        await self.guard.close()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading `keys` are here; none if the store fails. May take its deadline."""
+        try:
+            return await self.guard.lookup(keys)
+        except BackendTimeout as error:
+            self.skip(str(error))
+        except BackendUnavailable as error:
+            self._tell(error)
+        return 0
+
+    async def load(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], bad: set[BlockKey]
+    ) -> int:
+        """Fill `into`; return how many leading ones are filled, and sound if that is checked.
+
+        Nothing is filled if the store fails. Keys of frames that were not sound are added to `bad`.
+
+        Raises:
+            BackendTimeout: `into` belongs to the call until `pending` is done.
+        """
+        if not self.alive:
+            return 0
+        taken = [FrameChecksum(data) for data in into] if self.verify_frames else []
+        return await load_pieces(
+            into,
+            lambda part: self._fill(keys[part], into[part], taken[part]),
+            lambda got: self._check(keys[got], into[got], taken[got], bad),
+        )
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """Store `blocks`; return how many leading ones are stored, none if the store fails.
+
+        Raises:
+            BackendTimeout: the data belongs to the call until `pending` is done.
+        """
+        if not self.alive:
+            return 0
+        self._owed.difference_update(block.key for block in blocks)
+        try:
+            return await self.guard.save(blocks)
+        except BackendTimeout as error:
+            self.skip(str(error))
+            if error.pending is not None:
+                raise
+        except BackendUnavailable as error:
+            self._tell(error)
+        return 0
+
+    async def delete(self, keys: Sequence[BlockKey]) -> bool:
+        """Forget `keys`, now or when the tier answers again; whether it was now."""
+        self.backlog.forget(keys)
+        if self.alive:
+            try:
+                await self.guard.delete(keys)
+                return True
+            except BackendTimeout as error:
+                self.skip(str(error))
+            except BackendUnavailable as error:
+                self._tell(error)
+                self._start_probing()
+        if len(self._owed) + len(keys) <= _MAX_OWED:
+            self._owed.update(keys)
+        return False
+
+    async def abort(self) -> None:
+        """Take back `open`; it may be called again. Never raises."""
+        if self._probing is not None:
+            self._probing.cancel()
+        self._alive.clear()
+        await self.guard.abort()
+
+    def note_slow(self) -> None:
+        """A lookup was not answered within `patience_s`: let none wait until it is prompt again."""
+        if self.prompt:
+            count("store.tiered.slow")
+        self.prompt = False
+        self._start_probing()
+
+    def skip(self, reason: str) -> None:
+        """The tier did not answer: leave it alone until it does."""
+        if self.alive:
+            count("store.tiered.skipped")
+        self._alive.clear()
+        self.prompt = False
+        warn_once(f"tiered.skipped.{self.name}", f"tier {self.name} is skipped: {reason}")
+        self._start_probing()
+
+    # ---------------------------------------------------------------- inside
+
+    async def _open(self) -> None:
+        await self.guard.open(self._layouts)
+        self._is_open = self.prompt = True
+        self._alive.set()
+
+    async def _ready(self) -> None:
+        await self._alive.wait()
+
+    def _start_probing(self) -> None:
+        if self._probing is None and not self._closed:
+            self._probing = asyncio.create_task(self._probe())
+
+    async def _probe(self) -> None:
+        # Nobody waits for this: no request pays for finding out.
+        pause = _FIRST_PAUSE_S
+        try:
+            while not self.prompt or self._owed:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                await self._ask()
+        except ConfigurationError as error:
+            warn_once(f"tiered.refused.{self.name}", f"tier {self.name} stays out: {error}")
+        finally:
+            self._probing = None
+
+    async def _ask(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if not self._is_open:
+                await self._open()
+            asked = loop.time()
+            async with asyncio.timeout(_PROBE_S):
+                await self.guard.lookup([BlockKey(os.urandom(KEY_NBYTES))])
+            seconds = loop.time() - asked
+            if self._owed:
+                owed = list(self._owed)
+                await self.guard.delete(owed)
+                self._owed.difference_update(owed)
+        except (BackendUnavailable, TimeoutError):  # BackendTimeout is one, too
+            return
+        self._alive.set()
+        self.prompt = seconds <= self._patience_s
+
+    async def _fill(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], taken: Sequence[FrameChecksum]
+    ) -> int:
+        try:
+            return await self.guard.load_hashed(keys, into, taken)
+        except BackendTimeout as error:
+            self.skip(str(error))
+            if error.pending is not None:
+                raise
+        except BackendUnavailable as error:
+            self._tell(error)
+        return 0
+
+    async def _check(
+        self,
+        keys: Sequence[BlockKey],
+        frames: Sequence[Tensor],
+        taken: Sequence[FrameChecksum],
+        told: set[BlockKey],
+    ) -> int:
+        if not taken:
+            return len(keys)
+        if sum(checksum.left_nbytes for checksum in taken) <= _INLINE_NBYTES:
+            bad = _bad_frames(keys, frames, taken)
+        else:
+            bad = await asyncio.to_thread(_bad_frames, keys, frames, taken)
+        if not bad:
+            return len(keys)
+        for index, error in bad.items():
+            told.add(keys[index])
+            count(f"store.tiered.bad_frame.{self.name}")
+            warn_once(
+                f"{self.name}.bad_frame",
+                f"tier {self.name}: block {keys[index].hex()[:16]} is bad ({error}); it is dropped",
+            )
+        with suppress(BackendTimeout, BackendUnavailable):
+            await self.guard.delete([keys[index] for index in bad])
+        return min(bad)
+
+    def _tell(self, error: BackendUnavailable) -> None:
+        warn_once(f"tiered.failed.{self.name}", f"tier {self.name}: {error}")
+
+
+def _bad_frames(
+    keys: Sequence[BlockKey], frames: Sequence[Tensor], taken: Sequence[FrameChecksum]
+) -> dict[int, BadFrame]:
+    bad: dict[int, BadFrame] = {}
+    for index, (key, data, checksum) in enumerate(zip(keys, frames, taken, strict=True)):
+        try:
+            frame.check(frame.whole(data), key, None, checksum)
+        except BadFrame as error:
+            bad[index] = error
+    return bad

@@ -1,0 +1,135 @@
+"""Block ids as callers give them, checked before anything is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.blocks.work import Ids
+
+__all__ = [
+    "BlockIds",
+    "Placed",
+    "check_integers",
+    "check_targets",
+    "host_ids",
+    "kept",
+    "on_device",
+]
+
+BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | Tensor
+"""Integers, -1 for padding: a sequence, a NumPy array or a tensor."""
+
+_SMALL = 64
+"""Up to so many, Python's own minimum is faster than NumPy's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """The ids that are no padding, and where they stood.
+
+    Attributes:
+        ids, places: ``[n]`` int64.
+        in_order: the places are 0 to n - 1.
+    """
+
+    ids: Ids
+    places: Ids
+    in_order: bool
+
+
+def on_device(ids: object) -> bool:
+    """Whether these are a tensor on a device, whose values cannot be seen without waiting."""
+    return isinstance(ids, Tensor) and not ids.is_cpu
+
+
+def host_ids(
+    name: str,
+    ids: BlockIds,
+    limit: int,
+    *,
+    ndim: int = 1,
+    padding: bool = True,
+    noun: str = "block ",
+) -> Ids:
+    """`ids` as an int64 array; the caller's own memory where it is one already.
+
+    Args:
+        name: for messages.
+        ids: what the caller gave.
+        limit: valid are 0 to `limit` - 1, and -1 with `padding`.
+        ndim: dimensions they must have.
+        padding: whether -1 is allowed.
+        noun: what they are, for messages.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: not of `ndim` dimensions.
+        IndexError: one is out of range.
+    """
+    if on_device(ids):
+        raise ConfigurationError(f"{name}: must be on the host; call cpu() on it")
+    array = ids.numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+    if array.size == 0:
+        shape = (0,) if ndim == 1 else (0, 2)
+        return np.empty(shape, np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: integers are needed, these are {array.dtype}")
+    if array.ndim != ndim:
+        raise ConfigurationError(f"{name}: shape {array.shape}; {ndim} dimensions are needed")
+    if array.size <= _SMALL:
+        values = (array if ndim == 1 else array.ravel()).tolist()
+        low, high = min(values), max(values)
+    else:
+        low, high = int(array.min()), int(array.max())
+    if low < (-1 if padding else 0) or high >= limit:
+        wrong = low if low < (-1 if padding else 0) else high
+        raise IndexError(f"{name}: {noun}{wrong} is outside 0..{limit - 1}")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def kept(ids: Ids) -> Placed:
+    """Without padding."""
+    count = len(ids)
+    if count <= _SMALL:
+        if -1 not in ids.tolist():
+            return Placed(ids, _arange(count), in_order=True)
+    elif int(ids.min()) >= 0:
+        return Placed(ids, np.arange(count), in_order=True)
+    places = np.flatnonzero(ids >= 0)
+    return Placed(ids[places], places, bool(len(places) == 0 or places[-1] == len(places) - 1))
+
+
+def check_targets(name: str, ids: Ids, *, noun: str = "block ") -> None:
+    """No block is written to twice.
+
+    Raises:
+        ValueError: one is given twice.
+    """
+    if len(ids) <= _SMALL:
+        values = ids.tolist()
+        if len(set(values)) == len(values):
+            return
+    ordered = np.sort(ids)
+    if (twice := ordered[:-1][ordered[1:] == ordered[:-1]]).size:
+        raise ConfigurationError(f"{name}: {noun}{twice[0]} is given twice")
+
+
+_COUNTS = [np.arange(count) for count in range(_SMALL + 1)]
+
+
+def _arange(count: int) -> Ids:
+    return _COUNTS[count]
+
+
+def check_integers(name: str, ids: Tensor) -> None:
+    """Raises TypeError unless the tensor `ids` is of int32 or int64."""
+    if ids.dtype not in {torch.int32, torch.int64}:
+        raise TypeError(f"{name}: int32 or int64 is needed, this is {ids.dtype}")

@@ -1,0 +1,129 @@
+"""Checks that all ops share: contiguous buffers, layers, paths, devices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.kernels.blocks.paged import PagedKv
+
+__all__ = [
+    "PATHS",
+    "as_bytes",
+    "byte_rows",
+    "check_devices",
+    "check_path",
+    "layer_range",
+    "plain",
+    "typed_rows",
+]
+
+PATHS = ("auto", "kernel", "dma", "staged", "torch")
+_ALL = slice(None)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as uint8 with a wider last axis, which must be contiguous."""
+    if tensor.stride(-1) != 1:  # a row of one element
+        shape, strides = tensor.shape, (*tensor.stride()[:-1], 1)
+        tensor = tensor.as_strided(shape, strides, tensor.storage_offset())
+    return plain(tensor).view(torch.uint8)
+
+
+def check_path(path: str) -> None:
+    """Raises ValueError unless it is one of `PATHS`."""
+    if path not in PATHS:
+        raise ConfigurationError(f"path='{path}': {nearest(path, PATHS)}")
+
+
+def layer_range(kv: PagedKv, layers: slice | range) -> range:
+    """The layers meant.
+
+    Raises:
+        TypeError: neither a slice nor a range.
+        ValueError: they do not follow each other, or some are not there.
+    """
+    if layers == _ALL:
+        return range(kv.num_layers)
+    if isinstance(layers, slice):
+        found = range(*layers.indices(kv.num_layers))
+    elif isinstance(layers, range):
+        found = layers
+    else:
+        raise TypeError(f"layers: a slice or a range is needed, this is {type(layers).__name__}")
+    if found.step != 1 or not 0 <= found.start <= max(found.start, found.stop) <= kv.num_layers:
+        raise ConfigurationError(
+            f"layers: {layers} must be of step 1 and within 0..{kv.num_layers}"
+        )
+    return range(found.start, max(found.start, found.stop))
+
+
+def check_devices(name: str, kv: torch.device, other: torch.device) -> None:
+    """Both are one device, or one of them is the host.
+
+    Raises:
+        RuntimeError: otherwise.
+    """
+    if kv != other and kv.type != "cpu" and other.type != "cpu":
+        raise RuntimeError(f"{name}: on {other}, the cache is on {kv}")
+
+
+def byte_rows(name: str, buffer: Tensor, kv: PagedKv, count: int, nbytes: int) -> Tensor:
+    """`buffer` as uint8 ``[count, nbytes]``, each row contiguous: one block each.
+
+    Args:
+        name: for messages.
+        buffer: of the cache's dtype or uint8; contiguous, with `count` as first axis or with one
+            axis only; or with two axes and any distance between rows.
+        kv: the cache it is copied to or from.
+        count: blocks that are needed.
+        nbytes: of each.
+
+    Raises:
+        TypeError: another dtype, or no tensor.
+        ValueError: another shape, rows that are not contiguous or overlap, or memory of `kv`.
+        RuntimeError: on another device than `kv`, and not on the host.
+    """
+    if not isinstance(buffer, Tensor):
+        raise TypeError(f"{name}: a tensor is needed, this is {type(buffer).__name__}")
+    if buffer.dtype not in {torch.uint8, kv.dtype}:
+        raise TypeError(f"{name}: {buffer.dtype}; {kv.dtype} or torch.uint8 is needed")
+    check_devices(name, kv.device, buffer.device)
+    rows = typed_rows(name, buffer, count, nbytes // buffer.element_size())
+    if rows.dtype != torch.uint8:
+        rows = rows.view(torch.uint8)
+    if rows.untyped_storage().data_ptr() in kv.spans and count:
+        low, high = kv.spans[rows.untyped_storage().data_ptr()]
+        start = rows.data_ptr()
+        if start < high and low < start + (count - 1) * rows.stride(0) + nbytes:
+            raise ConfigurationError(f"{name}: shares memory with the cache")
+    return rows
+
+
+def typed_rows(name: str, buffer: Tensor, count: int, length: int) -> Tensor:
+    """`buffer` as ``[count, length]`` of its dtype, each row contiguous; see `byte_rows`."""
+    shape = buffer.shape
+    if len(shape) == 2 and shape[0] == count and shape[1] == length:
+        step, unit = buffer.stride()
+        if (unit == 1 or length == 1) and (step >= length or count <= 1):
+            return plain(buffer)
+        raise ConfigurationError(f"{name}: strides {(step, unit)}; rows must be contiguous")
+    fits = buffer.numel() == count * length and (len(shape) <= 1 or shape[0] == count)
+    if not fits or not buffer.is_contiguous():
+        raise ConfigurationError(
+            f"{name}: {tuple(shape)}, strides {buffer.stride()}; {count} blocks of {length} "
+            "elements, contiguous, are needed"
+        )
+    return plain(buffer).view(count, length) if count else plain(buffer).new_empty(0, length)
+
+
+def plain(buffer: Tensor) -> Tensor:
+    """Without what autograd and inference mode would say to writes."""
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            memory = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+            return memory.set_(
+                buffer.untyped_storage(), buffer.storage_offset(), buffer.shape, buffer.stride()
+            )
+    return buffer.detach() if buffer.requires_grad else buffer

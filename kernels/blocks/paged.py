@@ -1,0 +1,335 @@
+"""Paged KV memory, however an engine lays it out, bound once for all copies from and to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvconnect.kernels.blocks.layers import KvLayer, Planes, check_layout, layer_planes, pool_planes
+from kvconnect.kernels.blocks.runs import PlaneBytes, PlanePair, RunTable, make_strips
+from kvconnect.kernels.blocks.transfer import CopyEvent, Transfer
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["CopyEvent", "KvLayer", "PagedKv", "Partner", "Transfer", "bound"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partner:
+    """Two caches between which blocks are copied.
+
+    Attributes:
+        shift: block i of the target is block ``i + shift`` of the source; ``None``: they share no
+            block.
+        tables: the runs, by layers and kind.
+    """
+
+    shift: int | None
+    tables: dict[tuple[int, int, bool], RunTable] = field(default_factory=dict)
+
+
+class PagedKv:
+    """The planes of a paged cache: one of keys and one of values for each layer.
+
+    A plane is a view ``[num_blocks, T, heads, dim]`` (NHD) or ``[num_blocks, heads, T, dim]``
+    (HND), of any strides but with contiguous rows of `dim` elements. Made once for a layout; the
+    memory is that of the tensors given and stays alive as long as this does. Nothing of it changes
+    but caches; thread-safe.
+
+    In a contiguous buffer a block is the planes of its layers one after the other, keys before
+    values, each in the order of its view's axes. That is what `gather_blocks` writes, and for a
+    pool in one piece the block itself.
+
+    Attributes:
+        views: the planes, layer by layer, keys before values; none for values of dim 0.
+        per_layer: planes of a layer: 2, or 1 without values (MLA).
+        layout: ``"NHD"`` or ``"HND"``.
+        num_layers, num_blocks, tokens, heads: sizes; `tokens` is T.
+        key_dim, value_dim: elements of a row.
+        dtype, device: of all planes.
+        pinned: whether it is page-locked host memory.
+        planes: int64 ``[planes, 5]``: address, strides of block, token and head, bytes of a row.
+        plane_bytes: the same as plain numbers.
+        memories: the storages that the planes lie in, as bytes.
+        spans: where in each of them, first and last address, by the address of the storage.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_partners",
+        "_slot_arrays",
+        "_tables",
+        "device",
+        "dtype",
+        "heads",
+        "key_dim",
+        "layout",
+        "memories",
+        "num_blocks",
+        "num_layers",
+        "per_layer",
+        "pinned",
+        "plane_bytes",
+        "planes",
+        "spans",
+        "tokens",
+        "value_dim",
+        "views",
+    )
+
+    def __init__(self, planes: Planes, layout: str) -> None:
+        self.views = tuple(view.detach() for view in planes.views)
+        self.per_layer = planes.per_layer
+        self.layout = layout
+        first = self.views[0]
+        self.num_layers = len(self.views) // self.per_layer
+        self.num_blocks = first.shape[0]
+        token, head = (1, 2) if layout == "NHD" else (2, 1)
+        self.tokens, self.heads = first.shape[token], first.shape[head]
+        self.key_dim = first.shape[3]
+        self.value_dim = self.views[1].shape[3] if self.per_layer == 2 else 0
+        self.dtype, self.device = first.dtype, first.device
+        self.pinned = first.device.type == "cpu" and torch.cuda.is_available() and first.is_pinned()
+        size = first.element_size()
+        table = [
+            (view.data_ptr(), *(view.stride(axis) * size for axis in (0, token, head, 3)))
+            for view in self.views
+        ]
+        self.planes: npt.NDArray[np.int64] = np.array(table, np.int64).reshape(-1, 5)
+        self.planes[:, 4] = [view.shape[3] * size for view in self.views]
+        self.memories, places = _memories(self.views)
+        self.plane_bytes = tuple(
+            PlaneBytes(offset, block, token, head, row, memory)
+            for (offset, block, token, head, row), memory in zip(
+                self.planes.tolist(), places, strict=True
+            )
+        )
+        self.spans = _spans(self.views)
+        self._slot_arrays: dict[int, list[npt.NDArray[np.void]]] = {}
+        self._tables: dict[tuple[object, ...], RunTable] = {}
+        self._partners: WeakKeyDictionary[PagedKv, Partner] = WeakKeyDictionary()
+        _LIVE[_geometry(self.views, layout, self.per_layer)] = self
+
+    @staticmethod
+    def from_pool(pool: Tensor, layout: KvCacheLayout | None = None) -> PagedKv:
+        """Bind a pool tensor.
+
+        Args:
+            pool: ``[num_blocks, num_layers, 2, T, heads, head_dim]``; or with its `layout` the flat
+                view ``[num_blocks, num_layers, kv_factor, elements]``, whose keys and values may
+                differ in dim. The last axis is contiguous, the others need not be.
+            layout: of the pool.
+
+        Raises:
+            TypeError: the dtype is not the layout's, or `pool` is no tensor.
+            ValueError: shape or strides do not fit.
+        """
+        return PagedKv(pool_planes(pool, layout), "NHD")
+
+    @staticmethod
+    def from_layers(layers: Sequence[KvLayer], *, layout: str = "NHD") -> PagedKv:
+        """Bind one cache per layer, as engines hold them.
+
+        Args:
+            layers: ``[2, num_blocks, T, heads, dim]``, ``[num_blocks, 2, T, heads, dim]``, pairs of
+                keys and values ``[num_blocks, T, heads, dim]`` whose dims may differ, or a latent
+                MLA cache ``[num_blocks, T, dim]``. With HND the axes T and heads change places.
+            layout: ``"NHD"`` or ``"HND"``.
+
+        Raises:
+            TypeError: dtypes differ, or something is no tensor.
+            ValueError: shapes or strides do not fit, or differ. ``[2, 2, ...]`` is one of them: it
+                can be read both ways.
+            RuntimeError: layers are on different devices.
+        """
+        return PagedKv(layer_planes(layers, layout), layout)
+
+    @staticmethod
+    def from_views(views: Sequence[Tensor], *, layout: str = "NHD", per_layer: int = 1) -> PagedKv:
+        """Bind planes as they are, see `views`. Raises as `from_layers` does."""
+        check_layout("layout", layout)
+        if not views or len(views) % per_layer:
+            raise ValueError(f"views: {len(views)}; a multiple of {per_layer} is needed")
+        return PagedKv(Planes.checked(views, per_layer, "views"), layout)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block in a contiguous buffer, all layers."""
+        return self.layers_nbytes(self.num_layers)
+
+    def described(self) -> str:
+        """`shape`, for messages."""
+        return (
+            f"{self.num_layers} layers of {self.tokens} tokens, {self.heads} heads of "
+            f"{self.key_dim} and {self.value_dim}, {self.layout}"
+        )
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What must be equal for blocks to be copied between two of them."""
+        dims = (self.tokens, self.heads, self.key_dim, self.value_dim)
+        return (self.num_layers, *dims, self.dtype, self.layout)
+
+    def layer_views(self, layers: range) -> list[Tensor]:
+        """The planes of these layers, which follow each other."""
+        return list(self.views[layers.start * self.per_layer : layers.stop * self.per_layer])
+
+    def _shift_to(self, other: PagedKv) -> int | None:
+        if other is self:
+            return 0
+        steps = (self.planes[:, 1:] == other.planes[:, 1:]).all()
+        distance = other.planes[:, 0] - self.planes[:, 0]
+        step = int(self.planes[0, 1])
+        if not steps or (distance != distance[0]).any() or not step or distance[0] % step:
+            return None
+        shift = int(distance[0]) // step
+        return shift if -other.num_blocks < shift < self.num_blocks else None
+
+    def layers_nbytes(self, num_layers: int) -> int:
+        """Bytes of so many layers of a block in a contiguous buffer."""
+        width = (self.key_dim + self.value_dim) * self.dtype.itemsize
+        return num_layers * self.tokens * self.heads * width
+
+    def slot_arrays(self, layer: int) -> list[npt.NDArray[np.void]]:
+        """A layer's planes as ``[num_blocks, T, heads]`` of one row each; host memory only."""
+        if (known := self._slot_arrays.get(layer)) is None:
+            known = [
+                _slot_array(view if self.layout == "NHD" else view.transpose(1, 2))
+                for view in self.layer_views(range(layer, layer + 1))
+            ]
+            self._slot_arrays[layer] = known
+        return known
+
+    # ------------------------------------------------------------------ runs
+
+    def gather_table(self, start: int, stop: int, step: int) -> RunTable:
+        """The runs of layers ``start..stop`` to a buffer whose blocks are `step` bytes apart."""
+        key = ("gather", start, stop, step)
+        if (table := self._tables.get(key)) is None:
+            table = self._make(self._part(start, stop), self._rows(start, stop, step))
+            self._tables[key] = table
+        return table
+
+    def scatter_table(self, start: int, stop: int, step: int) -> RunTable:
+        """The runs from such a buffer to layers ``start..stop``."""
+        key = ("scatter", start, stop, step)
+        if (table := self._tables.get(key)) is None:
+            table = self._make(self._rows(start, stop, step), self._part(start, stop))
+            self._tables[key] = table
+        return table
+
+    def copy_table(self, target: PagedKv, start: int, stop: int, *, by_token: bool) -> RunTable:
+        """The runs of layers ``start..stop`` to those of `target`; `by_token`: of whole tokens."""
+        key = (start, stop, by_token)
+        tables = self.partner(target).tables
+        if (table := tables.get(key)) is None:
+            table = self._make(
+                self._part(start, stop), target._part(start, stop), by_token=by_token
+            )
+            tables[key] = table
+        return table
+
+    def knows(self, target: PagedKv) -> bool:
+        """Whether it is known that blocks can be copied to `target`."""
+        return target in self._partners
+
+    def partner(self, target: PagedKv) -> Partner:
+        """What is known of copies from here to `target`."""
+        if (known := self._partners.get(target)) is None:
+            known = self._partners[target] = Partner(self._shift_to(target))
+        return known
+
+    def _part(self, start: int, stop: int) -> Sequence[PlaneBytes]:
+        return self.plane_bytes[start * self.per_layer : stop * self.per_layer]
+
+    def _rows(self, start: int, stop: int, step: int) -> Sequence[PlaneBytes]:
+        """The same planes in a contiguous buffer."""
+        planes = self._part(start, stop)
+        rows = self.tokens * self.heads
+        offsets = accumulate((rows * plane.row for plane in planes), initial=0)
+        return [
+            PlaneBytes(
+                offset,
+                step,
+                plane.row * self.heads if self.layout == "NHD" else plane.row,
+                plane.row if self.layout == "NHD" else plane.row * self.tokens,
+                plane.row,
+            )
+            for plane, offset in zip(planes, offsets, strict=False)
+        ]
+
+    def _make(
+        self,
+        sources: Sequence[PlaneBytes],
+        targets: Sequence[PlaneBytes],
+        *,
+        by_token: bool = False,
+    ) -> RunTable:
+        pairs = [PlanePair(*pair) for pair in zip(sources, targets, strict=True)]
+        strips = make_strips(
+            pairs,
+            self.tokens,
+            self.heads,
+            tokens_first=self.layout == "NHD",
+            by_token=by_token,
+        )
+        return RunTable.of(strips)
+
+
+def _slot_array(view: Tensor) -> npt.NDArray[np.void]:
+    with torch.inference_mode(mode=False):
+        rows = view.view(torch.uint8).numpy()
+    array: npt.NDArray[np.void] = rows.view(np.dtype((np.void, rows.shape[3])))[..., 0]
+    return array
+
+
+def _spans(views: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
+    spans: dict[int, tuple[int, int]] = {}
+    for view in views:
+        last = sum(
+            (length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True)
+        )
+        low = view.data_ptr()
+        high = low + (last + 1) * view.element_size()
+        key = view.untyped_storage().data_ptr()
+        known = spans.get(key, (low, high))
+        spans[key] = (min(known[0], low), max(known[1], high))
+    return spans
+
+
+def _memories(views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[int]]:
+    """The storages that `views` lie in, as 1-D bytes, and which of them each one is in."""
+    found: dict[int, int] = {}
+    memories: list[Tensor] = []
+    places = []
+    for view in views:
+        storage = view.untyped_storage()
+        index = found.setdefault(storage.data_ptr(), len(memories))
+        if index == len(memories):
+            # Plain bytes: neither autograd nor inference mode has a say in what is copied.
+            with torch.inference_mode(mode=False):
+                memory = torch.empty(0, dtype=torch.uint8, device=view.device)
+                memories.append(memory.set_(storage))
+        places.append(index)
+    return tuple(memories), places
+
+
+def bound(views: Sequence[Tensor], layout: str, per_layer: int) -> PagedKv:
+    """The planes `views` as a `PagedKv`: one that is in use already, if there is one."""
+    known = _LIVE.get(_geometry(views, layout, per_layer))
+    return known or PagedKv.from_views(views, layout=layout, per_layer=per_layer)
+
+
+def _geometry(views: Sequence[Tensor], layout: str, per_layer: int) -> tuple[object, ...]:
+    places = tuple((view.data_ptr(), view.shape, view.stride()) for view in views)
+    return (layout, per_layer, views[0].dtype, places)
+
+
+_LIVE: WeakValueDictionary[tuple[object, ...], PagedKv] = WeakValueDictionary()
+"""All there are: their memory is alive, so nothing else can lie at the same addresses."""

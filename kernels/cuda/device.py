@@ -1,0 +1,287 @@
+"""Validated work to a device: by which way, on which stream, and what is refused.
+
+Loading this module loads neither driver nor compiler; the first piece of work does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.kernels.blocks.transfer import DONE, Transfer
+from kvconnect.kernels.blocks.work import (
+    AppendWork,
+    BlockCopy,
+    QuantizeWork,
+    TransposeWork,
+    UpdateWork,
+)
+from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction, Route
+from kvconnect.kernels.cuda.dma import describe
+from kvconnect.kernels.cuda.driver import Descriptors, Driver, NoDevice
+from kvconnect.kernels.cuda.launch import Grid, Launcher
+from kvconnect.kernels.cuda.quantize_launch import launch_quantize
+from kvconnect.kernels.cuda.routes import HostIds, Routes
+from kvconnect.kernels.cuda.streams import device_index
+
+__all__ = [
+    "DeviceWork",
+    "NoDevice",
+    "device_work",
+    "driven_by",
+    "id_errors",
+    "policy_of",
+    "set_policy",
+    "submit_append",
+    "submit_copy",
+    "submit_quantize",
+    "submit_transpose",
+    "submit_update",
+    "wanted",
+]
+
+PATHS: Final = ("auto", "kernel", "dma", "staged")
+
+
+class DeviceWork:
+    """One device: its kernels, its ways, its policy. Thread-safe.
+
+    Args:
+        driver: of the device.
+        policy: which way a copy takes.
+    """
+
+    def __init__(self, driver: Driver, policy: CopyPolicy | None = None) -> None:
+        self.driver = driver
+        self.policy = policy or CopyPolicy()
+        self._launcher = Launcher(driver)
+        self._routes = Routes(driver, self._launcher, self.policy)
+
+    def copy(self, copy: BlockCopy, stream: Any, path: str) -> Transfer:
+        """See `submit_copy`."""
+        if path not in PATHS:
+            raise ConfigurationError(f"path: '{path}' is unknown; {nearest(path, PATHS)}")
+        if not len(copy.source_ids) or not copy.nbytes:
+            return DONE
+        if stream is None:
+            stream = self.driver.current_stream()
+        direction = self._direction(copy)
+        capturing = self.driver.capturing(stream)
+        ids = _host_ids(copy)
+        _refuse(copy, direction, path, capturing=capturing, on_host=ids is not None)
+        within = direction is Direction.WITHIN and path == "auto"
+        if path == "kernel" or within or capturing or ids is None:
+            return self._routes.by_kernel(copy, direction, stream, capturing=capturing)
+        runs = describe(copy)
+        route = self._route(copy, direction, path, runs)
+        if route is Route.STAGED:
+            return self._routes.by_stage(copy, direction, ids, stream)
+        if route is Route.BOUNCE:
+            return self._routes.by_bounce(copy, direction, runs, stream)
+        if route is Route.DMA:
+            return self._routes.by_dma(copy, direction, runs, stream)
+        return self._routes.by_kernel(copy, direction, stream, capturing=False)
+
+    def update(self, work: UpdateWork) -> None:
+        """See `submit_update`."""
+        if work.length and work.batch and work.heads and work.row_nbytes:
+            self._run(lambda grid: self._launcher.update(work, grid), None)
+
+    def append(self, work: AppendWork) -> None:
+        """See `submit_append`."""
+        if work.num_tokens:
+            self._run(lambda grid: self._launcher.append(work, grid), None)
+
+    def transpose(self, work: TransposeWork) -> None:
+        """See `submit_transpose`."""
+        if work.outer:
+            self._run(lambda grid: self._launcher.transpose(work, grid), None)
+
+    def quantize(self, work: QuantizeWork, stream: Any) -> Transfer:
+        """See `submit_quantize`."""
+        if not len(work.block_ids):
+            return DONE
+        return self._run(lambda grid: launch_quantize(self._launcher, work, grid), stream)
+
+    def _run(self, launch: Any, stream: Any) -> Transfer:
+        if stream is None:
+            stream = self.driver.current_stream()
+        ctas = self.driver.multiprocessors * self.policy.ctas_per_multiprocessor
+        keep = launch(Grid(stream, ctas))
+        if self.driver.capturing(stream):
+            return DONE
+        return Transfer(self.driver.record(stream), keep)
+
+    def _direction(self, copy: BlockCopy) -> Direction:
+        source = self.driver.on_device(copy.source_device)
+        target = self.driver.on_device(copy.target_device)
+        if source and target:
+            return Direction.WITHIN
+        return Direction.LOAD if target else Direction.STORE
+
+    def _route(self, copy: BlockCopy, direction: Direction, path: str, runs: Descriptors) -> Route:
+        if _pageable(copy, direction):
+            return Route.BOUNCE
+        if path != "auto":
+            return Route(path)
+        return self.policy.choose(direction, runs.nbytes / max(1, len(runs)))
+
+
+def _refuse(
+    copy: BlockCopy, direction: Direction, path: str, *, capturing: bool, on_host: bool
+) -> None:
+    """Raise what `submit_copy` raises for ways that cannot be gone."""
+    if path in {"dma", "staged"}:
+        if capturing:
+            raise RuntimeError(
+                f"path: '{path}' cannot be part of a CUDA graph; take 'kernel' or 'auto' while one "
+                "is captured"
+            )
+        if not on_host:
+            raise RuntimeError(f"path: '{path}' needs block ids on the host")
+        if path == "staged" and direction is Direction.WITHIN:
+            raise RuntimeError("path: 'staged' is for copies from or to host memory")
+    only_kernels = capturing or not on_host or path in {"kernel", "staged"}
+    if only_kernels and _pageable(copy, direction):
+        raise RuntimeError(
+            f"path: '{path}' with pageable host memory; give page-locked memory where a graph is "
+            "captured, ids are on the device, or a kernel is asked for"
+        )
+
+
+def _pageable(copy: BlockCopy, direction: Direction) -> bool:
+    if direction is Direction.WITHIN:
+        return False
+    return not (copy.source_pinned if direction is Direction.LOAD else copy.target_pinned)
+
+
+def _host_ids(copy: BlockCopy) -> HostIds | None:
+    if isinstance(copy.source_ids, Tensor) or isinstance(copy.target_ids, Tensor):
+        return None
+    return HostIds(copy.source_ids, copy.target_ids)
+
+
+_lock = threading.Lock()
+_devices: dict[int, DeviceWork] = {}
+_driven: DeviceWork | None = None
+
+
+@contextmanager
+def driven_by(driver: Driver, policy: CopyPolicy | None = None) -> Iterator[DeviceWork]:
+    """All work of this process goes to `driver` meanwhile: for tests."""
+    global _driven  # noqa: PLW0603 (one seam instead of a parameter in every public function)
+    before, _driven = _driven, DeviceWork(driver, policy)
+    try:
+        yield _driven
+    finally:
+        _driven = before
+
+
+def wanted(device: torch.device) -> bool:
+    """Whether work on memory of `device` comes here."""
+    return device.type == "cuda" or _driven is not None
+
+
+def device_work(device: torch.device) -> DeviceWork:
+    """What a device's work goes to.
+
+    Raises:
+        NoDevice: there is no CUDA driver, or `device` is no CUDA device; the message says which.
+    """
+    driven = _driven
+    if driven is not None:
+        return driven
+    if device.type != "cuda":
+        raise NoDevice(f"path: memory is on '{device}', and only CUDA devices have such paths")
+    index = device_index(device)
+    found = _devices.get(index)
+    if found is None:
+        from kvconnect.kernels.cuda.cuda_driver import CudaDriver
+
+        with _lock:
+            found = _devices.get(index)
+            if found is None:
+                found = _devices[index] = DeviceWork(CudaDriver(index))
+    return found
+
+
+def policy_of(device: torch.device) -> CopyPolicy:
+    """The policy in force for a device.
+
+    Raises:
+        NoDevice: see `device_work`.
+    """
+    return device_work(device).policy
+
+
+def set_policy(device: torch.device, policy: CopyPolicy) -> None:
+    """Put `policy` in force for what a device is asked for from now on.
+
+    Raises:
+        NoDevice: see `device_work`.
+    """
+    work = DeviceWork(device_work(device).driver, policy)
+    global _driven  # noqa: PLW0603 (see driven_by)
+    if _driven is not None:
+        _driven = work
+    else:
+        _devices[device_index(device)] = work
+
+
+def id_errors(device: torch.device) -> int:
+    """Ids on the device that were out of range since this was last asked. Waits for the device.
+
+    Such ids are treated like -1: nothing is read or written for them.
+
+    Raises:
+        NoDevice: see `device_work`.
+    """
+    return device_work(device).driver.take_errors()
+
+
+def submit_copy(copy: BlockCopy, *, stream: Any = None, path: str = "auto") -> Transfer:
+    """Copy blocks.
+
+    Args:
+        copy: validated; one side at least is on a CUDA device.
+        stream: a `torch.cuda.Stream` that the copy is ordered on; ``None``: the current one.
+        path: ``"auto"``, ``"kernel"``, ``"dma"`` or ``"staged"``. Pageable host memory goes through
+            page-locked buffers by ``"auto"`` and ``"dma"``, and the calling thread copies with it.
+
+    Returns:
+        The copy; done from the start if a graph is captured, or a store went to pageable memory.
+
+    Raises:
+        NoDevice: see `device_work`; nothing was copied.
+        RuntimeError: that path cannot be had while a graph is captured, with ids on the device, or
+            with pageable memory; nothing was copied.
+        DriverError: some, all or none of the targets are written.
+    """
+    device = copy.target_device if copy.target_device.type == "cuda" else copy.source_device
+    return device_work(device).copy(copy, stream, path)
+
+
+def submit_update(work: UpdateWork) -> None:
+    """`kv_cache_update` on the current stream. Raises as `submit_copy` does."""
+    device_work(work.device).update(work)
+
+
+def submit_append(work: AppendWork) -> None:
+    """`reshape_and_cache` on the current stream. Raises as `submit_copy` does."""
+    device_work(work.device).append(work)
+
+
+def submit_transpose(work: TransposeWork) -> None:
+    """`transpose_blocks` on the current stream. Raises as `submit_copy` does."""
+    device_work(work.device).transpose(work)
+
+
+def submit_quantize(work: QuantizeWork, *, stream: Any = None) -> Transfer:
+    """Quantise or dequantise blocks. Raises as `submit_copy` does."""
+    return device_work(work.device).quantize(work, stream)

@@ -1,0 +1,78 @@
+"""Copies as descriptors for the copy engines: merged where they continue each other, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvconnect.kernels.blocks.work import BlockCopy
+from kvconnect.kernels.cuda.driver import MAX_BATCH, AccessOrder, Descriptors, Driver
+
+__all__ = ["cut", "describe", "submit"]
+
+
+def describe(copy: BlockCopy) -> Descriptors:
+    """All runs of all pairs, as few as possible, in the order of their targets.
+
+    Args:
+        copy: with its ids on the host.
+    """
+    source_ids, target_ids = copy.source_ids, copy.target_ids
+    rows = copy.table.rows
+    sources = copy.source + rows[:, 0] + source_ids[:, None] * rows[:, 2]
+    targets = copy.target + rows[:, 1] + target_ids[:, None] * rows[:, 3]
+    if copy.num_tokens is None:
+        sizes = np.broadcast_to(rows[:, 4], sources.shape)
+    else:
+        tokens = copy.num_tokens[:, None] - rows[:, 5]
+        sizes = np.clip(tokens * rows[:, 6], 0, rows[:, 4])
+    return _merged(Descriptors(sources.ravel(), targets.ravel(), sizes.ravel()))
+
+
+def _merged(runs: Descriptors) -> Descriptors:
+    sources, targets, sizes = runs.sources, runs.targets, runs.sizes
+    if sizes.size and not sizes.min():
+        there = np.flatnonzero(sizes)
+        sources, targets, sizes = sources[there], targets[there], sizes[there]
+    if sizes.size < 2:
+        return Descriptors(sources, targets, np.ascontiguousarray(sizes))
+    # A batch has no order of its own, so it may be brought into one in which neighbours meet.
+    if (targets[1:] < targets[:-1]).any():
+        order = np.argsort(targets)
+        sources, targets, sizes = sources[order], targets[order], sizes[order]
+    goes_on = (sources[:-1] + sizes[:-1] == sources[1:]) & (
+        targets[:-1] + sizes[:-1] == targets[1:]
+    )
+    starts = np.concatenate(([0], np.flatnonzero(~goes_on) + 1))
+    return Descriptors(sources[starts], targets[starts], np.add.reduceat(sizes, starts))
+
+
+def submit(driver: Driver, descriptors: Descriptors, order: AccessOrder, stream: Any) -> None:
+    """Give `stream` all of them, in as few batches as allowed.
+
+    Raises:
+        DriverError: the batches before the one that was refused are on their way.
+    """
+    for start in range(0, len(descriptors), MAX_BATCH):
+        driver.copy_batch(descriptors.part(start, start + MAX_BATCH), order, stream)
+
+
+def cut(descriptors: Descriptors, max_nbytes: int) -> Iterator[Descriptors]:
+    """The same bytes in portions of at most `max_nbytes`; long runs are cut."""
+    pieces = -(-descriptors.sizes // max_nbytes)
+    index = np.repeat(np.arange(len(descriptors)), pieces)
+    within = np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    skip = within * max_nbytes
+    sizes = np.minimum(descriptors.sizes[index] - skip, max_nbytes)
+    cut_up = Descriptors(
+        descriptors.sources[index] + skip, descriptors.targets[index] + skip, sizes
+    )
+    ends = np.cumsum(sizes)
+    start = 0
+    while start < len(sizes):
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + max_nbytes, side="right"))
+        yield cut_up.part(start, stop)
+        start = stop

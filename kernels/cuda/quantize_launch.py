@@ -1,0 +1,124 @@
+"""Quantisation of blocks as kernel launches."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+
+from kvconnect.kernels.blocks.work import QuantizeWork
+from kvconnect.kernels.cuda.compile.sources import CompiledPart, Kernel, vector_nbytes
+from kvconnect.kernels.cuda.driver import Memory
+from kvconnect.kernels.cuda.launch import (
+    THREADS,
+    TILE,
+    Grid,
+    IdList,
+    Launcher,
+    Params,
+    divisor,
+    span,
+)
+
+__all__ = ["launch_quantize"]
+
+_ELEMENT_BITS: Final = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
+"""What the source calls them."""
+
+_UNROLL = 4
+_WARP = 32
+
+
+def launch_quantize(launcher: Launcher, work: QuantizeWork, grid: Grid) -> tuple[object, ...]:
+    """Give a stream the whole of `work`, forward or back: a launch for each length of rows.
+
+    Returns:
+        What is to be kept until that is done.
+
+    Raises:
+        RuntimeError: a graph is captured, but the ids are on the host.
+    """
+    blocks = launcher.ids(work.block_ids, work.num_blocks, grid.stream)
+    places = launcher.ids(work.places, int(work.places.max(initial=-1)) + 1, grid.stream)
+    keep: list[object] = [work.keep, blocks, places]
+    row_nbytes = work.planes[:, 4]
+    table = _plane_table(work)
+    for nbytes in np.unique(row_nbytes):
+        planes = np.ascontiguousarray(table[row_nbytes == nbytes])
+        memory = launcher.driver.upload(planes, grid.stream)
+        keep.append(memory)
+        part = _Part(memory, planes, int(nbytes))
+        _launch(launcher, work, part, blocks, places, grid)
+    return tuple(keep)
+
+
+class _Part:
+    """Planes with rows of one length."""
+
+    def __init__(
+        self, memory: Memory, planes: np.ndarray[tuple[int, int]], row_nbytes: int
+    ) -> None:
+        self.memory = memory
+        self.count = len(planes)
+        self.row_nbytes = row_nbytes
+        self.alignment = int(np.bitwise_or.reduce(planes[:, :4], axis=None)) | row_nbytes
+        self.values_alignment = int(np.bitwise_or.reduce(planes[:, 4]))
+
+
+def _launch(
+    launcher: Launcher,
+    work: QuantizeWork,
+    part: _Part,
+    blocks: IdList,
+    places: IdList,
+    grid: Grid,
+) -> None:
+    element_nbytes = work.dtype.itemsize
+    # Values are a byte each, so what limits them limits accesses of elements times their size.
+    values = (work.values | work.values_step | part.values_alignment) * element_nbytes
+    width = vector_nbytes(part.alignment, values)
+    vectors = part.row_nbytes // width
+    lanes = min(_WARP, 1 << (-(-vectors // _UNROLL) - 1).bit_length())
+    outer, inner = (work.tokens, work.heads) if work.tokens_first else (work.heads, work.tokens)
+    num_rows = len(work.block_ids) * part.count * work.tokens * work.heads
+    divisor(num_rows)
+    params = Params(
+        (
+            part.memory.address,
+            *blocks.params,
+            *places.params,
+            len(work.block_ids),
+            *(work.values, work.values_step, work.scales, work.scales_step),
+            *(vectors, lanes, launcher.driver.error_word),
+        ),
+        (*divisor(inner), *divisor(outer), *divisor(part.count)),
+    )
+    defines = (
+        ("VECTOR_NBYTES", width),
+        ("ELEMENT_BITS", _ELEMENT_BITS[work.dtype]),
+        ("E4M3", int(work.code == "fp8_e4m3")),
+    )
+    kernel = Kernel(CompiledPart("quantize", defines), "quantize" if work.forward else "dequantize")
+    # A quantising thread takes four vectors of one row, whose number alone matters then.
+    per_row = 1 if work.forward else vectors
+    at_once = max(1, launcher.max_vectors // per_row)
+    per_cta = THREADS // lanes if work.forward else TILE
+    for first in range(0, num_rows, at_once):
+        count = min(at_once, num_rows - first)
+        ctas = min(grid.max_ctas, -(-count * per_row // per_cta))
+        filled = params.filled(span(first, count, per_row))
+        launcher.driver.launch(kernel, ctas, filled, grid.stream)
+
+
+def _plane_table(work: QuantizeWork) -> np.ndarray[tuple[int, int]]:
+    # Base, strides of block, outer and inner, offsets of its values and scales in a block's.
+    planes = work.planes
+    rows = work.tokens * work.heads
+    elements = planes[:, 4] // work.dtype.itemsize * rows
+    table = np.empty((len(planes), 6), np.int64)
+    table[:, :2] = planes[:, :2]
+    table[:, 2:4] = planes[:, 2:4] if work.tokens_first else planes[:, [3, 2]]
+    table[:, 4] = np.cumsum(elements) - elements
+    table[:, 5] = np.arange(len(planes)) * rows * 4
+    return table

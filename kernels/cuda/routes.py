@@ -1,0 +1,248 @@
+"""Copies of blocks between a device and host memory, by each of the ways there are."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvconnect.kernels.blocks.transfer import DONE, Transfer
+from kvconnect.kernels.blocks.work import BlockCopy, Ids
+from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction
+from kvconnect.kernels.cuda.dma import cut, describe, submit
+from kvconnect.kernels.cuda.driver import AccessOrder, Descriptors, Driver
+from kvconnect.kernels.cuda.launch import Grid, Launcher
+from kvconnect.kernels.cuda.rings import Ring, Slot
+from kvconnect.kernels.cuda.run_launch import launch_copy
+from kvconnect.kernels.cuda.staging import staging_of
+
+__all__ = ["HostIds", "Routes"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostIds:
+    """The ids of a copy whose ids are on the host."""
+
+    sources: Ids
+    targets: Ids
+
+
+class _Lane:
+    """The stream that a copy runs on, and what it uses there."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.keep: list[object] = []
+        self.transfer = DONE
+
+
+class Routes:
+    """The ways of one device. Thread-safe.
+
+    A copy is ordered on the stream it is given, whatever streams it uses; an exception leaves some,
+    all or none of it done or on its way, and what it uses alive until then.
+
+    Args:
+        driver: the device.
+        launcher: its kernels.
+        policy: sizes of grids and buffers.
+    """
+
+    def __init__(self, driver: Driver, launcher: Launcher, policy: CopyPolicy) -> None:
+        self._driver = driver
+        self._launcher = launcher
+        self._policy = policy
+        slots = policy.num_slots, policy.slot_nbytes
+        self._device_ring = Ring(driver.device_memory, *slots)
+        self._host_ring = Ring(driver.host_memory, *slots)
+
+    def by_kernel(
+        self, copy: BlockCopy, direction: Direction, stream: Any, *, capturing: bool
+    ) -> Transfer:
+        """One kernel that reads and writes both sides; the only way into a graph.
+
+        While a graph is captured the result is done: what the graph uses is its owner's to keep.
+        """
+        grid = Grid(stream, self._ctas(direction))
+        if capturing:
+            launch_copy(self._launcher, copy, grid)
+            return DONE
+        # As `_on` does, without its cost: this is what a step of an engine waits for.
+        keep: tuple[object, ...] = (copy.keep,)
+        try:
+            keep = launch_copy(self._launcher, copy, grid)
+        finally:
+            transfer = Transfer(self._driver.record(stream), keep)
+        return transfer
+
+    def by_dma(
+        self, copy: BlockCopy, direction: Direction, runs: Descriptors, stream: Any
+    ) -> Transfer:
+        """The copy engines, run by run."""
+        with self._beside(stream, direction) as lane:
+            lane.keep += (copy.keep, runs)
+            submit(self._driver, runs, _order(copy, direction), lane.stream)
+        return lane.transfer
+
+    def by_stage(
+        self, copy: BlockCopy, direction: Direction, ids: HostIds, stream: Any
+    ) -> Transfer:
+        """A kernel between blocks and buffer, and long copies between buffer and host memory."""
+        staging = staging_of(copy, direction)
+        num_pairs = len(ids.sources)
+        at_once = max(1, self._device_ring.slot_nbytes // staging.nbytes)
+        # One after the other on one stream: the link is busy all the time but for the kernels,
+        # which take a fraction of what the link takes.
+        with self._beside(stream, direction) as lane, self._device_ring.lock:
+            lane.keep.append(copy.keep)
+            for start in range(0, num_pairs, at_once):
+                stop = min(start + at_once, num_pairs)
+                slot = self._device_ring.take(staging.nbytes * (stop - start))
+                slot.wait_on_stream(lane.stream)
+                lane.keep.append(slot.memory)
+                try:
+                    first, second = self._halves(copy, direction, ids, slice(start, stop), slot)
+                    if direction is Direction.LOAD:
+                        self._move(first, Direction.LOAD, lane)
+                        self._rearrange(second, lane)
+                    else:
+                        self._rearrange(first, lane)
+                        self._move(second, Direction.STORE, lane)
+                finally:
+                    slot.event = self._driver.record(lane.stream)
+        return lane.transfer
+
+    def by_bounce(
+        self, copy: BlockCopy, direction: Direction, runs: Descriptors, stream: Any
+    ) -> Transfer:
+        """Through page-locked buffers, for pageable host memory; the calling thread copies, too.
+
+        A load returns when its source has been read, a store when everything has been written.
+        """
+        with self._beside(stream, direction) as lane, self._host_ring.lock:
+            lane.keep.append(copy.keep)
+            if direction is Direction.LOAD:
+                self._bounce_in(runs, lane)
+            else:
+                self._bounce_out(runs, lane)
+        return lane.transfer
+
+    def _bounce_in(self, runs: Descriptors, lane: _Lane) -> None:
+        for portion in cut(runs, self._host_ring.slot_nbytes):
+            slot = self._host_ring.take(portion.nbytes)
+            slot.wait()
+            in_slot = _packed(portion, slot)
+            _copy_on_host(portion.sources, in_slot, portion.sizes)
+            lane.keep.append(slot.memory)
+            moved = Descriptors(in_slot, portion.targets, portion.sizes)
+            try:
+                submit(self._driver, moved, AccessOrder.ANY, lane.stream)
+            finally:
+                slot.event = self._driver.record(lane.stream)
+
+    def _bounce_out(self, runs: Descriptors, lane: _Lane) -> None:
+        flying: list[tuple[Slot, Descriptors]] = []
+        for portion in cut(runs, self._host_ring.slot_nbytes):
+            if len(flying) == self._policy.num_slots:
+                _land(*flying.pop(0))
+            slot = self._host_ring.take(portion.nbytes)
+            slot.wait()
+            lane.keep.append(slot.memory)
+            moved = Descriptors(portion.sources, _packed(portion, slot), portion.sizes)
+            try:
+                submit(self._driver, moved, AccessOrder.STREAM, lane.stream)
+            finally:
+                slot.event = self._driver.record(lane.stream)
+            flying.append((slot, Descriptors(moved.targets, portion.targets, portion.sizes)))
+        for slot, landing in flying:
+            _land(slot, landing)
+
+    def _halves(
+        self, copy: BlockCopy, direction: Direction, ids: HostIds, part: slice, slot: Slot
+    ) -> tuple[BlockCopy, BlockCopy]:
+        staging = staging_of(copy, direction)
+        in_slot = np.arange(part.stop - part.start, dtype=np.int64)
+        tokens = None if copy.num_tokens is None else copy.num_tokens[part]
+        first = replace(
+            copy,
+            table=staging.first,
+            target=slot.memory.address,
+            source_ids=ids.sources[part],
+            target_ids=in_slot,
+            num_tokens=tokens,
+        )
+        second = replace(
+            copy,
+            table=staging.second,
+            source=slot.memory.address,
+            source_ids=in_slot,
+            target_ids=ids.targets[part],
+            num_tokens=tokens,
+        )
+        return first, second
+
+    def _move(self, copy: BlockCopy, direction: Direction, lane: _Lane) -> None:
+        runs = describe(copy)
+        lane.keep.append(runs)
+        submit(self._driver, runs, _order(copy, direction), lane.stream)
+
+    def _rearrange(self, copy: BlockCopy, lane: _Lane) -> None:
+        grid = Grid(lane.stream, self._ctas(Direction.WITHIN))
+        lane.keep.append(launch_copy(self._launcher, copy, grid))
+
+    def _ctas(self, direction: Direction) -> int:
+        if direction is Direction.WITHIN:
+            return self._driver.multiprocessors * self._policy.ctas_per_multiprocessor
+        return self._policy.host_ctas
+
+    @contextmanager
+    def _beside(self, stream: Any, direction: Direction) -> Iterator[_Lane]:
+        """`stream`, or the copy stream in its place: the legacy default stream takes no DMA.
+
+        Either way the copies come behind what `stream` was given, and before what it will be.
+        """
+        if not self._driver.is_legacy_default(stream):
+            with self._on(stream) as lane:
+                yield lane
+            return
+        aside = self._driver.copy_stream("load" if direction is Direction.LOAD else "store")
+        self._driver.record(stream).wait(aside)
+        try:
+            with self._on(aside) as lane:
+                yield lane
+        finally:
+            lane.transfer.wait_on(stream)
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[_Lane]:
+        lane = _Lane(stream)
+        try:
+            yield lane
+        finally:  # also behind the half of a copy that failed
+            lane.transfer = Transfer(self._driver.record(stream), tuple(lane.keep))
+
+
+def _order(copy: BlockCopy, direction: Direction) -> AccessOrder:
+    # Only memory that nothing on the device writes may be read early.
+    early = direction is Direction.LOAD and copy.stable_source
+    return AccessOrder.ANY if early else AccessOrder.STREAM
+
+
+def _packed(portion: Descriptors, slot: Slot) -> Ids:
+    return slot.memory.address + np.cumsum(portion.sizes) - portion.sizes
+
+
+def _copy_on_host(sources: Ids, targets: Ids, sizes: Ids) -> None:
+    for source, target, size in zip(
+        sources.tolist(), targets.tolist(), sizes.tolist(), strict=True
+    ):
+        ctypes.memmove(target, source, size)
+
+
+def _land(slot: Slot, landing: Descriptors) -> None:
+    slot.wait()
+    _copy_on_host(landing.sources, landing.targets, landing.sizes)

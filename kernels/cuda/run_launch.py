@@ -1,0 +1,169 @@
+"""Copies of blocks as kernel launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.work import BlockCopy
+from kvconnect.kernels.cuda.compile.sources import vector_nbytes
+from kvconnect.kernels.cuda.driver import Memory
+from kvconnect.kernels.cuda.launch import NO_IDS, Grid, Launcher, Params, Rows, divisor
+
+__all__ = ["INLINE_PAIRS", "launch_copy"]
+
+INLINE_PAIRS = 128
+"""Pairs that a launch takes by value, as in the source."""
+
+_INLINE_NBYTES = 8 * INLINE_PAIRS
+_NOTHING = bytes(_INLINE_NBYTES)
+_NBYTES, _FIRST_TOKEN, _TOKEN_NBYTES = 4, 5, 6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Runs of a table that one launch can copy: of equal length and steps.
+
+    Attributes:
+        runs: int64 ``[runs, 3]`` on the device: offsets of source and target, bytes of the tokens
+            before.
+        num_runs: how many.
+        nbytes, token_nbytes: of each run, and of the tokens in it.
+        source_step, target_step: from block to block.
+        alignment: all that limits the width of accesses, or-ed together.
+        token_alignment: the same where prefixes are copied.
+    """
+
+    runs: Memory
+    num_runs: int
+    nbytes: int
+    token_nbytes: int
+    source_step: int
+    target_step: int
+    alignment: int
+    token_alignment: int
+
+
+def launch_copy(launcher: Launcher, copy: BlockCopy, grid: Grid) -> tuple[object, ...]:
+    """Give a stream the whole of `copy`.
+
+    Ids on the host go by value if they are few, or a graph is captured; else they are uploaded.
+
+    Returns:
+        What is to be kept until that is done.
+
+    Raises:
+        RuntimeError: a graph is captured, and only one side's ids are on the device.
+    """
+    on_host = not isinstance(copy.source_ids, Tensor) and not isinstance(copy.target_ids, Tensor)
+    num_pairs = len(copy.source_ids)
+    groups = _groups(launcher, copy.table)
+    if on_host and (num_pairs <= INLINE_PAIRS or launcher.driver.capturing(grid.stream)):
+        for start in range(0, num_pairs, INLINE_PAIRS):
+            few = _part(copy, start, min(start + INLINE_PAIRS, num_pairs))
+            for group in groups:
+                _launch_inline(launcher, few, group, grid)
+        return (copy.keep, groups)
+    return (copy.keep, groups, *_launch_listed(launcher, copy, groups, grid))
+
+
+def _launch_inline(launcher: Launcher, copy: BlockCopy, group: _Group, grid: Grid) -> None:
+    raw = [
+        _NOTHING if numbers is None else np.asarray(numbers).tobytes().ljust(_INLINE_NBYTES, b"\0")
+        for numbers in (copy.source_ids, copy.target_ids, _prefixes(copy, group))
+    ]
+    entry = "copy_inline" if copy.num_tokens is None else "copy_inline_prefixes"
+    _launch(launcher, copy, group, entry, _params(copy, group, (), b"".join(raw)), grid)
+
+
+def _launch_listed(
+    launcher: Launcher, copy: BlockCopy, groups: tuple[_Group, ...], grid: Grid
+) -> tuple[object, ...]:
+    source = launcher.ids(copy.source_ids, copy.source_limit, grid.stream)
+    target = launcher.ids(copy.target_ids, copy.target_limit, grid.stream)
+    errors = launcher.driver.error_word
+    entry = "copy_listed" if copy.num_tokens is None else "copy_listed_prefixes"
+    keep: list[object] = [source, target]
+    for group in groups:
+        prefixes = _prefixes(copy, group)
+        limits = NO_IDS if prefixes is None else launcher.ids(prefixes, 0, grid.stream)
+        keep.append(limits)
+        listed = (*source.params, *target.params, limits.address, errors)
+        _launch(launcher, copy, group, entry, _params(copy, group, listed, b""), grid)
+        errors = 0  # an id is counted once
+    return tuple(keep)
+
+
+def _prefixes(copy: BlockCopy, group: _Group) -> npt.NDArray[np.int64] | None:
+    return None if copy.num_tokens is None else copy.num_tokens * group.token_nbytes
+
+
+def _launch(
+    launcher: Launcher, copy: BlockCopy, group: _Group, entry: str, params: Params, grid: Grid
+) -> None:
+    alignment = group.alignment if copy.num_tokens is None else group.token_alignment
+    width = vector_nbytes(alignment, copy.source, copy.target)
+    rows = Rows(len(copy.source_ids) * group.num_runs, group.nbytes, width)
+    launcher.rows(entry, "copy_runs", rows, params, grid)
+
+
+def _params(copy: BlockCopy, group: _Group, listed: tuple[int, ...], raw: bytes) -> Params:
+    return Params(
+        (
+            *(copy.source, group.source_step, copy.target, group.target_step),
+            *(group.runs.address, len(copy.source_ids)),
+        ),
+        (*divisor(group.num_runs), *listed),
+        raw,
+    )
+
+
+def _part(copy: BlockCopy, start: int, stop: int) -> BlockCopy:
+    if start == 0 and stop == len(copy.source_ids):
+        return copy
+    return replace(
+        copy,
+        source_ids=copy.source_ids[start:stop],
+        target_ids=copy.target_ids[start:stop],
+        num_tokens=None if copy.num_tokens is None else copy.num_tokens[start:stop],
+    )
+
+
+def _groups(launcher: Launcher, table: RunTable) -> tuple[_Group, ...]:
+    # Kept beside the table, which lives as long as the layout that is copied from or to.
+    kept = table.device.get(launcher.driver)
+    if kept is None:
+        kept = table.device.setdefault(launcher.driver, _upload(launcher, table.rows))
+    groups: tuple[_Group, ...] = kept  # type: ignore[assignment]
+    return groups
+
+
+def _upload(launcher: Launcher, rows: npt.NDArray[np.int64]) -> tuple[_Group, ...]:
+    groups = []
+    alike = rows[:, [_NBYTES, _TOKEN_NBYTES, 2, 3]]
+    for values in np.unique(alike, axis=0):
+        some = rows[(alike == values).all(axis=1)]
+        nbytes, token_nbytes, source_step, target_step = map(int, values)
+        offsets = np.ascontiguousarray(some[:, [0, 1, _FIRST_TOKEN]])
+        offsets[:, 2] *= token_nbytes
+        alignment = reduce(or_, map(int, np.bitwise_or.reduce(offsets[:, :2], axis=0)))
+        alignment |= nbytes | source_step | target_step
+        groups.append(
+            _Group(
+                launcher.driver.constant(offsets),
+                len(some),
+                nbytes,
+                token_nbytes,
+                source_step,
+                target_step,
+                alignment,
+                alignment | token_nbytes,
+            )
+        )
+    return tuple(groups)

@@ -1,0 +1,166 @@
+"""Runs copied between host memories, at memcpy speed and without a Python step for each.
+
+Three loops that others wrote in C do the work: torch's row selection into strided rows (which uses
+all of torch's threads), NumPy's assignment to indexed rows of opaque bytes, and memmove where there
+are few. All of them let other threads run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.blocks.runs import RunTable, Side, Strip
+from kvconnect.kernels.blocks.work import Ids
+
+__all__ = ["Rows", "copy_runs"]
+
+Rows: TypeAlias = PagedKv | Tensor
+"""One side: paged memory, or uint8 ``[rows, nbytes]`` whose rows are contiguous."""
+
+_Opaque: TypeAlias = npt.NDArray[np.void]
+
+_FEW_RUNS = 16
+_FEW_NBYTES = 1 << 20
+_SCRATCH_NBYTES = 1 << 18  # stays in the second-level cache
+_ROW_NBYTES = 1 << 14  # from here on a row costs more than the Python step
+_THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
+
+
+def copy_runs(
+    table: RunTable,
+    source: Rows,
+    target: Rows,
+    source_ids: Ids,
+    target_ids: Ids,
+    *,
+    in_order: bool,
+) -> None:
+    """Copy the runs of `table` for every pair of ids.
+
+    Nothing is checked: ids are in range, targets distinct and no source. Blocks until it is done.
+
+    Args:
+        table: made for both sides.
+        source: where to read, on the host.
+        target: where to write, on the host.
+        source_ids: ``[pairs]``; row numbers on a side that is rows.
+        target_ids: as many.
+        in_order: the ids of the side that is rows are 0 to ``pairs - 1``.
+    """
+    pairs = len(source_ids)
+    if pairs * table.num_runs <= _FEW_RUNS and pairs * table.nbytes < _FEW_NBYTES:
+        _copy_few(table, source, target, source_ids.tolist(), target_ids.tolist())
+        return
+    for strip in _host_strips(table, source, target):
+        strip.copy(source, target, source_ids, target_ids, in_order=in_order)
+
+
+def _copy_few(
+    table: RunTable, source: Rows, target: Rows, source_ids: list[int], target_ids: list[int]
+) -> None:
+    origin = source.data_ptr() if isinstance(source, Tensor) else 0
+    destination = target.data_ptr() if isinstance(target, Tensor) else 0
+    for from_offset, to_offset, from_step, to_step, nbytes in _run_list(table):
+        start, first = origin + from_offset, destination + to_offset
+        for from_id, to_id in zip(source_ids, target_ids, strict=True):
+            ctypes.memmove(first + to_id * to_step, start + from_id * from_step, nbytes)
+
+
+def _run_list(table: RunTable) -> list[tuple[int, int, int, int, int]]:
+    kept = table.few
+    if not kept:
+        kept.extend((a, b, c, d, n) for a, b, c, d, n, _, _ in table.rows.tolist())
+    return kept
+
+
+def _host_strips(table: RunTable, source: Rows, target: Rows) -> list[_HostStrip]:
+    kept = cast("list[_HostStrip]", table.host)
+    if not kept:
+        kept.extend(_HostStrip(strip, source, target) for strip in table.strips)
+    return kept
+
+
+class _HostStrip:
+    """A strip with the views of the paged sides, which stay the same from call to call."""
+
+    __slots__ = ("_opaque", "_source", "_target", "_target_opaque", "_words", "strip")
+
+    def __init__(self, strip: Strip, source: Rows, target: Rows) -> None:
+        self.strip = strip
+        self._opaque = np.dtype((np.void, strip.nbytes))
+        sides = (strip.source, strip.target)
+        self._words = not any((strip.nbytes | side.spacing | side.step) % 8 for side in sides)
+        paged = [isinstance(side, PagedKv) for side in (source, target)]
+        self._source = _view(source, strip.source, strip) if paged[0] else None
+        self._target = _view(target, strip.target, strip) if paged[1] else None
+        self._target_opaque = None if self._target is None else self._as_opaque(self._target)
+
+    def copy(
+        self, source: Rows, target: Rows, source_ids: Ids, target_ids: Ids, *, in_order: bool
+    ) -> None:
+        """The strip's part of `copy_runs`."""
+        strip, count = self.strip, len(source_ids)
+        from_rows, to_rows, opaque = self._source, self._target, self._target_opaque
+        if from_rows is None:
+            from_rows = _view(source, strip.source, strip)
+        if to_rows is None:
+            to_rows = _view(target, strip.target, strip)
+            if in_order:
+                self._select(from_rows, source_ids, to_rows[:count])
+                return
+        pair_nbytes = strip.count * strip.nbytes
+        if pair_nbytes >= _THREADED_NBYTES:
+            for from_id, to_id in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
+                to_rows[to_id].copy_(from_rows[from_id])
+            return
+        if opaque is None:
+            opaque = self._as_opaque(to_rows)
+        if self._source is None and in_order:
+            opaque[target_ids] = self._as_opaque(from_rows)[:count]
+        elif pair_nbytes >= _ROW_NBYTES:
+            to_array, from_array = to_rows.numpy(), from_rows.numpy()
+            for from_id, to_id in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
+                to_array[to_id] = from_array[from_id]
+        else:
+            self._copy_through_scratch(from_rows, opaque, source_ids, target_ids)
+
+    def _copy_through_scratch(
+        self, rows: Tensor, opaque: _Opaque, source_ids: Ids, target_ids: Ids
+    ) -> None:
+        step = max(1, _SCRATCH_NBYTES // (self.strip.count * self.strip.nbytes))
+        scratch = torch.empty((min(step, len(source_ids)), *rows.shape[1:]), dtype=torch.uint8)
+        as_opaque = self._as_opaque(scratch)
+        for start in range(0, len(source_ids), step):
+            part = source_ids[start : start + step]
+            self._select(rows, part, scratch[: len(part)])
+            opaque[target_ids[start : start + step]] = as_opaque[: len(part)]
+
+    def _select(self, rows: Tensor, ids: Ids, out: Tensor) -> None:
+        if self._words and not (int(rows.storage_offset()) | int(out.storage_offset())) % 8:
+            rows, out = rows.view(torch.int64), out.view(torch.int64)
+        torch.index_select(rows, 0, torch.from_numpy(ids), out=out)
+
+    def _as_opaque(self, rows: Tensor) -> _Opaque:
+        """``[rows, nbytes]`` or ``[rows, runs, nbytes]`` as elements of one run each."""
+        array: _Opaque = rows.numpy().view(self._opaque)[..., 0]
+        return array
+
+
+def _view(rows: Rows, side: Side, strip: Strip) -> Tensor:
+    """The strip's runs on one side, as bytes: ``[rows, nbytes]`` or ``[rows, runs, nbytes]``."""
+    if isinstance(rows, PagedKv):
+        memory = rows.memories[side.memory]
+        count, start = rows.num_blocks, side.offset - memory.data_ptr()
+    else:
+        memory, count, start = rows, rows.shape[0], int(rows.storage_offset()) + side.offset
+    if strip.count == 1:
+        return memory.as_strided((count, strip.nbytes), (side.step, 1), start)
+    shape = (count, strip.count, strip.nbytes)
+    return memory.as_strided(shape, (side.step, side.spacing, 1), start)

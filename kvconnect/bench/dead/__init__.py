@@ -1,0 +1,1 @@
+"""``kvconnect bench dead``: what a store that dies costs the requests."""

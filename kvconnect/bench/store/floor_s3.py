@@ -1,0 +1,208 @@
+"""What an S3 service and a few connections can do: plain HTTP, signed, straight to and from memory.
+
+The same service, the same bytes, and objects as long as those of the store; requests are signed
+before the time starts, sent by hand, and nothing is looked up or checked but the status.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import ssl
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from botocore.awsrequest import AWSPreparedRequest
+
+from kvconnect.backends.disk.direct_io import view
+from kvconnect.backends.s3.bucket import S3Bucket
+from kvconnect.backends.s3.quick import QuickRequests
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.backends.url import StoreUrl
+from kvconnect.bench.store.floor import Floor
+from kvconnect.bench.store.payloads import Payloads, StorePlan
+from kvconnect.errors import BackendUnavailable
+
+__all__ = ["S3Floor", "open_floor", "values_per_object"]
+
+_CONNECTIONS = (1, 2, 4)
+_REPEATS = 16
+_HEAD_NBYTES = 64 << 10
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Object:
+    """One object: its name, what it is made of, and where it is read to."""
+
+    name: str
+    sources: list[memoryview]
+    targets: list[memoryview]
+
+
+def open_floor(url: str, payloads: Payloads) -> S3Floor | None:
+    """The floor of the store of `url`; ``None``: it is behind a proxy, or nothing is signed.
+
+    Raises:
+        ConfigurationError, BackendUnavailable: the service cannot be used.
+    """
+    settings = S3Settings.from_url(StoreUrl.parse(url))
+    bucket = S3Bucket(settings)
+    try:
+        bucket.check()
+        if bucket.quick is not None:
+            return S3Floor(payloads, bucket, bucket.quick, settings)
+    except BaseException:
+        bucket.close()
+        raise
+    bucket.close()
+    return None
+
+
+def values_per_object(payloads: Payloads, settings: S3Settings) -> int:
+    """How many values the store puts into one object in this benchmark."""
+    return max(1, min(settings.blocks_per_object, StorePlan().batch_nbytes // payloads.nbytes))
+
+
+class S3Floor(Floor):
+    """Writes and reads objects of as many values as the store puts into one.
+
+    On one connection, and on several at once. Keys are found in a dict, as what the store was told
+    about them is. Blocks. Leaves nothing behind.
+
+    Raises:
+        BackendUnavailable: the service cannot be used in this way.
+    """
+
+    name = "plain HTTP"
+
+    def __init__(
+        self, payloads: Payloads, bucket: S3Bucket, requests: QuickRequests, settings: S3Settings
+    ) -> None:
+        super().__init__(payloads)
+        self._bucket = bucket
+        self._requests = requests
+        self._tls = ssl.create_default_context(cafile=settings.ca_bundle)
+        step = values_per_object(payloads, settings)
+        stem = secrets.token_hex(8)
+        self._objects = [
+            _Object(
+                settings.name("bench", stem, str(start)),
+                [view(block.data) for block in payloads.blocks[start : start + step]],
+                [view(data) for data in payloads.into[start : start + step]],
+            )
+            for start in range(0, payloads.count, step)
+        ]
+        self._connections = [self._connect() for _ in range(max(_CONNECTIONS))]
+
+    def put(self) -> list[float]:
+        """All values, with several numbers of connections."""
+        return [self._run("PUT", number) for number in _CONNECTIONS]
+
+    def get(self) -> list[float]:
+        """The same back."""
+        return [self._run("GET", number) for number in _CONNECTIONS]
+
+    def get_on(self, number: int) -> float:
+        """Seconds to bring all values back on so many connections, at most four."""
+        return self._run("GET", min(number, len(self._connections)))
+
+    def lookup(self, keys: int) -> float:
+        """In a dict."""
+        index = {key: number for number, key in enumerate(self.payloads.keys)}
+        asked = (self.payloads.keys * keys)[:keys]
+        start = time.perf_counter()
+        for _ in range(_REPEATS):
+            all(map(index.__contains__, asked))
+        return (time.perf_counter() - start) / _REPEATS
+
+    def close(self) -> None:
+        """Delete the objects."""
+        for connection in self._connections:
+            connection.close()
+        for one in self._objects:
+            self._bucket.remove(one.name)
+        self._bucket.close()
+
+    def _run(self, method: str, number: int) -> float:
+        requests = [self._requests.signed(method, one.name) for one in self._objects]
+
+        def work(at: int) -> None:
+            connection = self._connections[at]
+            for one, request in list(zip(self._objects, requests, strict=True))[at::number]:
+                if method == "PUT":
+                    _put(connection, request, one.sources)
+                else:
+                    _get(connection, request, one.targets)
+
+        with ThreadPoolExecutor(number) as pool:
+            list(pool.map(id, range(number)))  # they are there when the time starts
+            start = time.perf_counter()
+            list(pool.map(work, range(number)))
+            return time.perf_counter() - start
+
+    def _connect(self) -> socket.socket:
+        url = urlsplit(self._requests.signed("GET", "").url)
+        secure = url.scheme == "https"
+        place = (url.hostname or "", url.port or (443 if secure else 80))
+        connection = socket.create_connection(place, timeout=30)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)
+        if not secure:
+            return connection
+        return self._tls.wrap_socket(connection, server_hostname=url.hostname)
+
+
+def _put(connection: socket.socket, request: AWSPreparedRequest, views: list[memoryview]) -> None:
+    connection.sendall(_head(request, sum(one.nbytes for one in views)))
+    for one in views:
+        connection.sendall(one)
+    length, body = _answer(connection, request)
+    while len(body) < length:
+        body += connection.recv(length - len(body))
+
+
+def _get(connection: socket.socket, request: AWSPreparedRequest, views: list[memoryview]) -> None:
+    connection.sendall(_head(request, None))
+    length, begun = _answer(connection, request)
+    if length != sum(one.nbytes for one in views):
+        raise BackendUnavailable(f"{request.url}: the service answered with {length} bytes")
+    flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
+    for one in views:
+        at = min(len(begun), one.nbytes)
+        one[:at] = begun[:at]
+        begun = begun[at:]
+        while at < one.nbytes:
+            size = connection.recv_into(one[at:], 0, flags)
+            if not size:
+                raise BackendUnavailable(f"{request.url}: the body breaks off")
+            at += size
+
+
+def _head(request: AWSPreparedRequest, nbytes: int | None) -> bytes:
+    url = urlsplit(request.url)
+    headers = {"Host": url.netloc, **dict(request.headers.items())}
+    if nbytes is not None:
+        headers["Content-Length"] = str(nbytes)
+    lines = [f"{request.method} {url.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+    return "\r\n".join([*lines, "\r\n"]).encode()
+
+
+def _answer(connection: socket.socket, request: AWSPreparedRequest) -> tuple[int, bytes]:
+    """How long the body is, and what came of it with the header."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        data = connection.recv(_HEAD_NBYTES)
+        if not data:
+            raise BackendUnavailable(f"{request.url}: the service hung up")
+        head += data
+    head, _, begun = head.partition(b"\r\n\r\n")
+    if not head.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 206 ")):
+        raise BackendUnavailable(f"{request.url}: {head.splitlines()[0].decode('latin-1')}")
+    match = _LENGTH.search(head + b"\r\n")
+    if match is None:
+        raise BackendUnavailable(f"{request.url}: the service tells no length")
+    return int(match[1]), begun

@@ -1,0 +1,77 @@
+"""boto3 writing and reading values in its ordinary way."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import boto3
+
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.bench.store.payloads import Payloads
+
+__all__ = ["Boto3"]
+
+
+class Boto3:
+    """boto3 and nothing around it: objects of `step` values each. Blocks; thread-safe.
+
+    Attributes:
+        how: it is used, in words.
+        names: of the objects.
+        payloads: their values.
+    """
+
+    def __init__(self, settings: S3Settings, payloads: Payloads, step: int) -> None:
+        what = "one object per value" if step == 1 else f"objects of {step} values"
+        self.how = f"boto3, {what}"
+        self.payloads = payloads
+        self._bucket = settings.bucket
+        self._client: Any = boto3.Session(profile_name=settings.profile).client(
+            "s3",
+            endpoint_url=settings.endpoint_url,
+            region_name=settings.region or ("us-east-1" if settings.endpoint_url else None),
+            verify=settings.ca_bundle,
+        )
+        stem = secrets.token_hex(8)
+        blocks = payloads.blocks
+        self._objects = {
+            settings.name("bench", stem, str(start)): [
+                block.data.numpy().data for block in blocks[start : start + step]
+            ]
+            for start in range(0, payloads.count, step)
+        }
+        self.names = list(self._objects)
+
+    def put(self, name: str) -> None:
+        """Write one object."""
+        # It takes bytes in one piece; joining several is what a user would have to do, too.
+        body = b"".join(self._objects[name])
+        self._client.put_object(Bucket=self._bucket, Key=name, Body=body)
+
+    def get(self, name: str) -> None:
+        """Read one object."""
+        self._client.get_object(Bucket=self._bucket, Key=name)["Body"].read()
+
+    def get_all(self, at_once: int) -> float:
+        """Seconds to read all objects, so many at once."""
+        return self._all(self.get, at_once)
+
+    def put_all(self, at_once: int) -> float:
+        """Seconds to write all objects, so many at once."""
+        return self._all(self.put, at_once)
+
+    def _all(self, way: Callable[[str], None], at_once: int) -> float:
+        with ThreadPoolExecutor(at_once) as pool:
+            start = time.perf_counter()
+            list(pool.map(way, self.names))
+            return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Delete the objects."""
+        for name in self.names:
+            self._client.delete_object(Bucket=self._bucket, Key=name)
+        self._client.close()

@@ -1,0 +1,203 @@
+"""Gives a new sequence its blocks (specification: using a match)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from kvconnect.cache.admission.planner import AdmissionPlan, Demand, Planner
+from kvconnect.cache.memory.copier import BlockCopier
+from kvconnect.cache.pool.block_pool import BlockPool
+from kvconnect.cache.pool.grip import Grip, no_ids
+from kvconnect.cache.pool.matching import PartialSource
+from kvconnect.cache.sequence.prompt import Prompt
+from kvconnect.cache.sequence.sequence import Sequence
+from kvconnect.cache.sequence.slabs import Slabs
+from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.retention import DEFAULT_RETENTION, RetentionPlan, RetentionRun
+from kvconnect.cache.tree.segment import BlockIds, Segment
+from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
+from kvconnect.errors import OutOfBlocks
+from kvconnect.keys import KeyChain
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """Claims what a plan reuses, and allocates what it takes."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        pools: Items[BlockPool],
+        planner: Planner,
+        slabs: Slabs,
+        config: KvCacheConfig,
+        copier: BlockCopier | None,
+    ) -> None:
+        self._tree = tree
+        self._pools = pools
+        self._planner = planner
+        self._slabs = slabs
+        self._copier = copier
+        self._copy = config.copy_on_partial_reuse
+        self._tokens_per_block = config.tokens_per_block
+
+    def admit(
+        self, prompt: Prompt, retention: KvCacheRetentionConfig | None, keys: KeyChain | None
+    ) -> Sequence:
+        """A new sequence with its blocks.
+
+        Raises:
+            OutOfBlocks: there are not enough; nothing changed.
+        """
+        plan = self._planner.plan(prompt, keys)
+        if plan is None:
+            needed = -(-prompt.num_tokens // self._tokens_per_block)
+            free = self._slabs.free_blocks()
+            raise OutOfBlocks(f"{needed} blocks are needed, less what is shared; {free}")
+        wanted = RetentionPlan(retention, prompt.num_tokens, self._tokens_per_block)
+        sequence = Sequence(prompt.namespace, prompt.tokens, wanted, keys, self._pools)
+        self._carry_out(sequence, plan)
+        if keys is not None and prompt.namespace in self._tree.roots:
+            self._tree.root(prompt.namespace, keys.root)
+        return sequence
+
+    def _carry_out(self, sequence: Sequence, plan: AdmissionPlan) -> None:
+        # Claims come first, in all pools, so that no allocation evicts what is about to be used.
+        at = plan.match.num_blocks
+        segment = plan.match.segment
+        if segment is not None:
+            if at < segment.end:
+                segment = self._tree.split(segment, at)
+            for grip, demand in zip(sequence.grips, plan.demands, strict=True):
+                self._claim(grip, segment, demand.first)
+        source = self._hold_source(plan.match.source)
+        if plan.moves:
+            self._slabs.carry_out(plan.moves)
+        num_blocks = -(-sequence.num_tokens // self._tokens_per_block)
+        for grip, demand in zip(sequence.grips, plan.demands, strict=True):
+            self._fill(grip, demand, num_blocks)
+        if source is not None:
+            self._use_source(sequence, plan, source)
+        if segment is not None:
+            for run in sequence.plan.requested(0, at):
+                self._retain(sequence, segment, run)
+        sequence.matched = sequence.computed = plan.num_matched
+        sequence.offered = at
+        sequence.reserved = plan.reserved
+
+    def _claim(self, grip: Grip, segment: Segment, first: int) -> None:
+        if first >= segment.end:
+            return
+        if first:
+            step = segment
+            while step.start > first and step.parent is not None:
+                step = step.parent
+            if step.start < first:
+                self._tree.split(step, first)
+        grip.add(segment, first, segment.end)
+        grip.claim()
+
+    def _fill(self, grip: Grip, demand: Demand, num_blocks: int) -> None:
+        # Its ids: none before the window, what was claimed, what is fresh, none for what comes
+        # later. In the place of a source that is taken over, for now none.
+        pool = grip.pool
+        fresh = pool.allocate(demand.fresh)
+        grip.first, grip.stop = demand.first, demand.stop
+        grip.ids = ids = no_ids(num_blocks)
+        if grip.segment is not None:
+            path = grip.segment.path(demand.first)
+            if demand.onboard:
+                self._onboard(path, pool, fresh[: demand.onboard])
+                del fresh[: demand.onboard]
+            for segment in path:
+                own = segment.pools[pool.group].ids
+                if own is not None:
+                    ids[segment.start : segment.end] = own
+        ids[demand.stop - len(fresh) : demand.stop] = fresh
+
+    def _onboard(self, path: list[Segment], pool: BlockPool, ids: BlockIds) -> None:
+        at = 0
+        for segment in path:
+            state = segment.pools[pool.group]
+            if state.ids is None and state.host_ids is not None:
+                part = ids[at : at + len(segment)]
+                at += len(segment)
+                if self._copier is not None:
+                    self._copier.onboard(pool.group, state.host_ids, part)
+                pool.published.adopt(segment, part, None, 0)
+
+    def _retain(self, sequence: Sequence, segment: Segment, run: RetentionRun) -> None:
+        # From the end of the path upwards: a part that is split off keeps what is below it valid.
+        step: Segment | None = segment
+        while step is not None and step.end > run.start:
+            pools = [
+                grip.pool
+                for grip in sequence.grips
+                if step.start >= grip.first and grip.pool.published.differs(step, run.retention)
+            ]
+            if pools and step.start < run.stop:
+                if run.stop < step.end:
+                    step = self._tree.split(step, run.stop)
+                if step.start < run.start:
+                    self._tree.split(step, run.start)
+                for pool in pools:
+                    pool.published.retain(step, run.retention)
+            step = step.parent
+
+    # ---------------------------------------------------------------- the partial source
+
+    def _hold_source(self, source: PartialSource | None) -> Segment | None:
+        # Divide it off, and keep it from being reclaimed; now its segment is just that block.
+        if source is None:
+            return None
+        segment = source.segment
+        if segment.start < source.block:
+            self._tree.split(segment, source.block)
+        if segment.end > source.block + 1:
+            segment = self._tree.split(segment, source.block + 1)
+        for pool in self._pools:
+            if segment.pools[pool.group].is_resident:
+                pool.published.reference(segment)
+        return segment
+
+    def _use_source(self, sequence: Sequence, plan: AdmissionPlan, source: Segment) -> None:
+        block = source.start
+        num_tokens = plan.num_matched - block * self._tokens_per_block
+        for grip in sequence.grips:
+            pool = grip.pool
+            state = source.pools[pool.group]
+            if not state.is_resident:
+                continue
+            grip.inherited = pool.published.effective_retention(source)
+            if pool.host is not None or grip.inherited != DEFAULT_RETENTION:
+                # Else it has the default anyway, and there is no copy for that to be set on.
+                sequence.plan.inherit(block)
+            if self._copy:
+                if grip.first <= block:
+                    self._copy_part(pool, source, grip.ids[block], num_tokens)
+                pool.published.dereference(source, pool.published.next_moment())
+            else:
+                self._take_over(grip, source)
+
+    def _copy_part(self, pool: BlockPool, source: Segment, target: int, num_tokens: int) -> None:
+        state = source.pools[pool.group]
+        ids = state.host_ids if state.ids is None else state.ids
+        if self._copier is not None and ids is not None:
+            self._copier.copy_tokens(
+                pool.group, ids[0], target, num_tokens, from_host=state.ids is None
+            )
+
+    def _take_over(self, grip: Grip, source: Segment) -> None:
+        # The block becomes the sequence's own; where it does not need it, it becomes blank.
+        pool = grip.pool
+        state = source.pools[pool.group]
+        place = source.start
+        if grip.first > place:
+            pool.private.drop(pool.take(source))
+        elif state.ids is not None:
+            grip.ids[place] = pool.take(source)[0]
+        else:
+            if self._copier is not None and state.host_ids is not None:
+                self._copier.onboard(pool.group, state.host_ids, grip.ids[place : place + 1])
+            pool.take(source)

@@ -1,0 +1,85 @@
+"""How many blocks a request will need, exactly."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from kvconnect.cache.pool.matching import first_in_window
+from kvconnect.request import LlmRequest, RequestState
+
+__all__ = ["peak_of_decode", "peak_of_prefill", "peak_to_completion"]
+
+
+def peak_to_completion(
+    request: LlmRequest, window: int | None, tokens_per_block: int, chunk: int | None
+) -> int:
+    """The most blocks of one pool that `request` holds at any time from now on.
+
+    Args:
+        request: as it stands; the last token that it generates takes no slot.
+        window: attention window of the pool; ``None``: full attention.
+        tokens_per_block: T.
+        chunk: at most so many tokens of its prompt are computed in a step; see `peak_of_prefill`.
+    """
+    total = request.prompt_len + request.sampling_params.max_tokens - 1
+    begin = request.num_tokens
+    peak = 0
+    if request.state is not RequestState.GENERATION:
+        peak = peak_of_prefill(window, tokens_per_block, begin, chunk)
+    else:
+        begin = request.num_computed_tokens
+    peak = max(peak, peak_of_decode(window, tokens_per_block, begin, total))
+    if len(request.draft_tokens):
+        first = first_in_window(window, request.num_computed_tokens)
+        verified = request.num_tokens + len(request.draft_tokens)
+        peak = max(peak, -(-verified // tokens_per_block) - first // tokens_per_block)
+    return peak
+
+
+@lru_cache(maxsize=4096)
+def peak_of_prefill(
+    window: int | None, tokens_per_block: int, num_tokens: int, chunk: int | None
+) -> int:
+    """The most blocks of one pool that computing a prompt holds at any time.
+
+    Args:
+        window: attention window of the pool; ``None``: full attention.
+        tokens_per_block: T.
+        num_tokens: of the prompt.
+        chunk: at most so many tokens are computed in a step, perhaps fewer: the most over all ways
+            of cutting the prompt. ``None``: all at once.
+    """
+    if window is None or chunk is None or chunk >= num_tokens:
+        return -(-num_tokens // tokens_per_block)
+    last = num_tokens - chunk  # later chunks hold no more: they end at the same place
+    return _peak(window, tokens_per_block, 0, last, chunk)
+
+
+@lru_cache(maxsize=4096)
+def peak_of_decode(
+    window: int | None, tokens_per_block: int, num_computed: int, num_tokens: int
+) -> int:
+    """The most blocks of one pool that generating holds, token by token.
+
+    Args:
+        window: attention window of the pool; ``None``: full attention.
+        tokens_per_block: T.
+        num_computed: tokens whose KV is valid at first.
+        num_tokens: tokens whose KV is valid in the end.
+    """
+    if num_tokens <= num_computed:
+        return 0
+    if window is None:
+        return -(-num_tokens // tokens_per_block)
+    return _peak(window, tokens_per_block, num_computed, num_tokens - 1, 1)
+
+
+def _peak(window: int, size: int, first: int, last: int, step: int) -> int:
+    # The most over all positions first..last of the blocks that overlap what each of them reads and
+    # the `step` tokens from it on: that grows until the window is full, and repeats itself then,
+    # block by block.
+    full = min(last, max(first, window - 1))
+    return max(
+        -(-(position + step) // size) - first_in_window(window, position) // size
+        for position in range(full, min(last, full + size) + 1)
+    )

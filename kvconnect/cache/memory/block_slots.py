@@ -1,0 +1,63 @@
+"""Numbers for the physical slots of blocks, so that two uses of the same memory can be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["BlockSlots", "number_slots"]
+
+
+class BlockSlots:
+    """The blocks of a pool and the slots that they lie in.
+
+    Attributes:
+        kv: the pool, as copies want it.
+    """
+
+    def __init__(
+        self, pool: Tensor, layout: KvCacheLayout, first_slot: int, slot_nbytes: int
+    ) -> None:
+        self.kv = PagedKv.from_pool(pool, layout)
+        self._first_slot = first_slot
+        self._slot_nbytes = slot_nbytes
+        self._offset = pool.data_ptr() - pool.untyped_storage().data_ptr()
+
+    def slots(self, ids: Sequence[int]) -> list[int]:
+        """The slots that these blocks touch, perhaps with repetitions."""
+        first, size, nbytes = self._first_slot, self._slot_nbytes, self.kv.block_nbytes
+        if size == nbytes and not self._offset:
+            return [first + block_id for block_id in ids]
+        starts = [self._offset + block_id * nbytes for block_id in ids]
+        return [
+            slot
+            for start in starts
+            for slot in range(first + start // size, first + (start + nbytes - 1) // size + 1)
+        ]
+
+
+def number_slots(pools: Sequence[Tensor], layouts: Sequence[KvCacheLayout]) -> list[BlockSlots]:
+    """Slots for all of `pools`: blocks of any two that share a byte have a slot in common.
+
+    Pools in one arena get slots of the largest block among them: blocks that only lie close to each
+    other may then have one in common, too, which costs a wait and nothing else.
+    """
+    sizes: dict[int, int] = {}
+    for pool, layout in zip(pools, layouts, strict=True):
+        memory = pool.untyped_storage().data_ptr()
+        sizes[memory] = max(sizes.get(memory, 1), layout.block_nbytes)
+    firsts: dict[int, int] = {}
+    next_slot = 0
+    numbered = []
+    for pool, layout in zip(pools, layouts, strict=True):
+        storage = pool.untyped_storage()
+        memory = storage.data_ptr()
+        if memory not in firsts:
+            firsts[memory] = next_slot
+            next_slot += -(-storage.nbytes() // sizes[memory])
+        numbered.append(BlockSlots(pool, layout, firsts[memory], sizes[memory]))
+    return numbered

@@ -1,0 +1,60 @@
+"""The memory of one rank's cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvconnect.cache.memory.pool_tensor import (
+    allocate_arena,
+    allocate_host_pool,
+    allocate_pool,
+    layer_buffers,
+    pool_view,
+)
+from kvconnect.cache.memory.sizing import PoolSizes
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["CacheMemory"]
+
+
+class CacheMemory:
+    """The pools of all pool groups, on the device and in the host tier.
+
+    Attributes:
+        pools: by group, see `allocate_pool`; where they give each other memory, all of them are
+            views of the whole of it.
+        host_pools: by group, see `allocate_host_pool`; ``None``: no host tier.
+
+    Raises:
+        ConfigurationError: so much host memory cannot be had.
+    """
+
+    def __init__(self, sizes: PoolSizes, device: torch.device) -> None:
+        self._layouts = sizes.layouts
+        self.pools: list[Tensor]
+        if sizes.slabs is None:
+            counts = zip(sizes.layouts, sizes.num_blocks, strict=True)
+            self.pools = [allocate_pool(layout, count, device) for layout, count in counts]
+        else:
+            arena = allocate_arena(sizes.slabs.nbytes * len(sizes.slabs.owners), device)
+            self.pools = [pool_view(arena, layout) for layout in sizes.layouts]
+        self.host_pools = [
+            allocate_host_pool(layout, count, device) if count else None
+            for layout, count in zip(sizes.layouts, sizes.num_host_blocks, strict=True)
+        ]
+        self._places = {
+            number: (group, index)
+            for group, layout in enumerate(sizes.layouts)
+            for index, number in enumerate(layout.layer_numbers)
+        }
+
+    def buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
+        """See `BaseKVCacheManager.get_buffers`."""
+        try:
+            group, index = self._places[layer_idx]
+        except KeyError:
+            raise ConfigurationError(
+                f"layer_idx: there is no layer {layer_idx}, only {sorted(self._places)}"
+            ) from None
+        return layer_buffers(self.pools[group], self._layouts[group], index)

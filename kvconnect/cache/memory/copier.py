@@ -1,0 +1,185 @@
+"""Who carries out the copies that the block manager orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvconnect.cache.memory.block_slots import BlockSlots, number_slots
+from kvconnect.cache.memory.copy_streams import CopyStreams, CudaStreams
+from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.blocks.transfer import Transfer
+from kvconnect.kernels.pair_copy import copy_pairs
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["BlockCopier", "TensorCopier"]
+
+
+class BlockCopier(Protocol):
+    """Copies between blocks, in the order in which they are asked for.
+
+    Whatever is computed afterwards sees the copies, and does not disturb them; on CUDA that means
+    the stream that is current when a method is called. Ids come in any sequence of integers, as
+    many sources as targets; the targets of one call are distinct, and none is a source of it.
+    """
+
+    def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
+        """Copy secondary blocks `host_ids` of a pool group to its primary blocks `ids`."""
+
+    def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        """Copy primary blocks `ids` of a pool group to its secondary blocks `host_ids`."""
+
+    def copy_tokens(
+        self, group: int, source: int, target: int, num_tokens: int, *, from_host: bool = False
+    ) -> None:
+        """Copy the first `num_tokens` tokens of block `source` to primary block `target`.
+
+        All layers, keys and values. What the target holds beyond them is not specified. `source` is
+        a primary block, or a secondary one with `from_host`.
+        """
+
+    def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy primary blocks `sources` to primary blocks `targets`, as pools change places."""
+
+
+class TensorCopier:
+    """Copies within and between the pools of a device and their host tier.
+
+    On the CPU a copy is over when the method returns: the forward pass writes into the blocks that
+    were offloaded as soon as it begins, so a thread of its own would have nothing to overlap with.
+    On CUDA copies run on streams of their own, see `copy_streams`, and no method waits for them.
+    Not thread-safe; nothing is to be ordered while a CUDA graph is captured. After an exception of
+    `torch` some, all or none of the call's targets are written.
+
+    Args:
+        pools: the primary pool of each group, ``[num_blocks, num_layers, kv_factor, elements]``,
+            all on one device. They may be views of one arena, see `pool_view`.
+        host_pools: the secondary pool of each group, ``None`` where there is none; page-locked if
+            `pools` are on CUDA.
+        layouts: of each group.
+        streams: orders the copies; made for the device by default.
+
+    Raises:
+        ConfigurationError: the pools do not fit `layouts` or each other. Orders raise it (it is a
+            ``ValueError``), or ``IndexError``, for blocks that are not there; then nothing of that
+            order was copied.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Tensor],
+        host_pools: Sequence[Tensor | None],
+        layouts: Sequence[KvCacheLayout],
+        *,
+        streams: CopyStreams[Any, Any] | None = None,
+    ) -> None:
+        _check_pools(pools, host_pools, layouts)
+        device = pools[0].device
+        if streams is None and device.type == "cuda":
+            streams = CopyStreams(CudaStreams(device))
+        self._streams = streams
+        self._layouts = tuple(layouts)
+        tiers_given = [
+            (pool, layout)
+            for pool, layout in zip(host_pools, layouts, strict=True)
+            if pool is not None
+        ]
+        numbered = number_slots(
+            [*pools, *(pool for pool, _ in tiers_given)],
+            [*layouts, *(layout for _, layout in tiers_given)],
+        )
+        self._pools = numbered[: len(pools)]
+        tiers = iter(numbered[len(pools) :])
+        self._host_pools = [None if pool is None else next(tiers) for pool in host_pools]
+
+    def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
+        """See `BlockCopier`."""
+        host, pool = self._host(group), self._pools[group]
+        copy = partial(copy_pairs, host.kv, pool.kv, host_ids, ids)
+        self._load(copy, (host, host_ids), (pool, ids))
+
+    def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        """See `BlockCopier`."""
+        host, pool = self._host(group), self._pools[group]
+        copy = partial(copy_pairs, pool.kv, host.kv, ids, host_ids)
+        if self._streams is None:
+            copy()
+        else:
+            self._streams.store(copy, pool.slots(ids) + host.slots(host_ids))
+
+    def copy_tokens(
+        self, group: int, source: int, target: int, num_tokens: int, *, from_host: bool = False
+    ) -> None:
+        """See `BlockCopier`. What the target holds beyond the tokens stays as it is."""
+        pool = self._pools[group]
+        origin = self._host(group) if from_host else pool
+        copy = partial(copy_pairs, origin.kv, pool.kv, [source], [target], [num_tokens])
+        if from_host:
+            self._load(copy, (origin, [source]), (pool, [target]))
+        else:
+            self._load(copy, (pool, [target]))
+
+    def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `BlockCopier`."""
+        pool = self._pools[group]
+        copy = partial(copy_pairs, pool.kv, pool.kv, sources, targets)
+        self._load(copy, (pool, targets))
+
+    def together(self) -> AbstractContextManager[None]:
+        """Orders within are one batch: on CUDA, onboarding and offloading overlap.
+
+        Until it ends nothing that touches blocks may be computed. Batches nest.
+        """
+        return nullcontext() if self._streams is None else self._streams.together()
+
+    def _load(self, copy: Callable[[], Transfer], *used: tuple[BlockSlots, Sequence[int]]) -> None:
+        if self._streams is None:
+            copy()
+        else:
+            self._streams.load(copy, [slot for blocks, ids in used for slot in blocks.slots(ids)])
+
+    def _host(self, group: int) -> BlockSlots:
+        host = self._host_pools[group]
+        if host is None:
+            raise ConfigurationError(f"host_pools: group {group} has no host tier")
+        return host
+
+
+def _check_pools(
+    pools: Sequence[Tensor],
+    host_pools: Sequence[Tensor | None],
+    layouts: Sequence[KvCacheLayout],
+) -> None:
+    if not len(pools) == len(host_pools) == len(layouts) > 0:
+        raise ConfigurationError(
+            f"pools: {len(pools)} pools, {len(host_pools)} host pools and {len(layouts)} layouts; "
+            "one of each is needed for every group, and at least one group"
+        )
+    device = pools[0].device
+    for group, (pool, host, layout) in enumerate(zip(pools, host_pools, layouts, strict=True)):
+        _check_pool(f"pools[{group}]", pool, layout)
+        if pool.device != device:
+            raise ConfigurationError(f"pools[{group}]: on {pool.device}, the first is on {device}")
+        if host is None:
+            continue
+        _check_pool(f"host_pools[{group}]", host, layout)
+        if host.device.type != "cpu" or (
+            device.type == "cuda" and host.numel() and not host.is_pinned()
+        ):
+            raise ConfigurationError(
+                f"host_pools[{group}]: must be host memory as allocate_host_pool makes it, "
+                "page-locked for CUDA"
+            )
+
+
+def _check_pool(name: str, pool: Tensor, layout: KvCacheLayout) -> None:
+    shape = layout.flat_shape(len(pool))
+    if pool.shape != shape or pool.dtype != layout.dtype or not pool.is_contiguous():
+        raise ConfigurationError(
+            f"{name}: {layout.dtype} {shape} in one piece is needed, this is {pool.dtype} "
+            f"{tuple(pool.shape)}"
+        )

@@ -1,0 +1,4 @@
+"""The blocks of one pool: free, held, published, reclaimed; device and host tier.
+
+Imports `kvconnect.cache.tree` and `kvconnect.cache.memory`. Begin with `block_pool`.
+"""

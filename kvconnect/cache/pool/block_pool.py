@@ -1,0 +1,166 @@
+"""The blocks of one pool: allocates them, and reclaims published ones where it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from kvconnect.cache.memory.copier import BlockCopier
+from kvconnect.cache.memory.sizing import PoolSizes
+from kvconnect.cache.pool.events import EventLog
+from kvconnect.cache.pool.host_tier import HostTier
+from kvconnect.cache.pool.private_blocks import PrivateBlocks
+from kvconnect.cache.pool.published_blocks import PublishedBlocks
+from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.segment import BlockIds, Segment
+from kvconnect.config import KvCacheConfig
+from kvconnect.errors import OutOfBlocks
+
+__all__ = ["BlockPool", "make_pools"]
+
+
+class BlockPool:
+    """The blocks of one pool group (specification: reclaiming primary blocks).
+
+    Every block is in one of four states: blank; private (of a sequence or a pin, not in the tree);
+    published and referenced; published and unreferenced. The last can be reclaimed, all of them,
+    by taking the tree apart from its leaves.
+
+    Attributes:
+        group: its number.
+        window: attention window in tokens; ``None``: full attention.
+        num_blocks: in all.
+        num_reclaimed: published ones that had to leave primary so far.
+        private: those that are blank or private.
+        published: those in the tree.
+        host: the secondary tier; ``None``: reclaimed blocks are dropped.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        private: PrivateBlocks,
+        published: PublishedBlocks,
+        host: HostTier | None,
+    ) -> None:
+        self.group = published.group
+        self.window = published.window
+        self.num_blocks = len(private.blank)
+        self.num_reclaimed = 0
+        self.private = private
+        self.published = published
+        self.host = host
+        self._tree = tree
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now."""
+        return len(self.private.blank) + self.published.num_unreferenced
+
+    def reset(self) -> None:
+        """All blocks become blank; the caller empties the tree, and nothing is held."""
+        for segment in self._tree.segments():
+            ids = segment.pools[self.group].ids
+            if ids is not None:
+                self.private.blank.extend(ids)
+            if self.host is not None:
+                self.host.release(segment)
+        self.published.clear()
+
+    def grow(self, ids: range) -> None:
+        """Memory came from another pool: these blocks are ours now, and blank."""
+        self.num_blocks += len(ids)
+        self.private.add(ids)
+
+    # ---------------------------------------------------------------- allocating
+
+    def allocate(self, count: int) -> BlockIds:
+        """`count` private blocks, reclaiming published ones where blank ones do not suffice.
+
+        Raises:
+            OutOfBlocks: there are not so many; nothing changed.
+        """
+        if count > len(self.private.blank):
+            if count > self.num_free:
+                raise OutOfBlocks(
+                    f"{count} blocks are needed, {self.num_free} of {self.num_blocks} are free"
+                )
+            self.make_blank(count)
+        return self.private.take(count)
+
+    def make_blank(self, count: int) -> None:
+        """Reclaim published blocks until `count` are blank; so many must be free."""
+        blank = self.private.blank
+        num_blank = len(blank)
+        while len(blank) < count:
+            blank.extend(self._reclaim(count - len(blank)))
+        self.num_reclaimed += len(blank) - num_blank
+
+    def take(self, segment: Segment) -> BlockIds:
+        """Unpublish a segment that nothing follows and only the caller holds.
+
+        Its primary blocks, if it has some, are private now; a host copy becomes blank.
+        """
+        self.published.dereference(segment, self.published.next_moment())
+        if self.host is not None:
+            self.host.release(segment)
+        return self.published.remove(segment)
+
+    # ---------------------------------------------------------------- reclaiming
+
+    def _reclaim(self, most: int) -> BlockIds:
+        # All blocks of a segment are next in order, last to first: nothing lies between them.
+        segment = self.published.candidates.primary.first()
+        count = min(most, segment.end - segment.start)
+        if segment.pools[self.group].host_ids is not None:
+            return self.published.evict(self._tree.last_blocks(segment, count))
+        copied = None if self.host is None else self.host.offload(segment, count)
+        return self._drop(segment, count) if copied is None else self.published.evict(copied)
+
+    def _drop(self, segment: Segment, count: int) -> BlockIds:
+        if self.window is None and segment.pools[self.group].resident_below:
+            # What is in secondary below the last block could not be reached without it. That makes
+            # room there, perhaps for the block before it.
+            self._drop_descendants(segment)
+            count = 1
+        elif count < len(segment) and len(segment.pools) == 1 and not segment.children:
+            # Nothing else is in it or below it: no need to divide it first.
+            return self.published.cut(segment, count)
+        return self.published.remove(self._tree.last_blocks(segment, count))
+
+    def _drop_descendants(self, segment: Segment) -> None:
+        waiting = list(segment.children.values())
+        gone = []
+        while waiting:
+            below = waiting.pop()
+            if below.pools[self.group].host_ids is not None:
+                gone.append(below)
+                waiting.extend(below.children.values())
+        for below in reversed(gone):
+            if self.host is not None:
+                self.host.release(below)
+            self.published.remove(below)
+
+
+def make_pools(
+    config: KvCacheConfig,
+    sizes: PoolSizes,
+    tree: RadixTree,
+    clock: Callable[[], float],
+    copier: BlockCopier | None,
+    events: EventLog,
+) -> Iterator[BlockPool]:
+    """The pools of a block manager, each with its host tier if that has blocks."""
+    for group, layout in enumerate(sizes.layouts):
+        ids: Iterable[int] = range(sizes.num_blocks[group])
+        if sizes.slabs is not None:
+            owned = [slab for slab, owner in enumerate(sizes.slabs.owners) if owner == group]
+            ids = [block for slab in owned for block in sizes.slabs.block_ids(slab, group)]
+        private = PrivateBlocks(ids)
+        log = events if events.is_on else None
+        published = PublishedBlocks(group, layout.window, tree, private, clock, log)
+        host = None
+        num_host = sizes.num_host_blocks[group]
+        if num_host:
+            priority = config.secondary_offload_min_priority
+            host = HostTier(published, num_host, priority, tree, copier)
+        yield BlockPool(tree, private, published, host)

@@ -1,0 +1,216 @@
+"""What changed in the cache, for routers and monitors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from kvconnect.cache.memory.sizing import PoolSizes
+from kvconnect.cache.tree.key_index import KeyIndex
+from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.segment import Root, Segment
+from kvconnect.keys import BlockKey, root_key
+
+if TYPE_CHECKING:
+    from kvconnect.cache.pool.published_blocks import PublishedBlocks
+
+__all__ = ["Created", "EventLog", "KvCacheEvent", "PublishedBlock", "Removed", "Stored", "Updated"]
+
+PRIMARY, SECONDARY = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """A pool was made, with so many blocks in each level: primary, secondary."""
+
+    num_blocks_per_level: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedBlock:
+    """A block that can be reused now.
+
+    Attributes:
+        key: its chained key; of a partly filled block, that of the tokens it has.
+        tokens: what it holds.
+        level: 0: primary, 1: secondary.
+        priority: its retention priority.
+        lora_id: adapter of its namespace.
+        has_cache_salt: whether its namespace has a salt.
+    """
+
+    key: BlockKey
+    tokens: tuple[int, ...]
+    level: int
+    priority: int
+    lora_id: int | str | None
+    has_cache_salt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blocks that follow each other became reusable; `parent_key` is before the first one."""
+
+    parent_key: BlockKey | None
+    blocks: tuple[PublishedBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """These blocks are gone from all levels."""
+
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """A block changed its level or its priority: (old, new); ``None``: that did not change.
+
+    A priority that reverts after its duration is not reported.
+    """
+
+    key: BlockKey
+    level: tuple[int, int] | None = None
+    priority: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheEvent:
+    """One change in one pool.
+
+    Attributes:
+        event_id: one more than that of the event before, dropped ones included.
+        window: attention window of the pool; ``None``: full attention.
+        data: what happened.
+    """
+
+    event_id: int
+    window: int | None
+    data: Created | Stored | Removed | Updated
+
+
+Change: TypeAlias = Created | Stored | Removed | Updated
+
+
+class EventLog:
+    """The newest events. To replay all of them gives what is published, level by level.
+
+    Attributes:
+        is_on: whether anything is kept.
+        num_dropped: events that were forgotten because nobody took them in time.
+    """
+
+    def __init__(self, max_size: int, sizes: PoolSizes, tree: RadixTree) -> None:
+        self.is_on = max_size > 0
+        self.num_dropped = 0
+        self._tree = tree
+        self._layouts = sizes.layouts
+        self._events: deque[KvCacheEvent] = deque(maxlen=max_size)
+        self._next_id = 0
+        if not self.is_on:
+            return
+        tree.index = KeyIndex((), tree.tokens_per_block)
+        counts = zip(sizes.layouts, sizes.num_blocks, sizes.num_host_blocks, strict=True)
+        for layout, primary, host in sorted(counts, key=lambda c: c[0].window or inf):
+            self._add(layout.window, Created((primary, host)))
+
+    def take(self) -> list[KvCacheEvent]:
+        """What is there, oldest first; it is not returned again."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def stored(self, pool: PublishedBlocks, segment: Segment, first: int = 0) -> None:
+        """The blocks of `segment` from its number `first` on were published."""
+        keys = self._keys(segment, first)
+        if not keys:
+            return
+        namespace = self._root(segment).namespace
+        state = segment.pools[pool.group]
+        stride = self._tree.stride
+        blocks = tuple(
+            PublishedBlock(
+                key,
+                tuple(
+                    np.frombuffer(
+                        bytes(segment.tokens[i * stride : (i + 1) * stride]), np.int32
+                    ).tolist()
+                ),
+                PRIMARY,
+                state.retention.priority,
+                namespace.lora_id,
+                namespace.cache_salt is not None,
+            )
+            for i, key in enumerate(keys, first)
+        )
+        self._add(pool.window, Stored(self._key_before(segment, first), blocks))
+
+    def moved(self, pool: PublishedBlocks, segment: Segment, *, to_primary: bool) -> None:
+        """The blocks of `segment` changed their level."""
+        level = (SECONDARY, PRIMARY) if to_primary else (PRIMARY, SECONDARY)
+        for key in self._keys(segment):
+            self._add(pool.window, Updated(key, level=level))
+
+    def reprioritised(self, pool: PublishedBlocks, segment: Segment, priority: int) -> None:
+        """The blocks of `segment` are about to get another priority."""
+        old = segment.pools[pool.group].retention.priority
+        for key in self._keys(segment):
+            self._add(pool.window, Updated(key, priority=(old, priority)))
+
+    def removed(self, pool: PublishedBlocks, segment: Segment, first: int = 0) -> None:
+        """The blocks of `segment` from its number `first` on left the pool."""
+        keys = self._keys(segment, first)
+        if keys:
+            self._add(pool.window, Removed(tuple(keys)))
+
+    def removed_all(self, pools: Collection[PublishedBlocks]) -> None:
+        """Everything is about to leave all pools."""
+        if not self.is_on:
+            return
+        for segment in self._tree.segments():
+            for pool in pools:
+                if segment.pools[pool.group].is_resident:
+                    self.removed(pool, segment)
+
+    # ---------------------------------------------------------------- inside
+
+    def _add(self, window: int | None, change: Change) -> None:
+        if len(self._events) == self._events.maxlen:
+            self.num_dropped += 1
+        self._events.append(KvCacheEvent(self._next_id, window, change))
+        self._next_id += 1
+
+    def _keys(self, segment: Segment, first: int = 0) -> list[BlockKey]:
+        # Of its blocks from that number on. A namespace without a key chain gets a root that no
+        # store knows.
+        index = self._tree.index
+        if index is None:
+            return []
+        root = self._root(segment)
+        if root.chain_root is None:
+            self._tree.root(root.namespace, root_key(b"", self._layouts, root.namespace))
+        return index.keys_of(segment, first)
+
+    def _key_before(self, segment: Segment, first: int) -> BlockKey | None:
+        if first:
+            return self._keys(segment, first - 1)[0]
+        parent = segment.parent
+        return (
+            None
+            if parent is None or parent.parent is None
+            else self._keys(parent, len(parent) - 1)[0]
+        )
+
+    @staticmethod
+    def _root(segment: Segment) -> Root:
+        step: Segment = segment
+        while step.parent is not None:
+            step = step.parent
+        if not isinstance(step, Root):
+            raise TypeError(f"{step!r} is in no tree")
+        return step

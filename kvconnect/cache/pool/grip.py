@@ -1,0 +1,192 @@
+"""What a sequence or a pin holds in one pool."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnect.cache.pool.block_pool import BlockPool
+from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
+from kvconnect.cache.tree.segment import BlockIds, Segment, Span, new_ids
+
+__all__ = ["NOT_HELD", "Grip", "PathGrip", "PinGrip", "as_id_array", "no_ids"]
+
+NOT_HELD = -1
+"""In the place of a block id: given up, or not reserved yet."""
+
+_ONE_PLACE = array("i", [NOT_HELD])
+
+
+def as_id_array(ids: BlockIds) -> npt.NDArray[np.int32]:
+    """A copy of `ids` that the caller owns."""
+    return np.array(ids, np.int32)
+
+
+def no_ids(count: int) -> BlockIds:
+    """`count` places without a block."""
+    return _ONE_PLACE * count
+
+
+class PathGrip:
+    """References to parts of one path in one pool.
+
+    Attributes:
+        pool: which.
+        segment: the deepest one referenced; ``None``: none.
+        spans: which blocks of the path down to it are referenced; in order and apart. They begin
+            and end where segments do.
+    """
+
+    __slots__ = ("pool", "segment", "spans")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.segment: Segment | None = None
+        self.spans: list[Span] = []
+
+    def add(self, segment: Segment, start: int, stop: int) -> None:
+        """The blocks ``start..stop``, of which `segment` has the last, are referenced, too."""
+        if self.segment is None or self.segment.end < segment.end:
+            self.segment = segment
+        spans = self.spans
+        if not spans or spans[-1][1] < start:
+            spans.append((start, stop))
+        elif spans[-1][1] == start:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            insort(spans, (start, stop))
+
+    def segments(self) -> Iterator[Segment]:
+        """What is referenced, the deepest first."""
+        step = self.segment
+        for first, stop in reversed(self.spans):
+            while step is not None and step.end > first:
+                if step.start < stop:
+                    yield step
+                step = step.parent
+
+    def claim(self) -> None:
+        """One more holder of all that."""
+        published = self.pool.published
+        for segment in self.segments():
+            published.reference(segment)
+
+    def let_go(self) -> None:
+        """One holder less of all that, last block first; the grip is not to be used any more."""
+        published = self.pool.published
+        moment = published.next_moment()
+        for segment in self.segments():
+            published.dereference(segment, moment)
+
+    def covers(self, block: int) -> bool:
+        """Whether that block is referenced."""
+        for start, stop in self.spans:  # noqa: SIM110 - a generator costs several times as much
+            if start <= block < stop:
+                return True
+        return False
+
+    def split_off(self, block: int, split: Callable[[Segment, int], Segment]) -> PathGrip:
+        """What it references before `block`, as a grip of its own; this one keeps the rest.
+
+        `split` divides a segment there, if need be, and returns the upper part.
+        """
+        before = PathGrip(self.pool)
+        before.spans = [(start, min(stop, block)) for start, stop in self.spans if start < block]
+        self.spans = [(max(start, block), stop) for start, stop in self.spans if stop > block]
+        segment = self.segment
+        while segment is not None and segment.start >= block:
+            segment = segment.parent
+        if segment is not None and segment.end > block:
+            segment = split(segment, block)
+        before.segment = segment
+        if not self.spans:
+            self.segment = None
+        return before
+
+    def gaps(self, start: int, stop: int) -> Iterator[Span]:
+        """The parts of ``start..stop`` that are not referenced."""
+        for low, high in self.spans:
+            if low >= stop:
+                break
+            if start < low:
+                yield start, low
+            start = max(start, high)
+        if start < stop:
+            yield start, stop
+
+
+class Grip(PathGrip):
+    """What a sequence holds in one pool: places ``first..stop`` of its blocks.
+
+    The blocks in `spans` are published, and referenced in the tree; the others are private.
+
+    Attributes:
+        ids: one per block of the sequence; `NOT_HELD` outside ``first..stop``.
+        first: places before it were given up, or never held.
+        stop: places from it on are not reserved yet.
+        duplicate: with full attention: a block turned out to be published by another sequence, so
+            nothing after it may be published while this one runs.
+        inherited: retention of the block that was copied in admission.
+    """
+
+    __slots__ = ("duplicate", "first", "ids", "inherited", "stop")
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self.ids: BlockIds = new_ids()
+        self.first = 0
+        self.stop = 0
+        self.duplicate = False
+        self.inherited: Retention = DEFAULT_RETENTION
+
+    @property
+    def is_published(self) -> bool:
+        """Whether none of its blocks is private."""
+        spans = self.spans
+        return len(spans) == 1 and spans[0] == (self.first, self.stop)
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether it has all these blocks."""
+        return self.first <= start and stop <= self.stop
+
+    def first_private(self, stop: int) -> int:
+        """The first block before `stop` that it holds and that is not published; `stop`: none."""
+        at = self.first
+        for low, high in self.spans:
+            if low > at:
+                break
+            at = high
+        return at if at < self.stop and at < stop else stop
+
+    def private_ids(self, start: int, stop: int) -> BlockIds:
+        """The ids of the blocks ``start..stop`` that it holds and that are not published."""
+        ids = new_ids()
+        if not self.is_published:
+            for low, high in self.gaps(max(start, self.first), min(stop, self.stop)):
+                ids.extend(self.ids[low:high])
+        return ids
+
+
+class PinGrip(PathGrip):
+    """What a pin holds in one pool.
+
+    Attributes:
+        first, end: the places of its sequence whose private blocks it holds, too.
+        loose: private blocks that no sequence has any more.
+    """
+
+    __slots__ = ("end", "first", "loose")
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self.first = 0
+        self.end = 0
+        self.loose: BlockIds = new_ids()
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether all these blocks of its sequence were pinned."""
+        return self.first <= start and stop <= self.end

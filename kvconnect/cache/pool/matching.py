@@ -1,0 +1,218 @@
+"""What a new sequence can reuse (specification: matching)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from kvconnect.cache.pool.block_pool import BlockPool
+from kvconnect.cache.tree.children import Children
+from kvconnect.cache.tree.radix_tree import RadixTree, TokenBytes, shared_tokens
+from kvconnect.cache.tree.segment import Segment, Span
+from kvconnect.config import KvCacheConfig
+from kvconnect.keys import Namespace
+
+__all__ = ["Match", "Matcher", "PartialSource", "first_in_window"]
+
+
+def first_in_window(window: int | None, num_tokens: int) -> int:
+    """The first token that position `num_tokens` reads."""
+    return 0 if window is None else max(0, num_tokens - window + 1)
+
+
+class PartialSource(NamedTuple):
+    """The first `num_tokens` tokens of block number `block`, which lies in `segment`."""
+
+    segment: Segment
+    block: int
+    num_tokens: int
+
+
+class Match(NamedTuple):
+    """What is published of some tokens, and usable.
+
+    Attributes:
+        segment: holds the last whole block; ``None``: not even one block.
+        num_blocks: whole blocks from the root on; may end within `segment`.
+        source: the block that matches partly after them.
+    """
+
+    segment: Segment | None
+    num_blocks: int
+    source: PartialSource | None
+
+
+FEW = 8
+"""With less candidates for a partial match, all are looked at."""
+
+MANY = 512
+"""With more: so many of those let go last, and then all."""
+
+NO_MATCH = Match(None, 0, None)
+
+
+class Matcher:
+    """Queries over the tree and all pools. They change nothing, not even recency."""
+
+    def __init__(self, tree: RadixTree, pools: Sequence[BlockPool], config: KvCacheConfig) -> None:
+        self._tree = tree
+        self._pools = pools
+        self._reuse = config.enable_block_reuse
+        self._partial = config.enable_partial_reuse
+        self._copy = config.copy_on_partial_reuse
+        self._tokens_per_block = tree.tokens_per_block
+        # With full attention alone, whatever is in the tree is resident, and so is all above it.
+        self._plain = len(pools) == 1 and pools[0].window is None
+
+    def match(
+        self, namespace: Namespace, tokens: TokenBytes, limit: int, *, partial: bool = True
+    ) -> Match:
+        """The most of the first `limit` of `tokens` that every pool can serve.
+
+        Args:
+            namespace: whose tree.
+            tokens: as bytes.
+            limit: tokens that may match.
+            partial: also look for a block that matches partly, if the configuration allows it.
+        """
+        root = self._tree.roots.get(namespace) if self._reuse else None
+        if root is None:
+            return NO_MATCH
+        segment, at = self._tree.walk(root, tokens, limit // self._tokens_per_block)
+        look_for_part = partial and self._partial
+        if not self._plain:
+            return self._usable(segment, at, tokens, limit if look_for_part else 0)
+        source = self._part_at(segment, at, tokens, limit) if look_for_part else None
+        return Match(segment if at else None, at, source)
+
+    def usable_blocks(self, segment: Segment, at: int) -> int:
+        """The most whole blocks of this path, up to number `at`, that every pool can serve."""
+        return at if self._plain else self._usable(segment, at, b"", 0).num_blocks
+
+    # ---------------------------------------------------------------- several pools, or windows
+
+    def _usable(self, segment: Segment, at: int, tokens: TokenBytes, limit: int) -> Match:
+        # From the deepest place upwards: there, a partial match reaches furthest.
+        absent = [_absent_runs(pool.group, segment, at) for pool in self._pools]
+        size = self._tokens_per_block
+        while True:
+            while segment.parent is not None and segment.start >= at:
+                segment = segment.parent
+            source = self._part_at(segment, at, tokens, limit) if limit else None
+            if source is not None and self._served(absent, at, at * size + source.num_tokens):
+                return Match(segment if at else None, at, source)
+            if self._served(absent, at, at * size):
+                return Match(segment if at else None, at, None)
+            at = self._next_place(absent, at)
+
+    def _served(self, absent: list[list[Span]], at: int, num_tokens: int) -> bool:
+        # Whether every pool has what position `num_tokens` reads of the first `at` blocks.
+        return all(
+            not runs
+            or runs[0][0] >= at
+            or _last_before(runs, at)[1] <= self._first_block(pool, num_tokens)
+            for pool, runs in zip(self._pools, absent, strict=True)
+        )
+
+    def _next_place(self, absent: list[list[Span]], at: int) -> int:
+        # The next shorter place that is worth a look. Up to a gap that lies within the window of
+        # all longer places, and through it, there is none.
+        size = self._tokens_per_block
+        places = [at - 1]
+        for pool, runs in zip(self._pools, absent, strict=True):
+            if not runs or runs[0][0] >= at:
+                continue
+            start, stop = _last_before(runs, at)
+            if stop <= self._first_block(pool, at * size + size - 1):
+                continue
+            if pool.window is None:
+                places.append(runs[0][0])
+            elif pool.window > size:
+                places.append(start)
+        return min(places)
+
+    def _first_block(self, pool: BlockPool, num_tokens: int) -> int:
+        return first_in_window(pool.window, num_tokens) // self._tokens_per_block
+
+    # ---------------------------------------------------------------- partial matches
+
+    def _part_at(
+        self, segment: Segment, at: int, tokens: TokenBytes, limit: int
+    ) -> PartialSource | None:
+        # The block after the first `at` of this path that shares most with what is left.
+        size = self._tree.stride
+        rest = bytes(tokens[at * size : min(4 * limit, (at + 1) * size)])
+        if not rest:
+            return None
+        if at >= segment.end:
+            return self._part_of_child(segment, rest)
+        low = (at - segment.start) * size
+        shared = shared_tokens(rest, bytes(segment.tokens[low : low + size]))
+        return PartialSource(segment, at, shared) if shared and self._may_use(segment, at) else None
+
+    def _part_of_child(self, segment: Segment, rest: bytes) -> PartialSource | None:
+        # Those that share the first k tokens lie together; each round looks at those that share a
+        # little less than the ones before, until it has one that may be used.
+        children = segment.children
+        before, after = children.beside(rest, rest)
+        while shared := max(shared_tokens(rest, before), shared_tokens(rest, after)):
+            prefix = rest[: 4 * shared]
+            best = self._best_of(children, prefix)
+            if best is not None:
+                return PartialSource(best, best.start, shared)
+            before, after = children.beside(prefix, prefix + b"\xff" * self._tree.stride)
+        return None
+
+    def _best_of(self, children: Children, prefix: bytes) -> Segment | None:
+        # Of those begun by `prefix`. All prompts may begin with the same few tokens: where there
+        # are many, the one to take is probably among those that were let go last.
+        candidates = children.begun_by(prefix)
+        few = list(islice(candidates, FEW))
+        if len(few) == FEW:
+            for child in children.latest(prefix, MANY):
+                state = child.pools[0]
+                if state.ids is not None and state.stamp > 0 and self._may_use(child, child.start):
+                    return child
+            few.extend(candidates)
+        usable = [child for child in few if self._may_use(child, child.start)]
+        return max(usable, key=_preference, default=None)
+
+    def _may_use(self, segment: Segment, block: int) -> bool:
+        if not self._copy and (segment.children or block != segment.end - 1):
+            return False
+        for pool in self._pools:
+            state = segment.pools[pool.group]
+            if not self._copy and state.references:
+                return False
+            if not state.is_resident and pool.window != 1:
+                return False
+        return True
+
+
+def _absent_runs(group: int, segment: Segment, at: int) -> list[Span]:
+    """Which of the first `at` blocks of the path to `segment` this pool does not have; in order."""
+    runs: list[Span] = []
+    stop = at
+    step: Segment | None = segment
+    while step is not None and step.parent is not None:
+        if step.start < at and not step.pools[group].is_resident:
+            if runs and runs[-1][0] == stop:
+                runs[-1] = (step.start, runs[-1][1])
+            else:
+                runs.append((step.start, stop))
+        stop = min(stop, step.start)
+        step = step.parent
+    runs.reverse()
+    return runs
+
+
+def _last_before(runs: list[Span], at: int) -> Span:
+    """The last run that begins before `at`, as far as it does not reach beyond; there is one."""
+    start, stop = next(run for run in reversed(runs) if run[0] < at)
+    return start, min(stop, at)
+
+
+def _preference(segment: Segment) -> tuple[bool, int]:
+    state = segment.pools[0]
+    return state.ids is not None, state.stamp

@@ -1,0 +1,73 @@
+"""The blocks of one pool that nothing is published in: blank ones, and those with holders."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvconnect.cache.tree.segment import BlockIds
+
+__all__ = ["PrivateBlocks"]
+
+
+class PrivateBlocks:
+    """Blank blocks, and who holds the private ones.
+
+    A private block has one holder, its sequence, but for pins: those hold blocks of a running
+    sequence, too. Holders are counted only while there are such pins.
+
+    Attributes:
+        blank: ids whose content nobody can find; those used last are at the end.
+        num_pins: how many pins hold private blocks, or held some.
+    """
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self.blank: BlockIds = array("i", ids)
+        self.blank.reverse()
+        self.num_pins = 0
+        # Where nobody counted, there is 0: that and 1 both mean one holder.
+        self._holders = np.zeros(max(self.blank, default=-1) + 1, np.int32)
+
+    def add(self, ids: range) -> None:
+        """These blocks belong to the pool from now on, and are blank."""
+        self.blank.extend(reversed(ids))
+        missing = max(ids) + 1 - len(self._holders)
+        if missing > 0:
+            self._holders = np.pad(self._holders, (0, missing))
+
+    def take(self, count: int) -> BlockIds:
+        """`count` blank blocks become private; there must be so many."""
+        keep = len(self.blank) - count
+        taken = self.blank[keep:]
+        del self.blank[keep:]
+        taken.reverse()
+        return taken
+
+    def hold(self, ids: BlockIds) -> None:
+        """One more holder of these private blocks."""
+        if ids:
+            which = np.frombuffer(ids, np.int32)
+            self._holders[which] = np.maximum(self._holders[which], 1) + 1
+
+    def drop(self, ids: BlockIds) -> None:
+        """One holder lets go of these private blocks; those without another one are blank."""
+        if not ids:
+            return
+        if not self.num_pins:
+            self.blank.extend(ids)
+            return
+        which = np.frombuffer(ids, np.int32)
+        left = np.maximum(self._holders[which] - 1, 0)
+        self._holders[which] = left
+        self.blank.frombytes(which[left == 0].tobytes())
+
+    def published(self, ids: BlockIds) -> None:
+        """These are private no more: their segment counts who holds them."""
+        if self.num_pins:
+            self._holders[np.frombuffer(ids, np.int32)] = 0
+
+    def num_holders(self, block: int) -> int:
+        """Holders of a private block."""
+        return max(int(self._holders[block]), 1) if self.num_pins else 1

@@ -1,0 +1,267 @@
+"""The published blocks of one pool: who holds them, for how long they are worth keeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING
+
+from kvconnect.cache.pool.candidates import Candidates
+from kvconnect.cache.pool.private_blocks import PrivateBlocks
+from kvconnect.cache.pool.reclaim_queue import effective_priority
+from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
+from kvconnect.cache.tree.segment import BlockIds, Residence, Segment, new_ids
+
+if TYPE_CHECKING:
+    from kvconnect.cache.pool.events import EventLog
+
+__all__ = ["PublishedBlocks"]
+
+_NEVER_LET_GO = -(1 << 62)
+"""Stamps from here on count publishing; all are older than any moment of letting go."""
+
+
+class PublishedBlocks:
+    """Every change of the state that segments have in one pool.
+
+    With full attention, references cover whole paths from the root, so an unreferenced block never
+    has a referenced descendant.
+
+    Attributes:
+        group: its number, and the place of its state in every segment.
+        window: attention window in tokens; ``None``: full attention.
+        candidates: what may be given up.
+        num_unreferenced: blocks in primary that nobody holds.
+
+    Args:
+        private: where blocks come from that are published.
+        events: hears of every change; ``None``: nobody does.
+    """
+
+    def __init__(
+        self,
+        group: int,
+        window: int | None,
+        tree: RadixTree,
+        private: PrivateBlocks,
+        clock: Callable[[], float],
+        events: EventLog | None,
+    ) -> None:
+        self.group = group
+        self.window = window
+        self.candidates = Candidates(group, window, clock)
+        self.num_unreferenced = 0
+        self._tree = tree
+        self._private = private
+        self._clock = clock
+        self._events = events
+        self._now = 0
+        self._last_stamp = _NEVER_LET_GO
+        tree.on_split.append(self._divided)
+        tree.on_join.append(self.candidates.forget)
+
+    # ---------------------------------------------------------------- publishing
+
+    def publish(
+        self, segment: Segment, ids: BlockIds, retention: Retention, references: int
+    ) -> None:
+        """Private blocks become the blocks of `segment`, which is not resident here so far.
+
+        Args:
+            segment: in the tree; with full attention, below primary blocks only.
+            ids: one per block of it.
+            retention: of these blocks.
+            references: how many hold them, at least one.
+        """
+        state = segment.pools[self.group]
+        if segment.parent is not None:
+            segment.parent.pools[self.group].resident_below += 1
+        state.retention, state.expires = retention, inf
+        self._last_stamp += 1
+        state.stamp = self._last_stamp
+        self._enter_primary(segment, state, ids, references)
+        if self._events is not None:
+            self._events.stored(self, segment)
+
+    def extend(self, segment: Segment, ids: BlockIds) -> None:
+        """`segment`, whose holders hold these private blocks too, grew by them at its end."""
+        state = segment.pools[self.group]
+        if state.ids is not None:
+            state.ids.extend(ids)
+        self._private.published(ids)
+        if self._events is not None:
+            self._events.stored(self, segment, len(segment) - len(ids))
+
+    def can_extend(self, segment: Segment, retention: Retention) -> bool:
+        """Whether blocks of this retention that one sequence holds may join `segment`."""
+        state = segment.pools[self.group]
+        return (
+            state.stamp < 0  # else new blocks would seem to have been let go before
+            and state.references == 1
+            and state.retention == retention
+            and state.ids is not None
+            and state.host_ids is None
+        )
+
+    def adopt(
+        self, segment: Segment, ids: BlockIds, retention: Retention | None, references: int
+    ) -> None:
+        """Private blocks become the primary copy of `segment`, which is in secondary only.
+
+        As `publish`, but `references` are those that come to what it has, and a `retention` of
+        ``None`` leaves that alone. The host copy stays valid.
+        """
+        state = segment.pools[self.group]
+        if retention is not None:
+            self._set_retention(segment, retention)
+        self._enter_primary(segment, state, ids, references)
+        self.candidates.review(segment)
+        if self._events is not None:
+            self._events.moved(self, segment, to_primary=True)
+
+    # ---------------------------------------------------------------- references
+
+    def next_moment(self) -> int:
+        """A moment of letting go or use, later than all before."""
+        self._now += 1
+        return self._now
+
+    def reference(self, segment: Segment) -> None:
+        """One more holder of this one segment."""
+        state = segment.pools[self.group]
+        if state.references == 0:
+            if state.ids is not None:
+                self.num_unreferenced -= len(state.ids)
+                self.candidates.primary.discard(segment)
+            else:
+                self.candidates.sole.discard(segment)
+        state.references += 1
+
+    def dereference(self, segment: Segment, moment: int) -> None:
+        """One holder less of this one segment, which was used until `moment`."""
+        state = segment.pools[self.group]
+        state.references -= 1
+        state.stamp = moment
+        if not self.group:
+            self._tree.let_go(segment)
+        if state.references == 0:
+            if state.retention.duration is not None and state.expires == inf:
+                state.expires = self._clock() + state.retention.duration
+            if state.ids is not None:
+                self.num_unreferenced += len(state.ids)
+            self.candidates.review(segment)
+        elif state.host_ids is not None:
+            self.candidates.review(segment)
+
+    # ---------------------------------------------------------------- retention
+
+    def differs(self, segment: Segment, retention: Retention) -> bool:
+        """Whether setting `retention` would change anything."""
+        state = segment.pools[self.group]
+        return state.retention != retention or state.expires != inf
+
+    def retain(self, segment: Segment, retention: Retention) -> None:
+        """Overwrite the retention of a referenced `segment`."""
+        self._set_retention(segment, retention)
+        self.candidates.review(segment)
+
+    def effective_retention(self, segment: Segment) -> Retention:
+        """The retention of `segment`, or the default if its duration is over."""
+        state = segment.pools[self.group]
+        expired = state.expires != inf and state.expires <= self._clock()
+        return DEFAULT_RETENTION if expired else state.retention
+
+    def effective_priority(self, segment: Segment) -> int:
+        """The priority of `segment` now."""
+        state = segment.pools[self.group]
+        return effective_priority(state, self._clock() if state.expires != inf else 0.0)
+
+    # ---------------------------------------------------------------- leaving
+
+    def evict(self, segment: Segment) -> BlockIds:
+        """Nobody holds `segment`: the host copy is all that is left; returns its primary ids."""
+        ids = self._leave_primary(segment)
+        self.candidates.review(segment)
+        if self._events is not None:
+            self._events.moved(self, segment, to_primary=False)
+        self._tree.join(segment)  # else a long run would end as many short ones
+        return ids
+
+    def remove(self, segment: Segment) -> BlockIds:
+        """Nobody holds `segment`, and it has no host copy: it is gone; returns its primary ids."""
+        ids = self._leave_primary(segment)
+        self.candidates.primary.discard(segment)
+        if self._events is not None:
+            self._events.removed(self, segment)
+        if segment.parent is not None:
+            above = segment.parent.pools[self.group]
+            above.resident_below -= 1
+            if self.window is None and above.host_ids is not None and above.ids is None:
+                self.candidates.review(segment.parent)
+        self._tree.prune(segment)
+        return ids
+
+    def cut(self, segment: Segment, count: int) -> BlockIds:
+        """As `remove`, of the last `count` blocks: they are in no other pool or tier."""
+        if self._events is not None:
+            self._events.removed(self, segment, len(segment) - count)
+        state = segment.pools[self.group]
+        self.num_unreferenced -= count
+        ids = new_ids()
+        if state.ids is not None:
+            ids = state.ids[-count:]
+            del state.ids[-count:]
+        self._tree.shorten(segment, count)
+        return ids
+
+    def lose_copy(self, segment: Segment) -> BlockIds:
+        """`segment` has no host copy any more; returns the host ids, if it had one."""
+        state = segment.pools[self.group]
+        ids, state.host_ids = state.host_ids, None
+        self.candidates.without_copy(segment)
+        return ids if ids is not None else new_ids()
+
+    def clear(self) -> None:
+        """The caller empties the tree."""
+        self.candidates.clear()
+        self.num_unreferenced = 0
+
+    # ---------------------------------------------------------------- inside
+
+    def _enter_primary(
+        self, segment: Segment, state: Residence, ids: BlockIds, references: int
+    ) -> None:
+        state.ids = ids
+        state.references += references
+        self._private.published(ids)
+        if segment.parent is not None:
+            above = segment.parent.pools[self.group]
+            above.primary_below += 1
+            if self.window is None and above.ids is not None:
+                self.candidates.primary.discard(segment.parent)
+
+    def _leave_primary(self, segment: Segment) -> BlockIds:
+        state = segment.pools[self.group]
+        if state.ids is None:
+            return new_ids()
+        ids, state.ids = state.ids, None
+        self.num_unreferenced -= len(ids)
+        if segment.parent is not None:
+            above = segment.parent.pools[self.group]
+            above.primary_below -= 1
+            free_leaf = above.references == 0 and not above.primary_below
+            if free_leaf and self.window is None and above.ids is not None:
+                self.candidates.review(segment.parent)
+        return ids
+
+    def _set_retention(self, segment: Segment, retention: Retention) -> None:
+        state = segment.pools[self.group]
+        if self._events is not None and state.retention.priority != retention.priority:
+            self._events.reprioritised(self, segment, retention.priority)
+        state.retention, state.expires = retention, inf
+
+    def _divided(self, upper: Segment, lower: Segment) -> None:
+        # The tree split a segment; `lower` is the object that was one of the candidates.
+        upper.pools[self.group] = lower.pools[self.group].divide(len(upper))
+        self.candidates.divided(upper, lower)

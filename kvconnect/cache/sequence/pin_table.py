@@ -1,0 +1,150 @@
+"""The live pins of a block manager."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from kvconnect.cache.pool.block_pool import BlockPool
+from kvconnect.cache.pool.grip import NOT_HELD, as_id_array
+from kvconnect.cache.pool.matching import Matcher, first_in_window
+from kvconnect.cache.sequence.sequence import PinHandle, Sequence
+from kvconnect.cache.tree.key_index import KeyIndex
+from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.segment import Segment
+from kvconnect.errors import ConfigurationError, OutOfBlocks
+from kvconnect.keys import BlockKey
+
+__all__ = ["PinTable"]
+
+
+class PinTable:
+    """Pins hold published blocks by reference to their path, and private ones by count.
+
+    What a pin holds of a running sequence changes hands as that goes on: see `Offer` for blocks
+    that become published, and `Sequence.forget` for those it gives up.
+    """
+
+    def __init__(self, tree: RadixTree, pools: Items[BlockPool], matcher: Matcher) -> None:
+        self._tree = tree
+        self._pools = pools
+        self._matcher = matcher
+        self._live: set[PinHandle] = set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def live(self) -> Collection[PinHandle]:
+        """Those that were not unpinned. Not to be changed."""
+        return self._live
+
+    def pin(self, sequence: Sequence) -> PinHandle:
+        """See `BlockManager.pin`."""
+        handle = PinHandle(as_id_array(sequence.grips[0].ids), self._pools)
+        for grip, held in zip(sequence.grips, handle.grips, strict=True):
+            pool = grip.pool
+            held.segment, held.spans = grip.segment, list(grip.spans)
+            held.claim()
+            held.first, held.end = grip.first, grip.stop
+            pool.private.num_pins += 1
+            pool.private.hold(grip.private_ids(grip.first, grip.stop))
+        handle.shares_private = True
+        handle.sequence = sequence
+        sequence.pins.append(handle)
+        self._live.add(handle)
+        return handle
+
+    def pin_keys(self, keys: Items[BlockKey]) -> PinHandle:
+        """See `BlockManager.pin_keys`."""
+        if self._tree.index is None:
+            self._tree.index = KeyIndex(self._tree.roots.values(), self._tree.tokens_per_block)
+        found = self._tree.index.find(keys)
+        num_blocks = 0 if found is None else self._matcher.usable_blocks(*found)
+        if found is None or num_blocks == 0:
+            handle = PinHandle(np.empty(0, np.int32), self._pools)
+        else:
+            handle = self._pin_path(self._place(found[0], num_blocks), num_blocks)
+        self._live.add(handle)
+        return handle
+
+    def _pin_path(self, segment: Segment, num_blocks: int) -> PinHandle:
+        ids = np.full(num_blocks, NOT_HELD, np.int32)
+        handle = PinHandle(ids, self._pools)
+        size = self._tree.tokens_per_block
+        for held in handle.grips:
+            first = first_in_window(held.pool.window, num_blocks * size) // size
+            if first < num_blocks:
+                self._place(segment, first)
+                held.add(segment, first, num_blocks)
+                held.claim()
+        for step in handle.grips[0].segments():
+            own = step.pools[0].ids
+            if own is not None:
+                ids[step.start : step.end] = own
+        return handle
+
+    def _place(self, segment: Segment, block: int) -> Segment:
+        # The segment of this path that ends before `block`, which becomes a boundary.
+        while segment.start >= block and segment.parent is not None:
+            segment = segment.parent
+        return self._tree.split(segment, block) if block < segment.end else segment
+
+    def unpin(self, handle: PinHandle) -> None:
+        """See `BlockManager.unpin`."""
+        if handle not in self._live:
+            raise ConfigurationError("handle: not a pin of this manager, or unpinned already")
+        self._live.remove(handle)
+        sequence = handle.sequence
+        for held in handle.grips:
+            pool = held.pool
+            held.let_go()
+            private = held.loose
+            if sequence is not None:
+                grip = sequence.grips[pool.group]
+                private = private + grip.private_ids(held.first, held.end)
+            pool.private.drop(private)
+            pool.private.num_pins -= handle.shares_private
+        if sequence is not None:
+            sequence.pins.remove(handle)
+
+    def detach(self, sequence: Sequence, first_block: int) -> PinHandle:
+        """See `BlockManager.detach`."""
+        num_blocks = sequence.num_blocks
+        if not 0 <= first_block <= num_blocks:
+            raise ConfigurationError(f"first_block: {first_block} is outside 0..{num_blocks}")
+        needs = []
+        for grip in sequence.grips:
+            published = grip.spans[-1][1] if grip.spans else 0
+            if first_block < published:
+                raise ConfigurationError(
+                    f"first_block: block {first_block} is published, and others may use it; the "
+                    f"first that can be detached is {published}"
+                )
+            needs.append(max(grip.stop - max(first_block, grip.first), 0))
+        for pool, need in zip(self._pools, needs, strict=True):
+            if need > pool.num_free:
+                raise OutOfBlocks(
+                    f"{need} blocks are needed, {pool.num_free} of {pool.num_blocks} are free"
+                )
+        handle = PinHandle(as_id_array(sequence.grips[0].ids[first_block:]), self._pools)
+        for grip, held, need in zip(sequence.grips, handle.grips, needs, strict=True):
+            held.loose = sequence.forget(grip, first_block, grip.stop)
+            grip.ids[grip.stop - need : grip.stop] = grip.pool.allocate(need)
+            grip.duplicate = grip.duplicate and first_block > (
+                grip.spans[-1][1] if grip.spans else 0
+            )
+        self._forget_computed(sequence, first_block)
+        self._live.add(handle)
+        return handle
+
+    def _forget_computed(self, sequence: Sequence, first_block: int) -> None:
+        num_tokens = first_block * self._tree.tokens_per_block
+        sequence.computed = min(sequence.computed, num_tokens)
+        sequence.matched = min(sequence.matched, num_tokens)
+        sequence.offered = min(sequence.offered, first_block)
+        for pin in sequence.pins:
+            for held in pin.grips:
+                held.end = min(held.end, first_block)

@@ -1,0 +1,153 @@
+"""A live sequence, and the handles that keep blocks beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnect.cache.pool.block_pool import BlockPool
+from kvconnect.cache.pool.grip import Grip, PinGrip, no_ids
+from kvconnect.cache.resource_manager import PinnedBlocks
+from kvconnect.cache.tree.retention import RetentionPlan
+from kvconnect.cache.tree.segment import BlockIds
+from kvconnect.keys import BlockKey, KeyChain, Namespace, root_key
+from kvconnect.layout import KvCacheLayout
+from kvconnect.tokens import TokenBuffer
+
+__all__ = ["PinHandle", "Sequence"]
+
+
+class PinHandle(PinnedBlocks):
+    """Blocks that stay until they are unpinned.
+
+    Attributes:
+        block_ids: int32, the blocks of group 0 in order of their tokens, as of when they were
+            pinned; -1 where there is none, or only in secondary.
+        sequence: whose private blocks it holds, too; ``None``: none, or it ended.
+        grips: by pool group.
+        shares_private: whether it was made of a sequence.
+    """
+
+    __slots__ = ("block_ids", "grips", "sequence", "shares_private")
+
+    def __init__(self, block_ids: npt.NDArray[np.int32], pools: Items[BlockPool]) -> None:
+        self.block_ids = block_ids
+        self.sequence: Sequence | None = None
+        self.grips = [PinGrip(pool) for pool in pools]
+        self.shares_private = False
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+
+class Sequence:
+    """The tokens and blocks of one request.
+
+    Attributes:
+        tokens: as native int32 bytes.
+        grips: what it holds, by pool group.
+        offered: leading blocks that were offered to the tree.
+        computed: leading tokens that were matched or committed.
+        matched: leading tokens that were matched.
+        reserved: leading tokens that there are blocks for in every pool.
+        plan: retention by block.
+        chain: keys of its full blocks.
+        pins: handles that hold private blocks of it.
+    """
+
+    __slots__ = (
+        "chain",
+        "computed",
+        "grips",
+        "matched",
+        "namespace",
+        "offered",
+        "pins",
+        "plan",
+        "reserved",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        tokens: bytearray,
+        plan: RetentionPlan,
+        chain: KeyChain | None,
+        pools: Items[BlockPool],
+    ) -> None:
+        self.namespace = namespace
+        self.tokens = tokens
+        self.plan = plan
+        self.chain = chain
+        self.grips: Items[Grip] = [Grip(pool) for pool in pools]
+        self.offered = 0
+        self.computed = 0
+        self.matched = 0
+        self.reserved = 0
+        self.pins: list[PinHandle] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and appended tokens."""
+        return len(self.tokens) // 4
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that its tokens need."""
+        return len(self.grips[0].ids)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether it has no private block."""
+        for grip in self.grips:  # noqa: SIM110 - a generator costs several times as much
+            if not grip.is_published:
+                return False
+        return True
+
+    def block_keys(self, tokens_per_block: int, layouts: Items[KvCacheLayout]) -> Items[BlockKey]:
+        """See `BlockManager.block_keys`; `layouts` are those of the pools."""
+        chain = self.chain
+        if chain is None:
+            root = root_key(b"", layouts, self.namespace)
+            tokens = np.frombuffer(bytes(self.tokens), np.int32)
+            chain = KeyChain(root, tokens_per_block, TokenBuffer(tokens))
+        return chain.keys(0, self.num_tokens // tokens_per_block)
+
+    def priorities(self, start: int) -> list[int]:
+        """See `BlockManager.priorities`."""
+        grip = self.grips[0]
+        found: list[int] = []
+        for run in self.plan.runs(0, len(grip.ids)):
+            retention = grip.inherited if run.inherited else run.retention
+            found.extend([retention.priority] * (run.stop - run.start))
+        for step in grip.segments():
+            priority = grip.pool.published.effective_priority(step)
+            found[step.start : step.end] = [priority] * len(step)
+        return found[start:]
+
+    def forget(self, grip: Grip, start: int, stop: int) -> BlockIds:
+        """It gives up these places of one of its grips; returns the private blocks there.
+
+        Pins that hold those keep them, loose.
+        """
+        private = self.hand_over(grip, start, stop)
+        start, stop = max(start, grip.first), min(stop, grip.stop)
+        if start < stop:
+            grip.ids[start:stop] = no_ids(stop - start)
+        return private
+
+    def hand_over(self, grip: Grip, start: int, stop: int) -> BlockIds:
+        """As `forget`, of a sequence that ends: what it says of these places does not matter."""
+        for pin in self.pins:
+            held = pin.grips[grip.pool.group]
+            held.loose.extend(grip.private_ids(max(start, held.first), min(stop, held.end)))
+        return grip.private_ids(start, stop)
+
+    def disband(self) -> None:
+        """The sequence ended, and its pins hold only what they have themselves."""
+        for pin in self.pins:
+            pin.sequence = None
+        self.pins.clear()

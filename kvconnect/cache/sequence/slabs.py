@@ -1,0 +1,205 @@
+"""Memory that pools give each other: slabs of the arena that all of them are cut from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnect.cache.memory.copier import BlockCopier
+from kvconnect.cache.memory.sizing import SlabGeometry
+from kvconnect.cache.pool.block_pool import BlockPool
+from kvconnect.cache.sequence.pin_table import PinTable
+from kvconnect.cache.sequence.sequence import Sequence as LiveSequence
+from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.segment import BlockIds, Segment, new_ids
+from kvconnect.errors import OutOfBlocks
+
+__all__ = ["SlabMove", "Slabs"]
+
+Ids = npt.NDArray[np.int32]
+
+
+class SlabMove(NamedTuple):
+    """One slab changes pools."""
+
+    slab: int
+    giver: int
+    taker: int
+
+
+class Slabs:
+    """Which pool has which part of the memory.
+
+    A pool that is short takes whole slabs from those that have free blocks to spare. Content that
+    lies in such a slab and that nobody holds is moved within its pool, so that the least recently
+    used goes, not what happens to lie there.
+
+    Args:
+        pools: of one cache.
+        tree: where their blocks are published.
+        geometry: of the arena; ``None``: the split is fixed.
+        copier: moves the content of blocks.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[BlockPool],
+        tree: RadixTree,
+        geometry: SlabGeometry | None,
+        copier: BlockCopier | None,
+    ) -> None:
+        self._pools = pools
+        self._tree = tree
+        self._geometry = geometry
+        self._copier = copier
+        self._owners = list(geometry.owners) if geometry is not None else []
+        self._sequences: Mapping[int, LiveSequence] = {}
+        self._pins: PinTable | None = None
+
+    def watch(self, sequences: Mapping[int, LiveSequence], pins: PinTable) -> None:
+        """These hold blocks: what they hold stays where it is."""
+        self._sequences = sequences
+        self._pins = pins
+
+    def plan(self, needs: Sequence[int]) -> Collection[SlabMove] | None:
+        """What must move so that each pool has so many free blocks; ``None``: nothing helps.
+
+        Changes nothing.
+        """
+        for pool, need in zip(self._pools, needs, strict=True):
+            if pool.num_free < need:
+                break
+        else:
+            return ()
+        geometry = self._geometry
+        if geometry is None:
+            return None
+        spare = [pool.num_free - need for pool, need in zip(self._pools, needs, strict=True)]
+        sizes = geometry.blocks_per_slab
+        whole = [left // size for left, size in zip(spare, sizes, strict=True)]
+        missing = [max(-slabs, 0) for slabs in whole]
+        if sum(whole) < 0:
+            return None
+        offers = {
+            group: self._movable(group)[:slabs] for group, slabs in enumerate(whole) if slabs > 0
+        }
+        moves = []
+        for taker, count in enumerate(missing):
+            for _ in range(count):
+                giver = max(offers, key=lambda group: len(offers[group]), default=taker)
+                if not offers.get(giver):
+                    return None
+                moves.append(SlabMove(offers[giver].pop(0), giver, taker))
+        return moves
+
+    def carry_out(self, moves: Collection[SlabMove]) -> None:
+        """Move them. `plan` returned them, and nothing but references was taken since."""
+        for giver in {move.giver for move in moves}:
+            slabs = [move.slab for move in moves if move.giver == giver]
+            self._clear(self._pools[giver], slabs)
+        for move in moves:
+            self._owners[move.slab] = move.taker
+            if self._geometry is not None:
+                self._pools[move.taker].grow(self._geometry.block_ids(move.slab, move.taker))
+
+    def ensure_free(self, needs: Sequence[int]) -> bool:
+        """See `BlockManager.ensure_free`."""
+        moves = self.plan(needs)
+        if moves is None:
+            return False
+        self.carry_out(moves)
+        return True
+
+    def supply(self, needs: Sequence[int]) -> None:
+        """After this, no pool fails to allocate so many.
+
+        Raises:
+            OutOfBlocks: one pool would; nothing changed.
+        """
+        if not self.ensure_free(needs):
+            wanted = "/".join(map(str, needs))
+            raise OutOfBlocks(f"{wanted} blocks are needed; {self.free_blocks()}")
+
+    def free_blocks(self) -> str:
+        """How many there are in each pool, for messages."""
+        return ", ".join(
+            f"{pool.num_free} of {pool.num_blocks} are free"
+            + ("" if pool.window is None else f" in the pool of window {pool.window}")
+            for pool in self._pools
+        )
+
+    # ---------------------------------------------------------------- inside
+
+    def _movable(self, group: int) -> list[int]:
+        # The pool's slabs in which nobody holds a block, those with most blank ones first.
+        if self._geometry is None:
+            return []
+        size = self._geometry.blocks_per_slab[group]
+        held = set()
+        for ids in self._held(group):
+            held.update((ids // size).tolist())
+        blank = np.bincount(
+            _array(self._pools[group].private.blank) // size, minlength=len(self._owners)
+        )
+        mine = [slab for slab, owner in enumerate(self._owners) if owner == group]
+        free = [slab for slab in mine if slab not in held]
+        return sorted(free, key=lambda slab: -int(blank[slab]))
+
+    def _held(self, group: int) -> Iterator[Ids]:
+        for sequence in self._sequences.values():
+            ids = _array(sequence.grips[group].ids)
+            yield ids[ids >= 0]
+        for pin in () if self._pins is None else self._pins.live:
+            grip = pin.grips[group]
+            yield _array(grip.loose)
+            for segment in grip.segments():
+                yield _array(segment.pools[group].ids or new_ids())
+
+    def _clear(self, pool: BlockPool, slabs: list[int]) -> None:
+        # Empty these slabs and take them away from the pool.
+        if self._geometry is None:
+            return
+        size = self._geometry.blocks_per_slab[pool.group]
+        while True:
+            pool.private.blank = _outside(pool.private.blank, slabs, size)
+            lying = list(self._lying(pool.group, slabs, size))
+            count = sum(len(places) for _, places in lying)
+            if len(pool.private.blank) >= count:
+                break
+            pool.make_blank(count)  # perhaps some of these: look again
+        sources, targets = new_ids(), pool.allocate(count)
+        for segment, places in lying:
+            ids = segment.pools[pool.group].ids or new_ids()
+            for place in places:
+                target = targets[len(sources)]
+                sources.append(ids[place])
+                ids[place] = target
+        pool.num_blocks -= size * len(slabs)
+        if sources and self._copier is not None:
+            self._copier.move(pool.group, sources, targets)
+
+    def _lying(
+        self, group: int, slabs: list[int], size: int
+    ) -> Iterator[tuple[Segment, list[int]]]:
+        # What is published in these slabs: segments, and which of their blocks.
+        for segment in self._tree.segments():
+            ids = segment.pools[group].ids
+            if ids:
+                places = np.flatnonzero(np.isin(_array(ids) // size, slabs))
+                if len(places):
+                    yield segment, places.tolist()
+
+
+def _array(ids: BlockIds) -> Ids:
+    return np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32)
+
+
+def _outside(ids: BlockIds, slabs: list[int], size: int) -> BlockIds:
+    """The ids that do not lie in these slabs, in the same order."""
+    array = _array(ids)
+    outside = new_ids()
+    outside.frombytes(array[~np.isin(array // size, slabs)].tobytes())
+    return outside

@@ -1,0 +1,4 @@
+"""The radix tree: which token paths are published.
+
+Imports the vocabulary only. Begin with `radix_tree`, then `segment` (a run of blocks as a node).
+"""

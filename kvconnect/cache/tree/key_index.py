@@ -1,0 +1,146 @@
+"""Finds published blocks by their chained keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvconnect.cache.tree.segment import Root, Segment
+from kvconnect.keys import KEY_NBYTES, BlockKey, KeyChain, chain_keys, split_keys
+
+__all__ = ["KeyIndex"]
+
+
+class KeyIndex:
+    """Segments by the key of their first block. Other keys are hashed when a search gets there.
+
+    Made when the first search comes: who never asks by key never hashes for it. Namespaces in which
+    no sequence brought a key chain have no keys. What the chain of a sequence knows is not hashed
+    again, nor the other way round.
+    """
+
+    def __init__(self, roots: Iterable[Root], tokens_per_block: int) -> None:
+        self._tokens_per_block = tokens_per_block
+        self._first: dict[BlockKey, Segment] = {}
+        for root in roots:
+            self.named(root)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def find(self, keys: Sequence[BlockKey]) -> tuple[Segment, int] | None:
+        """The deepest segment on the path of `keys`, and how many of them lead there."""
+        found: Segment | None = None
+        at = 0
+        while at < len(keys):
+            segment = self._first.get(keys[at])
+            if segment is None or segment.start != at:
+                break
+            if found is not None and segment.parent is not found:
+                break
+            self._hash(segment, len(segment))
+            found = segment
+            for own in split_keys(segment.keys):
+                if at == len(keys) or keys[at] != own:
+                    return segment, at
+                at += 1
+        return None if found is None else (found, at)
+
+    def keys_of(self, segment: Segment, first: int = 0) -> list[BlockKey]:
+        """The keys of its blocks from number `first` on; none in a namespace without chain root."""
+        self._hash(segment, len(segment))
+        return split_keys(segment.keys[first * KEY_NBYTES :])
+
+    def named(self, root: Root) -> None:
+        """`root` got its chain root: what is below it has keys now."""
+        waiting = list(root.children.values())
+        while waiting:
+            segment = waiting.pop()
+            self.added(segment)
+            waiting.extend(segment.children.values())
+
+    def added(self, segment: Segment, chain: KeyChain | None = None) -> None:
+        """`segment` was inserted for a sequence with this `chain`."""
+        if chain is not None:
+            self.take(segment, chain)
+        self._hash(segment, 1)
+        if segment.keys:
+            self._first.setdefault(_first_key(segment), segment)
+
+    def take(self, segment: Segment, chain: KeyChain) -> None:
+        """Do not hash again what `chain` knows, if it leads to this segment."""
+        known = len(segment.keys) // KEY_NBYTES
+        parent = self._key_before(segment, known)
+        if parent is not None:
+            low = 4 * self._tokens_per_block * known
+            segment.keys += chain.known(segment.start + known, parent, segment.tokens, low)
+
+    def teach(self, chain: KeyChain, segment: Segment, num_blocks: int) -> None:
+        """`chain` is of tokens that match `num_blocks` blocks of the path down to `segment`.
+
+        They get their keys here, as whatever is published after them needs these.
+        """
+        if chain.num_hashed >= num_blocks:
+            return
+        path = segment.path()
+        root = path[0].parent
+        if not isinstance(root, Root) or root.chain_root != chain.root:
+            return
+        keys = bytearray()
+        for step in path:
+            self._hash(step, min(step.end, num_blocks) - step.start)
+            keys += step.keys
+        chain.learn(keys[: num_blocks * KEY_NBYTES])
+
+    def divided(self, upper: Segment, lower: Segment) -> None:
+        """`lower` was split; `upper` is its first part."""
+        if upper.keys:
+            first = _first_key(upper)
+            if self._first.get(first) is lower:
+                self._first[first] = upper
+            self.added(lower)
+
+    def joining(self, upper: Segment, lower: Segment) -> None:
+        """`lower`, which has keys only if all of `upper` have some, takes in `upper`."""
+        self._forget(lower)
+        if upper.keys and self._first.get(_first_key(upper)) is upper:
+            self._first[_first_key(upper)] = lower
+
+    def removed(self, segment: Segment) -> None:
+        """`segment` left the tree."""
+        self._forget(segment)
+
+    def check(self, segments: Sequence[Segment]) -> None:
+        """Raise `AssertionError` unless just the first keys of `segments` are here."""
+        expected = {_first_key(segment) for segment in segments if segment.keys}
+        right = all(_first_key(segment) == key for key, segment in self._first.items())
+        if not right or self._first.keys() != expected:
+            raise AssertionError("the key index has the first key of every segment, and no other")
+
+    def _forget(self, segment: Segment) -> None:
+        # Callers that give two namespaces one chain root make equal keys: the first stays.
+        if segment.keys and self._first.get(_first_key(segment)) is segment:
+            del self._first[_first_key(segment)]
+
+    def _hash(self, segment: Segment, count: int) -> None:
+        known = len(segment.keys) // KEY_NBYTES
+        if known >= count:
+            return
+        parent = self._key_before(segment, known)
+        if parent is not None:
+            size = self._tokens_per_block
+            tokens = segment.tokens[4 * size * known : 4 * size * count]
+            segment.keys += chain_keys(parent, tokens, size)
+
+    def _key_before(self, segment: Segment, known: int) -> bytes | None:
+        # The key before its block number `known`, which is the first without one.
+        if known:
+            return bytes(segment.keys[-KEY_NBYTES:])
+        parent = segment.parent
+        if parent is None or isinstance(parent, Root):
+            return None if parent is None else parent.chain_root
+        self._hash(parent, len(parent))
+        return bytes(parent.keys[-KEY_NBYTES:]) or None
+
+
+def _first_key(segment: Segment) -> BlockKey:
+    return BlockKey(bytes(segment.keys[:KEY_NBYTES]))

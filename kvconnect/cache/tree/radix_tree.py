@@ -1,0 +1,251 @@
+"""The compressed radix tree: which token paths are published, whatever pools they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kvconnect.cache.tree.key_index import KeyIndex
+from kvconnect.cache.tree.segment import Root, Segment
+from kvconnect.keys import KEY_NBYTES, BlockKey, KeyChain, Namespace
+
+__all__ = ["RadixTree", "TokenBytes", "shared_tokens"]
+
+_LONGEST_JOINED = 64
+
+TokenBytes = bytes | bytearray
+"""Tokens as native int32 bytes: slices, hashes and compares at memcmp speed."""
+
+
+class RadixTree:
+    """Token paths by namespace, in runs of blocks.
+
+    It moves segments; what their state means is the pools' affair.
+
+    Attributes:
+        index: finds segments by block key, once somebody asked for that.
+        on_split: called with the upper and the lower part of every segment that is divided, before
+            anybody else sees them.
+        on_join: called with the upper of two segments that became one, which is gone.
+    """
+
+    def __init__(self, tokens_per_block: int, num_pools: int) -> None:
+        self.tokens_per_block = tokens_per_block
+        self.stride = 4 * tokens_per_block
+        self.index: KeyIndex | None = None
+        self.on_split: list[Callable[[Segment, Segment], None]] = []
+        self.on_join: list[Callable[[Segment], None]] = []
+        self._num_pools = num_pools
+        self._roots: dict[Namespace, Root] = {}
+
+    @property
+    def roots(self) -> dict[Namespace, Root]:
+        """The root of each namespace that has something published. Not to be changed."""
+        return self._roots
+
+    def root(self, namespace: Namespace, chain_root: BlockKey | None = None) -> Root:
+        """The namespace's root, made if need be; it goes with its last child.
+
+        The first `chain_root` that is given is the key before its first blocks.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Root(namespace, self._num_pools)
+        if root.chain_root is None and chain_root is not None:
+            root.chain_root = chain_root
+            if self.index is not None:
+                self.index.named(root)
+        return root
+
+    def segments(self) -> Iterator[Segment]:
+        """All segments, parents before children; nothing may be changed meanwhile."""
+        waiting: list[Segment] = []
+        for root in self._roots.values():
+            waiting.extend(root.children.values())
+        while waiting:
+            segment = waiting.pop()
+            yield segment
+            waiting.extend(segment.children.values())
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._roots.clear()
+        if self.index is not None:
+            self.index = KeyIndex((), self.tokens_per_block)
+
+    # ---------------------------------------------------------------- queries: these change nothing
+
+    def walk(self, segment: Segment, tokens: TokenBytes, stop: int) -> tuple[Segment, int]:
+        """Follow whole blocks of `tokens` from the end of `segment`, up to `stop` blocks.
+
+        Returns the deepest segment reached and the blocks that matched, from the root on.
+        """
+        stride = self.stride
+        at = segment.end
+        while at < stop:
+            child = segment.children.get(bytes(tokens[at * stride : (at + 1) * stride]))
+            if child is None:
+                break
+            segment = child
+            end = child.end
+            if end == at + 1 or (end <= stop and tokens.startswith(child.tokens, at * stride)):
+                at = end
+                continue
+            at += self._common(tokens, at, child.tokens, min(end, stop) - at)
+            break
+        return segment, at
+
+    def step(self, segment: Segment, tokens: TokenBytes, stop: int) -> tuple[Segment, int] | None:
+        """As `walk`, but into one child only; ``None``: there is none."""
+        at, stride = segment.end, self.stride
+        child = segment.children.get(bytes(tokens[at * stride : (at + 1) * stride]))
+        if child is None:
+            return None
+        count = min(child.end, stop) - at
+        return child, at + (self._common(tokens, at, child.tokens, count) if count > 1 else 1)
+
+    def followers(self, segment: Segment, at: int, prefix: TokenBytes) -> Iterator[Segment]:
+        """Segments with a block after the first `at` of this path that begins with `prefix`."""
+        if at < segment.end:
+            if segment.tokens.startswith(prefix, (at - segment.start) * self.stride):
+                yield segment
+        else:
+            yield from segment.children.begun_by(bytes(prefix))
+
+    def _common(self, tokens: TokenBytes, at: int, other: bytearray, count: int) -> int:
+        # Whole blocks that `tokens` from block `at` on and the first `count` of `other` share.
+        size = count * self.tokens_per_block
+        left = np.frombuffer(tokens, np.int32, size, at * self.stride)
+        differs = left != np.frombuffer(other, np.int32, size)
+        first = int(differs.argmax())
+        return first // self.tokens_per_block if differs[first] else count
+
+    # ---------------------------------------------------------------- changes
+
+    def insert(
+        self, parent: Segment, tokens: bytearray, num_blocks: int, chain: KeyChain | None = None
+    ) -> Segment:
+        """Add a segment after `parent`, which has no child that begins with the same block.
+
+        It is in no pool yet. What `chain` knows of its keys is not hashed again.
+        """
+        segment = Segment(parent, parent.end, parent.end + num_blocks, tokens, self._num_pools)
+        parent.add_child(bytes(tokens[: self.stride]), segment)
+        if self.index is not None:
+            self.index.added(segment, chain)
+        return segment
+
+    def lengthen(
+        self, segment: Segment, tokens: bytearray, num_blocks: int, chain: KeyChain | None = None
+    ) -> None:
+        """Add blocks at the end of `segment`, which has no children."""
+        segment.tokens += tokens
+        segment.end += num_blocks
+        if self.index is not None and chain is not None:
+            self.index.take(segment, chain)
+
+    def shorten(self, segment: Segment, num_blocks: int) -> None:
+        """Take the last blocks off a segment without children that has more; no pool has them."""
+        segment.end -= num_blocks
+        keep = segment.end - segment.start
+        del segment.tokens[keep * self.stride :], segment.keys[keep * KEY_NBYTES :]
+
+    def let_go(self, segment: Segment) -> None:
+        """`segment` was let go, or used, just now in group 0."""
+        parent = segment.parent
+        if parent is not None and parent.children.recent is not None:
+            parent.children.let_go(bytes(segment.tokens[: self.stride]))
+
+    def split(self, segment: Segment, at: int) -> Segment:
+        """Divide `segment` before block number `at`; returns the upper part, a new segment.
+
+        Both parts have the state of the whole. `segment` becomes the lower part.
+        """
+        count = at - segment.start
+        cut = count * self.stride
+        # What is cut off is mostly short: the upper part keeps the memory, the lower one is copied.
+        upper = Segment(segment.parent, segment.start, at, segment.tokens, 0)
+        upper.pools = list(segment.pools)  # replaced by the pools' own parts, below
+        upper.keys = segment.keys
+        if segment.parent is not None:
+            segment.parent.children.replace(bytes(segment.tokens[: self.stride]), upper)
+        segment.parent, segment.start = upper, at
+        segment.tokens = upper.tokens[cut:]
+        segment.keys = upper.keys[count * KEY_NBYTES :]
+        del upper.tokens[cut:], upper.keys[count * KEY_NBYTES :]
+        upper.add_child(bytes(segment.tokens[: self.stride]), segment)
+        for divided in self.on_split:
+            divided(upper, segment)
+        if self.index is not None:
+            self.index.divided(upper, segment)
+        return upper
+
+    def join(self, upper: Segment) -> None:
+        """Undo a `split`: `upper` and the one segment that follows it become one, if they may.
+
+        They may if nobody holds them and every pool has them in the same state; and they must be
+        short, as joining copies both. The lower object stays.
+        """
+        lower = next(iter(upper.children.values()), None)
+        if lower is None or len(upper.children) > 1 or upper.parent is None:
+            return
+        if len(upper) + len(lower) > _LONGEST_JOINED or len(lower.tokens) < self.stride:
+            return
+        for above, below in zip(upper.pools, lower.pools, strict=True):
+            if not above.goes_on_as(below):
+                return
+        if self.index is not None:
+            self.index.joining(upper, lower)
+        for above, below in zip(upper.pools, lower.pools, strict=True):
+            below.absorb(above)
+        lower.tokens = upper.tokens + lower.tokens
+        lower.keys = upper.keys + lower.keys
+        lower.start, lower.parent = upper.start, upper.parent
+        upper.parent.children.replace(bytes(upper.tokens[: self.stride]), lower)
+        for absorbed in self.on_join:
+            absorbed(upper)
+
+    def last_blocks(self, segment: Segment, count: int) -> Segment:
+        """`segment`, which is divided so that it has just its last `count` blocks."""
+        if count < len(segment):
+            self.split(segment, segment.end - count)
+        return segment
+
+    def descend(self, segment: Segment, tokens: TokenBytes, stop: int) -> Segment:
+        """The segment that ends after `stop` blocks of `tokens`, made if need be."""
+        if segment.end == stop:
+            return segment
+        return self.arrive(*self.walk(segment, tokens, stop), tokens, stop)
+
+    def arrive(self, segment: Segment, at: int, tokens: TokenBytes, stop: int) -> Segment:
+        """As `descend`, from where `walk` to `stop` came to."""
+        if at < segment.end:
+            segment = self.split(segment, at)
+        if at < stop:
+            between = bytearray(tokens[at * self.stride : stop * self.stride])
+            segment = self.insert(segment, between, stop - at)
+        return segment
+
+    def prune(self, segment: Segment) -> None:
+        """Remove `segment`, and those above it, as far as no pool has them and nothing follows."""
+        while not segment.children and not segment.is_resident:
+            parent = segment.parent
+            if parent is None:
+                if isinstance(segment, Root):
+                    self._roots.pop(segment.namespace, None)
+                return
+            if self.index is not None:
+                self.index.removed(segment)
+            parent.children.remove(bytes(segment.tokens[: self.stride]))
+            segment = parent
+
+
+def shared_tokens(left: bytes, right: bytes) -> int:
+    """How many leading tokens are equal."""
+    if left[:4] != right[:4]:
+        return 0  # mostly
+    size = min(len(left), len(right))
+    differing = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
+    lowest = differing & -differing
+    return (lowest.bit_length() - 1) // 32 if differing else size // 4

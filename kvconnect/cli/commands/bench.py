@@ -1,0 +1,298 @@
+"""``kvconnect bench``: speed, as ratios to what the machine can do in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from kvconnect.backends.url import StoreUrl, parse_size
+from kvconnect.cli.command import Subparsers
+from kvconnect.errors import ConfigurationError, nearest
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``bench`` and its benchmarks."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure speed against what the machine can do",
+        description="Measure speed. Each figure stands beside its floor, measured in the same run.",
+    )
+    benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    restart = benchmarks.add_parser(
+        "restart",
+        help="a prompt restored from disk against reading it; and an idle connector's cost",
+    )
+    _add_common(restart)
+    restart.add_argument("--prompt-tokens", type=int, default=4096, metavar="N")
+    restart.add_argument("--repeats", type=int, default=7, metavar="N", help="restarts")
+    restart.add_argument("--steps", type=int, default=500, metavar="N", help="decode steps")
+    restart.set_defaults(run=run_restart)
+    engine = benchmarks.add_parser("engine", help="many requests at once against one")
+    _add_common(engine)
+    engine.add_argument("--requests", type=int, default=16, metavar="N")
+    engine.add_argument("--prompt-tokens", type=int, default=64, metavar="N")
+    engine.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    engine.add_argument("--repeats", type=int, default=3, metavar="N")
+    engine.set_defaults(run=run_engine)
+    _add_blocks(benchmarks)
+    _add_store(benchmarks)
+    _add_dead(benchmarks)
+    _add_kernels(benchmarks)
+
+
+def _add_store(benchmarks: Subparsers) -> None:
+    store = benchmarks.add_parser(
+        "store",
+        help="a store's put, get and lookup against memcpy, raw files or raw sockets",
+        description="""\
+Measure a store: put, get and lookup of large values, bare and through everything that is put around
+it, beside what the machine does with the same bytes in the same run. LMCache moves the same values
+in the interpreter given.""",
+    )
+    store.add_argument(
+        "url", metavar="URL", help="as in disk:///var/cache/kv; what it holds already stays"
+    )
+    store.add_argument(
+        "--sizes",
+        default="2MiB,32MiB",
+        metavar="SIZE,…",
+        help="of the values (default: 2MiB,32MiB)",
+    )
+    store.add_argument(
+        "--total", default="512MiB", metavar="SIZE", help="of all of them (default: 512MiB)"
+    )
+    store.add_argument("--rounds", type=int, default=5, metavar="N", help="medians of so many")
+    store.add_argument(
+        "--in-flight",
+        type=int,
+        metavar="N",
+        help="calls at once (default: 2 to store and 4 to load, as the connector)",
+    )
+    store.add_argument(
+        "--peer-python",
+        type=Path,
+        metavar="PYTHON",
+        help="bin/python of an environment with LMCache",
+    )
+    store.add_argument("--json", action="store_true", help="print one JSON object")
+    store.set_defaults(run=run_store)
+
+
+def _add_dead(benchmarks: Subparsers) -> None:
+    dead = benchmarks.add_parser(
+        "dead",
+        help="what a store that dies costs requests, and how soon it is used again",
+        description="""\
+Let a redis-server and a plain S3 server die under an engine: connections refused, packets
+black-holed, the process frozen. Measure how much later than without a store the first token comes,
+and how long after its recovery the store is used again. Takes some minutes.""",
+    )
+    dead.add_argument(
+        "--model", type=Path, metavar="DIR", help="default: a random Llama, as small as can be"
+    )
+    dead.add_argument("--stores", default="redis,s3", metavar="NAME,…", help="default: redis,s3")
+    dead.add_argument("--prompt-tokens", type=int, default=64, metavar="N")
+    dead.add_argument(
+        "--requests", type=int, default=200, metavar="N", help="to a store that is left alone"
+    )
+    dead.add_argument(
+        "--dead-s", type=float, default=15.0, metavar="S", help="a store is dead at least so long"
+    )
+    dead.add_argument("--lookup-timeout-ms", type=float, default=20.0, metavar="MS")
+    dead.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
+    dead.add_argument("--json", action="store_true", help="print one JSON object")
+    dead.set_defaults(run=run_dead)
+
+
+def _add_kernels(benchmarks: Subparsers) -> None:
+    kernels = benchmarks.add_parser(
+        "kernels",
+        help="copies of KV blocks against what memory and links can do",
+        description="""\
+Measure the copies of KV blocks as shares of one copy of the same bytes without gaps, in the same
+run: in host memory against memcpy, with one thread each; on a CUDA device and over its link, if
+there is one.""",
+    )
+    kernels.add_argument(
+        "--mib", type=int, default=64, metavar="N", help="copied in one measurement on the host"
+    )
+    kernels.add_argument("--repeats", type=int, default=9, metavar="N", help="medians of so many")
+    kernels.add_argument("--json", action="store_true", help="print one JSON object")
+    kernels.set_defaults(run=run_kernels)
+
+
+def _add_blocks(benchmarks: Subparsers) -> None:
+    blocks = benchmarks.add_parser(
+        "blocks",
+        help="the block manager against vLLM's and SGLang's, and how its cost grows",
+        description="""\
+Measure the block manager alone, without a model: prompts that are cached as a whole, prompts that
+are new, mixed traffic, block keys, growth and memory. vLLM and SGLang serve the same traffic in the
+interpreters given, in turns with kvconnect.""",
+    )
+    blocks.add_argument(
+        "--peer-python",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PYTHON",
+        help="bin/python of an environment with vLLM or SGLang; may be given several times",
+    )
+    blocks.add_argument("--tokens", type=int, default=131_072, metavar="N", help="of long prompts")
+    blocks.add_argument(
+        "--requests", type=int, default=10_000, metavar="N", help="of the mixed traffic"
+    )
+    blocks.add_argument(
+        "--cached-blocks", type=int, default=1_000_000, metavar="N", help="of the largest pool"
+    )
+    blocks.add_argument("--rounds", type=int, default=5, metavar="N", help="medians of so many")
+    blocks.add_argument("--json", action="store_true", help="print one JSON object")
+    blocks.set_defaults(run=run_blocks)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="default: a random Llama of 46 million parameters"
+    )
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="for scratch files, on the disk to measure"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_restart(arguments: argparse.Namespace) -> None:
+    """Measure a restart, then an idle connector."""
+    from kvconnect.bench.report import render
+    from kvconnect.bench.restart import idle_overhead, restart
+    from kvconnect.bench.workload import bench_model
+
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        scratch = Path(name)
+        model = bench_model(arguments.model, scratch)
+        figures = restart(
+            model, scratch, num_tokens=arguments.prompt_tokens, repeats=arguments.repeats
+        )
+        print(render("restart", figures, as_json=arguments.json), flush=True)
+        idle = idle_overhead(model, steps=arguments.steps)
+        print(render("idle connector", idle, as_json=arguments.json))
+
+
+def run_engine(arguments: argparse.Namespace) -> None:
+    """Measure the engine's throughput."""
+    from kvconnect.bench.report import render
+    from kvconnect.bench.throughput import throughput
+    from kvconnect.bench.workload import bench_model
+
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        figures = throughput(
+            bench_model(arguments.model, Path(name)),
+            requests=arguments.requests,
+            prompt_tokens=arguments.prompt_tokens,
+            max_tokens=arguments.max_tokens,
+            repeats=arguments.repeats,
+        )
+    print(render("engine", figures, as_json=arguments.json))
+
+
+def run_blocks(arguments: argparse.Namespace) -> None:
+    """Measure the block manager beside its peers."""
+    from kvconnect.bench.blocks.comparison import compare
+    from kvconnect.bench.blocks.cost import growth, memory
+    from kvconnect.bench.blocks.peers import OWN, open_field
+    from kvconnect.bench.blocks.plan import BlocksPlan
+    from kvconnect.bench.report import render
+
+    plan = BlocksPlan(
+        tokens=arguments.tokens,
+        requests=arguments.requests,
+        cached_blocks=arguments.cached_blocks,
+        rounds=arguments.rounds,
+    )
+    with open_field(arguments.peer_python) as field:
+        for sentence in field.left_out:
+            _tell(sentence)
+        figures = compare(field, plan, _tell)
+        figures += growth(field.parties[OWN], plan, _tell)
+    figures += memory(plan, _tell)
+    print(render("blocks", figures, as_json=arguments.json))
+
+
+def run_store(arguments: argparse.Namespace) -> None:
+    """Measure a store.
+
+    Raises:
+        ConfigurationError: names the option and what is right.
+    """
+    from kvconnect.bench.store.payloads import StorePlan
+    from kvconnect.bench.store.peer import bench_peer
+    from kvconnect.bench.store.report import render
+    from kvconnect.bench.store.run import bench_store
+    from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
+
+    at_once = arguments.in_flight
+    for option, number in (("--rounds", arguments.rounds), ("--in-flight", at_once)):
+        if number is not None and number < 1:
+            raise ConfigurationError(f"{option} {number}: must be at least 1")
+    sizes = tuple(parse_size(size, field="--sizes") for size in arguments.sizes.split(","))
+    for size in sizes:
+        if size % 4096:
+            raise ConfigurationError(f"--sizes {size}: must be multiples of 4096")
+    plan = StorePlan(
+        sizes=sizes,
+        total_nbytes=parse_size(arguments.total, field="--total"),
+        rounds=arguments.rounds,
+        puts_in_flight=SAVES_IN_FLIGHT if at_once is None else at_once,
+        gets_in_flight=LOADS_IN_FLIGHT if at_once is None else at_once,
+    )
+    figures = bench_store(arguments.url, plan, _tell)
+    figures += bench_peer(arguments.url, plan, arguments.peer_python, _tell)
+    print(render(f"store {StoreUrl.parse(arguments.url)}", figures, as_json=arguments.json))
+
+
+def run_dead(arguments: argparse.Namespace) -> None:
+    """Measure what dead stores cost.
+
+    Raises:
+        ConfigurationError: names the option and what is right.
+    """
+    from kvconnect.bench.dead.run import DeadPlan, dead_stores
+    from kvconnect.bench.dead.servers import SERVERS
+    from kvconnect.bench.report import render
+
+    for name in ("prompt_tokens", "requests"):
+        if getattr(arguments, name) < 1:
+            option = name.replace("_", "-")
+            raise ConfigurationError(f"--{option} {getattr(arguments, name)}: must be at least 1")
+    stores = arguments.stores.split(",")
+    for store in stores:
+        if store not in SERVERS:
+            raise ConfigurationError(f"--stores {store}: {nearest(store, SERVERS)}")
+    plan = DeadPlan(
+        prompt_tokens=arguments.prompt_tokens,
+        requests=arguments.requests,
+        dead_s=arguments.dead_s,
+        budget_ms=arguments.lookup_timeout_ms,
+    )
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        figures = dead_stores(arguments.model, Path(name), stores, plan, _tell)
+    print(render("dead", figures, as_json=arguments.json))
+
+
+def run_kernels(arguments: argparse.Namespace) -> None:
+    """Measure the copies of blocks."""
+    from kvconnect.bench.kernels.run import kernels
+    from kvconnect.bench.report import render
+
+    for name in ("mib", "repeats"):
+        if getattr(arguments, name) < 1:
+            raise ConfigurationError(f"--{name}: {getattr(arguments, name)} must be at least 1")
+    figures = kernels(nbytes=arguments.mib << 20, repeats=arguments.repeats, tell=_tell)
+    print(render("kernels", figures, as_json=arguments.json))
+
+
+def _tell(what: str) -> None:
+    print(f"kvconnect: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,250 @@
+"""``kvconnect copy``: brings the blocks of one store to another."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from kvconnect.backend import StoredBlock, StoredEntry
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.url import StoreUrl, format_size
+from kvconnect.cli.command import Subparsers
+from kvconnect.cli.frame_reader import ReadFrame, read_frames
+from kvconnect.cli.progress import Progress
+from kvconnect.cli.selection import Selection
+from kvconnect.cli.visit import add_url, listed, visit, visiting
+from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
+from kvconnect.keys import BlockKey
+
+__all__ = ["add_parser", "parents_first", "run"]
+
+_KEYS_PER_LOOKUP = 256
+# A part of each key is enough to know it again, and takes less memory.
+_SHORT = 12
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``copy``."""
+    parser = subparsers.add_parser(
+        "copy",
+        help="copy the blocks of a store to another",
+        description="Copy the blocks of one store to another, with all that is known of them. What "
+        "is there already is skipped, so a copy that was interrupted goes on where it was. Every "
+        "block is checked on its way: a bad one is left behind, and the exit code is 1.",
+    )
+    add_url(parser, "source")
+    add_url(parser, "target")
+    Selection.add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    opened: bool = False
+    copied: int = 0
+    nbytes: int = 0
+    skipped: int = 0
+    bad: int = 0
+    gone: int = 0
+    complete: bool = False
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Copy, and say what was copied, also after Ctrl-C.
+
+    Raises:
+        ConfigurationError: source and target are the same.
+        BackendUnavailable: the target takes no more.
+        BadFrame: bad blocks were left behind.
+    """
+    if arguments.source == arguments.target:
+        target = StoreUrl.parse(arguments.target)
+        raise ConfigurationError(f"TARGET {target}: is SOURCE; give another store")
+    selection = Selection.from_arguments(arguments)
+    outcome = _Outcome()
+    start = time.monotonic()
+    try:
+        visit(_copy(arguments, selection, outcome))
+        outcome.complete = True
+    finally:
+        if outcome.opened:
+            _report(arguments, outcome, time.monotonic() - start)
+    if outcome.bad:
+        raise BadFrame(f"{outcome.bad} bad blocks were left behind; 'kvconnect verify' lists them")
+
+
+async def _copy(arguments: argparse.Namespace, selection: Selection, outcome: _Outcome) -> None:
+    async with (
+        visiting(arguments.source, "read") as source,
+        visiting(arguments.target, "store") as target,
+    ):
+        listed(arguments.source, source)
+        outcome.opened = True
+        keys, nbytes = await _survey(source, selection)
+        await _warn_if_too_small(target, nbytes)
+        with Progress("copy", nbytes, "bytes") as progress:
+            entries = parents_first(_selected(source, selection), keys)
+            missing = _missing(target, entries, outcome, progress)
+            async for batch in read_frames(source, missing):
+                await _write(target, batch, outcome)
+                progress.advance(sum(one.entry.nbytes for one in batch))
+
+
+async def _survey(source: GuardedBackend, selection: Selection) -> tuple[set[bytes], int]:
+    keys: set[bytes] = set()
+    nbytes = 0
+    async for entry in _selected(source, selection):
+        keys.add(entry.key[:_SHORT])
+        nbytes += entry.nbytes
+    return keys, nbytes
+
+
+async def _selected(source: GuardedBackend, selection: Selection) -> AsyncIterator[StoredEntry]:
+    async for entry in source.scan():
+        if selection.fits(entry):
+            yield entry
+
+
+async def parents_first(
+    entries: AsyncIterator[StoredEntry], keys: set[bytes]
+) -> AsyncIterator[StoredEntry]:
+    """`entries`, each after its parent if that is among `keys`, the beginnings of their keys.
+
+    So what an interrupted copy leaves are prompts' beginnings, which are of use. Only entries that
+    come before their parent are kept back; `keys` is used up.
+    """
+    waiting: dict[bytes, list[StoredEntry]] = {}
+    async for listed_entry in entries:
+        ready = [listed_entry]
+        while ready:
+            entry = ready.pop()
+            parent = None if entry.parent is None else entry.parent[:_SHORT]
+            short = entry.key[:_SHORT]
+            if parent is not None and parent in keys and parent != short:
+                waiting.setdefault(parent, []).append(entry)
+                continue
+            keys.discard(short)
+            yield entry
+            ready += waiting.pop(short, [])
+    # Their parents went away between the two listings.
+    for orphans in waiting.values():
+        for entry in orphans:
+            yield entry
+
+
+async def _missing(
+    target: GuardedBackend,
+    entries: AsyncIterator[StoredEntry],
+    outcome: _Outcome,
+    progress: Progress,
+) -> AsyncIterator[StoredEntry]:
+    """The entries that `target` does not have, as far as asking for many at once tells."""
+    batch: list[StoredEntry] = []
+    async for entry in entries:
+        batch.append(entry)
+        if len(batch) == _KEYS_PER_LOOKUP:
+            for left in await _without_present(target, batch, outcome, progress):
+                yield left
+            batch = []
+    for left in await _without_present(target, batch, outcome, progress):
+        yield left
+
+
+async def _without_present(
+    target: GuardedBackend,
+    entries: Sequence[StoredEntry],
+    outcome: _Outcome,
+    progress: Progress,
+) -> list[StoredEntry]:
+    left: list[StoredEntry] = []
+    rest = list(entries)
+    while rest:
+        present = await target.lookup([entry.key for entry in rest])
+        outcome.skipped += present
+        progress.advance(sum(entry.nbytes for entry in rest[:present]))
+        # The first that is absent, and then those after it one answer at a time; where most are
+        # absent that would be a question for each, so the rest is copied without asking.
+        if present == 0 and left:
+            return left + rest
+        left += rest[present : present + 1]
+        rest = rest[present + 1 :]
+    return left
+
+
+async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], outcome: _Outcome) -> None:
+    outcome.bad += sum(bool(one.problem) for one in batch)
+    outcome.gone += sum(one.gone for one in batch)
+    blocks = [_block(one) for one in batch if not one.problem and not one.gone]
+    limit = target.max_value_bytes
+    if limit is not None and (long := max((b.data.numel() for b in blocks), default=0)) > limit:
+        raise ConfigurationError(
+            f"TARGET: takes values of up to {limit} bytes, and a block has {long}; give another"
+        )
+    while blocks:
+        saving = asyncio.ensure_future(target.save(blocks))
+        try:
+            # Also after Ctrl-C it goes on: closing the target would wait for it anyway.
+            await asyncio.wait({saving})
+        finally:
+            stored = await saving
+            outcome.copied += stored
+            outcome.nbytes += sum(block.data.numel() for block in blocks[:stored])
+        if not stored:
+            raise BackendUnavailable("TARGET takes no more blocks; give it more room, then go on")
+        blocks = blocks[stored:]
+
+
+def _block(one: ReadFrame) -> StoredBlock:
+    entry = one.entry
+    return StoredBlock(
+        BlockKey(entry.key),
+        one.data,
+        entry.parent,
+        entry.tokens,
+        entry.priority,
+        entry.namespace,
+        entry.model,
+        entry.group,
+    )
+
+
+async def _warn_if_too_small(target: GuardedBackend, nbytes: int) -> None:
+    capacity = (await target.stats()).get("capacity")
+    if capacity and capacity < nbytes:
+        print(
+            f"kvconnect: SOURCE holds {format_size(nbytes)}, TARGET has room for "
+            f"{format_size(int(capacity))}: it will drop what was copied first",
+            file=sys.stderr,
+        )
+
+
+def _report(arguments: argparse.Namespace, outcome: _Outcome, seconds: float) -> None:
+    rate = outcome.nbytes / max(seconds, 1e-9)
+    if arguments.json:
+        numbers = {
+            "copied": outcome.copied,
+            "bytes": outcome.nbytes,
+            "skipped": outcome.skipped,
+            "bad": outcome.bad,
+            "gone": outcome.gone,
+            "seconds": seconds,
+            "bytes_per_second": rate,
+            "complete": outcome.complete,
+        }
+        print(json.dumps(numbers), flush=True)
+        return
+    notes = [f"{outcome.skipped} were there already"]
+    if outcome.bad:
+        notes.append(f"{outcome.bad} are bad")
+    if outcome.gone:
+        notes.append(f"{outcome.gone} were dropped meanwhile")
+    if not outcome.complete:
+        notes.append("not complete: the same command goes on")
+    size, speed = format_size(outcome.nbytes), format_size(int(rate))
+    print(f"copied {outcome.copied} blocks, {size}, at {speed}/s; {'; '.join(notes)}", flush=True)

@@ -1,0 +1,209 @@
+"""``kvconnect prune``: deletes blocks of a store by age, use, size, model or salt."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvconnect.backend import StoredEntry
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.tiered.store import TieredBackend
+from kvconnect.backends.url import format_size, parse_size
+from kvconnect.cli.command import Subparsers
+from kvconnect.cli.progress import Progress
+from kvconnect.cli.selection import Selection
+from kvconnect.cli.visit import Part, add_url, listed, visit, visiting
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import BlockKey
+
+__all__ = ["add_parser", "run"]
+
+_KEYS_PER_DELETE = 256
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``prune``."""
+    parser = subparsers.add_parser(
+        "prune",
+        help="delete blocks of a store by age, use, size, model or salt",
+        description="Delete the blocks that fit all that is given; with --to-size only as many of "
+        "them as must go: lowest priority first, then longest unused, and always the end of a "
+        "prompt before its beginning. An engine that has the store open goes on.",
+    )
+    add_url(parser)
+    Selection.add_options(parser)
+    parser.add_argument(
+        "--to-size", metavar="SIZE", help="until the store holds so much, as in 10GiB"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    opened: bool = False
+    deleted: int = 0
+    deleted_nbytes: int = 0
+    kept: int = 0
+    kept_nbytes: int = 0
+
+
+@dataclass(slots=True)
+class _Stored:
+    """What matters of one block; a store may hold millions."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    nbytes: int
+    priority: int
+    used_at: float
+
+
+@dataclass(slots=True)
+class _Inventory:
+    """All blocks of a store, by whether they fit the selection."""
+
+    chosen: list[_Stored] = field(default_factory=list)
+    nbytes: int = 0
+    blocks: int = 0
+    children: Counter[BlockKey] = field(default_factory=Counter)
+
+    def add(self, entry: StoredEntry, *, chosen: bool) -> None:
+        self.blocks += 1
+        self.nbytes += entry.nbytes
+        if entry.parent is not None:
+            self.children[entry.parent] += 1
+        if chosen:
+            self.chosen.append(
+                _Stored(entry.key, entry.parent, entry.nbytes, entry.priority, entry.used_at)
+            )
+
+    def leaves_first(self) -> Iterator[_Stored]:
+        """The chosen ones, least valuable first, none before its stored children.
+
+        A block with a child that is not chosen comes after all others.
+        """
+        by_key = {block.key: block for block in self.chosen}
+        children = Counter({key: self.children[key] for key in by_key})
+        leaves = [
+            (block.priority, block.used_at, block.key)
+            for block in self.chosen
+            if not children[block.key]
+        ]
+        heapq.heapify(leaves)
+        while leaves:
+            block = by_key.pop(heapq.heappop(leaves)[2])
+            yield block
+            parent = None if block.parent is None else by_key.get(block.parent)
+            if parent is not None:
+                children[parent.key] -= 1
+                if not children[parent.key]:
+                    heapq.heappush(leaves, (parent.priority, parent.used_at, parent.key))
+        yield from sorted(by_key.values(), key=lambda one: (one.priority, one.used_at))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Delete, and say what was deleted, also after Ctrl-C.
+
+    Raises:
+        ConfigurationError: nothing says what to delete.
+    """
+    size = None
+    if arguments.to_size is not None:
+        zero = arguments.to_size.strip() in {"0", "0B"}
+        size = 0 if zero else parse_size(arguments.to_size, field="--to-size")
+    selection = Selection.from_arguments(arguments)
+    if size is None and selection.everything:
+        raise ConfigurationError(
+            "prune: nothing says what to delete; give --older-than, --unused-for, --to-size, "
+            "--model, --salt, --lora or --group"
+        )
+    outcome = _Outcome()
+    try:
+        visit(_prune(arguments, selection, size, outcome))
+    finally:
+        if outcome.opened:
+            _report(arguments, outcome)
+
+
+async def _prune(
+    arguments: argparse.Namespace, selection: Selection, size: int | None, outcome: _Outcome
+) -> None:
+    purpose = "read" if arguments.dry_run else "maintain"
+    async with visiting(arguments.url, purpose) as store:  # type: ignore[arg-type]
+        chosen = listed(arguments.url, store)
+        if size is not None and isinstance(store.inner, TieredBackend):
+            raise ConfigurationError("--to-size: give the URL of the tier that it is about")
+        outcome.opened = True
+        for part in chosen:
+            await _prune_part(arguments, part, selection, size, outcome)
+
+
+async def _prune_part(
+    arguments: argparse.Namespace,
+    part: Part,
+    selection: Selection,
+    size: int | None,
+    outcome: _Outcome,
+) -> None:
+    inventory = await _take_inventory(part, selection)
+    doomed = _doomed(inventory, size)
+    outcome.kept += inventory.blocks
+    outcome.kept_nbytes += inventory.nbytes
+    with Progress(f"prune {part.name}", len(doomed), "blocks") as progress:
+        for start in range(0, len(doomed), _KEYS_PER_DELETE):
+            piece = doomed[start : start + _KEYS_PER_DELETE]
+            if not arguments.dry_run:
+                await _delete(part.store, piece)
+            nbytes = sum(block.nbytes for block in piece)
+            outcome.deleted += len(piece)
+            outcome.deleted_nbytes += nbytes
+            outcome.kept -= len(piece)
+            outcome.kept_nbytes -= nbytes
+            progress.advance(len(piece))
+
+
+async def _take_inventory(part: Part, selection: Selection) -> _Inventory:
+    inventory = _Inventory()
+    async for entry in part.store.scan():
+        inventory.add(entry, chosen=selection.fits(entry))
+    return inventory
+
+
+def _doomed(inventory: _Inventory, size: int | None) -> list[_Stored]:
+    doomed: list[_Stored] = []
+    left = inventory.nbytes
+    for block in inventory.leaves_first():
+        if size is not None and left <= size:
+            break
+        doomed.append(block)
+        left -= block.nbytes
+    return doomed
+
+
+async def _delete(store: GuardedBackend, blocks: Sequence[_Stored]) -> None:
+    await store.delete([block.key for block in blocks])
+
+
+def _report(arguments: argparse.Namespace, outcome: _Outcome) -> None:
+    if arguments.json:
+        numbers = {
+            "deleted": outcome.deleted,
+            "deleted_bytes": outcome.deleted_nbytes,
+            "kept": outcome.kept,
+            "kept_bytes": outcome.kept_nbytes,
+            "dry_run": arguments.dry_run,
+        }
+        print(json.dumps(numbers), flush=True)
+        return
+    what = "would delete" if arguments.dry_run else "deleted"
+    print(
+        f"{what} {outcome.deleted} blocks, {format_size(outcome.deleted_nbytes)}; "
+        f"{outcome.kept} blocks, {format_size(outcome.kept_nbytes)}, stay",
+        flush=True,
+    )

@@ -1,0 +1,245 @@
+"""Loads in the background: store to staging to pool, several pieces at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+
+from kvconnect.connector.data import Direction, TransferFailure
+from kvconnect.connector.offload.messages import LoadBlocks
+from kvconnect.connector.offload.pool_copier import PoolCopiers, copy_batches
+from kvconnect.connector.offload.staging import Slot, StagingPool
+from kvconnect.connector.offload.store import CALL_NBYTES, LOADS_IN_FLIGHT, OffloadStore
+from kvconnect.errors import BackendTimeout, KvConnectError, RetryLater
+from kvconnect.keys import Shard, store_key
+from kvconnect.trace import count
+
+__all__ = ["BackgroundLoad", "BackgroundLoads"]
+
+# Between two looks at whether the store is still used at all.
+_LOOK_S = 0.25
+# A load of which nothing arrived for so long makes one ask the store something short, again and
+# again so long after the last answer; and what each of these questions is given.
+_STALL_S = 1.0
+_PROBE_S = 2.0
+
+
+class BackgroundLoad:
+    """One load while it runs. Belongs to the store's loop, but for `closed` and `copied`.
+
+    Attributes:
+        order: what to load.
+        copied: for each block whether it is in the pool.
+        closed: nothing is copied into the pool any more: cancelled, failed or out of time.
+    """
+
+    def __init__(self, order: LoadBlocks) -> None:
+        self.order = order
+        self.copied = bytearray(len(order.blocks))
+        self.closed = False
+        self.cancelled = False
+        self.reason = ""
+        self.stop = len(order.blocks)  # what lies beyond is of no use
+        self.next = 0
+        self.reading = 0
+        self.copying = 0
+        self.news = asyncio.Event()
+
+    def fail(self, block: int, reason: str) -> None:
+        """Block number `block` cannot be had."""
+        self.stop = min(self.stop, block)
+        self.reason = self.reason or reason
+        self.news.set()
+
+    def close(self, reason: str) -> None:
+        """Stop here."""
+        self.closed = True
+        self.reason = self.reason or reason
+        self.news.set()
+
+    def num_valid_blocks(self) -> int:
+        """Leading blocks that are in the pool."""
+        missing = self.copied.find(0)
+        return len(self.copied) if missing < 0 else missing
+
+
+class BackgroundLoads:
+    """All loads in the background of one worker.
+
+    A load ends without success at its deadline, or as soon as the store is left alone: the pieces
+    to come would be refused, and those under way need not be waited for. While nothing arrives the
+    store is asked for a key that nobody has: one that is frozen is left alone after five such
+    questions, whether or not others have to do with it; one that is merely slow answers them.
+
+    A failed or cancelled load reports its end only when nothing of it will be copied into the pool
+    any more. A store that answers after its deadline writes into staging slots, which stay its own
+    until then; the pool it never sees. So every failure here has `writes_ended`.
+
+    Args:
+        done: called on the loop with a request id and, unless the load succeeded or was cancelled,
+            its failure.
+    """
+
+    def __init__(
+        self,
+        store: OffloadStore,
+        staging: StagingPool,
+        copiers: PoolCopiers,
+        done: Callable[[int, TransferFailure | None], None],
+        *,
+        shard: Shard,
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._copiers = copiers
+        self._done = done
+        self._shard = shard
+        self._timeout_s = timeout_s
+        self._tokens_per_block = copiers.tokens_per_block
+        self._piece = max(1, min(256, CALL_NBYTES // staging.slot_nbytes))
+        self._running: dict[int, BackgroundLoad] = {}
+        self._reads: set[asyncio.Task[None]] = set()
+        self._probing: asyncio.Task[None] | None = None
+        staging.on_free(self._slots_freed)
+
+    def start(self, order: LoadBlocks) -> None:
+        """Start a load; called on the engine's thread, does not block."""
+        load = self._running[order.request_id] = BackgroundLoad(order)
+        self._store.submit(self._run(load))
+
+    def cancel(self, request_id: int) -> None:
+        """Nobody waits for this load any more; it is done soon. On the engine's thread."""
+        self._store.io.call_soon(lambda: self._cancel(request_id))
+
+    def _cancel(self, request_id: int) -> None:
+        load = self._running.get(request_id)
+        if load is not None:
+            load.cancelled = True
+            load.close("cancelled")
+
+    def _slots_freed(self) -> None:
+        if self._running:
+            self._store.io.call_soon(self._tell_all)
+
+    def _tell_all(self) -> None:
+        for load in list(self._running.values()):
+            load.news.set()
+
+    async def _run(self, load: BackgroundLoad) -> None:
+        order = load.order
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            await self._fetch(load, deadline)
+        finally:
+            del self._running[order.request_id]
+        num_blocks = load.num_valid_blocks()
+        count("connector.load.blocks", blocks=num_blocks, missing=len(order.blocks) - num_blocks)
+        failure = None
+        if num_blocks < len(order.blocks) and not load.cancelled:
+            valid = order.num_valid(num_blocks, self._tokens_per_block)
+            failure = TransferFailure(order.request_id, Direction.LOAD, valid, load.reason)
+        self._done(order.request_id, failure)
+
+    async def _fetch(self, load: BackgroundLoad, deadline: float) -> None:
+        """Return when everything is in the pool, or nothing more will be."""
+        loop = asyncio.get_running_loop()
+        heard = loop.time()
+        while not load.closed:
+            load.news.clear()
+            self._start_reads(load)
+            if not load.reading and load.next >= load.stop:
+                return
+            try:
+                async with asyncio.timeout_at(min(deadline, loop.time() + _LOOK_S)):
+                    await load.news.wait()
+                heard = loop.time()
+            except TimeoutError:
+                if loop.time() >= deadline:
+                    load.close(f"not done within {self._timeout_s:g} s")
+                elif not self._store.backend.available:
+                    load.close("the store does not answer any more")
+                elif loop.time() - heard >= _STALL_S:
+                    self._start_probe()
+        while load.copying:
+            load.news.clear()
+            await load.news.wait()
+
+    def _start_probe(self) -> None:
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.get_running_loop().create_task(self._probe())
+
+    async def _probe(self) -> None:
+        # What comes of it is the breaker's business.
+        with suppress(RetryLater):
+            await self._store.backend.probe(_PROBE_S)
+        await asyncio.sleep(_STALL_S)
+
+    def _start_reads(self, load: BackgroundLoad) -> None:
+        while load.next < load.stop and load.reading < LOADS_IN_FLIGHT:
+            # A short load in more, smaller calls: what arrives is copied while the next one comes.
+            piece = min(self._piece, max(self._piece // 2, load.stop // (2 * LOADS_IN_FLIGHT), 1))
+            slots = self._staging.take(Direction.LOAD, min(piece, load.stop - load.next))
+            if not slots:
+                return
+            read = asyncio.get_running_loop().create_task(self._read(load, load.next, slots))
+            self._reads.add(read)
+            read.add_done_callback(self._reads.discard)
+            load.next += len(slots)
+            load.reading += 1
+
+    async def _read(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
+        """One piece: `slots` from the store, then to the pool."""
+        order = load.order
+        blocks = order.blocks[first : first + len(slots)]
+        keys = [store_key(block.key, block.group, self._shard) for block in blocks]
+        slots = [
+            self._copiers.slot_for(slot, block.group)
+            for slot, block in zip(slots, blocks, strict=True)
+        ]
+        pending: Future[None] | None = None
+        try:
+            filled = await self._store.backend.load(keys, [slot.frame for slot in slots])
+            await self._copy(load, first, slots[:filled])
+            if filled < len(slots):
+                load.fail(first + filled, "a block is gone from the store, or was damaged")
+        except BackendTimeout as error:
+            pending = error.pending
+            load.fail(first, str(error))
+        except KvConnectError as error:
+            load.fail(first, str(error))
+        finally:
+            load.reading -= 1
+            load.news.set()
+            self._give_back(slots, pending)
+
+    def _give_back(self, slots: Sequence[Slot], pending: Future[None] | None) -> None:
+        if pending is None:
+            self._staging.give_back(Direction.LOAD, slots)
+        else:
+            pending.add_done_callback(lambda _: self._staging.give_back(Direction.LOAD, slots))
+
+    async def _copy(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
+        if load.closed or not slots:
+            return
+        load.copying += 1
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._store.copying, self._copy_now, load, first, slots)
+        finally:
+            load.copying -= 1
+
+    def _copy_now(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
+        """On a copy thread: the blocks of a loading request belong to its load alone."""
+        copied = 0
+        blocks = load.order.blocks[first : first + len(slots)]
+        for batch in copy_batches(blocks):
+            if load.closed:
+                break
+            ids = [block.block_id for block in blocks[batch]]
+            self._copiers[blocks[batch.start].group].copy_in(slots[batch], ids)
+            copied = batch.stop
+        self._copiers.wait_for_copies_in({block.group for block in blocks})
+        load.copied[first : first + copied] = b"\1" * copied

@@ -1,0 +1,101 @@
+"""How long requests wait for the store to say what it has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.errors import RetryLater
+from kvconnect.trace import count
+
+__all__ = ["Patience"]
+
+T = TypeVar("T")
+
+# Between two questions to a store that answered too late: short at first, as it may only have had
+# a hiccup. And what each of them is given: more than a budget, since it may have to connect.
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 1.0
+_PROBE_S = 2.0
+
+
+class Patience:
+    """A budget of waiting for each step; none once a lookup missed it, until one is in time again.
+
+    So a store that is frozen, or too slow, costs one request the budget, once. What others looked
+    up meanwhile is used if it is there by the time they are admitted. Requests do not probe: an
+    unknown key is looked up every second for this. Five such questions in a row without an answer
+    open the store's breaker: those of requests are taken back when these end, and tell nothing.
+
+    `start_step` and `wait` belong to the engine's thread, the rest to the store's loop.
+
+    Args:
+        budget_s: for all lookups of a step together.
+        backend: the store.
+        submit: starts a coroutine on the store's loop.
+    """
+
+    def __init__(
+        self,
+        budget_s: float,
+        backend: GuardedBackend,
+        submit: Callable[[Coroutine[Any, Any, None]], Future[None]],
+    ) -> None:
+        self._budget_s = budget_s
+        self._backend = backend
+        self._submit = submit
+        self._left_s = budget_s
+        self._probing: Future[None] | None = None
+        self.lost = False
+
+    def start_step(self) -> None:
+        """What is waited for from here on counts as another step's."""
+        self._left_s = self._budget_s
+
+    def wait(self, lookup: Future[Any]) -> None:
+        """Block until `lookup` is done, at most for what is left of the step's budget."""
+        if self.lost or self._left_s <= 0 or lookup.done():
+            return
+        started = time.monotonic()
+        try:
+            lookup.exception(self._left_s)
+        except TimeoutError:
+            self._left_s = 0.0
+            self._lose()
+        else:
+            self._left_s -= time.monotonic() - started
+
+    async def timed(self, lookup: Coroutine[Any, Any, T]) -> T:
+        """The result of `lookup`; an answer in time brings the patience back."""
+        started = time.monotonic()
+        answer = await lookup
+        if self.lost and time.monotonic() - started <= self._budget_s:
+            self.lost = False
+            count("connector.patience.found")
+        return answer
+
+    def end(self) -> None:
+        """Probe no more."""
+        if self._probing is not None:
+            self._probing.cancel()
+
+    def _lose(self) -> None:
+        self.lost = True
+        count("connector.patience.lost")
+        # One that is not done yet may have seen that it is over, just before this.
+        self.end()
+        self._probing = self._submit(self._probe())
+
+    async def _probe(self) -> None:
+        pause = _FIRST_PAUSE_S
+        while self.lost:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE_S)
+            try:
+                await self.timed(self._backend.probe(max(_PROBE_S, self._budget_s)))
+            except RetryLater:
+                continue

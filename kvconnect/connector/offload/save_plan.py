@@ -1,0 +1,201 @@
+"""Which blocks of a request still have to reach the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvconnect.connector.offload.messages import BlockSave, SaveOrder
+from kvconnect.connector.offload.window import blocks_needed
+from kvconnect.keys import BlockKey
+from kvconnect.request import LlmRequest
+
+__all__ = ["SavePlan"]
+
+
+class _Group:
+    """One pool group's blocks of a request.
+
+    Attributes:
+        window: attention window; ``None`` for full attention.
+        block_ids: as far as was reported; -1 where it held none when that was.
+        num_done: leading full blocks that need no saving: stored, on their way, or given up by the
+            window; ``None``: not known yet.
+    """
+
+    __slots__ = ("block_ids", "num_done", "window")
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self.block_ids: list[int] = []
+        self.num_done: int | None = None
+
+
+class SavePlan:
+    """The blocks that a request holds, and how many of them are in the store or on their way.
+
+    A store finds a block through the one before it. So a block that is not stored ends the plan, in
+    all pool groups: one below `min_priority` for good, one that was dropped until `reopen`. What a
+    window has given up belongs to others by now and is never read; a window's later blocks are of
+    use without it.
+
+    Args:
+        request: whose blocks.
+        min_priority: of blocks that are worth saving.
+        windows: attention window of each pool group, ``None`` for full attention.
+    """
+
+    __slots__ = ("_groups", "_min_priority", "_open", "_priorities", "_request", "_stored_tail")
+
+    def __init__(
+        self,
+        request: LlmRequest,
+        *,
+        min_priority: int = 0,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
+        self._request = request
+        self._min_priority = min_priority
+        self._groups = [_Group(window) for window in windows]
+        self._priorities: list[int] = []
+        self._open = True
+        self._stored_tail: BlockKey | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the request holds in group 0, as far as was reported."""
+        return len(self._groups[0].block_ids)
+
+    @property
+    def knows_store(self) -> bool:
+        """Whether `note_stored` was called."""
+        return all(group.num_done is not None for group in self._groups)
+
+    def extend(self, by_group: Sequence[Sequence[int]], priorities: Sequence[int]) -> None:
+        """The request got more blocks; `priorities` are those of group 0."""
+        for group, block_ids in zip(self._groups, by_group, strict=True):
+            group.block_ids += block_ids
+        self._priorities += priorities
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """The request holds exactly `block_ids` in group 0; the never reported do not count."""
+        del self._priorities[len(block_ids) :]
+        first = self._groups[0]
+        # A window's places that were given up stay what they were reported as: see `_held`.
+        if first.window is None:
+            first.block_ids = list(block_ids[: len(self._priorities)])
+        for group in self._groups:
+            del group.block_ids[len(block_ids) :]
+            if group.num_done is not None:
+                group.num_done = min(group.num_done, len(block_ids))
+
+    def forget_blocks(self) -> None:
+        """All blocks are new and will be reported."""
+        for group in self._groups:
+            group.block_ids.clear()
+        self._priorities.clear()
+
+    def note_stored(self, num_stored: Sequence[int], tail: BlockKey | None = None) -> None:
+        """The store has so many leading blocks of each group, and one of key `tail` after them."""
+        for number, group in enumerate(self._groups):
+            stored = num_stored[number] if number < len(num_stored) else 0
+            group.num_done = max(group.num_done or 0, stored)
+        self._stored_tail = tail
+
+    def note_missing(self, block: int) -> None:
+        """Block number `block` did not reach the store, or cannot be had from it."""
+        for group in self._groups:
+            if group.num_done is not None:
+                group.num_done = min(group.num_done, block)
+        self._stored_tail = None
+
+    def close(self) -> None:
+        """Nothing is offered until `reopen`: a block was dropped."""
+        self._open = False
+
+    def reopen(self) -> None:
+        """Offer again what was dropped."""
+        self._open = True
+
+    def is_due(self, num_full: int) -> bool:
+        """Whether of so many full blocks one may need saving; false at next to no cost."""
+        return self._open and any(
+            group.num_done is None or num_full > group.num_done for group in self._groups
+        )
+
+    def order(
+        self, num_full: int, num_committed: int, tail_end: int | None = None
+    ) -> SaveOrder | None:
+        """What to save of the first `num_full` blocks and, with `tail_end`, of the tail after them.
+
+        What is ordered counts as stored from now on. Groups of which it is not known what the store
+        has wait for that, those with a window do not: they may not have the blocks any more then.
+
+        Args:
+            num_full: blocks that will be full of valid KV.
+            num_committed: tokens that were last committed; windows hold no block wholly before
+                what they cover there.
+            tail_end: tokens that will be valid, inside of block number `num_full`.
+        """
+        blocks: list[BlockSave] = []
+        for number, group in enumerate(self._groups):
+            if group.num_done is None and group.window is None:
+                continue
+            first = group.num_done or 0
+            stop = self._first_unwanted(first, min(num_full, len(group.block_ids)))
+            blocks += [
+                self._full_block(n, number) for n in self._held(group, first, stop, num_committed)
+            ]
+            group.num_done = max(first, stop)
+        blocks.sort(key=lambda block: block.number)  # stable: of equal ones group 0 first
+        if tail_end is not None and self._wants_tail(num_full):
+            blocks += [
+                self._tail(num_full, tail_end, number) for number in range(len(self._groups))
+            ]
+        if all(block.key == self._stored_tail for block in blocks):
+            return None
+        request = self._request
+        return SaveOrder(request.request_id, tuple(blocks), request.namespace.encode())
+
+    def _held(self, group: _Group, first: int, stop: int, num_committed: int) -> Sequence[int]:
+        """The numbers among ``first..stop`` whose blocks are still the request's."""
+        if group.window is None:
+            return range(first, stop)
+        size = self._request.key_chain.tokens_per_block
+        kept = blocks_needed(group.window, num_committed, size).start
+        return [n for n in range(max(first, kept), stop) if group.block_ids[n] >= 0]
+
+    def _first_unwanted(self, first: int, stop: int) -> int:
+        for number in range(first, stop):
+            if self._priorities[number] < self._min_priority:
+                return number
+        return stop
+
+    def _wants_tail(self, number: int) -> bool:
+        return (
+            all(
+                group.num_done == number < len(group.block_ids) and group.block_ids[number] >= 0
+                for group in self._groups
+            )
+            and self._priorities[number] >= self._min_priority
+        )
+
+    def _full_block(self, number: int, group: int) -> BlockSave:
+        size = self._request.key_chain.tokens_per_block
+        key = self._request.block_keys(number, number + 1)[0]
+        return self._block(number, key, (number + 1) * size, group)
+
+    def _tail(self, number: int, end: int, group: int) -> BlockSave:
+        return self._block(number, self._request.key_chain.tail(end), end, group)
+
+    def _block(self, number: int, key: BlockKey, end: int, group: int) -> BlockSave:
+        chain = self._request.key_chain
+        tokens = self._request.tokens.view[number * chain.tokens_per_block : end].copy()
+        return BlockSave(
+            key,
+            chain.parent(number),
+            number,
+            self._groups[group].block_ids[number],
+            tokens,
+            self._priorities[number],
+            group,
+        )

@@ -1,0 +1,196 @@
+"""Saves on their way: pool to staging behind the forward, staging to store in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from kvconnect.backend import StoredBlock
+from kvconnect.connector.data import Direction
+from kvconnect.connector.offload.messages import BlockSave, SaveOrder
+from kvconnect.connector.offload.pool_copier import PoolCopiers, clear_beyond
+from kvconnect.connector.offload.staging import Slot, StagingPool
+from kvconnect.connector.offload.store import CALL_NBYTES, SAVES_IN_FLIGHT, OffloadStore
+from kvconnect.errors import BackendTimeout, KvConnectError
+from kvconnect.kernels.blocks.transfer import Transfer
+from kvconnect.keys import Shard, model_tag, store_key
+from kvconnect.trace import count, warn_once
+
+__all__ = ["SaveQueue"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    """A block that has left the pool, or will have once `copied` is done."""
+
+    request_id: int
+    number: int
+    block: StoredBlock
+    slot: Slot
+    copied: Transfer
+
+
+class SaveQueue:
+    """Blocks between the pool and the store; never more than the staging memory holds.
+
+    `stage` belongs to the engine's thread, writing to the store's loop. Blocks are written in the
+    order they were staged, parents before children, a few batches at a time.
+    """
+
+    def __init__(
+        self, store: OffloadStore, staging: StagingPool, copiers: PoolCopiers, *, shard: Shard
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._copiers = copiers
+        self._shard = shard
+        self._model = model_tag(store.llm_args.model_digest, store.llm_args.layouts)
+        self._batch = max(1, min(256, CALL_NBYTES // staging.slot_nbytes))
+        self._staged: deque[_Staged] = deque()
+        self._writing = 0
+        self._writes: set[asyncio.Task[None]] = set()
+        self._lost: deque[tuple[int, int]] = deque()
+        self._unwritten = 0
+        self._changed = threading.Condition()
+
+    def stage(
+        self,
+        order: SaveOrder,
+        first: int = 0,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        patience_s: float = 0.0,
+    ) -> int:
+        """Copy ``order.blocks[first:]`` to staging slots and have them written.
+
+        When it returns the blocks copied may be handed on (on CUDA: `stream` waits for the copies).
+        Blocks up to `patience_s` for room.
+
+        Returns:
+            How many leading ones of them there was room for.
+        """
+        blocks = order.blocks[first:]
+        deadline = time.monotonic() + patience_s
+        staged = 0
+        while staged < len(blocks):
+            slots = self._staging.take(Direction.SAVE, len(blocks) - staged)
+            if not slots and (left := deadline - time.monotonic()) > 0:
+                slots = self._staging.take_within(Direction.SAVE, left)
+            if not slots:
+                break
+            self._copy(order, blocks[staged : staged + len(slots)], slots, stream)
+            staged += len(slots)
+        return staged
+
+    def flush(self, timeout_s: float) -> bool:
+        """Block until everything staged is written or lost, at most `timeout_s`; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._unwritten == 0, timeout_s)
+
+    def take_lost(self) -> list[tuple[int, int]]:
+        """Requests and block numbers that could not be written, since the last call."""
+        if not self._lost:
+            return []
+        lost = []
+        while self._lost:
+            lost.append(self._lost.popleft())
+        return lost
+
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def _copy(
+        self,
+        order: SaveOrder,
+        blocks: Sequence[BlockSave],
+        slots: Sequence[Slot],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        sized = [
+            self._copiers.slot_for(slot, block.group)
+            for block, slot in zip(blocks, slots, strict=True)
+        ]
+        copied: dict[int, Transfer] = {}
+        for group in dict.fromkeys(block.group for block in blocks):
+            own = [at for at, block in enumerate(blocks) if block.group == group]
+            ids = [blocks[at].block_id for at in own]
+            copied[group] = self._copiers[group].copy_out(ids, [sized[at] for at in own], stream)
+        for block, slot in zip(blocks, sized, strict=True):
+            stored = self._stored_block(order, block, slot)
+            staged = _Staged(order.request_id, block.number, stored, slot, copied[block.group])
+            self._staged.append(staged)
+        with self._changed:
+            self._unwritten += len(slots)
+        self._store.io.call_soon(self._pump)
+
+    def _stored_block(self, order: SaveOrder, block: BlockSave, slot: Slot) -> StoredBlock:
+        return StoredBlock(
+            key=store_key(block.key, block.group, self._shard),
+            data=slot.frame,
+            parent=store_key(block.parent, block.group, self._shard),
+            tokens=block.tokens,
+            priority=block.priority,
+            namespace=order.namespace,
+            model=self._model,
+            group=block.group,
+        )
+
+    # ------------------------------------------------------------------ on the store's loop
+
+    def _pump(self) -> None:
+        while self._staged and self._writing < SAVES_IN_FLIGHT:
+            size = min(self._batch, len(self._staged))
+            batch = [self._staged.popleft() for _ in range(size)]
+            self._writing += 1
+            write = asyncio.get_running_loop().create_task(self._write(batch))
+            self._writes.add(write)
+            write.add_done_callback(self._writes.discard)
+
+    async def _write(self, batch: Sequence[_Staged]) -> None:
+        stored = 0
+        reason = "the store has no room"
+        pending: Future[None] | None = None
+        try:
+            await self._complete(batch)
+            stored = await self._store.backend.save([staged.block for staged in batch])
+        except BackendTimeout as error:
+            pending, reason = error.pending, str(error)
+        except KvConnectError as error:
+            reason = str(error)
+        finally:
+            self._writing -= 1
+            self._end(batch, stored, reason, pending)
+            self._pump()
+
+    async def _complete(self, batch: Sequence[_Staged]) -> None:
+        """Make the payloads whole: wait for copies from a GPU, clear what a tail does not fill."""
+        for staged in batch:
+            layout = self._copiers.layouts[staged.block.group]
+            if not staged.copied.done():
+                await asyncio.to_thread(staged.copied.wait)
+            tokens = staged.block.tokens
+            if tokens is not None and len(tokens) < layout.tokens_per_block:
+                clear_beyond(staged.slot.payload, layout, len(tokens))
+
+    def _end(
+        self, batch: Sequence[_Staged], stored: int, reason: str, pending: Future[None] | None
+    ) -> None:
+        lost = batch[stored:]
+        if lost:
+            count("connector.save.lost", blocks=len(lost))
+            warn_once("connector.save.lost", f"{len(lost)} blocks were not stored: {reason}")
+            self._lost.extend((staged.request_id, staged.number) for staged in lost)
+        slots = [staged.slot for staged in batch]
+        if pending is None:
+            self._staging.give_back(Direction.SAVE, slots)
+        else:
+            pending.add_done_callback(lambda _: self._staging.give_back(Direction.SAVE, slots))
+        with self._changed:
+            self._unwritten -= len(batch)
+            self._changed.notify_all()

@@ -1,0 +1,320 @@
+"""The built-in scheduler: finds prompts in a store and orders what is new into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
+from kvconnect.connector.offload.budget import Patience
+from kvconnect.connector.offload.lookup import Hit, Query, look_up
+from kvconnect.connector.offload.messages import BlockLoad, LoadBlocks, OffloadMeta, SaveOrder
+from kvconnect.connector.offload.save_plan import SavePlan
+from kvconnect.connector.offload.store import OffloadStore
+from kvconnect.connector.offload.window import blocks_needed
+from kvconnect.connector.scheduler import KvCacheConnectorScheduler
+from kvconnect.errors import ConnectorContractError, UsageError
+from kvconnect.request import LlmRequest
+from kvconnect.trace import count, warn_once
+
+__all__ = ["OffloadScheduler"]
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """What is known of a live request.
+
+    Attributes:
+        request: the runtime's.
+        saves: what of it the store still lacks.
+        lookup: the question to the store, running or answered.
+        hit: the answer, once it was looked at.
+        offer: tokens ``start..end`` promised for this admission, until their load is ordered.
+    """
+
+    request: LlmRequest
+    saves: SavePlan
+    lookup: Future[Hit]
+    hit: Hit | None = None
+    offer: tuple[int, int] | None = None
+
+
+class OffloadScheduler(KvCacheConnectorScheduler):
+    """Drives any `Backend`, together with `OffloadWorker`, through the public connector API.
+
+    Lookups start when a request arrives. At admission, all requests of one step together wait at
+    most ``lookup_timeout_ms`` for answers: what is late is a miss, and may serve a later admission.
+    After that nobody waits until the store answers in time again.
+    Loads run in the background unless the backend is ``inline``.
+
+    A block is ordered into the store in the step that fills it, or at its request's end with
+    ``save_on="finish"``. A block that is dropped or below ``min_priority`` ends its sequence's
+    saves: without it, what follows cannot be found. Dropped ones are offered again at the request's
+    end, and by any other request that uses them. No record of what is stored outlives a request:
+    the store itself is asked.
+    """
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        super().__init__(llm_args)
+        self._config = llm_args.kv_connector_config
+        self._tokens_per_block = llm_args.kv_cache_config.tokens_per_block
+        self._min_tokens = max(1, self._config.min_load_tokens)
+        self._windows = tuple(layout.window for layout in llm_args.layouts)
+        # Without windows, in one pool: a load serves as far as it comes.
+        self._divisible = self._windows == (None,)
+        shard = llm_args.shard
+        self._alone = shard.tp_size * shard.pp_size == 1
+        self._states: dict[int, _State] = {}
+        self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
+        self._patience = Patience(
+            self._config.lookup_timeout_ms / 1000, self._store.backend, self._store.submit
+        )
+
+    # ------------------------------------------------------------------ finding
+
+    def on_new_request(self, request: LlmRequest) -> None:
+        """Start to look `request` up, unless the store is left alone for its failures."""
+        store = self._store
+        query = Query.of(request, windows=self._windows, shard=self._llm_args.shard)
+        plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
+        lookup: Future[Hit]
+        if store.backend.available:
+            lookup = store.submit(self._patience.timed(look_up(store.backend, query)))
+        else:
+            lookup = Future()
+            lookup.set_result(Hit())
+        self._states[request.request_id] = _State(request, plan, lookup)
+
+    def get_num_new_matched_tokens(
+        self, request: LlmRequest, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """What the store has beyond `num_computed_tokens`; waits within the step's budget."""
+        state = self._states[request.request_id]
+        state.offer = None
+        # The last token is always computed.
+        most = request.num_tokens - 1 - num_computed_tokens
+        if most < self._min_tokens:
+            return 0, False
+        if state.hit is None:
+            self._patience.wait(state.lookup)
+        hit = self._hit(state)
+        if hit is None:
+            count("connector.lookup.late")
+            return 0, False
+        # All of it or nothing: windows were looked up for just this end.
+        num_tokens = hit.end - num_computed_tokens
+        if not self._min_tokens <= num_tokens <= most:
+            return 0, False
+        state.offer = (num_computed_tokens, hit.end)
+        return num_tokens, not self._loads_in_step
+
+    @property
+    def _loads_in_step(self) -> bool:
+        # What a step computes behind a load can be saved only once every rank's load is known to
+        # have succeeded. That is in the next step, and then a window may have given it up: several
+        # ranks load in the background.
+        return self._store.inline and (self._divisible or self._alone)
+
+    def _hit(self, state: _State) -> Hit | None:
+        """The store's answer; empty if it failed, ``None`` if it is late. Never waits."""
+        if state.hit is None and state.lookup.done():
+            error = state.lookup.exception()
+            if error is None:
+                state.hit = state.lookup.result()
+            else:
+                state.hit = Hit()
+                count("connector.lookup.failed")
+                warn_once("connector.lookup", f"lookup failed, the prompt is computed: {error}")
+        return state.hit
+
+    # ------------------------------------------------------------------ a request's way
+
+    def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
+        """The blocks are all new; the step's report will list them."""
+        self._states[request.request_id].saves.forget_blocks()
+
+    def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
+        """What did not load is computed, and offered to the store anew."""
+        state = self._states[request.request_id]
+        state.offer = None
+        state.hit = Hit()
+        state.saves.note_missing(num_valid_tokens // self._tokens_per_block)
+
+    def on_rewind(self, request: LlmRequest, block_ids: list[int]) -> None:
+        """Some of its blocks are gone."""
+        self._states[request.request_id].saves.hold(block_ids)
+
+    def request_reset(self, request: LlmRequest) -> None:
+        """Its blocks go in a moment: stage what has room, and look it up again."""
+        self._take_drops()
+        state = self._states.pop(request.request_id)
+        orders = self._remaining(state, tail=False)
+        if orders and self._store.backend.available:
+            self._store.save_now(orders)
+        state.lookup.cancel()
+        self.on_new_request(request)
+
+    def request_aborted(self, request: LlmRequest) -> None:
+        """Forget it, unless it holds blocks: then `request_finished` follows."""
+        state = self._states.get(request.request_id)
+        if state is not None and state.saves.num_blocks == 0:
+            state.lookup.cancel()
+            del self._states[request.request_id]
+
+    def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
+        """Its end: True if blocks, dropped ones among them, or its tail are still to be saved."""
+        self._take_drops()
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return False
+        state.saves.hold(cache_block_ids)
+        orders = self._remaining(
+            state, tail=self._store.enumerable and self._config.save_partial_tails
+        )
+        state.lookup.cancel()
+        if not orders:
+            return False
+        if not self._store.backend.available:
+            count("connector.save.lost", blocks=sum(len(order.blocks) for order in orders))
+            return False
+        if self._config.on_backlog == "drop" and self._is_backlogged(orders):
+            count("connector.save.dropped", blocks=sum(len(order.blocks) for order in orders))
+            return False
+        self._store.finishing[request.request_id] = orders
+        return True
+
+    def _is_backlogged(self, orders: Sequence[SaveOrder]) -> bool:
+        # A store that does not answer would only keep the blocks from the requests to come.
+        num_blocks = sum(len(order.blocks) for order in orders)
+        return self._store.backlogged or (self._patience.lost and self._store.room() < num_blocks)
+
+    def _remaining(self, state: _State, *, tail: bool) -> tuple[SaveOrder, ...]:
+        """What the store lacks of the valid part of a request that gives its blocks back."""
+        saves, request = state.saves, state.request
+        saves.reopen()
+        self._learn(state, patient=False)
+        size = self._tokens_per_block
+        valid = min(request.num_computed_tokens, request.num_tokens, saves.num_blocks * size)
+        ends_inside = tail and valid % size
+        order = saves.order(valid // size, valid, valid if ends_inside else None)
+        return () if order is None else (order,)
+
+    # ------------------------------------------------------------------ one step
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMeta | None:
+        """The loads and saves of this step; ``None`` if there are none."""
+        self._patience.start_step()
+        self._take_drops()
+        loads: list[LoadBlocks] = []
+        saves: list[SaveOrder] = []
+        for data in scheduler_output.loading_requests:
+            self._order_load(data, loads, is_async=True)
+        for data in scheduler_output.new_requests:
+            plan = self._states[data.request_id].saves
+            plan.forget_blocks()
+            plan.extend(_by_group(data), data.priorities)
+            load = self._order_load(data, loads, is_async=False)
+            # Should the load fail, what this step computes is wrong: it is saved in the next one.
+            # Where a window may have given it up by then, the worker sees to that.
+            if load is None:
+                self._order_save(data, saves, data.computed_position)
+            elif not self._divisible:
+                self._order_save(data, saves, load.end)
+        for data in scheduler_output.cached_requests:
+            if any(_by_group(data)):
+                plan = self._states[data.request_id].saves
+                plan.extend(_by_group(data), data.priorities)
+            self._order_save(data, saves, data.computed_position)
+        return OffloadMeta(tuple(loads), tuple(saves)) if loads or saves else None
+
+    def _order_load(
+        self, data: RequestData, loads: list[LoadBlocks], *, is_async: bool
+    ) -> LoadBlocks | None:
+        state = self._states[data.request_id]
+        offer, state.offer = state.offer, None
+        # An offer that reached no further than what the device has was not taken.
+        if offer is None or state.hit is None or data.computed_position >= offer[1]:
+            return None
+        # The device may have kept less than it matched when the store was asked.
+        held = data.computed_position - data.computed_position % self._tokens_per_block
+        start, end = min(offer[0], held), offer[1]
+        blocks = tuple(self._blocks_to_load(data, state.hit, start, end))
+        load = LoadBlocks(data.request_id, start, end, blocks, is_async, self._divisible)
+        loads.append(load)
+        return load
+
+    def _blocks_to_load(
+        self, data: RequestData, hit: Hit, start: int, end: int
+    ) -> Iterator[BlockLoad]:
+        size = self._tokens_per_block
+        keys = hit.all_keys
+        for group, (window, ids) in enumerate(zip(self._windows, _by_group(data), strict=True)):
+            needed = blocks_needed(window, end, size)
+            for number in range(max(start // size, needed.start), needed.stop):
+                if number >= len(ids) or ids[number] < 0:
+                    raise ConnectorContractError(
+                        f"request {data.request_id}: no block in pool group {group} for the tokens "
+                        f"from {number * size} on, which a load up to {end} fills; the cache "
+                        "manager has to reserve it"
+                    )
+                yield BlockLoad(keys[number], ids[number], group)
+
+    def _order_save(self, data: RequestData, saves: list[SaveOrder], valid: int) -> None:
+        """Order what this step fills, if the first `valid` tokens are valid before it computes."""
+        state = self._states[data.request_id]
+        # Proposed tokens may be rejected: only those that the request has are certain.
+        end = min(valid + data.num_scheduled_tokens, state.request.num_tokens)
+        num_full = end // self._tokens_per_block
+        if self._config.save_on == "finish" or not state.saves.is_due(num_full):
+            return
+        if not self._store.backend.available:
+            return  # what is due stays due
+        self._learn(state, patient=True)
+        order = state.saves.order(num_full, data.computed_position)
+        if order is not None:
+            saves.append(order)
+
+    def _learn(self, state: _State, *, patient: bool) -> None:
+        """What the store has need not be saved. With `patient`, only once it has answered."""
+        if state.saves.knows_store:
+            return
+        hit = self._hit(state)
+        if hit is None and patient:
+            return
+        hit = hit or Hit()
+        state.saves.note_stored(hit.num_stored, hit.tail)
+
+    def _take_drops(self) -> None:
+        dropped = self._store.dropped
+        if not dropped:
+            return
+        for request_id, block in dropped.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                state.saves.note_missing(block)
+                state.saves.close()
+        dropped.clear()
+
+    # ------------------------------------------------------------------ the end
+
+    def shutdown(self) -> None:
+        """Let go of the store; the last user closes it. Idempotent."""
+        store, self._open_store = self._open_store, None
+        if store is None:
+            return
+        self._patience.end()
+        for state in self._states.values():
+            state.lookup.cancel()
+        self._states.clear()
+        store.release()
+
+    @property
+    def _store(self) -> OffloadStore:
+        if self._open_store is None:
+            raise UsageError("OffloadScheduler: was shut down")
+        return self._open_store
+
+
+def _by_group(data: RequestData) -> Sequence[list[int]]:
+    return data.new_block_ids_by_group or (data.new_block_ids,)

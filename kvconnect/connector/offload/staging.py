@@ -1,0 +1,144 @@
+"""Host memory for blocks on their way between pool and store: a fixed number of aligned slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvconnect import frame
+from kvconnect.connector.data import Direction
+from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.pinned import PinnedPool
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["Slot", "StagingPool"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """Room for one frame.
+
+    Attributes:
+        index: its number.
+        frame: 1-D uint8, 4 KiB-aligned: header, payload, padding.
+        payload: the block's bytes in it, as a view.
+    """
+
+    index: int
+    frame: Tensor
+    payload: Tensor
+
+    def sized(self, payload_nbytes: int) -> Slot:
+        """The same slot with room for just so much: pools whose blocks differ share the slots."""
+        if payload_nbytes == self.payload.numel():
+            return self
+        room = self.frame[: frame.frame_nbytes(payload_nbytes)]
+        return Slot(self.index, room, frame.payload(room, payload_nbytes))
+
+
+class StagingPool:
+    """`staging_bytes` of slots, shared by loads and saves. Thread-safe.
+
+    Neither direction can take the last quarter of the slots from the other: a store that does not
+    finish its saves must not stop loads, nor the other way round. Slots used last are handed out
+    first: their memory is in the processor's caches, and a small load touches little of the region.
+
+    Args:
+        staging_bytes: upper bound of the region.
+        payload_nbytes: of one block; the largest where pools differ.
+        pin: page-lock the region (for copies from and to a GPU).
+
+    Raises:
+        ConfigurationError: `staging_bytes` is below one slot.
+    """
+
+    def __init__(self, staging_bytes: int, payload_nbytes: int, *, pin: bool = False) -> None:
+        slot_nbytes = frame.frame_nbytes(payload_nbytes)
+        self.num_slots = staging_bytes // slot_nbytes
+        if self.num_slots < 1:
+            raise ConfigurationError(
+                f"staging_bytes={staging_bytes}: one block takes {slot_nbytes} bytes; "
+                "give at least that, better 64 times as much"
+            )
+        memory = PinnedPool(self.num_slots * slot_nbytes, slot_nbytes=slot_nbytes, pin=pin)
+        self.region = memory.memory
+        self.slot_nbytes = slot_nbytes
+        self._payload_nbytes = payload_nbytes
+        self._limit = max(1, self.num_slots - self.num_slots // 4)
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._used = dict.fromkeys(Direction, 0)
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+
+    def paged(self, layout: KvCacheLayout) -> PagedKv:
+        """The payloads of all slots as blocks of `layout`, numbered as the slots are."""
+        _, layers, factor, elements = layout.flat_shape(1)
+        payloads = frame.payload(self.region, self.region.numel() - frame.HEADER_NBYTES)
+        flat = payloads[: payloads.numel() // layout.dtype.itemsize * layout.dtype.itemsize]
+        step = self.slot_nbytes // layout.dtype.itemsize
+        strides = (step, factor * elements, elements, 1)
+        words = flat.view(layout.dtype)
+        pool = words.as_strided((self.num_slots, layers, factor, elements), strides)
+        return PagedKv.from_pool(pool, layout)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody uses."""
+        return len(self._free)
+
+    def sizes(self) -> dict[str, float]:
+        """Bytes in use by each direction, and free, as gauges."""
+        used = {one.value: self._used[one] * self.slot_nbytes for one in Direction}
+        used["free"] = self.num_slots * self.slot_nbytes - sum(used.values())
+        return {f"connector.staging.{name}": float(nbytes) for name, nbytes in used.items()}
+
+    def available(self, direction: Direction) -> int:
+        """How many slots `direction` could take now."""
+        with self._changed:
+            return self._available(direction)
+
+    def take(self, direction: Direction, at_most: int) -> list[Slot]:
+        """Up to `at_most` free slots, perhaps none. Never blocks."""
+        with self._changed:
+            return self._take(direction, at_most)
+
+    def take_within(self, direction: Direction, timeout_s: float) -> list[Slot]:
+        """One slot, or none if none became free within `timeout_s`. Blocks the calling thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._available(direction) > 0, timeout_s)
+            return self._take(direction, 1)
+
+    def give_back(self, direction: Direction, slots: Sequence[Slot]) -> None:
+        """`slots`, taken for `direction`, are free again; nothing may touch them any more."""
+        if not slots:
+            return
+        with self._changed:
+            self._free.extend(slot.index for slot in slots)
+            self._used[direction] -= len(slots)
+            self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+    def on_free(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever slots become free, on the thread that gives them back."""
+        self._listeners.append(listener)
+
+    def _available(self, direction: Direction) -> int:
+        return min(len(self._free), self._limit - self._used[direction])
+
+    def _take(self, direction: Direction, at_most: int) -> list[Slot]:
+        count = min(at_most, self._available(direction))
+        if count <= 0:
+            return []
+        taken = self._free[-count:][::-1]
+        del self._free[-count:]
+        self._used[direction] += count
+        return [self._slot(index) for index in taken]
+
+    def _slot(self, index: int) -> Slot:
+        whole = self.region[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
+        return Slot(index, whole, frame.payload(whole, self._payload_nbytes))

@@ -1,0 +1,169 @@
+"""What the built-in scheduler and worker of one process share: the store and its loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvconnect.backend import Backend
+from kvconnect.backends.registry import open_backend
+from kvconnect.backends.url import without_passwords
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.offload.daemon_threads import DaemonThreads
+from kvconnect.connector.offload.io_loop import IoLoop
+from kvconnect.connector.offload.messages import SaveOrder
+from kvconnect.errors import ConfigurationError, RetryLater
+from kvconnect.trace import warn_once
+
+__all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "OffloadStore"]
+
+T = TypeVar("T")
+
+CALL_NBYTES = 16 << 20
+"""Blocks of one call to the store: so many that its fixed costs hardly show, few enough that a slow
+store ends a call in time."""
+
+LOADS_IN_FLIGHT = 3
+"""Calls for one load: one with the store, one before it and one behind it."""
+
+SAVES_IN_FLIGHT = 3
+"""Calls of all saves: the same."""
+
+
+class OffloadStore:
+    """An open store with its I/O loop; made once per `LlmArgs` by whoever asks first.
+
+    Attributes:
+        llm_args: whose.
+        backend: guarded; to be used on the loop only.
+        inline, enumerable: as the backend says.
+        copying: threads that copy into the pool.
+        finishing: what is left to save of ended requests. The scheduler puts it here, the worker
+            takes it when the runtime passes the id in.
+        dropped: for each live request the first block that was dropped or could not be stored. The
+            worker adds, the scheduler takes.
+        backlogged: ended requests wait for room in the staging memory.
+        save_now: stages what there is room for, at once: the blocks are about to be handed on.
+        room: how many blocks it could stage now. It and the four before it belong to the engine's
+            thread.
+    """
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        config = llm_args.kv_connector_config
+        source: Backend | str | None = llm_args.backend or config.backend or config.url
+        if source is None:
+            raise ConfigurationError("KvCacheConnectorConfig: url or backend is needed")
+        self.llm_args = llm_args
+        self.finishing: dict[int, tuple[SaveOrder, ...]] = {}
+        self.dropped: dict[int, int] = {}
+        self.backlogged = False
+        self.save_now: Callable[[Sequence[SaveOrder]], None] = lambda _: None
+        self.room: Callable[[], int] = lambda: 0
+        # Every operation may take as long as the longer of the two; each direction has its own
+        # deadline on top, see the worker.
+        deadline_s = max(config.load_timeout_s, config.save_timeout_s)
+        self.backend = open_backend(
+            source,
+            deadline_s=deadline_s,
+            verify_frames=config.verify_frames,
+            codec=config.codec,
+            key_file=config.key_file,
+        )
+        self.inline = self.backend.inline
+        self.enumerable = self.backend.enumerable
+        self._io = IoLoop()
+        self.copying = DaemonThreads(2, "kvconnect-copy")
+        try:
+            self._open(source, deadline_s)
+        except BaseException:
+            self._end_threads()
+            raise
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `coroutine` on the store's loop; does not block."""
+        return self._io.submit(coroutine)
+
+    @property
+    def io(self) -> IoLoop:
+        """The loop."""
+        return self._io
+
+    def close(self) -> None:
+        """Close the store and end the loop; blocks up to the store's deadlines; never raises."""
+        try:
+            closing = self._io.submit(self.backend.close())
+            closing.result(2.5 * self.llm_args.kv_connector_config.save_timeout_s + 5.0)
+        except TimeoutError as error:
+            closing.cancel()
+            warn_once("connector.close", f"{self.backend.name}: did not close in time ({error})")
+        finally:
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        self._io.close()
+        self.copying.end(1.0)  # copies are short
+
+    def _open(self, source: Backend | str, timeout_s: float) -> None:
+        opening = self._io.submit(self.backend.open(self.llm_args.layouts))
+        shown = without_passwords(source) if isinstance(source, str) else None
+        name = type(source).__name__ if shown is None else repr(shown)
+        try:
+            opening.result(timeout_s)
+        except ConfigurationError:
+            raise
+        except (RetryLater, TimeoutError) as error:
+            reason = str(error) or f"no answer within {timeout_s:g} s"
+            raise ConfigurationError(f"store {name} cannot be opened: {reason}") from error
+
+    # ------------------------------------------------------------------ one per LlmArgs
+
+    @classmethod
+    def acquire(cls, llm_args: LlmArgs) -> OffloadStore:
+        """The store of `llm_args`, opened by the first caller; blocks until it is open.
+
+        Every caller calls `release` once.
+
+        Raises:
+            ConfigurationError: it cannot be opened.
+        """
+        with _lock:
+            entry = _open_stores.get(id(llm_args))
+            first = entry is None
+            if entry is None:
+                entry = _open_stores[id(llm_args)] = _Entry(llm_args)
+            entry.users += 1
+        if first:
+            try:
+                entry.store.set_result(cls(llm_args))
+            except BaseException as error:
+                with _lock:
+                    _open_stores.pop(id(llm_args), None)
+                entry.store.set_exception(error)
+                raise
+        return entry.store.result()
+
+    def release(self) -> None:
+        """One user less; the last one closes the store and blocks until it is closed."""
+        with _lock:
+            entry = _open_stores[id(self.llm_args)]
+            entry.users -= 1
+            last = entry.users == 0
+            if last:
+                del _open_stores[id(self.llm_args)]
+        if last:
+            self.close()
+
+
+class _Entry:
+    __slots__ = ("llm_args", "store", "users")
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        self.llm_args = llm_args  # keeps its id from being given to another
+        self.store: Future[OffloadStore] = Future()
+        self.users = 0
+
+
+_open_stores: dict[int, _Entry] = {}
+_lock = threading.Lock()

@@ -1,0 +1,307 @@
+"""The built-in worker: moves blocks between the pool and a store."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvconnect.connector.data import Direction, KvCachePool, LlmArgs, TransferFailure
+from kvconnect.connector.offload.background_loads import BackgroundLoads
+from kvconnect.connector.offload.messages import LoadBlocks, OffloadMeta, SaveOrder
+from kvconnect.connector.offload.pool_copier import PoolCopier, PoolCopiers
+from kvconnect.connector.offload.save_queue import SaveQueue
+from kvconnect.connector.offload.staging import StagingPool
+from kvconnect.connector.offload.step_load import StepLoad
+from kvconnect.connector.offload.store import OffloadStore
+from kvconnect.connector.worker import KvCacheConnectorWorker
+from kvconnect.errors import UsageError
+from kvconnect.trace import count, metrics, warn_once
+
+__all__ = ["OffloadWorker"]
+
+# The worker gives up before the runtime does: it knows that its writes are over, the runtime could
+# only put the blocks in quarantine.
+_OWN_SHARE = 0.9
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """What is left to stage of an ended request, and until when it is tried."""
+
+    orders: Sequence[SaveOrder]
+    deadline: float
+    staged: int = 0  # blocks of orders[0]
+
+
+def _silent() -> None:
+    """Nobody wants to be woken yet, and there are no gauges to hide."""
+
+
+class OffloadWorker(KvCacheConnectorWorker):
+    """Drives any `Backend`, together with `OffloadScheduler`, through the public connector API.
+
+    Everything between the pool and the store goes through staging slots, ``staging_bytes`` of them.
+    They isolate the pool: a store that answers after its deadline writes into a slot, which stays
+    the store's until that call has really ended, never into a block. So every failure reported here
+    has ``writes_ended``, and no block goes into quarantine because a store is late.
+
+    What there is no room for is dropped and counted, or with ``on_backlog="wait"`` waited for, up
+    to ``save_timeout_s``. Blocks of a request that ended are kept and staged as room comes.
+    """
+
+    wakes = True
+    copier_class: ClassVar[type[PoolCopier]] = PoolCopier
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        super().__init__(llm_args)
+        self._config = llm_args.kv_connector_config
+        self._wakeup: Callable[[], None] = _silent
+        self._ended: deque[tuple[int, TransferFailure | None]] = deque()
+        self._failed: list[TransferFailure] = []
+        self._leaving: dict[int, _Leaving] = {}
+        self._step_load: StepLoad | None = None
+        self._saves: SaveQueue | None = None
+        self._hide_gauges: Callable[[], None] = _silent
+        self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
+
+    def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
+        """The only pool; see `register_kv_cache_layout`."""
+        self.register_kv_cache_layout([KvCachePool(self._llm_args.layouts[0], kv_cache_tensor)])
+
+    def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
+        """Take the pools, and reserve the staging memory: slots for the largest block of any.
+
+        Raises:
+            ConfigurationError: ``staging_bytes`` is below one block.
+        """
+        store = self._store
+        self._on_cuda = pools[0].tensor.is_cuda
+        largest = max(pool.layout.block_nbytes for pool in pools)
+        staging = StagingPool(self._config.staging_bytes, largest, pin=self._on_cuda)
+        store.backend.register(staging.region)
+        shard = self._llm_args.shard
+        self._staging = staging
+        self._copiers = PoolCopiers(
+            [self.copier_class(one.tensor, one.layout, staging) for one in pools]
+        )
+        self._loads = BackgroundLoads(
+            store,
+            staging,
+            self._copiers,
+            self._load_ended,
+            shard=shard,
+            timeout_s=_OWN_SHARE * self._config.load_timeout_s,
+        )
+        self._saves = SaveQueue(store, staging, self._copiers, shard=shard)
+        staging.on_free(self._slots_freed)
+        store.save_now = self._save_now
+        store.room = lambda: staging.available(Direction.SAVE)
+        self._hide_gauges = metrics.add_gauges(staging.sizes)
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """`wakeup` is called from the store's thread."""
+        self._wakeup = wakeup
+
+    # ------------------------------------------------------------------ loads
+
+    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
+        """Start the step's loads; does not block."""
+        meta = self._metadata
+        if not isinstance(meta, OffloadMeta) or not meta.loads:
+            return
+        self._copiers.order_copies_in(stream)
+        in_step: list[LoadBlocks] = []
+        for order in meta.loads:
+            if order.is_async:
+                self._loads.start(order)
+            else:
+                in_step.append(order)
+        if in_step:
+            self._step_load = StepLoad(
+                in_step,
+                self._store,
+                self._staging,
+                self._copiers,
+                shard=self._llm_args.shard,
+                timeout_s=self._config.load_timeout_s,
+                layerwise=self._config.layerwise,
+            )
+            self._step_load.start()
+
+    def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
+        """Wait for this layer of the step's own loads, no further."""
+        if self._step_load is not None:
+            self._step_load.wait_layer(layer_idx, stream)
+
+    def cancel(self, request_id: int) -> None:
+        """Copy nothing more of this load into the pool."""
+        self._loads.cancel(request_id)
+
+    def _load_ended(self, request_id: int, failure: TransferFailure | None) -> None:
+        """On the store's thread."""
+        self._ended.append((request_id, failure))
+        self._wakeup()
+
+    # ------------------------------------------------------------------ saves
+
+    def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
+        """Nothing: whole blocks are copied at the end of the forward pass."""
+
+    def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
+        """Stage what the step filled, behind its work; wait for its loads to be over."""
+        wrong: set[int] = set()
+        if self._step_load is not None:
+            failures = self._step_load.finish()
+            self._failed += failures
+            wrong = {failure.request_id for failure in failures}
+            self._step_load = None
+        meta = self._metadata
+        if isinstance(meta, OffloadMeta) and meta.saves:
+            patience = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
+            deadline = time.monotonic() + patience  # of all of them together
+            for order in meta.saves:
+                # What was computed behind a load that failed is not what its keys say.
+                if order.request_id not in wrong:
+                    self._stage(order, stream, max(0.0, deadline - time.monotonic()))
+
+    def _stage(self, order: SaveOrder, stream: torch.cuda.Stream | None, patience_s: float) -> None:
+        staged = self._queue.stage(order, stream=stream, patience_s=patience_s)
+        missing = len(order.blocks) - staged
+        if missing:
+            self._note_missing(order.request_id, order.blocks[staged].number)
+            self._count_dropped(missing)
+
+    def _save_now(self, orders: Sequence[SaveOrder]) -> None:
+        """For blocks that are about to be handed on, outside of a step."""
+        stream = self._current_stream()
+        for order in orders:
+            missing = len(order.blocks) - self._queue.stage(order, stream=stream)
+            if missing:
+                self._count_dropped(missing)
+
+    def _note_missing(self, request_id: int, block: int) -> None:
+        dropped = self._store.dropped
+        dropped[request_id] = min(block, dropped.get(request_id, block))
+
+    def _count_dropped(self, num_blocks: int) -> None:
+        count("connector.save.dropped", blocks=num_blocks)
+        warn_once(
+            "connector.save.dropped",
+            f"{num_blocks} blocks were not saved: the store is slower than the model and "
+            "staging_bytes are used up",
+        )
+
+    def _slots_freed(self) -> None:
+        """On any thread."""
+        if self._leaving:
+            self._wakeup()
+
+    # ------------------------------------------------------------------ what ended
+
+    def get_finished(
+        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """What ended since the last call; stages what ended requests have left. Does not block."""
+        for request_id, block in self._queue.take_lost():
+            self._note_missing(request_id, block)
+        now = time.monotonic()
+        for request_id in finished_gen_req_ids:
+            orders = self._store.finishing.pop(request_id, ())
+            deadline = now + _OWN_SHARE * self._config.save_timeout_s
+            self._leaving[request_id] = _Leaving(list(orders), deadline)
+        saved = self._stage_leaving(now) if self._leaving else []
+        loaded = []
+        while self._ended:
+            request_id, failure = self._ended.popleft()
+            if failure is None:
+                loaded.append(request_id)
+            else:
+                self._failed.append(failure)
+        return saved, loaded
+
+    def get_failed(self) -> list[TransferFailure]:
+        """Transfers that will not finish; nothing of them touches the pool any more."""
+        if not self._failed:
+            return []
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _stage_leaving(self, now: float) -> list[int]:
+        """Requests all of whose blocks have left the pool."""
+        stream = self._current_stream()
+        saved: list[int] = []
+        for request_id, leaving in list(self._leaving.items()):
+            if self._all_staged(leaving, stream):
+                saved.append(request_id)
+            elif now >= leaving.deadline:
+                missing = sum(len(order.blocks) for order in leaving.orders) - leaving.staged
+                self._count_dropped(missing)
+                reason = f"no room in the staging memory for {missing} blocks"
+                self._failed.append(TransferFailure(request_id, Direction.SAVE, reason=reason))
+            else:
+                continue
+            del self._leaving[request_id]
+        self._store.backlogged = bool(self._leaving)
+        return saved
+
+    def _all_staged(self, leaving: _Leaving, stream: torch.cuda.Stream | None) -> bool:
+        while leaving.orders:
+            order = leaving.orders[0]
+            leaving.staged += self._queue.stage(order, leaving.staged, stream=stream)
+            if leaving.staged < len(order.blocks):
+                return False
+            leaving.orders = leaving.orders[1:]
+            leaving.staged = 0
+        return True
+
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        """The engine's, outside of a step."""
+        return torch.cuda.current_stream() if self._on_cuda else None
+
+    # ------------------------------------------------------------------ the end
+
+    def shutdown(self) -> None:
+        """Write what is staged and what ended requests have left, up to ``save_timeout_s``.
+
+        Blocks. Idempotent.
+        """
+        store, self._open_store = self._open_store, None
+        if store is None:
+            return
+        if self._saves is not None:
+            self._drain(self._saves, store)
+        store.save_now = lambda _: None
+        self._hide_gauges()
+        store.release()
+
+    def _drain(self, queue: SaveQueue, store: OffloadStore) -> None:
+        deadline = time.monotonic() + self._config.save_timeout_s
+        for request_id, orders in store.finishing.items():
+            self._leaving[request_id] = _Leaving(list(orders), deadline)
+        store.finishing.clear()
+        for leaving in self._leaving.values():
+            for order in leaving.orders:
+                left = max(0.0, deadline - time.monotonic())
+                queue.stage(order, leaving.staged, patience_s=left)
+                leaving.staged = 0
+        self._leaving.clear()
+        if not queue.flush(max(0.0, deadline - time.monotonic())):
+            warn_once("connector.drain", f"{store.backend.name}: not everything staged was saved")
+
+    @property
+    def _store(self) -> OffloadStore:
+        if self._open_store is None:
+            raise UsageError("OffloadWorker: was shut down")
+        return self._open_store
+
+    @property
+    def _queue(self) -> SaveQueue:
+        if self._saves is None:
+            raise UsageError("OffloadWorker: register_kv_caches was not called")
+        return self._saves

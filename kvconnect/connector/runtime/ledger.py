@@ -1,0 +1,336 @@
+"""The transfers in flight over all ranks, and what becomes of their requests when they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
+from kvconnect.config import KvCacheConnectorConfig
+from kvconnect.connector.communicator import LoadOrder, Report
+from kvconnect.connector.data import Direction, TransferFailure
+from kvconnect.connector.runtime.answers import checked_failures, checked_finished
+from kvconnect.connector.runtime.quarantine import Quarantine
+from kvconnect.connector.runtime.reporting import RequestRecord
+from kvconnect.connector.runtime.transfers import Transfer, Transfers, TransferState
+from kvconnect.connector.worker import KvCacheConnectorWorker
+from kvconnect.errors import ConnectorContractError, OutOfBlocks
+from kvconnect.trace import warn_once
+
+__all__ = ["BlockFate", "StepOutcome", "TransferLedger"]
+
+# Blocks in quarantine are hoped for at least so long, however short the deadlines are: a request
+# that waits for them is late, one that gives up has failed.
+_HOPE_S = 10.0
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What ended in a step, on all ranks.
+
+    Attributes:
+        loaded: request id to its number of leading valid tokens: loads that succeeded in the
+            background.
+        failed: the same for loads that did not, synchronous ones too: nothing past that position
+            may be sampled, committed, published or streamed.
+        requeue: those of `failed` that cannot go on with the blocks they have: these may still be
+            written to and there are no fresh ones, or there are windows. Free their resources and
+            put them back into the queue.
+        saved: ended requests whose kept blocks are to be freed now.
+    """
+
+    loaded: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, int] = field(default_factory=dict)
+    requeue: set[int] = field(default_factory=set)
+    saved: list[int] = field(default_factory=list)
+
+
+class BlockFate(Enum):
+    """What became of a request's blocks past the valid position when its load failed."""
+
+    KEPT = "kept"
+    EXCHANGED = "exchanged"  # for fresh ones; the old ones are in the quarantine
+    LOST = "lost"  # the request goes back to the queue: no fresh ones, or there are windows
+
+
+LoadFailed = Callable[[RequestRecord, int, BlockFate], None]
+"""Told of a request and its valid tokens."""
+
+
+class TransferLedger:
+    """Success is the intersection over ranks, failure the union; every transfer ends once.
+
+    Blocks that a transfer may still touch when it ends go to the quarantine: past the valid
+    position the request gets fresh ones, or it goes back to the queue. It always does where a load
+    is not `divisible` (with windows or several pools): windows hold only what the load's end needs.
+    """
+
+    def __init__(
+        self,
+        kv: BaseKVCacheManager,
+        worker: KvCacheConnectorWorker,
+        records: dict[int, RequestRecord],
+        config: KvCacheConnectorConfig,
+        *,
+        rank: int,
+        num_ranks: int,
+        tokens_per_block: int,
+        divisible: bool = True,
+    ) -> None:
+        self.loads = Transfers(Direction.LOAD)
+        self.saves = Transfers(Direction.SAVE)
+        max_blocks = int(kv.get_max_resource_count() * config.max_quarantined_fraction)
+        self.quarantine = Quarantine(kv, max_blocks)
+        self._kv = kv
+        self._worker = worker
+        self._records = records
+        self._config = config
+        self._rank = rank
+        self._ranks = frozenset(range(num_ranks))
+        self._tokens_per_block = tokens_per_block
+        self._divisible = divisible
+
+    def start_load(self, order: LoadOrder) -> None:
+        """The load of `order` starts now."""
+        deadline = time.monotonic() + self._config.load_timeout_s if order.is_async else None
+        self.loads.start(order.request_id, deadline, order.start, order.end)
+
+    def start_save(self, request_id: int) -> None:
+        """The save of an ended request starts now."""
+        self.saves.start(request_id, time.monotonic() + self._config.save_timeout_s)
+
+    def cancel_load(self, record: RequestRecord) -> bool:
+        """The blocks of `record` are about to be let go: hold those that its load still writes."""
+        request = record.request
+        load = self.loads.get(request.request_id)
+        if load is None:
+            return False
+        self.loads.finish(load, TransferState.CANCELLED)
+        self._worker.cancel(request.request_id)
+        self._hold(load, self._kv.pin(request), self._num_blocks(load, load.start))
+        return True
+
+    def collect(self, step: int, saving: tuple[int, ...], loading: tuple[int, ...]) -> Report:
+        """Ask this rank's worker what ended, once a step; `saving` and `loading` began in it."""
+        worker = self._worker
+        saved, loaded = checked_finished(worker, worker.get_finished(list(saving), list(loading)))
+        failures = checked_failures(worker, worker.get_failed())
+        if not (saved or loaded or failures or self.loads or self.saves):
+            return Report(step)
+        now = time.monotonic()
+        error = (
+            self._unexpected(self.saves, saved)
+            or self._unexpected(self.loads, loaded)
+            or self._unexpected_failure(failures)
+        )
+        return Report(
+            step,
+            tuple(saved),
+            tuple(loaded),
+            tuple(failures),
+            self._expired(self.loads, loaded, now),
+            self._expired(self.saves, saved, now),
+            error,
+        )
+
+    def settle(self, reports: list[Report], load_failed: LoadFailed) -> StepOutcome:
+        """What `reports`, by rank, add up to. The same on every rank.
+
+        Raises:
+            ConnectorContractError: a rank's worker broke its contract; names the class.
+        """
+        outcome = StepOutcome()
+        for report in reports:
+            if report.error is not None:
+                raise ConnectorContractError(report.error)
+        if not (self.loads or self.saves or self.quarantine):
+            return outcome
+        for rank, report in enumerate(reports):
+            self._enter(rank, report)
+        for load in self.loads:
+            self._settle_load(load, outcome, load_failed)
+        for save in self.saves:
+            self._settle_save(save, outcome)
+        return outcome
+
+    def next_deadline(self) -> float | None:
+        """When something happens at the latest, on the monotonic clock; ``None``: perhaps never.
+
+        Blocks in quarantine are hoped for as long as their transfer may take, and for some seconds
+        if that is less; whoever still waits for them then waits in vain.
+        """
+        hope = self.quarantine.hoped_until()
+        if hope is not None and hope < time.monotonic():
+            hope = None
+        deadlines = (self.loads.next_deadline(), self.saves.next_deadline(), hope)
+        return min((one for one in deadlines if one is not None), default=None)
+
+    # ------------------------------------------------------------------ what one rank reports
+
+    def _unexpected(self, transfers: Transfers, returned: list[int]) -> str | None:
+        direction = transfers.direction
+        for request_id in returned:
+            transfer = transfers.get(request_id)
+            if transfer is None or not transfer.is_async:
+                if self.quarantine.expects(direction, request_id):
+                    continue
+                problem = "which was never passed in, or was returned before"
+            elif self._rank in transfer.quiet_ranks or returned.count(request_id) > 1:
+                problem = "twice"
+            else:
+                continue
+            return (
+                f"{type(self._worker).__name__}.get_finished returned request {request_id} as "
+                f"{'saved' if direction is Direction.SAVE else 'loaded'}, {problem}"
+            )
+        return None
+
+    def _unexpected_failure(self, failures: list[TransferFailure]) -> str | None:
+        for failure in failures:
+            transfers = self._transfers(failure.direction)
+            if transfers.get(failure.request_id) is None and not self.quarantine.expects(
+                failure.direction, failure.request_id
+            ):
+                return (
+                    f"{type(self._worker).__name__}.get_failed reported a "
+                    f"{failure.direction.value} of request {failure.request_id}, which has none"
+                )
+        return None
+
+    def _expired(self, transfers: Transfers, returned: list[int], now: float) -> tuple[int, ...]:
+        return tuple(
+            request_id
+            for request_id in transfers.expired(now)
+            if request_id not in returned
+            and (one := transfers.get(request_id)) is not None
+            and self._rank not in one.quiet_ranks
+        )
+
+    # ------------------------------------------------------------------ what all ranks reported
+
+    def _transfers(self, direction: Direction) -> Transfers:
+        return self.loads if direction is Direction.LOAD else self.saves
+
+    def _enter(self, rank: int, report: Report) -> None:
+        for request_id in report.loaded:
+            self._quiet(rank, Direction.LOAD, request_id)
+        for request_id in report.saved:
+            self._quiet(rank, Direction.SAVE, request_id)
+        self._enter_failures(rank, report.failures)
+        for request_id in report.expired_loads:
+            self.loads.expire(request_id)
+        for request_id in report.expired_saves:
+            self.saves.expire(request_id)
+
+    def _enter_failures(self, rank: int, failures: tuple[TransferFailure, ...]) -> None:
+        failed_loads = set()
+        for failure in failures:
+            if failure.direction is Direction.LOAD:
+                failed_loads.add(failure.request_id)
+            transfer = self._transfers(failure.direction).get(failure.request_id)
+            if transfer is not None:
+                transfer.fail(failure.num_valid_tokens, failure.reason)
+            if failure.writes_ended:
+                self._quiet(rank, failure.direction, failure.request_id)
+        for load in self.loads:
+            # A synchronous load ended with the forward pass, unless its worker says otherwise.
+            if not load.is_async and load.request_id not in failed_loads:
+                load.quiet_ranks.add(rank)
+
+    def _quiet(self, rank: int, direction: Direction, request_id: int) -> None:
+        transfer = self._transfers(direction).get(request_id)
+        if transfer is not None:
+            transfer.quiet_ranks.add(rank)
+        elif self.quarantine.holds(direction, request_id):
+            self.quarantine.returned(direction, request_id, rank)
+        else:
+            warn_once(
+                "connector.late",
+                f"{type(self._worker).__name__} returned request {request_id} after its "
+                f"{direction.value} had ended; ignored",
+            )
+
+    def _settle_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
+        if load.failed or load.timed_out:
+            self._fail_load(load, outcome, load_failed)
+        elif load.quiet_ranks >= self._ranks:
+            self.loads.finish(load, TransferState.COMPLETED)
+            if load.is_async:
+                outcome.loaded[load.request_id] = load.end
+
+    def _fail_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
+        request_id = load.request_id
+        num_valid = load.num_valid if load.failed and self._divisible else load.start
+        # The request's own failure tells more than the clock.
+        state = TransferState.FAILED if load.failed else TransferState.TIMED_OUT
+        self.loads.finish(load, state)
+        warn_once(
+            f"connector.load.{state.value}",
+            f"request {request_id}: load {state.value} ({load.reason or 'deadline'}); "
+            f"{load.end - num_valid} tokens are computed instead",
+        )
+        fate = BlockFate.KEPT if self._divisible else BlockFate.LOST
+        record = self._records.get(request_id)
+        if load.quiet_ranks >= self._ranks:
+            self.quarantine.note_ended(Direction.LOAD, request_id)
+        elif record is not None:
+            num_valid -= num_valid % self._tokens_per_block
+            fate = self._exchange_blocks(load, record, num_valid)
+        outcome.failed[request_id] = num_valid
+        if record is not None:
+            if fate is BlockFate.LOST:
+                outcome.requeue.add(request_id)
+            load_failed(record, num_valid, fate)
+
+    def _exchange_blocks(self, load: Transfer, record: RequestRecord, num_valid: int) -> BlockFate:
+        request = record.request
+        if self._rank not in load.quiet_ranks:
+            self._worker.cancel(request.request_id)
+        handle: PinnedBlocks | None = None
+        if self._divisible:
+            with suppress(OutOfBlocks):
+                handle = self._kv.detach(request, num_valid // self._tokens_per_block)
+        fate = BlockFate.LOST if handle is None else BlockFate.EXCHANGED
+        if handle is None:
+            handle = self._kv.pin(request)
+        self._hold(load, handle, self._num_blocks(load, num_valid))
+        return fate
+
+    def _settle_save(self, save: Transfer, outcome: StepOutcome) -> None:
+        done = save.quiet_ranks >= self._ranks
+        if not (save.failed or save.timed_out or done):
+            return
+        if save.failed:
+            self.saves.finish(save, TransferState.FAILED)
+        else:
+            self.saves.finish(save, TransferState.COMPLETED if done else TransferState.TIMED_OUT)
+        if save.state is not TransferState.COMPLETED:
+            warn_once(
+                f"connector.save.{save.state.value}",
+                f"request {save.request_id}: save {save.state.value} ({save.reason or 'deadline'})",
+            )
+        record = self._records.get(save.request_id)
+        if done:
+            if save.failed:
+                self.quarantine.note_ended(Direction.SAVE, save.request_id)
+        elif record is not None:
+            # Handed on while they are still read, the blocks' new content would be stored under
+            # the old content's keys.
+            ids = self._kv.get_batch_cache_indices([record.request])[save.request_id]
+            self._hold(save, self._kv.pin(record.request), len(ids))
+        outcome.saved.append(save.request_id)
+
+    def _hold(self, transfer: Transfer, handle: PinnedBlocks, num_blocks: int) -> None:
+        loud = set(self._ranks - transfer.quiet_ranks)
+        is_load = transfer.direction is Direction.LOAD
+        timeout_s = self._config.load_timeout_s if is_load else self._config.save_timeout_s
+        patience_s = max(timeout_s, _HOPE_S)
+        self.quarantine.hold(
+            transfer.direction, transfer.request_id, handle, num_blocks, loud, patience_s
+        )
+
+    def _num_blocks(self, load: Transfer, first_token: int) -> int:
+        return -(-load.end // self._tokens_per_block) - first_token // self._tokens_per_block

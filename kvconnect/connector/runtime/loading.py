@@ -1,0 +1,140 @@
+"""From the names in a configuration to a scheduler and a worker."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from importlib import import_module
+from types import ModuleType
+from typing import Any, TypeVar
+
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.scheduler import KvCacheConnectorScheduler
+from kvconnect.connector.worker import KvCacheConnectorWorker
+from kvconnect.errors import ConfigurationError, ConnectorContractError, RetryLater, nearest
+
+__all__ = ["build_pair", "connector_classes"]
+
+T = TypeVar("T")
+SchedulerClass = type[KvCacheConnectorScheduler]
+WorkerClass = type[KvCacheConnectorWorker]
+
+
+def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
+    """The two classes that `llm_args` asks for: by name, or the built-in pair for a store.
+
+    Raises:
+        ConfigurationError: a name does not exist; the message says what was searched.
+        ConnectorContractError: a class is not a subclass, or lacks a method.
+    """
+    config = llm_args.kv_connector_config
+    if config.connector_module is None:
+        if config.url is None and config.backend is None and llm_args.backend is None:
+            raise ConfigurationError(
+                "KvCacheConnectorConfig: give url, backend, or connector_module with both classes"
+            )
+        from kvconnect.connector.offload.scheduler import OffloadScheduler
+        from kvconnect.connector.offload.worker import OffloadWorker
+
+        return OffloadScheduler, OffloadWorker
+    module = _module(config.connector_module)
+    scheduler, worker = config.connector_scheduler_class, config.connector_worker_class
+    # The bases stand for their subclasses here; mypy sees that they cannot be made themselves.
+    return (
+        _class(module, "connector_scheduler_class", scheduler, KvCacheConnectorScheduler),  # type: ignore[type-abstract]
+        _class(module, "connector_worker_class", worker, KvCacheConnectorWorker),  # type: ignore[type-abstract]
+    )
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise ConfigurationError(
+                f"connector_module='{name}' cannot be imported: it needs '{error.name}'"
+            ) from error
+        searched = ", ".join(entry or "." for entry in sys.path)
+        raise ConfigurationError(
+            f"connector_module='{name}': no such module; searched {searched}"
+        ) from error
+    except ImportError as error:
+        raise ConfigurationError(
+            f"connector_module='{name}' cannot be imported: {error}"
+        ) from error
+
+
+def _class(module: ModuleType, field: str, name: str | None, base: type[T]) -> type[T]:
+    found = getattr(module, name or "", None)
+    if found is None:
+        there = [
+            each
+            for each, value in vars(module).items()
+            if inspect.isclass(value) and issubclass(value, base) and value is not base
+        ]
+        hint = nearest(name or "", there) if there else f"it has no {base.__name__} at all"
+        where = getattr(module, "__file__", None) or "without a file"
+        raise ConfigurationError(
+            f"{field}='{name}': searched module '{module.__name__}' ({where}); {hint}"
+        )
+    if not inspect.isclass(found) or not issubclass(found, base):
+        raise ConnectorContractError(f"{field}='{name}': is not a subclass of {base.__name__}")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ConnectorContractError(f"{field}='{name}': does not define {', '.join(missing)}")
+    return found
+
+
+def build_pair(
+    llm_args: LlmArgs, scheduler: SchedulerClass | None, worker: WorkerClass
+) -> tuple[KvCacheConnectorScheduler | None, KvCacheConnectorWorker]:
+    """Both objects, built concurrently: either constructor may wait for the other.
+
+    Blocks until both are built, or one failed; then the other is shut down as soon as it is built.
+
+    Raises:
+        ConfigurationError: a constructor failed; the message names its class.
+    """
+    first = None if scheduler is None else _started(scheduler, llm_args)
+    second = _started(worker, llm_args)
+    building: list[Future[Any]] = [second] if first is None else [first, second]
+    done, _ = wait(building, return_when=FIRST_EXCEPTION)
+    failures = [error for one in done if (error := one.exception()) is not None]
+    if not failures:
+        return (None if first is None else first.result()), second.result()
+    for one in building:
+        one.add_done_callback(_shut_down)
+    # What the configuration got wrong tells more than what broke because of it.
+    failures.sort(key=lambda error: not isinstance(error, ConfigurationError))
+    raise failures[0]
+
+
+def _started(cls: Callable[[LlmArgs], T], llm_args: LlmArgs) -> Future[T]:
+    built: Future[T] = Future()
+
+    def build() -> None:
+        try:
+            built.set_result(cls(llm_args))
+        except BaseException as error:  # noqa: BLE001 (carried to the thread that waits)
+            built.set_exception(_explained(cls, error))
+
+    # A daemon: a constructor that never returns must not keep the process from ending.
+    threading.Thread(target=build, name="kvconnect-build", daemon=True).start()
+    return built
+
+
+def _explained(cls: Callable[[LlmArgs], object], error: BaseException) -> BaseException:
+    if isinstance(error, ConfigurationError) or not isinstance(error, Exception):
+        return error
+    name = getattr(cls, "__name__", repr(cls))
+    kind = "" if isinstance(error, RetryLater) else f"{type(error).__name__}: "
+    explained = ConfigurationError(f"{name} could not be built: {kind}{error}")
+    explained.__cause__ = error
+    return explained
+
+
+def _shut_down(built: Future[Any]) -> None:
+    if built.exception() is None:
+        built.result().shutdown()

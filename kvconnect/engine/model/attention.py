@@ -1,0 +1,253 @@
+"""Attention over a paged KV cache: chunks of a prompt, and batches of single tokens.
+
+Both gather the pages they need and call torch's fused attention. Grouped queries are handled by
+views: the heads that share a KV head become a dimension of their own, nothing is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvconnect.engine.model.pages import LayerPages
+from kvconnect.errors import UsageError
+
+__all__ = ["BlockTable", "Chunk", "DecodeGroup", "attend_chunk", "attend_group", "held_blocks"]
+
+BlockTable: TypeAlias = npt.NDArray[np.int64]
+"""Block ids of one request in one pool group, in order of its tokens; -1: not held."""
+
+_MAX_MASK = 1 << 24
+"""Elements of a mask; longer chunks are computed in tiles."""
+
+
+def held_blocks(table: BlockTable, first: int, stop: int) -> BlockTable:
+    """The blocks ``first..stop`` of `table`, all of which must be held.
+
+    Raises:
+        UsageError: one is not: the cache manager gave up, or never gave, what this step needs.
+    """
+    blocks = table[first:stop]
+    if len(blocks) < stop - first or (len(blocks) and blocks.min() < 0):
+        raise UsageError(
+            f"blocks {first} to {stop - 1} of a request are read or written in this step, and its "
+            f"table of {len(table)} says {blocks.tolist()}: the cache manager does not hold them"
+        )
+    return blocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Span:
+    """The keys that some queries see: which pages, which tokens of these, under which mask.
+
+    Attributes:
+        pages: ``[sequences * pages]`` int64.
+        first, last: the tokens of the gathered pages that are used.
+        mask: added to the scores; ``None``: everything is seen.
+    """
+
+    pages: Tensor
+    first: int
+    last: int
+    mask: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Several consecutive tokens of one request.
+
+    Attributes:
+        rows: where they are in the packed row.
+        start: the first one's place in its sequence.
+        table: block ids of the sequence.
+        tokens_per_block: of the pool.
+        device: of the pool.
+        keep_masks: make a mask once for all layers; costs memory.
+    """
+
+    rows: slice
+    start: int
+    table: BlockTable
+    tokens_per_block: int
+    device: torch.device
+    keep_masks: bool = True
+    _spans: dict[int | None, _Span] = field(default_factory=dict)
+
+    @staticmethod
+    def tiles(
+        first_row: int,
+        start: int,
+        count: int,
+        table: BlockTable,
+        tokens_per_block: int,
+        device: torch.device,
+    ) -> Iterator[Chunk]:
+        """Chunks of `count` tokens from `start` on, small enough for masks of bounded size."""
+        rows = max(1, _MAX_MASK // (start + count))
+        for offset in range(0, count, rows):
+            last = min(offset + rows, count)
+            yield Chunk(
+                rows=slice(first_row + offset, first_row + last),
+                start=start + offset,
+                table=table,
+                tokens_per_block=tokens_per_block,
+                device=device,
+                keep_masks=count <= rows,
+            )
+
+    @property
+    def end(self) -> int:
+        """The place behind the last one."""
+        length: int = self.rows.stop - self.rows.start
+        return self.start + length
+
+    def span(self, window: int | None, dtype: torch.dtype) -> _Span:
+        """The keys from the first one in the window on."""
+        if span := self._spans.get(window):
+            return span
+        size = self.tokens_per_block
+        seen = 0 if window is None else max(0, self.start - window + 1)
+        first_page = seen // size
+        pages = held_blocks(self.table, first_page, -(-self.end // size))
+        base = first_page * size
+        mask = _causal_mask(self.start, self.end, seen, window, dtype, self.device)
+        span = _Span(torch.from_numpy(pages).to(self.device), seen - base, self.end - base, mask)
+        if self.keep_masks:
+            self._spans[window] = span
+        return span
+
+
+@dataclass(slots=True, eq=False)
+class DecodeGroup:
+    """Single tokens of several requests, attended to in one call.
+
+    Attributes:
+        rows: where they are in the packed row, ``[requests]`` int64.
+        lengths: tokens of each sequence, this one included.
+        tables: block ids of each sequence.
+        tokens_per_block: of the pool.
+    """
+
+    rows: Tensor
+    lengths: Sequence[int]
+    tables: Sequence[BlockTable]
+    tokens_per_block: int
+    _spans: dict[int | None, _Span] = field(default_factory=dict)
+
+    def span(self, window: int | None, dtype: torch.dtype) -> _Span:
+        """The keys in each request's window, padded to one length; made once, for all layers."""
+        if window not in self._spans:
+            self._spans[window] = self._make_span(window, dtype)
+        return self._spans[window]
+
+    def _make_span(self, window: int | None, dtype: torch.dtype) -> _Span:
+        size = self.tokens_per_block
+        ends = np.array(self.lengths)
+        seen = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
+        first_pages = seen // size
+        counts = -(-ends // size) - first_pages
+        pages = np.empty((len(ends), counts.max()), np.int64)
+        for row, table, first, count in zip(
+            pages, self.tables, first_pages.tolist(), counts.tolist(), strict=True
+        ):
+            row[:count] = held_blocks(table, first, first + count)
+            row[count:] = table[first]  # padding: any page of its own, whose content is finite
+        first_seen, last_seen = seen - first_pages * size, ends - first_pages * size
+        device = self.rows.device
+        flat = torch.from_numpy(pages.reshape(-1)).to(device)
+        if np.ptp(first_seen) == 0 and np.ptp(last_seen) == 0:
+            return _Span(flat, int(first_seen[0]), int(last_seen[0]), None)
+        places = np.arange(pages.shape[1] * size)
+        hidden = (places < first_seen[:, None]) | (places >= last_seen[:, None])
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(
+            torch.from_numpy(hidden), -torch.inf
+        )
+        return _Span(flat, 0, len(places), mask[:, None, None].to(device))
+
+
+def attend_chunk(
+    chunk: Chunk,
+    pages: LayerPages,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    *,
+    scaling: float | None,
+    window: int | None,
+) -> None:
+    """Attend from the chunk's tokens to those up to each of them; fills their rows of `out`.
+
+    Args:
+        chunk: which tokens; their K/V is in the pool already.
+        pages: the layer's memory.
+        query: ``[1, heads, tokens, dim]`` of the packed row.
+        key: ``[1, kv_heads, tokens, dim]``.
+        value: ``[1, kv_heads, tokens, value_dim]``.
+        out: ``[tokens, heads, value_dim]``.
+        scaling: of the scores.
+        window: how many tokens each one sees, itself included; ``None``: all.
+    """
+    q = query[0, :, chunk.rows]
+    if chunk.start == 0 and (window is None or chunk.end <= window):
+        k, v, mask = key[0, :, chunk.rows], value[0, :, chunk.rows], None
+    else:
+        span = chunk.span(window, query.dtype)
+        k, v = (
+            gathered[span.first : span.last].transpose(0, 1)
+            for gathered in pages.gather(span.pages)
+        )
+        mask = span.mask
+    kv_heads, groups = k.shape[0], q.shape[0] // k.shape[0]
+    attended = scaled_dot_product_attention(
+        q.reshape(kv_heads, groups, *q.shape[1:]),
+        k[:, None].expand(-1, groups, -1, -1),
+        v[:, None].expand(-1, groups, -1, -1),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+    )
+    out[chunk.rows] = attended.flatten(0, 1).transpose(0, 1)
+
+
+def attend_group(
+    group: DecodeGroup,
+    pages: LayerPages,
+    query: Tensor,
+    out: Tensor,
+    *,
+    scaling: float | None,
+    window: int | None,
+) -> None:
+    """Attend from each request's token to all before it and itself; see `attend_chunk`."""
+    span = group.span(window, query.dtype)
+    count = len(group.lengths)
+    k, v = (
+        gathered.view(count, -1, *gathered.shape[1:])[:, span.first : span.last].transpose(1, 2)
+        for gathered in pages.gather(span.pages)
+    )
+    # The heads that share a KV head stand where queries of several positions would: they see the
+    # same keys.
+    kv_heads, key_dim = k.shape[1], k.shape[3]
+    q = query[0].index_select(1, group.rows).transpose(0, 1).reshape(count, kv_heads, -1, key_dim)
+    attended = scaled_dot_product_attention(q, k, v, attn_mask=span.mask, scale=scaling)
+    out.index_copy_(0, group.rows, attended.flatten(1, 2))
+
+
+def _causal_mask(
+    start: int, end: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    queries = torch.arange(start, end, device=device)[:, None]
+    keys = torch.arange(seen, end, device=device)[None]
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,172 @@
+"""What one forward pass works on: all requests' tokens packed in a row, and where their KV lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvconnect.engine.model.group_step import GroupStep, RequestSlice
+from kvconnect.engine.model.pages import LayerPages
+from kvconnect.errors import UsageError
+from kvconnect.request import LlmRequest
+
+__all__ = ["CachedLayer", "ForwardStep", "LayerHooks", "first_scheduled_token", "sampled_rows"]
+
+
+class LayerHooks(Protocol):
+    """Who is told where the forward pass stands; the connector manager is one."""
+
+    def wait_for_layer_load(self, layer_idx: int) -> None:
+        """After this, loaded KV of the layer may be read."""
+
+    def save_kv_layer(self, layer_idx: int) -> None:
+        """The layer's KV of this step is written."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedLayer:
+    """One attention layer of the model: its KV memory, its pool group, and how far it looks back.
+
+    Attributes:
+        pages: its memory.
+        group: whose block tables it goes by.
+        window: how many tokens each one sees, itself included; ``None``: all.
+    """
+
+    pages: LayerPages
+    group: int = 0
+    window: int | None = None
+
+
+def first_scheduled_token(request: LlmRequest) -> int:
+    """The first token of `request` to compute: behind what a load of this step brings."""
+    return max(request.num_computed_tokens, request.num_external_tokens)
+
+
+def sampled_rows(requests: Sequence[LlmRequest]) -> list[LlmRequest]:
+    """Whose each row of a step's logits is: a row for its last token and for each draft."""
+    return [one for one in requests for _ in range(1 + len(one.draft_tokens))]
+
+
+class ForwardStep:
+    """The ``kv=`` argument of one forward pass: writes K/V into the pools and attends over them.
+
+    Requests are packed along one dimension; `position_ids` carries each token's place in its own
+    sequence. Drafts stand behind their request's last token.
+
+    Args:
+        requests: what is computed, with ``num_scheduled_tokens`` and drafts set.
+        tables: block ids of each request, one mapping for each pool group.
+        layers: the model's.
+        hooks: told of every layer.
+        device: where it is computed.
+
+    Attributes:
+        input_ids, position_ids: ``[1, tokens]`` int64.
+        last_tokens: ``[rows]`` int64, the places in the row whose logits are wanted, in the order
+            of `sampled_rows`.
+
+    Raises:
+        UsageError: a token has no block to be written to.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[LlmRequest],
+        tables: Sequence[Mapping[int, Sequence[int]]],
+        layers: Sequence[CachedLayer],
+        hooks: LayerHooks,
+        *,
+        device: torch.device,
+    ) -> None:
+        self._layers = layers
+        self._hooks = hooks
+        self._device = device
+        self._layers_done = 0
+        slices = _slices(requests)
+        positions = np.concatenate([np.arange(part.start, part.end) for part in slices])
+        self.input_ids = self._tensor(np.concatenate([_tokens(part) for part in slices]))[None]
+        self.position_ids = self._tensor(positions)[None]
+        self.last_tokens = self._tensor(np.concatenate([_wanted(part) for part in slices]))
+        size = layers[0].pages.keys.shape[1]
+        self._groups = [GroupStep(slices, table, size, device) for table in tables]
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Write one layer's keys and values, and attend over all that is cached.
+
+        Args:
+            layer_idx: layers come in ascending order.
+            query: ``[1, heads, tokens, dim]``.
+            key: ``[1, kv_heads, tokens, dim]``.
+            value: ``[1, kv_heads, tokens, value_dim]``.
+            scaling: of the scores.
+            window: the model's own; the layer's is this one or a shorter one that was asked for.
+
+        Returns:
+            ``[1, tokens, heads, value_dim]``.
+
+        Raises:
+            UsageError: layers came out of order, or a page in the window is not held.
+        """
+        if layer_idx != self._layers_done:
+            raise UsageError(f"layer {layer_idx} ran when layer {self._layers_done} was due")
+        self._hooks.wait_for_layer_load(layer_idx)
+        layer = self._layers[layer_idx]
+        pages, group = layer.pages, self._groups[layer.group]
+        # Attention sees what a later request would read, also of tokens that are not read back.
+        key, value = pages.as_stored(key), pages.as_stored(value)
+        group.write(pages, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        out = group.attend(pages, query, key, value, scaling=scaling, window=layer.window)
+        self._hooks.save_kv_layer(layer_idx)
+        self._layers_done += 1
+        return out[None]
+
+    def check_complete(self) -> None:
+        """Every layer went through `attend` exactly once.
+
+        Raises:
+            UsageError: one did not, so the model's output is not that of its cache.
+        """
+        if self._layers_done != len(self._layers):
+            raise UsageError(
+                f"{self._layers_done} of {len(self._layers)} attention layers used the KV cache"
+            )
+
+    def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
+
+
+def _slices(requests: Sequence[LlmRequest]) -> list[RequestSlice]:
+    slices = []
+    row = 0
+    for request in requests:
+        start = first_scheduled_token(request)
+        slices.append(RequestSlice(request, start, start + request.num_scheduled_tokens, row))
+        row += request.num_scheduled_tokens
+    return slices
+
+
+def _tokens(part: RequestSlice) -> npt.NDArray[np.int32]:
+    known = part.request.tokens.view[part.start : part.end]
+    drafts = part.request.draft_tokens
+    return np.concatenate([known, drafts]) if len(drafts) else known
+
+
+def _wanted(part: RequestSlice) -> npt.NDArray[np.int64]:
+    stop = part.first_row + part.count
+    return np.arange(stop - 1 - len(part.request.draft_tokens), stop)

@@ -1,0 +1,157 @@
+"""What one forward pass writes and reads in one pool group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvconnect.engine.model.attention import (
+    BlockTable,
+    Chunk,
+    DecodeGroup,
+    attend_chunk,
+    attend_group,
+    held_blocks,
+)
+from kvconnect.engine.model.pages import LayerPages
+from kvconnect.request import LlmRequest, RequestState
+
+__all__ = ["GroupStep", "RequestSlice"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSlice:
+    """One request's part of the packed row: its tokens ``start..end``, from row `first_row` on."""
+
+    request: LlmRequest
+    start: int
+    end: int
+    first_row: int
+
+    @property
+    def count(self) -> int:
+        """Its tokens."""
+        return self.end - self.start
+
+
+class GroupStep:
+    """Where the tokens of a step lie in the pool of one group, for all of its layers.
+
+    Several tokens of one request are a chunk, single tokens are batched by length.
+
+    Args:
+        slices: the packed row.
+        tables: block ids of each request in this group; -1 in places that it does not hold.
+        tokens_per_block: of the pool.
+        device: of the pool.
+
+    Raises:
+        UsageError: a token of this step has no block.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[RequestSlice],
+        tables: Mapping[int, Sequence[int]],
+        tokens_per_block: int,
+        device: torch.device,
+    ) -> None:
+        self._size = tokens_per_block
+        self._device = device
+        held = [np.asarray(tables[part.request.request_id], np.int64) for part in slices]
+        self._slots = self._written_slots(slices, held)
+        self._blank = self._blank_slots(slices, held)
+        self._chunks = [
+            tile
+            for part, table in zip(slices, held, strict=True)
+            if part.count > 1
+            for tile in Chunk.tiles(
+                part.first_row, part.start, part.count, table, tokens_per_block, device
+            )
+        ]
+        self._groups = self._decode_groups(slices, held)
+
+    def write(self, pages: LayerPages, key: Tensor, value: Tensor) -> None:
+        """Put each token's key and value (``[tokens, kv_heads, dim]``) at its slot."""
+        pages.write(self._slots, key, value)
+        if self._blank is not None:
+            pages.blank(*self._blank)
+
+    def attend(
+        self,
+        pages: LayerPages,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Attend over what is cached; see `ForwardStep.attend`."""
+        _, heads, tokens, _ = query.shape
+        out = query.new_empty(tokens, heads, value.shape[-1])
+        for chunk in self._chunks:
+            attend_chunk(chunk, pages, query, key, value, out, scaling=scaling, window=window)
+        for group in self._groups:
+            attend_group(group, pages, query, out, scaling=scaling, window=window)
+        return out
+
+    def _written_slots(
+        self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]
+    ) -> Tensor:
+        size = self._size
+        places = [np.arange(part.start, part.end) for part in slices]
+        blocks = [
+            held_blocks(table, part.start // size, -(-part.end // size))[
+                place // size - part.start // size
+            ]
+            for part, table, place in zip(slices, tables, places, strict=True)
+        ]
+        return self._tensor(np.concatenate(blocks) * size + np.concatenate(places) % size)
+
+    def _blank_slots(
+        self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]
+    ) -> tuple[Tensor, Tensor] | None:
+        # A block's unused slots hold whatever was there before: another tenant's keys, or bytes
+        # that are no numbers and would spread through masked attention. They are zeroed when a
+        # request first writes into the block; afterwards it only adds tokens of its own.
+        size = self._size
+        blocks: list[int] = []
+        offsets: list[int] = []
+        for part, table in zip(slices, tables, strict=True):
+            last, used = divmod(part.end, size)
+            began = part.request.state is RequestState.CONTEXT or part.start <= last * size
+            if began and used:
+                tail = range(used, size)
+                blocks += [int(table[last])] * len(tail)
+                offsets += tail
+        if not blocks:
+            return None
+        return self._tensor(np.array(blocks)), self._tensor(np.array(offsets))
+
+    def _decode_groups(
+        self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]
+    ) -> list[DecodeGroup]:
+        # Batched with others of up to twice the pages: padding never doubles the work.
+        members: dict[int, list[int]] = {}
+        for index, part in enumerate(slices):
+            if part.count == 1:
+                pages = -(-part.end // self._size)
+                members.setdefault(pages.bit_length(), []).append(index)
+        return [
+            DecodeGroup(
+                rows=self._tensor(np.array([slices[index].first_row for index in group])),
+                lengths=[slices[index].end for index in group],
+                tables=[tables[index] for index in group],
+                tokens_per_block=self._size,
+            )
+            for group in members.values()
+        ]
+
+    def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)

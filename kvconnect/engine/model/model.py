@@ -1,0 +1,212 @@
+"""A Hugging Face causal LM, loaded unmodified and served through the paged KV cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from kvconnect.config import torch_dtype
+from kvconnect.engine.model.forward_step import ForwardStep
+from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, LayerShape
+from kvconnect.errors import ConfigurationError, UnsupportedModel
+
+__all__ = ["Model", "PositionLimit"]
+
+_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLimit:
+    """How long a sequence may get, and why."""
+
+    num_tokens: int
+    reason: str
+
+
+class Model:
+    """The model itself, and what the engine must know about it.
+
+    Args:
+        directory: of the model.
+        dtype: of weights and KV; ``auto``: what the checkpoint says.
+        device: ``auto``: CUDA where there is one.
+
+    Attributes:
+        layers: what each attention layer stores.
+        vocab_size: token ids are below it.
+        position_limit: the longest sequence; ``None``: none is known.
+        eos_token_ids: tokens that end a generation.
+
+    Raises:
+        ConfigurationError: the directory, dtype or device is wrong.
+        UnsupportedModel: it cannot be served; the message is the reason.
+    """
+
+    def __init__(self, directory: Path, *, dtype: str = "auto", device: str = "auto") -> None:
+        config = _load_config(directory)
+        _refuse(config)
+        self.device = _device(device)
+        self._model = _load(directory, config, dtype)
+        self._model.to(self.device).eval()
+        self.config = config
+        self.dtype: torch.dtype = self._model.dtype
+        self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
+        self.position_limit = _position_limit(config)
+        self.eos_token_ids = _eos_token_ids(self._model)
+        self.layers = self._probe()
+
+    def forward(self, step: ForwardStep) -> Tensor:
+        """Compute `step` and write its KV into the pools.
+
+        Returns:
+            Logits after each request's last token and its drafts, ``[rows, vocab]``.
+        """
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=step.input_ids,
+                position_ids=step.position_ids,
+                use_cache=False,
+                kv=step,
+                logits_to_keep=step.last_tokens,
+            )
+        step.check_complete()
+        logits: Tensor = output.logits
+        return logits[0]
+
+    def _probe(self) -> list[LayerShape]:
+        parameters = inspect.signature(self._model.forward).parameters
+        if "position_ids" not in parameters or "logits_to_keep" not in parameters:
+            raise UnsupportedModel(
+                f"{type(self._model).__name__} takes no position_ids or no logits_to_keep"
+            )
+        probe = AttentionProbe()
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        try:
+            with torch.inference_mode():
+                self._model(input_ids=zero, position_ids=zero, use_cache=False, kv=probe)
+        except TypeError as error:
+            if "'kv'" not in str(error):
+                raise
+            raise UnsupportedModel(
+                f"{type(self._model).__name__} does not hand kv= down to its attention"
+            ) from error
+        kinds = getattr(self.config, "layer_types", None) or []
+        expected = getattr(self.config, "num_hidden_layers", None)
+        if not probe.layers or (expected is not None and len(probe.layers) != expected):
+            raise UnsupportedModel(
+                f"{len(probe.layers)} of {expected} layers of {type(self._model).__name__} use "
+                "transformers' attention interface; all must"
+            )
+        for index, (layer, kind) in enumerate(zip(probe.layers, kinds, strict=False)):
+            if (kind == "sliding_attention") != (layer.window is not None):
+                raise UnsupportedModel(
+                    f"layer {index} is configured as {kind} but attends with window {layer.window}"
+                )
+        return probe.layers
+
+
+def _load_config(directory: Path) -> PreTrainedConfig:
+    if not directory.is_dir():
+        raise ConfigurationError(
+            f"model: '{directory}' is not a directory; give a Hugging Face model directory "
+            "(`kvconnect make-model DIR` writes a small random one)"
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"model: '{directory}' cannot be loaded: {error}") from error
+    return config
+
+
+def _refuse(config: PreTrainedConfig) -> None:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"model_type: '{config.model_type}' is no causal LM")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel("encoder-decoder models are not served")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{model_class.__name__} has no attention interface")
+    unknown = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS
+    if unknown:
+        raise UnsupportedModel(f"layers of type {', '.join(sorted(unknown))} are not served")
+    if getattr(config, "attention_chunk_size", None):
+        raise UnsupportedModel("chunked attention (attention_chunk_size) is not served")
+
+
+def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a PreTrainedModel
+    wanted = dtype if dtype == "auto" else torch_dtype(dtype)
+    # Grouped matrix products of experts do not exist in float64.
+    resolved = getattr(config, "dtype", None) if dtype == "auto" else wanted
+    experts = {"experts_implementation": "eager"} if resolved == torch.float64 else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=wanted,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            use_safetensors=True,
+            **experts,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"model: '{directory}' cannot be loaded: {error}") from error
+    return model
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device: '{name}' is unknown; use cpu, cuda, cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(f"device: '{name}' is not available; give cpu or auto")
+    return device
+
+
+def _rope_parameters(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    yield from nested or [parameters]
+
+
+def _position_limit(config: PreTrainedConfig) -> PositionLimit | None:
+    limits = []
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest:
+        limits.append(PositionLimit(longest, "the model's max_position_embeddings"))
+    for rope in _rope_parameters(config):
+        kind = rope.get("rope_type")
+        if kind in {"longrope", "dynamic"}:
+            # Their frequencies change with the longest sequence of a batch: cached keys turn wrong.
+            original = rope.get("original_max_position_embeddings") or longest
+            if original is None:
+                raise UnsupportedModel(f"{kind} RoPE without an original length is not served")
+            reason = f"the original length of the model's {kind} RoPE, beyond which keys change"
+            limits.append(PositionLimit(original, reason))
+    return min(limits, key=lambda limit: limit.num_tokens, default=None)
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    given = getattr(model.generation_config, "eos_token_id", None)
+    if given is None:
+        given = getattr(model.config, "eos_token_id", None)
+    if given is None:
+        return frozenset()
+    return frozenset(given) if isinstance(given, (list, tuple)) else frozenset({given})

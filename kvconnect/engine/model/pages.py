@@ -1,0 +1,128 @@
+"""One layer's keys and values in the pages of the pool: written by slot, read by page."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.update import reshape_and_cache
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["LayerPages"]
+
+
+class LayerPages:
+    """A layer's KV memory, as `BaseKVCacheManager.get_buffers` gives it.
+
+    Where the pool holds another dtype than the model computes in (fp8), values are rounded when
+    they are written, those beyond its range to its largest one, and converted when they are read.
+
+    Args:
+        buffers: a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``, or where the dimensions of
+            keys and values differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
+        layout: what they must look like.
+        num_blocks: the same; ``None``: as many as there are.
+        dtype: what the model computes in; ``None``: the layout's.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+
+    __slots__ = ("_dtype", "_key_memory", "_kv", "_stored", "_value_memory", "keys", "values")
+
+    def __init__(
+        self,
+        buffers: Tensor | tuple[Tensor, Tensor],
+        layout: KvCacheLayout,
+        num_blocks: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        keys, values = buffers if isinstance(buffers, tuple) else buffers.unbind(1)
+        for name, view, dim in (
+            ("keys", keys, layout.key_dim),
+            ("values", values, layout.value_dim),
+        ):
+            count = len(keys) if num_blocks is None else num_blocks
+            shape = (count, layout.tokens_per_block, layout.num_kv_heads, dim)
+            if tuple(view.shape) != shape or view.dtype != layout.dtype:
+                raise ConfigurationError(
+                    f"get_buffers: {name} are {view.dtype} {tuple(view.shape)}; "
+                    f"{layout.dtype} {shape} is needed"
+                )
+        self.keys = keys
+        self.values = values
+        self._stored = layout.dtype
+        self._dtype = dtype or layout.dtype
+        self._kv = PagedKv.from_layers([(keys, values)])
+        self._key_memory = _Memory(keys)
+        self._value_memory = _Memory(values)
+
+    def as_stored(self, states: Tensor) -> Tensor:
+        """Keys or values as they read back once they were written, in the model's dtype."""
+        if self._stored == self._dtype:
+            return states
+        return self._rounded(states).to(self._dtype)
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put token i's ``keys[i]`` and ``values[i]`` (``[tokens, heads, dim]``) at its slot.
+
+        A slot (int64) is block times tokens per block plus place in the block.
+        """
+        keys, values = self._rounded(keys), self._rounded(values)
+        reshape_and_cache(keys, values, self._kv, slots, layer=0)
+
+    def blank(self, blocks: Tensor, offsets: Tensor) -> None:
+        """Zero these slots."""
+        self._key_memory.view[blocks, offsets] = 0
+        self._value_memory.view[blocks, offsets] = 0
+
+    def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of `pages`, one after the other: ``[len(pages) * T, heads, dim]`` each."""
+        keys, values = self._key_memory.gather(pages), self._value_memory.gather(pages)
+        return keys.to(self._dtype), values.to(self._dtype)
+
+    def _rounded(self, states: Tensor) -> Tensor:
+        if self._stored == self._dtype:
+            return states
+        limit = torch.finfo(self._stored).max  # beyond it fp8 knows no infinity, only NaN
+        return states.clamp(-limit, limit).to(self._stored)
+
+
+class _Memory:
+    """The keys, or the values, of one layer.
+
+    Attributes:
+        view: ``[num_blocks, T, heads, dim]``; bytes where torch indexes no such dtype.
+    """
+
+    __slots__ = ("_dtype", "_rows", "view")
+
+    def __init__(self, memory: Tensor) -> None:
+        self._dtype = memory.dtype
+        # Few operations exist for types of one byte; for indexing, bytes are bytes.
+        self.view = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
+        self._rows = _rows(self.view)
+
+    def gather(self, pages: Tensor) -> Tensor:
+        view = self.view
+        shape = (pages.numel() * view.shape[1], *view.shape[2:])
+        if self._rows is None:
+            return view[pages].view(shape).view(self._dtype)
+        matrix, step = self._rows
+        picked = torch.index_select(matrix, 0, pages * step if step != 1 else pages)
+        return picked.view(shape).view(self._dtype)
+
+
+def _rows(view: Tensor) -> tuple[Tensor, int] | None:
+    """The memory of `view` as rows of one page each, and how many rows lie between two pages.
+
+    Selecting rows of a matrix is one memcpy a row; selecting from a strided view is several times
+    slower. ``None`` where pages do not lie at whole multiples of their size.
+    """
+    elements = view[0].numel()
+    step, remainder = divmod(view.stride(0), elements)
+    if remainder or step == 0 or not view[0].is_contiguous():
+        return None
+    return view.as_strided((step * (view.shape[0] - 1) + 1, elements), (elements, 1)), step

@@ -1,0 +1,151 @@
+"""Which layers share a pool: those with one window and one shape of keys and values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvconnect.cache.resource_manager import BaseKVCacheManager
+from kvconnect.config import KvCacheConfig
+from kvconnect.engine.model.forward_step import CachedLayer
+from kvconnect.engine.model.model import Model
+from kvconnect.engine.model.pages import LayerPages
+from kvconnect.engine.model.seam import LayerShape
+from kvconnect.errors import UnsupportedModel
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["CacheGeometry", "effective_windows", "group_layouts", "single_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """How a model's layers lie in the KV cache.
+
+    Attributes:
+        layouts: one of each pool group, in group order.
+        windows: how far each layer looks back; ``None``: to the first token.
+        narrowed: some layer looks back less far than its model does.
+    """
+
+    layouts: tuple[KvCacheLayout, ...]
+    windows: tuple[int | None, ...]
+    narrowed: bool
+
+    @classmethod
+    def of(cls, model: Model, config: KvCacheConfig, *, window_pools: bool) -> CacheGeometry:
+        """The geometry of `model` under `config`.
+
+        Args:
+            model: the model.
+            config: of the cache.
+            window_pools: whether the cache manager has pools for several groups; otherwise there
+                is one, and windows are masks only.
+
+        Raises:
+            UnsupportedModel: there is one pool, and layers differ in what they store.
+        """
+        limit = model.position_limit
+        longest = None if limit is None else limit.num_tokens
+        windows = effective_windows(model.layers, config.max_attention_window, longest)
+        dtype = torch.float8_e4m3fn if config.dtype == "fp8" else model.dtype
+        size = config.tokens_per_block
+        layouts = (
+            group_layouts(model.layers, windows, tokens_per_block=size, dtype=dtype)
+            if window_pools
+            else (single_layout(model.layers, tokens_per_block=size, dtype=dtype),)
+        )
+        return cls(layouts, windows, windows != effective_windows(model.layers, None, longest))
+
+    def digest(self, model_digest: bytes) -> bytes:
+        """What stands for the model in keys: other windows make other keys and values."""
+        if not self.narrowed:
+            return model_digest
+        return hashlib.blake2b(model_digest + repr(self.windows).encode(), digest_size=32).digest()
+
+    def cached_layers(self, kv: BaseKVCacheManager, dtype: torch.dtype) -> list[CachedLayer]:
+        """The memory of each layer of the model, which computes in `dtype`.
+
+        Raises:
+            ConfigurationError: it is not of the layout's shape.
+        """
+        num_blocks = kv.get_max_resource_count() if len(self.layouts) == 1 else None
+        layers: dict[int, CachedLayer] = {}
+        for group, layout in enumerate(self.layouts):
+            for number in layout.layer_numbers:
+                pages = LayerPages(kv.get_buffers(number), layout, num_blocks, dtype)
+                layers[number] = CachedLayer(pages, group, self.windows[number])
+        return [layers[number] for number in sorted(layers)]
+
+
+def effective_windows(
+    layers: Sequence[LayerShape], given: Sequence[int] | None, longest: int | None
+) -> tuple[int | None, ...]:
+    """How far each layer looks back: its own window, or a shorter one that was asked for.
+
+    Args:
+        layers: the model's.
+        given: ``KvCacheConfig.max_attention_window``, repeated over the layers.
+        longest: tokens of the longest sequence; a window that holds it all is none. ``None``: no
+            such limit.
+    """
+    windows: list[int | None] = []
+    for index, layer in enumerate(layers):
+        limits = [] if layer.window is None else [layer.window]
+        if given:
+            limits.append(given[index % len(given)])
+        window = min(limits, default=None)
+        unlimited = window is None or (longest is not None and window >= longest)
+        windows.append(None if unlimited else window)
+    return tuple(windows)
+
+
+def group_layouts(
+    layers: Sequence[LayerShape],
+    windows: Sequence[int | None],
+    *,
+    tokens_per_block: int,
+    dtype: torch.dtype,
+) -> tuple[KvCacheLayout, ...]:
+    """A layout for each set of layers that share a pool: full attention first, then by window."""
+    members: dict[tuple[int | None, int, int, int], list[int]] = {}
+    for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+        key = (window, layer.num_kv_heads, layer.key_dim, layer.value_dim)
+        members.setdefault(key, []).append(index)
+    made = [
+        KvCacheLayout(
+            num_layers=len(numbers),
+            num_kv_heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            tokens_per_block=tokens_per_block,
+            dtype=dtype,
+            window=window,
+            layers=tuple(numbers),
+        )
+        for (window, heads, key_dim, value_dim), numbers in members.items()
+    ]
+    return tuple(sorted(made, key=lambda one: -torch.inf if one.window is None else -one.window))
+
+
+def single_layout(
+    layers: Sequence[LayerShape], *, tokens_per_block: int, dtype: torch.dtype
+) -> KvCacheLayout:
+    """The layout of the one pool that all layers share; a sliding window is a mask only.
+
+    Raises:
+        UnsupportedModel: layers differ in what they store.
+    """
+    alike = [LayerShape(one.num_kv_heads, one.key_dim, one.value_dim, None) for one in layers]
+    layouts = group_layouts(
+        alike, [None] * len(alike), tokens_per_block=tokens_per_block, dtype=dtype
+    )
+    if len(layouts) > 1:
+        shapes = [(one.num_kv_heads, one.key_dim, one.value_dim) for one in layouts]
+        raise UnsupportedModel(
+            f"layers differ in KV heads or dimensions ({', '.join(map(str, shapes))}): the cache "
+            "manager has one pool, which cannot hold them (supports_window_pools is False)"
+        )
+    return layouts[0]

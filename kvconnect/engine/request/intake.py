@@ -1,0 +1,111 @@
+"""From a prompt to a request: converted once, and refused here if it can never run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvconnect.config import KvCacheRetentionConfig
+from kvconnect.engine.model.model import Model
+from kvconnect.engine.request.tokenizer import Tokenizer
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import Namespace, root_key
+from kvconnect.layout import KvCacheLayout
+from kvconnect.request import LlmRequest, SamplingParams
+from kvconnect.tokens import TokenArray, Tokens, as_token_array
+
+__all__ = ["Intake"]
+
+
+class Intake:
+    """Makes requests for one model and cache. May be used from several threads."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None,
+        layouts: Sequence[KvCacheLayout],
+        model_digest: bytes,
+        max_blocks: int,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._layouts = layouts
+        self._tokens_per_block = layouts[0].tokens_per_block
+        self._digest = model_digest
+        self._max_blocks = max_blocks
+
+    def request(
+        self,
+        request_id: int,
+        prompt: str | Tokens,
+        params: SamplingParams,
+        namespace: Namespace,
+        retention: KvCacheRetentionConfig | None,
+        kv_transfer_params: dict[str, Any] | None,
+    ) -> LlmRequest:
+        """A request in the state QUEUED.
+
+        Raises:
+            ConfigurationError: it is empty, has tokens that the model does not know, or is longer
+                than the model or the cache can ever hold.
+        """
+        if params.stop and self._tokenizer is None:
+            raise ConfigurationError(
+                "stop: strings need a tokenizer, which the model's directory lacks; "
+                "use stop_token_ids"
+            )
+        tokens = self._tokens(prompt)
+        self._check_length(len(tokens), params.max_tokens)
+        return LlmRequest(
+            request_id,
+            tokens,
+            chain_root=root_key(self._digest, self._layouts, namespace),
+            tokens_per_block=self._tokens_per_block,
+            sampling_params=params,
+            namespace=namespace,
+            retention=retention,
+            kv_transfer_params=kv_transfer_params,
+        )
+
+    def _tokens(self, prompt: str | Tokens) -> TokenArray:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ConfigurationError(
+                    "prompt: text needs a tokenizer, which the model's directory lacks; "
+                    "give token ids"
+                )
+            tokens = self._tokenizer.encode(prompt)
+        else:
+            # A copy: the caller may go on writing into an array of its own.
+            tokens = as_token_array(prompt, field="prompt").copy()
+        if len(tokens) == 0:
+            raise ConfigurationError("prompt: it is empty; at least one token is needed")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._model.vocab_size:
+            raise ConfigurationError(
+                f"prompt: token id {low if low < 0 else high} is outside the model's vocabulary "
+                f"of {self._model.vocab_size}"
+            )
+        return tokens
+
+    def _check_length(self, prompt_len: int, max_tokens: int) -> None:
+        # The last token is sampled and never fed back: it takes no position and no slot.
+        longest = prompt_len + max_tokens - 1
+        what = f"prompt: {prompt_len} tokens with max_tokens={max_tokens}"
+        limit = self._model.position_limit
+        if limit is not None and longest > limit.num_tokens:
+            raise ConfigurationError(
+                f"{what} exceed {limit.num_tokens} positions ({limit.reason}); "
+                "shorten the prompt or lower max_tokens"
+            )
+        if len(self._layouts) > 1 or self._layouts[0].window is not None:
+            return  # pools give each other memory; a window's need does not grow with the length
+        size = self._tokens_per_block
+        needed = -(-longest // size)
+        if needed > self._max_blocks:
+            raise ConfigurationError(
+                f"{what} need {needed} KV blocks of {size} tokens, the cache has "
+                f"{self._max_blocks}; raise KvCacheConfig.max_tokens to at least {needed * size}, "
+                "shorten the prompt or lower max_tokens"
+            )

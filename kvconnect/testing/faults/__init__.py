@@ -1,0 +1,1 @@
+"""Backends, file systems, networks and clocks that misbehave on demand."""

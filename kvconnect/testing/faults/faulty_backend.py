@@ -1,0 +1,177 @@
+"""A wrapper that makes any backend lie, hang, raise, truncate, flip bits or answer late."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.guard.wrapper import BackendWrapper
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["BACKEND_FAULTS", "BackendFault", "FaultyBackend"]
+
+BackendFault = Literal[
+    "none", "raise", "hang", "late", "lie", "deny", "miscount", "truncate", "flip", "swap"
+]
+"""What goes wrong:
+
+- ``raise``: calls raise an error of their own, before or after their work is done.
+- ``hang``: calls do not end until the fault is over, and then raise.
+- ``late``: calls do their work, buffers included, only after `delay_s`.
+- ``lie``: everything is present, loaded and saved, says the store; nothing is touched.
+- ``deny``: nothing is, although it is.
+- ``miscount``: answers are numbers that cannot be.
+- ``truncate``: the last half of each loaded buffer is not filled.
+- ``flip``: one bit of each loaded buffer is wrong.
+- ``swap``: blocks of a load stand in each other's buffers; a single one holds zeros.
+"""
+
+BACKEND_FAULTS: tuple[BackendFault, ...] = get_args(BackendFault)
+
+
+class FaultyBackend(BackendWrapper):
+    """`inner`, with a fault that can be set and healed at any moment.
+
+    It keeps the one promise that nothing can protect from: a coroutine of it does not end while it
+    may still touch its buffers.
+
+    Args:
+        seed: which bits, which errors.
+        operations: that are affected.
+
+    Attributes:
+        inner: the backend itself.
+        fault: what goes wrong now; set it with `set`.
+        delay_s: of ``late``.
+        hits: how many calls went wrong so far.
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        *,
+        seed: int = 0,
+        delay_s: float = 0.05,
+        operations: Collection[str] = ("lookup", "load", "save", "delete", "children"),
+    ) -> None:
+        self.inner = inner
+        self.fault: BackendFault = "none"
+        self.delay_s = delay_s
+        self.hits = 0
+        self._operations = frozenset(operations)
+        self._random = random.Random(seed)
+        self._healed = asyncio.Event()
+
+    def set(self, fault: BackendFault) -> None:
+        """From now on `fault`; calls that hang end with an error."""
+        self.fault = fault
+        self._healed.set()
+        self._healed = asyncio.Event()
+
+    def heal(self) -> None:
+        """From now on nothing goes wrong."""
+        self.set("none")
+
+    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+        """Open `inner`."""
+        await self.inner.open(layouts)
+
+    async def close(self) -> None:
+        """End calls that hang, then close `inner`."""
+        self.heal()
+        await self.inner.close()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """As `inner`, but for the fault."""
+        fault = await self._begin("lookup")
+        found = await self.inner.lookup(keys)
+        return self._count(fault, found, len(keys))
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        """As `inner`, but for the fault."""
+        fault = await self._begin("load")
+        if fault == "lie":
+            return len(keys)
+        loaded = self._count(fault, await self.inner.load(keys, into), len(keys))
+        if fault in {"truncate", "flip", "swap"}:
+            self._damage(fault, into[:loaded])
+        return loaded
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """As `inner`, but for the fault."""
+        fault = await self._begin("save")
+        if fault == "lie":
+            return len(blocks)
+        return self._count(fault, await self.inner.save(blocks), len(blocks))
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """As `inner`, but for the fault."""
+        if await self._begin("delete") != "lie":
+            await self.inner.delete(keys)
+
+    async def children(self, key: BlockKey | None) -> Sequence[Child]:
+        """As `inner`, but for the fault."""
+        fault = await self._begin("children")
+        return () if fault in {"lie", "deny"} else await self.inner.children(key)
+
+    def scan(self) -> AsyncIterator[StoredEntry]:
+        """As `inner`."""
+        return self.inner.scan()
+
+    async def stats(self) -> Mapping[str, float]:
+        """As `inner`."""
+        return await self.inner.stats()
+
+    def register(self, region: Tensor) -> None:
+        """As `inner`."""
+        self.inner.register(region)
+
+    async def pin(self, keys: Sequence[BlockKey], ttl: float) -> int:
+        """As `inner`."""
+        return await self.inner.pin(keys, ttl)
+
+    async def _begin(self, operation: str) -> BackendFault:
+        if self.fault == "none" or operation not in self._operations:
+            return "none"
+        self.hits += 1
+        fault = self.fault
+        if fault == "raise":
+            kinds = (ConnectionResetError, ValueError, KeyError, TimeoutError, RuntimeError)
+            raise self._random.choice(kinds)("this store fails on purpose")
+        if fault == "hang":
+            await self._healed.wait()
+            raise ConnectionResetError("this store hung on purpose")
+        if fault == "late":
+            await asyncio.sleep(self.delay_s)
+        return fault
+
+    def _count(self, fault: BackendFault, count: int, limit: int) -> int:
+        if fault == "lie":
+            return limit
+        if fault == "deny":
+            return 0
+        if fault == "miscount":
+            return self._random.choice((-1, limit + 1))
+        return count
+
+    def _damage(self, fault: BackendFault, loaded: Sequence[Tensor]) -> None:
+        if fault == "swap" and len(loaded) > 1:
+            first = loaded[0].clone()
+            for one, following in pairwise(loaded):
+                one[: following.numel()].copy_(following[: one.numel()])
+            loaded[-1][: first.numel()].copy_(first[: loaded[-1].numel()])
+            return
+        for buffer in loaded:
+            if fault == "flip" and buffer.numel():
+                buffer[self._random.randrange(buffer.numel())] ^= 1 << self._random.randrange(8)
+            elif fault == "truncate":
+                buffer[buffer.numel() // 2 :] = 0
+            elif fault == "swap":
+                buffer.zero_()

@@ -1,0 +1,138 @@
+"""What a `TcpProxy` carries: one client's bytes to the server and back, as its fault has it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvconnect.testing.faults.tcp_proxy import TcpProxy
+
+__all__ = ["ProxiedConnection"]
+
+_CHUNK = 65536
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 seconds: close() sends RST
+
+
+class ProxiedConnection:
+    """One client and its own connection to the server. All methods run on the proxy's loop.
+
+    Args:
+        proxy: says what is wrong with the network, and finds the server.
+        client: connected; closed when either side is gone.
+    """
+
+    def __init__(self, proxy: TcpProxy, client: socket.socket) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._upstream: socket.socket | None = None
+        self._answered = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Carry bytes both ways from now on."""
+        self._proxy.enter(self)
+        self._task = asyncio.create_task(self._serve())
+
+    def start_counting(self) -> None:
+        """Faults count the bytes of answers from here on."""
+        self._answered = 0
+
+    async def reset(self) -> None:
+        """End it with RST on both sides."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _serve(self) -> None:
+        try:
+            while self._proxy.fault.stopped:
+                await self._proxy.pause(None)
+            self._upstream = await self._proxy.dial()
+            for end in (self._client, self._upstream):  # here, where an error closes both
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            requests = asyncio.create_task(self._pump(self._client, self._upstream, answers=False))
+            answers = asyncio.create_task(self._pump(self._upstream, self._client, answers=True))
+            try:
+                await asyncio.gather(requests, answers)
+            finally:
+                requests.cancel()
+                answers.cancel()
+                await asyncio.wait([requests, answers])
+        except OSError:
+            pass  # one side is gone, so the other is reset
+        finally:
+            for side in (self._client, self._upstream):
+                if side is not None:
+                    with contextlib.suppress(OSError):
+                        side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    side.close()
+            self._proxy.leave(self)
+
+    async def _pump(self, source: socket.socket, sink: socket.socket, *, answers: bool) -> None:
+        # Received at once and delivered when it is due: a delay must not become a low speed.
+        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=256)
+        delivering = asyncio.create_task(self._deliver(queue, sink, answers=answers))
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                data = await loop.sock_recv(source, _CHUNK)
+                delay = self._proxy.fault.delay_s if answers else 0.0
+                put = asyncio.create_task(queue.put((loop.time() + delay, data)))
+                await asyncio.wait([put, delivering], return_when=asyncio.FIRST_COMPLETED)
+                if delivering.done():
+                    put.cancel()
+                if delivering.done() or not data:
+                    await delivering
+                    return
+        finally:
+            delivering.cancel()
+            await asyncio.wait([delivering])
+
+    async def _deliver(
+        self, queue: asyncio.Queue[tuple[float, bytes]], sink: socket.socket, *, answers: bool
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due, data = await queue.get()
+            while self._proxy.fault.stopped:
+                await self._proxy.pause(None)
+            while due > loop.time() and self._proxy.fault.delay_s:
+                await self._proxy.pause(due - loop.time())
+            if not data:
+                with contextlib.suppress(OSError):  # the other side may have closed meanwhile
+                    sink.shutdown(socket.SHUT_WR)
+                return
+            if answers:
+                await self._answer(sink, data)
+            else:
+                await loop.sock_sendall(sink, data)
+
+    async def _answer(self, sink: socket.socket, data: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        fault = self._proxy.fault
+        if fault.rewrite is not None:
+            at, self._answered = self._answered, self._answered + len(data)
+            await loop.sock_sendall(sink, fault.rewrite(at, data))
+            return
+        while data:
+            fault, size = self._proxy.fault, len(data)
+            if fault.stopped:
+                await self._proxy.pause(None)
+                continue
+            if fault.reset_after is not None:
+                size = min(size, fault.reset_after - self._answered)
+                if size <= 0:
+                    raise ConnectionResetError
+            if fault.bytes_per_s is not None:
+                size = min(size, max(1, int(fault.bytes_per_s / 20)))
+            await loop.sock_sendall(sink, data[:size])
+            data = data[size:]
+            self._answered += size
+            if fault.reset_after is not None and self._answered >= fault.reset_after:
+                raise ConnectionResetError
+            if fault.bytes_per_s is not None:
+                await self._proxy.pause(size / fault.bytes_per_s)

@@ -1,0 +1,287 @@
+"""A TCP proxy that misbehaves on demand: between a client under test and its real server.
+
+::
+
+    with TcpProxy("127.0.0.1", server_port) as proxy:
+        client = connect("127.0.0.1", proxy.port)
+        proxy.set(TcpFault(frozen=True))      # nothing moves; connections stay open
+        proxy.set(TcpFault(reset_after=65536))
+        proxy.heal()
+
+It runs on a thread of its own, so that a client may use it from any event loop or thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar
+
+from kvconnect.testing.faults.tcp_connection import ProxiedConnection
+
+__all__ = ["Rewrite", "TcpFault", "TcpProxy", "garbage", "longer", "shorter"]
+
+T = TypeVar("T")
+
+Rewrite: TypeAlias = Callable[[int, bytes], bytes]
+"""Gets how many bytes of answers this connection carried before, and the next ones; returns what
+the client is to see instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class TcpFault:
+    """What is wrong with the network; by default nothing.
+
+    Attributes:
+        refused: nobody listens; connections that are open are reset.
+        black_hole: new connections are never answered (their SYN is dropped), and nothing moves
+            on the open ones.
+        frozen: new connections are taken and nothing moves, as with a stopped server. What was
+            sent meanwhile arrives once the fault is over.
+        half_open: the server forgot every connection without a word: the client's stays open and
+            silent. It is reset when the fault is over, as a server that is back would do.
+        reset_after: connections are reset once they carried so many bytes of answers since the
+            fault was set.
+        bytes_per_s: speed of answers.
+        delay_s: answers arrive so much later.
+        rewrite: changes answers, see `garbage`, `shorter`, `longer`.
+    """
+
+    refused: bool = False
+    black_hole: bool = False
+    frozen: bool = False
+    half_open: bool = False
+    reset_after: int | None = None
+    bytes_per_s: float | None = None
+    delay_s: float = 0.0
+    rewrite: Rewrite | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing moves at all."""
+        return self.black_hole or self.frozen or self.half_open
+
+
+def garbage(seed: int = 0) -> Rewrite:
+    """Answers become random bytes, as many as there were."""
+    source = random.Random(seed)
+
+    def replace(at: int, data: bytes) -> bytes:
+        return source.randbytes(len(data))
+
+    return replace
+
+
+def shorter(after: int, nbytes: int) -> Rewrite:
+    """`nbytes` are missing from each connection's answers, after the first `after` bytes."""
+
+    def cut(at: int, data: bytes) -> bytes:
+        start = max(0, min(len(data), after - at))
+        end = max(0, min(len(data), after + nbytes - at))
+        return data[:start] + data[end:]
+
+    return cut
+
+
+def longer(after: int, nbytes: int) -> Rewrite:
+    """`nbytes` zeros stand in each connection's answers, after the first `after` bytes."""
+
+    def grow(at: int, data: bytes) -> bytes:
+        if not at <= after < at + len(data):
+            return data
+        return data[: after - at] + bytes(nbytes) + data[after - at :]
+
+    return grow
+
+
+class TcpProxy:
+    """Listens on a port of 127.0.0.1 and forwards to ``host:port``, with the fault that is set.
+
+    Its methods may be called from any thread; each returns once what it says is so (after
+    milliseconds). `close` releases everything, whatever fault is set.
+
+    Attributes:
+        host, port: where it listens; the same for its whole life.
+    """
+
+    host = "127.0.0.1"
+
+    def __init__(self, host: str, port: int) -> None:
+        self._server = (host, port)
+        self._fault = TcpFault()
+        self._accepted = 0
+        self._connections: set[ProxiedConnection] = set()
+        self._fillers: list[socket.socket] = []
+        self._listener = _listen((self.host, 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kvconnect-tcp-proxy", daemon=True)
+        self._thread.start()
+        self._call(self._start())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def fault(self) -> TcpFault:
+        """What is wrong now."""
+        return self._fault
+
+    @property
+    def accepted(self) -> int:
+        """How many connections there were so far."""
+        return self._accepted
+
+    @property
+    def open_connections(self) -> int:
+        """How many connections are open now."""
+        return len(self._connections)
+
+    def set(self, fault: TcpFault) -> None:
+        """From now on `fault` and nothing else is wrong.
+
+        Raises:
+            OSError: while connections were refused somebody else took its port. Nobody listens
+                until it is called again.
+        """
+        self._call(self._set(fault))
+
+    def heal(self) -> None:
+        """From now on nothing is wrong. Half-open connections are reset, others go on."""
+        self.set(TcpFault())
+
+    def redirect(self, host: str, port: int) -> None:
+        """Connections that are made from now on go to another server."""
+        self._server = (host, port)
+
+    def reset_all(self) -> None:
+        """Reset every open connection."""
+        self._call(self._reset_all())
+
+    def close(self) -> None:
+        """Reset all connections, stop listening, end the thread. The second time nothing."""
+        if self._thread.is_alive():
+            self._call(self._stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    async def _start(self) -> None:
+        self._start_accepting()
+
+    async def _stop(self) -> None:
+        self._stop_accepting()
+        self._listener.close()
+        self._drop_fillers()
+        await self._reset_all()
+
+    async def _set(self, fault: TcpFault) -> None:
+        before, self._fault = self._fault, fault
+        self._stop_accepting()
+        self._drop_fillers()
+        self._listener.close()
+        if fault.refused or before.half_open:
+            await self._reset_all()
+        if not fault.refused:
+            self._listener = _listen((self.host, self.port), backlog=0 if fault.black_hole else 128)
+            if fault.black_hole:
+                self._fill_backlog()
+            else:
+                self._start_accepting()
+        for connection in self._connections:
+            connection.start_counting()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _start_accepting(self) -> None:
+        # Not a task: one that is cancelled as a client comes in would lose the client's socket.
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _stop_accepting(self) -> None:
+        if self._listener.fileno() >= 0:  # closed while connections are refused
+            self._loop.remove_reader(self._listener)
+
+    def _fill_backlog(self) -> None:
+        # The kernel drops the SYN of a client once the queue of those not yet accepted is full.
+        for _ in range(4):
+            filler = socket.socket()
+            filler.settimeout(0)
+            filler.connect_ex((self.host, self.port))
+            self._fillers.append(filler)
+
+    def _drop_fillers(self) -> None:
+        for filler in self._fillers:
+            filler.close()
+        self._fillers.clear()
+
+    async def _reset_all(self) -> None:
+        await asyncio.gather(*(connection.reset() for connection in list(self._connections)))
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:  # the client was gone before it was accepted
+            return
+        client.settimeout(0)
+        self._accepted += 1
+        ProxiedConnection(self, client).start()
+
+    async def pause(self, seconds: float | None) -> None:
+        """Sleep until `seconds` are over or the fault changes. For connections."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    async def dial(self) -> socket.socket:
+        """A connection to the server. For connections."""
+        upstream = socket.socket()
+        upstream.settimeout(0)
+        try:
+            await self._loop.sock_connect(upstream, self._server)
+        except BaseException:
+            upstream.close()
+            raise
+        return upstream
+
+    def enter(self, connection: ProxiedConnection) -> None:
+        """Count `connection` among the open ones. For connections."""
+        self._connections.add(connection)
+
+    def leave(self, connection: ProxiedConnection) -> None:
+        """Count it no more. For connections."""
+        self._connections.discard(connection)
+
+
+def _listen(address: tuple[str, int], *, backlog: int = 128) -> socket.socket:
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.settimeout(0)
+        listener.bind(address)
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener

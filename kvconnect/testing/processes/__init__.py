@@ -1,0 +1,1 @@
+"""Child processes that work on a subject's store, and that can be killed."""

@@ -1,0 +1,168 @@
+"""Child processes that work on a subject's store, and that can be killed."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvconnect.testing.check import Violation
+from kvconnect.testing.subject import Subject
+
+__all__ = ["Child", "Told", "start"]
+
+Told = dict[str, Any]
+"""What a child said."""
+
+_PATIENCE_S = 60.0
+
+
+class Child:
+    """A child process. Its methods block; call them on a thread.
+
+    Attributes:
+        pid: of the process.
+        status: how it ended, as of `os.waitpid`; ``None`` while it runs.
+        told: everything it said so far.
+    """
+
+    def __init__(self, lines: queue.Queue[Told]) -> None:
+        self._lines = lines
+        self.told: list[Told] = []
+        self.status: int | None = None
+        self.pid = 0
+        first = self._next()
+        self.pid = first.get("started", 0)
+        if not self.pid:
+            raise Violation(f"a child process cannot make the backend: {first.get('error', first)}")
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send it a signal."""
+        if self.status is None:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:  # it has just ended
+                return
+
+    def kill_later(self, seconds: float) -> None:
+        """Kill it in so many seconds."""
+        timer = threading.Timer(seconds, self.kill)
+        timer.daemon = True
+        timer.start()
+
+    def listen(self) -> Iterator[Told]:
+        """What it says, until it ends.
+
+        Raises:
+            Violation: it failed, or says nothing for a minute; then it is killed.
+        """
+        while self.status is None:
+            said = self._next()
+            if "ended" in said:
+                self.status = said["ended"]
+                return
+            if "error" in said:
+                raise Violation(f"a child process failed: {said['error']}")
+            self.told.append(said)
+            yield said
+
+    def wait(self) -> list[Told]:
+        """Everything it said until it ended."""
+        for _ in self.listen():
+            pass
+        return self.told
+
+    def _next(self) -> Told:
+        try:
+            return self._lines.get(timeout=_PATIENCE_S)
+        except queue.Empty:
+            if self.pid:
+                self.kill()
+            raise Violation(f"a child process was silent for {_PATIENCE_S:.0f} s") from None
+
+
+class _ForkServer:
+    """The process that forks the children of this one, and a thread that hears what they say."""
+
+    def __init__(self) -> None:
+        path = [entry or str(Path.cwd()) for entry in sys.path]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvconnect.testing.processes.fork_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONHASHSEED": "77",
+            },
+        )
+        self._lock = threading.Lock()
+        self._jobs: dict[int, queue.Queue[Told]] = {}
+        self._number = 0
+        self._hearing = threading.Thread(
+            target=self._hear, name="kvconnect-fork-server", daemon=True
+        )
+        self._hearing.start()
+        atexit.register(self.close)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def start(self, subject: Subject, work: str, arguments: dict[str, Any]) -> Child:
+        recipe = asdict(subject.recipe())
+        with self._lock:
+            self._number += 1
+            job = {"job": self._number, "subject": recipe, "work": work, "arguments": arguments}
+            lines = self._jobs[self._number] = queue.Queue()
+            stdin = self._process.stdin
+            if stdin is None or not self.alive:
+                raise Violation("the fork server died")
+            stdin.write(json.dumps(job).encode() + b"\n")
+            stdin.flush()
+        return Child(lines)
+
+    def _hear(self) -> None:
+        for line in self._process.stdout or ():
+            said = json.loads(line)
+            lines = self._jobs.get(said.pop("job"))
+            if lines is not None:
+                lines.put(said)
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._hearing.join(10)
+            self._process.stdout.close()
+
+
+@cache
+def _server(pid: int) -> _ForkServer:
+    return _ForkServer()
+
+
+def start(subject: Subject, work: str, **arguments: Any) -> Child:
+    """Start the function `work` of `child_work` in a child process. Blocks.
+
+    Raises:
+        Unsupported: the subject cannot be made in another process.
+        Violation: it could not be made there.
+    """
+    return _server(os.getpid()).start(subject, work, arguments)
