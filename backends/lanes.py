@@ -1,15 +1,239 @@
-"""Pools of threads that are there before there is work for them."""
+"""Named threads for blocking work: a call ends only when its thread has."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["running_pools", "running_threads"]
+__all__ = ["Lane", "Lanes", "running_pools", "running_threads"]
+
+T = TypeVar("T")
+
+
+class Lane:
+    """`threads` threads that run blocking work in the order it comes, for one kind of work.
+
+    A lookup does not wait behind megabytes if it has a lane of its own. Who waits for work goes on
+    only once it has ended, or was never begun, also if the waiter is cancelled: so nothing uses a
+    buffer behind its owner's back.
+
+    All threads run from the beginning, or work could be accepted that no thread can be had for.
+    They are daemons: a read from a dead network mount does not keep the process from ending.
+
+    Args:
+        name: of the threads, and in errors.
+        threads: how many.
+
+    Raises:
+        BackendUnavailable: there are not so many threads to be had; none is left.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.name = name
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self._waiting: set[_Ended] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(threads):
+                thread = threading.Thread(
+                    target=_serve, args=(self._queue,), name=f"{name}-{number}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError as error:
+            self.end()
+            raise BackendUnavailable(f"{name}: {error}; allow this process more threads") from error
+
+    @property
+    def running(self) -> int:
+        """Works of `run` and `run_all` that have not ended; belongs to the event loop."""
+        return sum(one.left for one in self._waiting)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have `work` run; does not block. From any thread.
+
+        Raises:
+            BackendUnavailable: the lane was closed; `work` is not run.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise BackendUnavailable(f"{self.name}: is closed")
+            self._queue.put((future, work))
+        return future
+
+    async def run(self, work: Callable[[], T], abort: Callable[[], object] | None = None) -> T:
+        """What `work` returns; on an event loop.
+
+        Args:
+            work: runs on a thread.
+            abort: called once if the waiter is cancelled while `work` runs, to end it soon; must
+                not block.
+
+        Raises:
+            BackendUnavailable: the lane was closed before its turn came.
+        """
+        (result,) = await self.run_all([work], abort)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    async def run_all(
+        self, works: Sequence[Callable[[], T]], abort: Callable[[], object] | None = None
+    ) -> list[T | BaseException]:
+        """What each of `works` returns or raises, once all have ended; see `run`.
+
+        Raises:
+            BackendUnavailable: the lane was closed; nothing was begun.
+        """
+        if not works:
+            return []
+        futures: list[Future[T]] = [Future() for _ in works]
+        ended = _Ended(futures, abort)
+        with self._lock:
+            if self._closed:
+                raise BackendUnavailable(f"{self.name}: is closed")
+            for future, work in zip(futures, works, strict=True):
+                self._queue.put((future, work))
+        self._waiting.add(ended)
+        try:
+            await ended
+        finally:
+            self._waiting.discard(ended)
+        return [
+            BackendUnavailable(f"{self.name}: closed before its turn came")
+            if future.cancelled()
+            else future.exception() or future.result()
+            for future in futures
+        ]
+
+    async def close(self) -> None:
+        """Take no more work, forget what was not begun, wait for what runs; idempotent."""
+        self.end()
+        if self._waiting:
+            await asyncio.wait(self._waiting)
+
+    def end(self) -> None:
+        """Take no more work, forget what was not begun; its threads end by themselves.
+
+        Does not block. From any thread.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            forgotten: list[Future[Any]] = []
+            with suppress(Empty):
+                while (item := self._queue.get_nowait()) is not None:
+                    forgotten.append(item[0])
+            for _ in self._threads:
+                self._queue.put(None)
+        for future in forgotten:
+            future.cancel()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Block until its threads have ended, after `end`; each at most `timeout_s`."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+
+class Lanes:
+    """Several lanes that begin together: ``Lanes("kvconnect-disk", loads=4, saves=3)``.
+
+    ``lanes["loads"]`` is one of them.
+
+    Raises:
+        BackendUnavailable: there are not so many threads to be had; none is left of any lane.
+    """
+
+    def __init__(self, name: str, **threads: int) -> None:
+        self._lanes: dict[str, Lane] = {}
+        try:
+            for kind, count in threads.items():
+                self._lanes[kind] = Lane(f"{name}-{kind}", count)
+        except BackendUnavailable:
+            self.end()
+            raise
+
+    def __getitem__(self, kind: str) -> Lane:
+        return self._lanes[kind]
+
+    @property
+    def running(self) -> int:
+        """See `Lane.running`."""
+        return sum(lane.running for lane in self._lanes.values())
+
+    async def close(self) -> None:
+        """`Lane.close` of all: none takes work any more before the first is waited for."""
+        self.end()
+        for lane in self._lanes.values():
+            await lane.close()
+
+    def end(self) -> None:
+        """`Lane.end` of all."""
+        for lane in self._lanes.values():
+            lane.end()
+
+
+_Work = tuple[Future[Any], Callable[[], Any]]
+
+
+def _serve(queue: SimpleQueue[_Work | None]) -> None:
+    while (item := queue.get()) is not None:
+        future, work = item
+        if future.set_running_or_notify_cancel():
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001  raised where it is waited for
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+        del item, future, work  # or an idle thread keeps what it worked on alive
+
+
+class _Ended(asyncio.Future[None]):
+    """Done once all `futures` have ended; who waits for it is cancelled only then.
+
+    One message from the threads to the event loop, however many works there are: that is what costs
+    time.
+    """
+
+    def __init__(
+        self, futures: Sequence[Future[Any]], abort: Callable[[], object] | None = None
+    ) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        self.left = len(futures)
+        self._futures = futures
+        self._abort = abort
+        self._lock = threading.Lock()
+        for future in futures:
+            future.add_done_callback(self._one_ended)
+
+    def cancel(self, msg: object = None) -> bool:
+        """Forget what has not begun, and `abort` the rest, which is waited for."""
+        begun = [future for future in self._futures if not future.cancel()]
+        abort, self._abort = self._abort, None
+        if abort is not None and not all(future.done() for future in begun):
+            abort()
+        return False
+
+    def _one_ended(self, _: Future[Any]) -> None:
+        with self._lock:
+            self.left -= 1
+            last = not self.left
+        if last:
+            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                self.get_loop().call_soon_threadsafe(self.set_result, None)
 
 
 def running_threads(count: int, name: str) -> ThreadPoolExecutor:

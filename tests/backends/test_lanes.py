@@ -1,0 +1,184 @@
+"""Threads for blocking work: a call ends only when its thread has, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from kvconnect.backends.lanes import Lane, Lanes
+from kvconnect.errors import BackendUnavailable
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    lane = Lane("lane", 2)
+    yield lane
+    lane.end()
+    lane.join(5)
+    assert not [one for one in threading.enumerate() if one.name.startswith("lane-")]
+
+
+class Held:
+    """Work that runs until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.ended = False
+
+    def __call__(self) -> str:
+        self.entered.set()
+        assert self.go.wait(10)
+        self.ended = True
+        return "done"
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, 5)
+
+
+async def test_work_runs_on_a_thread_of_the_lane(lane):
+    assert (await lane.run(lambda: threading.current_thread().name)).startswith("lane-")
+    assert lane.running == 0
+
+
+async def test_errors_are_raised_where_they_are_waited_for(lane):
+    def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await lane.run(fail)
+    [error, value] = await lane.run_all([fail, lambda: 3])
+    assert isinstance(error, KeyError)
+    assert value == 3
+    assert await lane.run_all([]) == []
+
+
+async def test_who_waits_is_cancelled_only_once_the_work_has_ended(lane):
+    held = Held()
+    call = asyncio.create_task(lane.run(held))
+    await held.begun()
+    call.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not call.done()
+    assert lane.running == 1
+    held.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert held.ended
+
+
+async def test_work_that_was_not_begun_is_forgotten_when_who_waits_is_cancelled(lane):
+    first, second, third = Held(), Held(), Held()
+    calls = [asyncio.create_task(lane.run(held)) for held in (first, second, third)]
+    await first.begun()
+    await second.begun()
+    calls[2].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calls[2]
+    first.go.set()
+    second.go.set()
+    assert await asyncio.gather(*calls[:2]) == ["done", "done"]
+    assert not third.entered.is_set()
+
+
+async def test_running_work_is_aborted_once_when_who_waits_is_cancelled(lane):
+    held, aborts = Held(), []
+
+    def abort() -> None:
+        aborts.append(1)
+        held.go.set()
+
+    call = asyncio.create_task(lane.run(held, abort))
+    await held.begun()
+    call.cancel()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert aborts == [1]
+    assert held.ended
+
+
+async def test_closing_waits_for_what_runs_and_forgets_the_rest(lane):
+    running, other, waiting = Held(), Held(), Held()
+    calls = [asyncio.create_task(lane.run(one)) for one in (running, other, waiting)]
+    await running.begun()
+    await other.begun()
+    closing = asyncio.create_task(lane.close())
+    with pytest.raises(BackendUnavailable, match="lane: closed before its turn came"):
+        await calls[2]
+    assert not closing.done()
+    running.go.set()
+    other.go.set()
+    await closing
+    assert await asyncio.gather(*calls[:2]) == ["done", "done"]
+    assert not waiting.entered.is_set()
+    with pytest.raises(BackendUnavailable, match="lane: is closed"):
+        await lane.run(Held())
+    with pytest.raises(BackendUnavailable, match="lane: is closed"):
+        lane.submit(Held())
+    await lane.close()
+
+
+async def test_an_idle_thread_keeps_nothing_of_its_last_work_alive(lane):
+    class Buffer:
+        pass
+
+    buffer = Buffer()
+    gone = weakref.ref(buffer)
+    await lane.run(lambda kept=buffer: kept)
+    del buffer
+    await lane.run_all([lambda: None, lambda: None])
+    gc.collect()
+    assert gone() is None
+
+
+async def test_one_lane_does_not_wait_for_another():
+    lanes = Lanes("kind", big=1, small=1)
+    held = Held()
+    call = asyncio.create_task(lanes["big"].run(held))
+    await held.begun()
+    assert lanes.running == 1
+    assert (await lanes["small"].run(lambda: threading.current_thread().name)) == "kind-small-0"
+    held.go.set()
+    await call
+    await lanes.close()
+
+
+@pytest.mark.parametrize("there_are", range(4))
+def test_with_too_few_threads_none_is_kept(monkeypatch, there_are):
+    started, begin = [], threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == there_are:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        begin(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(BackendUnavailable, match=r"can't start .*allow this process more"):
+            Lanes("scarce", first=2, second=2)
+    for thread in started:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_stuck_thread_does_not_keep_the_process_from_ending():
+    source = """
+import threading
+from kvconnect.backends.lanes import Lane
+entered = threading.Event()
+def stuck():
+    entered.set()
+    threading.Event().wait()
+Lane("lane", 1).submit(stuck)
+assert entered.wait(5)
+"""
+    subprocess.run([sys.executable, "-c", source], timeout=60, check=True)
