@@ -80,7 +80,7 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
         self._tokens_per_block = llm_args.kv_cache_config.tokens_per_block
         self._folder = Path(os.environ.get(CACHE_FOLDER, "connector_cache"))
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._offers: dict[int, range] = {}  # blocks that were offered and not yet loaded
+        self._matches: dict[int, range] = {}  # blocks that were matched and not yet loaded
         self._progress: dict[int, Progress] = {}
 
     def get_num_new_matched_tokens(
@@ -93,14 +93,14 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
             if not self._file(key).exists():
                 break
             end += 1
-        self._offers[request.request_id] = range(first, end)
+        self._matches[request.request_id] = range(first, end)
         return (end - first) * self._tokens_per_block, False
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Nothing to do: the step's report names the blocks."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object:
-        """Load what was offered; save every block that this step fills."""
+        """Load what was matched; save every block that this step fills."""
         metadata = PersistentKvCacheConnectorMetadata()
         for data in scheduler_output.new_requests:
             self._progress[data.request_id] = Progress()
@@ -110,9 +110,9 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
         return metadata
 
     def _loads(self, data: RequestData) -> list[BlockFile]:
-        blocks = self._offers.pop(data.request_id, range(0))
+        blocks = self._matches.pop(data.request_id, range(0))
         if data.computed_position > blocks.start * self._tokens_per_block:
-            return []  # the device has more than that: the offer was not taken
+            return []  # the device has more than that: the match was not taken
         self._progress[data.request_id].num_saved = blocks.stop
         return [self._block_file(data, index, data.new_block_ids[index]) for index in blocks]
 
@@ -143,7 +143,7 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
         return False
 
     def _forget(self, request: LlmRequest) -> None:
-        self._offers.pop(request.request_id, None)
+        self._matches.pop(request.request_id, None)
         self._progress.pop(request.request_id, None)
 
     def _block_file(self, data: RequestData, index: int, block_id: int) -> BlockFile:

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 DEFAULT_RETENTION_PRIORITY = 35
-"""Of blocks that nobody gave a priority (TensorRT-LLM's default)."""
+"""Of blocks that were given none (TensorRT-LLM's default)."""
 
 MAX_CHILDREN = 256
 """How many blocks `Backend.children` lists."""

@@ -14,7 +14,7 @@
     │   └── BackendTimeout (TimeoutError)   a store did not answer within its deadline
     ├── Recompute                           cached data is of no use; compute it instead
     │   ├── BadFrame                        a stored block is damaged, foreign or of another format
-    │   └── OtherCodec                      a stored block is sound, but encoded for somebody else
+    │   └── OtherCodec                      a stored block is sound, but encoded with other settings
     └── UsageError                          a bug in the calling code; report it
         ├── DuplicateRequest                the request id is in use
         ├── UnknownRequest (KeyError)       no such request

@@ -96,9 +96,9 @@ def fields(header: FrameHeader) -> bytes:
 class FrameChecksum:
     """The checksum of the frame in a buffer, taken while its bytes pass through a core's cache.
 
-    Whoever fills the buffer, or reads it, tells what it has just touched; that is hashed at once,
-    on the same thread, and costs a fraction of a pass of its own. What nobody told of is hashed at
-    the end. For one thread at a time.
+    The code that fills the buffer, or reads it, tells what it has just touched; that is hashed at
+    once, on the same thread, and costs a fraction of a pass of its own. What was not told is hashed
+    at the end. For one thread at a time.
 
     Args:
         buffer: 1-D contiguous uint8 host tensor that the frame is at the beginning of.

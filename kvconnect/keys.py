@@ -226,7 +226,7 @@ class KeyChain:
         return bytes(self._digests[start * KEY_NBYTES : stop * KEY_NBYTES])
 
     def learn(self, digests: bytes | bytearray) -> None:
-        """These are the keys of the first blocks: nobody needs to hash them again."""
+        """Takes the keys of the first blocks as known: they are not hashed again."""
         if len(digests) > len(self._digests):
             self._digests = bytearray(digests[: len(self) * KEY_NBYTES])
 
