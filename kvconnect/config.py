@@ -203,7 +203,7 @@ class KvCacheConnectorConfig(Settings):
         lookup_timeout_ms: what all lookups of one engine step together may delay it by.
         load_timeout_s: deadline of a load; past it the tokens are computed. A load that is under
             way when its store freezes waits for this at most: less if the store gives up sooner
-            (Redis after its ``timeout``, 5 s), or finds that its server does not answer, which takes some 15 s.
+            (Redis after its ``timeout``, 5 s), or finds its server gone, which takes some 15 s.
         save_timeout_s: deadline of a save, and of draining at close.
         min_load_tokens: load only if at least so many tokens come from the store.
         save_on: save blocks when they are ``full``, or when their request ends (``finish``).
