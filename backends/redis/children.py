@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 
 from kvconnect.backend import MAX_CHILDREN, Child, StoredBlock
+from kvconnect.backends.redis.commands import Ask, command, sound
 from kvconnect.backends.redis.find import RedisBlocks
 from kvconnect.backends.redis.format import Head, child_from, member_of
 from kvconnect.backends.redis.router import RedisRouter
-from kvconnect.backends.redis.transfer import Ask, command, sound
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TypeAlias
 
 from torch import Tensor
 
-from kvconnect.backends.redis.format import Head, Names
-from kvconnect.backends.redis.router import RedisRouter
-from kvconnect.backends.redis.transfer import (
+from kvconnect.backend import StoredEntry
+from kvconnect.backends.redis.commands import (
     Ask,
     Outcome,
     Want,
@@ -19,15 +19,19 @@ from kvconnect.backends.redis.transfer import (
     sound,
     state_of,
 )
+from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Names, entry_from
+from kvconnect.backends.redis.router import RedisRouter
+from kvconnect.backends.redis.wire import Reply
 from kvconnect.errors import BackendUnavailable
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
 
-__all__ = ["RedisBlocks", "State"]
+__all__ = ["RedisBlocks", "State", "describe"]
 
 # Of one lookup: what is asked about keys behind the first absent one is asked in vain.
 _CHUNK = 256
+_HEAD_AND_METADATA = 4096  # most have less
 
 State: TypeAlias = Head | Outcome
 """Of a block: `Head` if it is wholly there, else ``ABSENT`` or ``BROKEN``."""
@@ -147,3 +151,40 @@ def _leading(results: Sequence[object]) -> list[Head]:
             break
         heads.append(result)
     return heads
+
+
+async def describe(
+    router: RedisRouter, names: Names, keys: Sequence[BlockKey]
+) -> list[StoredEntry | None]:
+    """What is known of each of `keys`; ``None``: it is not there, or is none of ours.
+
+    Counts as use only with servers that know no other way to read: Redis before 7.2.
+    """
+    stored = [names.block(key) for key in keys]
+    # First how long nobody used it: with such servers reading ends that.
+    idle = [Ask(name, command(b"OBJECT", b"IDLETIME", name)) for name in stored]
+    replies = await router.look([*idle, *(_start(name, _HEAD_AND_METADATA) for name in stored)])
+    idles, starts = replies[: len(keys)], replies[len(keys) :]
+    heads = [Head.parse(start) if isinstance(start, bytes) else None for start in starts]
+    long = {
+        at: HEAD_NBYTES + head.metadata_nbytes
+        for at, head in enumerate(heads)
+        if head is not None and HEAD_NBYTES + head.metadata_nbytes > _HEAD_AND_METADATA
+    }
+    whole = await router.look([_start(stored[at], nbytes) for at, nbytes in long.items()])
+    for at, start in zip(long, whole, strict=True):
+        starts[at] = start
+    return [_entry(*one) for one in zip(keys, heads, starts, idles, strict=True)]
+
+
+def _start(name: bytes, nbytes: int) -> Ask:
+    return Ask(name, command(b"GETRANGE", name, 0, nbytes - 1))
+
+
+def _entry(key: BlockKey, head: Head | None, start: Reply, idle: Reply) -> StoredEntry | None:
+    if head is None or not isinstance(start, bytes):
+        return None
+    # Under an LFU policy servers do not tell.
+    used_at = time.time() - idle if isinstance(idle, int) else head.created_at
+    metadata = start[HEAD_NBYTES : HEAD_NBYTES + head.metadata_nbytes]
+    return entry_from(key, head, metadata, used_at)

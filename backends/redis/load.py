@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import hiredis
 
-from kvconnect.backends.redis.format import HEAD_NBYTES, Head
-from kvconnect.backends.redis.settings import Address
-from kvconnect.backends.redis.transfer import (
+from kvconnect.backends.redis.commands import (
     ASKING,
     Fetched,
     Outcome,
@@ -17,6 +15,8 @@ from kvconnect.backends.redis.transfer import (
     command,
     redirected,
 )
+from kvconnect.backends.redis.format import HEAD_NBYTES, Head
+from kvconnect.backends.redis.settings import Address
 from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable
 

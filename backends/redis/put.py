@@ -11,9 +11,7 @@ from collections.abc import Sequence
 
 import hiredis
 
-from kvconnect.backends.redis.format import Head
-from kvconnect.backends.redis.settings import Address
-from kvconnect.backends.redis.transfer import (
+from kvconnect.backends.redis.commands import (
     ASKING,
     REFUSALS,
     Outcome,
@@ -27,6 +25,8 @@ from kvconnect.backends.redis.transfer import (
     sound,
     state_of,
 )
+from kvconnect.backends.redis.format import Head
+from kvconnect.backends.redis.settings import Address
 from kvconnect.backends.redis.wire import Reply, Wire
 
 __all__ = ["put"]

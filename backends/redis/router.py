@@ -7,14 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from kvconnect.backends.redis.client import explained
-from kvconnect.backends.redis.format import Head
-from kvconnect.backends.redis.load import fetch
-from kvconnect.backends.redis.node import Lane, RedisNode
-from kvconnect.backends.redis.put import put
-from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
-from kvconnect.backends.redis.topology import topology_of
-from kvconnect.backends.redis.transfer import (
+from kvconnect.backends.redis.commands import (
     Ask,
     Outcome,
     Put,
@@ -24,6 +17,13 @@ from kvconnect.backends.redis.transfer import (
     ask,
     look,
 )
+from kvconnect.backends.redis.errors import explained
+from kvconnect.backends.redis.format import Head
+from kvconnect.backends.redis.load import fetch
+from kvconnect.backends.redis.node import Lane, RedisNode
+from kvconnect.backends.redis.put import put
+from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
+from kvconnect.backends.redis.topology import topology_of
 from kvconnect.backends.redis.wire import Reply, Wire
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvconnect.backend import StoredBlock
-from kvconnect.backends.redis.find import RedisBlocks
-from kvconnect.backends.redis.format import NONCE_NBYTES, Head, metadata_of
-from kvconnect.backends.redis.router import RedisRouter
-from kvconnect.backends.redis.server_check import takes_writes
-from kvconnect.backends.redis.settings import Address
-from kvconnect.backends.redis.transfer import (
+from kvconnect.backends.redis.commands import (
     Ask,
     Outcome,
     Put,
@@ -21,6 +16,11 @@ from kvconnect.backends.redis.transfer import (
     command,
     sound,
 )
+from kvconnect.backends.redis.find import RedisBlocks
+from kvconnect.backends.redis.format import NONCE_NBYTES, Head, metadata_of
+from kvconnect.backends.redis.router import RedisRouter
+from kvconnect.backends.redis.server import takes_writes
+from kvconnect.backends.redis.settings import Address
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once

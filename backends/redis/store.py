@@ -17,13 +17,11 @@ from torch import Tensor
 from kvconnect.backend import Child, StoredBlock, StoredEntry
 from kvconnect.backends.guard.checksums import HashesLoads, SealsSaves
 from kvconnect.backends.redis.children import ChildIndex
-from kvconnect.backends.redis.entries import describe
-from kvconnect.backends.redis.find import RedisBlocks
+from kvconnect.backends.redis.find import RedisBlocks, describe
 from kvconnect.backends.redis.format import Names
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.save import RedisWriter
-from kvconnect.backends.redis.scan import scan_page, survey
-from kvconnect.backends.redis.server_check import check_server
+from kvconnect.backends.redis.server import check_server, scan_page, survey
 from kvconnect.backends.redis.settings import RedisSettings
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import BackendUnavailable

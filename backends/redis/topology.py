@@ -16,7 +16,8 @@ from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import InvalidResponse
 
-from kvconnect.backends.redis.client import connection_options, explained, transport_options
+from kvconnect.backends.redis.client import connection_options, transport_options
+from kvconnect.backends.redis.errors import explained
 from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.trace import warn_once

@@ -20,9 +20,9 @@ from redis_faults import Relay
 from redis_server import RedisServer, executable, free_port, until
 
 from kvconnect.backends import open_backend
+from kvconnect.backends.redis.commands import Outcome, Want
 from kvconnect.backends.redis.load import fetch
 from kvconnect.backends.redis.settings import Address
-from kvconnect.backends.redis.transfer import Outcome, Want
 from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 

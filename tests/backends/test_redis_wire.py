@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 
 from kvconnect import frame
 from kvconnect.backends.redis import wire as redis_wire
-from kvconnect.backends.redis.format import Head
-from kvconnect.backends.redis.load import fetch
-from kvconnect.backends.redis.put import put
-from kvconnect.backends.redis.settings import Address
-from kvconnect.backends.redis.transfer import (
+from kvconnect.backends.redis.commands import (
     Ask,
     Outcome,
     Put,
@@ -27,6 +23,10 @@ from kvconnect.backends.redis.transfer import (
     ask,
     command,
 )
+from kvconnect.backends.redis.format import Head
+from kvconnect.backends.redis.load import fetch
+from kvconnect.backends.redis.put import put
+from kvconnect.backends.redis.settings import Address
 from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable, BadFrame
 from kvconnect.frame import HEADER_NBYTES, FrameChecksum, FrameHeader, frame_nbytes

@@ -1,0 +1,195 @@
+"""One server: whether it is what the URL says, what it holds, what it tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import hiredis
+
+from kvconnect.backends.redis.commands import REFUSALS, command, sound
+from kvconnect.backends.redis.errors import permissions
+from kvconnect.backends.redis.format import Names
+from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
+from kvconnect.backends.redis.wire import Reply, Wire
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.keys import BlockKey
+from kvconnect.trace import warn_once
+
+__all__ = ["Page", "Survey", "check_server", "scan_page", "survey", "takes_writes"]
+
+_OLDEST = (6, 2)
+_PAGE = 512
+_SURVEYED = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Part of a server's blocks; `cursor` asks for the next, 0: this is the last."""
+
+    cursor: int
+    keys: list[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Numbers of one server.
+
+    Attributes:
+        blocks, nbytes: of this store; estimated from `_SURVEYED` keys where there are more.
+        used: bytes of memory the server uses, for all that it holds.
+        limit: its ``maxmemory``; 0: none.
+    """
+
+    blocks: int
+    nbytes: int
+    used: int
+    limit: int
+
+
+def check_server(settings: RedisSettings, probe: bytes, wire: Wire, server: Address) -> None:
+    """Try what will be needed.
+
+    Raises:
+        ConfigurationError: the server is of another kind, too old, or the user may not do it.
+        BackendUnavailable: it does not serve now.
+    """
+    _send_and_check(wire, [command(b"PING")], settings)
+    _check_kind(_info(wire, "server"), server, settings)
+    # A node of a cluster may say that another one has the key: it has looked at the rights before.
+    tried = [
+        command(b"GETRANGE", probe, 0, 0),
+        command(b"TOUCH", probe),
+        command(b"SET", probe, b"", b"PX", 1),
+        command(b"UNLINK", probe),
+        command(b"ZREVRANGE", probe + b":", 0, 0),
+    ]
+    _send_and_check(wire, tried, settings)
+    memory = _info(wire, "memory")
+    if memory.get("maxmemory", "0") != "0" and memory.get("maxmemory_policy") == "noeviction":
+        warn_once(
+            f"redis.noeviction {server}",
+            f"Redis at {server}: maxmemory-policy is noeviction: once its maxmemory is used up it "
+            "stores no more blocks; allkeys-lru drops old ones instead",
+        )
+
+
+def takes_writes(probe: bytes, nbytes: int, wire: Wire, server: Address) -> bool:
+    """Whether a server that refused to store a value would store one of `nbytes` now.
+
+    As far as it tells: servers that drop old keys for new ones may, and so may those of a cluster.
+    """
+    wire.send([command(b"SET", probe, b"", b"PX", 1)])
+    (reply,) = wire.replies(1)
+    if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(REFUSALS):
+        return False
+    memory = _info(wire, "memory")
+    limit = int(memory.get("maxmemory", 0))
+    # What arrives counts as used before the server decides.
+    room = limit - int(memory.get("used_memory", 0)) - 2 * nbytes
+    return not limit or memory.get("maxmemory_policy") != "noeviction" or room > 0
+
+
+def scan_page(names: Names, cursor: int, wire: Wire, server: Address) -> Page:
+    """The blocks of one step of SCAN."""
+    after, found = _step(wire, names.prefix + b"b:", cursor)
+    return Page(after, [key for name in found if (key := names.key(name)) is not None])
+
+
+def survey(names: Names, wire: Wire, server: Address) -> Survey:
+    """Numbers of what one server holds."""
+    wire.send([command(b"DBSIZE")])
+    total = sound(wire.replies(1)[0])
+    seen = blocks = nbytes = cursor = 0
+    while True:
+        cursor, found = _step(wire, b"", cursor)
+        ours = [n for n in found if n.startswith((names.prefix + b"b:", names.prefix + b"p:"))]
+        wire.send([command(b"STRLEN", name) for name in ours])
+        lengths = wire.replies(len(ours))
+        seen += len(found)
+        blocks += sum(names.key(name) is not None for name in ours)
+        nbytes += sum(length for length in lengths if isinstance(length, int))
+        if cursor == 0 or seen >= _SURVEYED:
+            break
+    if cursor and seen and isinstance(total, int):
+        blocks, nbytes = blocks * total // seen, nbytes * total // seen
+    numbers = _info(wire, "memory")
+    return Survey(
+        blocks, nbytes, int(numbers.get("used_memory", 0)), int(numbers.get("maxmemory", 0))
+    )
+
+
+def _send_and_check(wire: Wire, commands: list[bytes], settings: RedisSettings) -> None:
+    wire.send([b"".join(commands)])
+    for reply in wire.replies(len(commands)):
+        _check_reply(reply, settings)
+
+
+def _check_reply(reply: Reply, settings: RedisSettings) -> None:
+    if not isinstance(reply, hiredis.ReplyError):
+        return
+    text = str(reply)
+    if text.startswith("NOPERM"):
+        raise ConfigurationError(f"{settings}: {text}; {permissions(settings)}")
+    if text.startswith("NOAUTH"):
+        raise ConfigurationError(
+            f"{settings}: {text}; give user and password: redis://user:password@host"
+        )
+    if text.startswith(("LOADING", "MASTERDOWN", "ERR")):
+        sound(reply)
+    # Others tell of the present state, which may be another one when it matters.
+
+
+def _check_kind(server: dict[str, str], address: Address, settings: RedisSettings) -> None:
+    mode = server.get("redis_mode") or server.get("server_mode")  # Valkey's name for it
+    version = server.get("redis_version", "")
+    if mode == "sentinel":
+        raise ConfigurationError(
+            f"Redis at {address}: is a sentinel; write redis+sentinel://{address}/<service>"
+        )
+    if mode == "cluster" and settings.mode is not Mode.CLUSTER:
+        raise ConfigurationError(
+            f"Redis at {address}: is a node of a cluster; write redis+cluster://{address}"
+        )
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if numbers and numbers < _OLDEST:
+        raise ConfigurationError(f"Redis at {address}: is version {version}; 6.2 is needed")
+
+
+def _info(wire: Wire, section: str) -> dict[str, str]:
+    """What a server says of itself; empty if the user may not ask."""
+    wire.send([command(b"INFO", section)])
+    (reply,) = wire.replies(1)
+    if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOPERM"):
+        return {}
+    return dict(_pairs(_text(reply).decode("utf-8", "replace")))
+
+
+def _text(reply: Reply) -> bytes:
+    answer = sound(reply)
+    if not isinstance(answer, bytes):
+        raise BackendUnavailable(f"Redis: {answer!r} where bytes were due")
+    return answer
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            yield name, value
+
+
+def _step(wire: Wire, stem: bytes, cursor: int) -> tuple[int, list[bytes]]:
+    words: list[bytes | int] = [b"SCAN", cursor, b"COUNT", _PAGE]
+    if stem:
+        words += [b"MATCH", _escaped(stem) + b"*"]
+    wire.send([command(*words)])
+    reply: Reply = sound(wire.replies(1)[0])
+    match reply:
+        case [bytes() as after, list() as found] if after.isdigit():
+            return int(after), [name for name in found if isinstance(name, bytes)]
+    raise BackendUnavailable(f"Redis: {reply!r} is no answer to SCAN")
+
+
+def _escaped(text: bytes) -> bytes:
+    return b"".join(b"\\%c" % byte if byte in b"*?[]\\^-" else b"%c" % byte for byte in text)
