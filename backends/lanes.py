@@ -140,6 +140,15 @@ class Lane:
         for future in forgotten:
             future.cancel()
 
+    def abort(self) -> None:
+        """`end`, and end early what runs and was given an `abort`; on the event loop.
+
+        Does not block. Who waits for work goes on once it has ended, with its result.
+        """
+        self.end()
+        for one in tuple(self._waiting):
+            one.cancel()
+
     def join(self, timeout_s: float | None = None) -> None:
         """Block until its threads have ended, after `end`; each at most `timeout_s`."""
         for thread in self._threads:
@@ -182,6 +191,12 @@ class Lanes:
         """`Lane.end` of all."""
         for lane in self._lanes.values():
             lane.end()
+
+    def abort(self) -> None:
+        """`Lane.abort` of all."""
+        self.end()
+        for lane in self._lanes.values():
+            lane.abort()
 
 
 _Work = tuple[Future[Any], Callable[[], Any]]

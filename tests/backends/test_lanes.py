@@ -105,6 +105,26 @@ async def test_running_work_is_aborted_once_when_who_waits_is_cancelled(lane):
     assert held.ended
 
 
+async def test_all_that_runs_can_be_aborted_at_once():
+    lanes = Lanes("kind", big=1, small=1)
+    running, waiting, unstoppable = Held(), Held(), Held()
+    call = asyncio.create_task(lanes["big"].run(running, running.go.set))
+    other = asyncio.create_task(lanes["small"].run(unstoppable))
+    await running.begun()
+    await unstoppable.begun()
+    queued = asyncio.create_task(lanes["big"].run(waiting, waiting.go.set))
+    await asyncio.sleep(0)
+    lanes.abort()
+    assert await call == "done"
+    with pytest.raises(BackendUnavailable, match="closed before its turn came"):
+        await queued
+    assert not waiting.entered.is_set()
+    assert not other.done()
+    unstoppable.go.set()
+    assert await other == "done"
+    await lanes.close()
+
+
 async def test_closing_waits_for_what_runs_and_forgets_the_rest(lane):
     running, other, waiting = Held(), Held(), Held()
     calls = [asyncio.create_task(lane.run(one)) for one in (running, other, waiting)]
