@@ -20,7 +20,7 @@ from kvconnect.backends.redis.commands import (
 from kvconnect.backends.redis.errors import explained
 from kvconnect.backends.redis.format import Head
 from kvconnect.backends.redis.load import fetch
-from kvconnect.backends.redis.node import Lane, RedisNode
+from kvconnect.backends.redis.node import Kind, RedisNode
 from kvconnect.backends.redis.put import put
 from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
 from kvconnect.backends.redis.topology import topology_of
@@ -95,22 +95,22 @@ class RedisRouter:
 
     async def ask(self, asks: Sequence[Ask]) -> list[Reply]:
         """The answers to small commands, in order; errors among them are answers."""
-        return await self._run(ask, asks, Lane.ASK)
+        return await self._run(ask, asks, "ask")
 
     async def look(self, asks: Sequence[Ask]) -> list[Reply]:
         """As `ask`, and no use of the keys, with servers that can tell the difference."""
-        return await self._run(look, asks, Lane.ASK)
+        return await self._run(look, asks, "ask")
 
     async def fetch(self, wants: Sequence[Want]) -> list[Head | Outcome]:
         """Fetch values; of each server's, those behind the first that is not there are left."""
-        return await self._run(fetch, wants, Lane.FETCH)
+        return await self._run(fetch, wants, "fetch")
 
     async def put(self, puts: Sequence[Put]) -> list[Refused | Outcome]:
         """Store values; of each server's, those behind the first that is refused are left."""
-        return await self._run(put, puts, Lane.STORE)
+        return await self._run(put, puts, "store")
 
     async def _run(
-        self, work: Callable[..., list[Any]], items: Sequence[Item], lane: Lane
+        self, work: Callable[..., list[Any]], items: Sequence[Item], kind: Kind
     ) -> list[Any]:
         """The answers to `items`, in order.
 
@@ -130,7 +130,7 @@ class RedisRouter:
                 for target, group in groups.items()
                 for numbers in self._stripes(items, group)
             ]
-            results = await _all([self._do(work, items, job, lane) for job in jobs])
+            results = await _all([self._do(work, items, job, kind) for job in jobs])
             groups = {}
             for job, found in zip(jobs, results, strict=True):
                 for number, answer in zip(job.numbers, found, strict=True):
@@ -154,14 +154,14 @@ class RedisRouter:
         return {_Target(address): numbers for address, numbers in groups.items()}
 
     async def _do(
-        self, work: Callable[..., list[Any]], items: Sequence[Item], job: _Job, lane: Lane
+        self, work: Callable[..., list[Any]], items: Sequence[Item], job: _Job, kind: Kind
     ) -> list[Any]:
         some = [items[number] for number in job.numbers]
         asking = job.target.asking
         return await self.on(
             job.target.address,
             lambda wire, server: work(wire, some, server, asking=asking),
-            lane=lane,
+            kind=kind,
         )
 
     def _follow(self, redirect: Redirect) -> _Target:
@@ -170,7 +170,7 @@ class RedisRouter:
         return _Target(redirect.address, redirect.asking)
 
     async def on(
-        self, address: Address, work: Callable[[Wire, Address], R], *, lane: Lane = Lane.ASK
+        self, address: Address, work: Callable[[Wire, Address], R], *, kind: Kind = "ask"
     ) -> R:
         """The result of `work` on a connection to one server."""
         if self._closed:
@@ -180,7 +180,7 @@ class RedisRouter:
             node = self._nodes[address] = RedisNode(address, self._settings)
         try:
             with explained(self._settings, address):
-                return await node.run(lambda wire: work(wire, address), lane=lane)
+                return await node.run(lambda wire: work(wire, address), kind)
         except BackendUnavailable:
             self._topology.suspect()
             raise

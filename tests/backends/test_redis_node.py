@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import get_args
 
 import pytest
 from redis_server import until
 
 from kvconnect.backends import open_backend
 from kvconnect.backends.redis import node as redis_node
-from kvconnect.backends.redis.node import Lane, RedisNode
+from kvconnect.backends.redis.node import Kind, RedisNode
 from kvconnect.backends.redis.settings import Address, RedisSettings
-from kvconnect.errors import BackendUnavailable
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def no_client_is_left(server):
     until(lambda: len(server.admin.client_list()) == 1, "the end of all but admin's connection")
 
 
-async def held(node, event, lane=Lane.FETCH):
+async def held(node, event, kind="fetch"):
     """A job of `node` whose thread does not notice that its connection is ended; it has begun."""
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
@@ -38,7 +38,7 @@ async def held(node, event, lane=Lane.FETCH):
         loop.call_soon_threadsafe(begun.set)
         event.wait(10)
 
-    running = asyncio.ensure_future(node.run(work, lane=lane))
+    running = asyncio.ensure_future(node.run(work, kind))
     await begun.wait()
     return running
 
@@ -46,7 +46,7 @@ async def held(node, event, lane=Lane.FETCH):
 async def test_close_that_is_given_up_has_closed_what_is_idle(own_redis, node_of):
     node, go_on = node_of(own_redis), threading.Event()
     running = await held(node, go_on)
-    await node.run(lambda wire: None, lane=Lane.FETCH)  # its connection is idle now
+    await node.run(lambda wire: None, "fetch")  # its connection is idle now
     closing = asyncio.ensure_future(node.close())
     await asyncio.sleep(0)
     assert not closing.done()  # it waits for the thread
@@ -71,7 +71,7 @@ async def test_work_that_ends_well_as_the_node_is_closed_leaves_no_connection(
             super().append(link)
 
     node._idle = Slow()
-    running = asyncio.ensure_future(node.run(lambda wire: None, lane=Lane.FETCH))
+    running = asyncio.ensure_future(node.run(lambda wire: None, "fetch"))
     await asyncio.to_thread(ending.wait, 10)
     await node.close()
     go_on.set()
@@ -79,13 +79,13 @@ async def test_work_that_ends_well_as_the_node_is_closed_leaves_no_connection(
     no_client_is_left(own_redis)
 
 
-@pytest.mark.parametrize("lane", Lane)
-async def test_work_of_one_kind_does_not_wait_behind_that_of_others(own_redis, node_of, lane):
+@pytest.mark.parametrize("kind", get_args(Kind))
+async def test_work_of_one_kind_does_not_wait_behind_that_of_others(own_redis, node_of, kind):
     node, go_on = node_of(own_redis), threading.Event()
-    others = [other for other in Lane if other is not lane]
+    others = [other for other in get_args(Kind) if other != kind]
     running = [await held(node, go_on, other) for other in others for _ in range(2)]
     async with asyncio.timeout(10):
-        await node.run(lambda wire: None, lane=lane)
+        await node.run(lambda wire: None, kind)
     go_on.set()
     await asyncio.gather(*running)
     await node.close()
@@ -95,35 +95,18 @@ async def test_work_of_one_kind_does_not_wait_behind_that_of_others(own_redis, n
 async def test_wire_knows_whether_another_connection_fetches(own_redis, connections):
     address, go_on = Address("127.0.0.1", own_redis.port), threading.Event()
     node = RedisNode(address, RedisSettings((address,), connections=connections))
-    running = [await held(node, go_on, Lane.STORE)]
-    assert await node.run(lambda wire: wire.alone(), lane=Lane.FETCH)
+    running = [await held(node, go_on, "store")]
+    assert await node.run(lambda wire: wire.alone(), "fetch")
     if connections == 2:
-        running.append(await held(node, go_on, Lane.FETCH))
-        assert not await node.run(lambda wire: wire.alone(), lane=Lane.FETCH)
+        running.append(await held(node, go_on, "fetch"))
+        assert not await node.run(lambda wire: wire.alone(), "fetch")
         waiting = []
     else:  # what waits for the one connection does not use the server
-        waiting = [node.run(lambda wire: wire.alone(), lane=Lane.FETCH) for _ in range(3)]
+        waiting = [node.run(lambda wire: wire.alone(), "fetch") for _ in range(3)]
     assert await asyncio.gather(*waiting) == [True] * len(waiting)
     go_on.set()
     await asyncio.gather(*running)
     await node.close()
-
-
-def test_node_that_gets_too_few_threads_keeps_none(own_redis, node_of, monkeypatch):
-    made, running_threads = [], redis_node.running_threads
-
-    def scarce(count, name):
-        if len(made) == 2:
-            raise BackendUnavailable("no more threads")
-        made.append(running_threads(count, name))
-        return made[-1]
-
-    monkeypatch.setattr(redis_node, "running_threads", scarce)
-    with pytest.raises(BackendUnavailable, match="no more threads"):
-        node_of(own_redis)
-    for pool in made:
-        with pytest.raises(RuntimeError, match="after shutdown"):
-            pool.submit(print)
 
 
 async def test_close_of_a_store_that_is_given_up_at_once_leaves_no_connection(own_redis):
