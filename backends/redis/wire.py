@@ -13,7 +13,6 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TypeAlias
 
 import hiredis
@@ -76,9 +75,6 @@ class Wire:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             if _is_local(sock):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SEND_NBYTES)
-                with suppress(AttributeError, OSError):  # this system does not let one choose
-                    # Nothing is congested there; but BBR, where it is the rule, paces what is sent.
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
         else:
             sock.settimeout(timeout)
 

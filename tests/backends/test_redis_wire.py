@@ -235,17 +235,6 @@ def test_behind_a_value_that_is_absent_nothing_more_is_asked_for(wire):
     one.done()
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system has no such choice")
-def test_what_is_sent_to_this_host_is_not_paced():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as client,
-    ):
-        Wire(client, 5.0)
-        name = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-    assert name.rstrip(b"\0") == b"reno"
-
-
 @given(
     sizes=st.lists(st.integers(1, 800_000), min_size=1, max_size=3),
     cuts=st.lists(st.integers(0, 1_600_000), max_size=8),
