@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 
 from kvconnect.backend import MAX_CHILDREN, Child, StoredBlock
+from kvconnect.backends.entries import child_from_bytes, child_to_bytes
 from kvconnect.backends.redis.commands import Ask, command, sound
 from kvconnect.backends.redis.find import RedisBlocks
-from kvconnect.backends.redis.format import Head, child_from, member_of
+from kvconnect.backends.redis.format import Head
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
@@ -39,9 +40,9 @@ class ChildIndex:
             if block.tokens is None:
                 continue
             name = self._blocks.names.children(block.parent)
-            score = repr(time.time())
+            member = child_to_bytes(Child(block.key, block.tokens))
             asks += [
-                Ask(name, command(b"ZADD", name, score, member_of(block))),
+                Ask(name, command(b"ZADD", name, repr(time.time()), member)),
                 Ask(name, command(b"ZREMRANGEBYRANK", name, 0, -MAX_CHILDREN - 1)),
                 Ask(name, command(b"PEXPIRE", name, self._ttl_ms)),
             ]
@@ -60,7 +61,7 @@ class ChildIndex:
         members = sound(members)
         if not isinstance(members, list):
             raise BackendUnavailable(f"Redis: {members!r} where a list was due")
-        listed = [(member, child) for member in members if (child := child_from(member))]
+        listed = [(member, child) for member in members if (child := child_from_bytes(member))]
         states = await self._blocks.states([child.key for _, child in listed])
         pairs = list(zip(listed, states, strict=True))
         gone = [member for (member, _), state in pairs if not isinstance(state, Head)]

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from kvconnect.backend import StoredEntry
+from kvconnect.backends.entries import BlockMetadata
 from kvconnect.backends.redis.commands import (
     Ask,
     Outcome,
@@ -19,7 +20,7 @@ from kvconnect.backends.redis.commands import (
     sound,
     state_of,
 )
-from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Names, entry_from
+from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Names
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.wire import Reply
 from kvconnect.errors import BackendUnavailable
@@ -184,7 +185,10 @@ def _start(name: bytes, nbytes: int) -> Ask:
 def _entry(key: BlockKey, head: Head | None, start: Reply, idle: Reply) -> StoredEntry | None:
     if head is None or not isinstance(start, bytes):
         return None
+    end = HEAD_NBYTES + head.metadata_nbytes
+    metadata = BlockMetadata.from_bytes(start[HEAD_NBYTES:end])
+    if metadata is None or len(start) < end:
+        return None
     # Under an LFU policy servers do not tell.
     used_at = time.time() - idle if isinstance(idle, int) else head.created_at
-    metadata = start[HEAD_NBYTES : HEAD_NBYTES + head.metadata_nbytes]
-    return entry_from(key, head, metadata, used_at)
+    return metadata.entry(key, head.frame_nbytes, created_at=head.created_at, used_at=used_at)

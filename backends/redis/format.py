@@ -19,12 +19,8 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from kvconnect.backend import Child, StoredBlock, StoredEntry
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
-from kvconnect.tokens import TokenArray
 
 __all__ = [
     "HEAD_NBYTES",
@@ -32,10 +28,6 @@ __all__ = [
     "PART_NBYTES",
     "Head",
     "Names",
-    "child_from",
-    "entry_from",
-    "member_of",
-    "metadata_of",
 ]
 
 MAX_VALUE_NBYTES = 4 << 20
@@ -53,8 +45,6 @@ _MAX_METADATA_NBYTES = 1 << 20
 # Nobody has such blocks. A damaged head may say so, and what is asked about a block is asked about
 # every one of its parts.
 _MAX_FRAME_NBYTES = 4 << 30
-# priority, group, has a parent, bytes of namespace and model, tokens + 1 (0: not known)
-_METADATA = struct.Struct("<BiBHHI")
 
 
 class Head(NamedTuple):
@@ -161,62 +151,3 @@ class Names:
             return BlockKey(bytes.fromhex(name[len(stem) :].decode("ascii")))
         except ValueError:
             return None
-
-
-def metadata_of(block: StoredBlock) -> bytes:
-    """What `scan` tells of `block` besides its key, as bytes."""
-    fields = _METADATA.pack(
-        block.priority,
-        block.group,
-        block.parent is not None,
-        len(block.namespace),
-        len(block.model),
-        0 if block.tokens is None else len(block.tokens) + 1,
-    )
-    return b"".join((fields, block.parent or b"", block.namespace, block.model, _packed(block)))
-
-
-def entry_from(key: BlockKey, head: Head, metadata: bytes, used_at: float) -> StoredEntry | None:
-    """What `scan` lists; ``None`` if the metadata is damaged."""
-    if len(metadata) != head.metadata_nbytes or len(metadata) < _METADATA.size:
-        return None
-    priority, group, has_parent, namespace, model, count = _METADATA.unpack_from(metadata)
-    lengths = (KEY_NBYTES if has_parent else 0, namespace, model, 4 * max(0, count - 1))
-    at, fields = _METADATA.size, []
-    for length in lengths:
-        fields.append(metadata[at : at + length])
-        at += length
-    if at != len(metadata):
-        return None
-    return StoredEntry(
-        key,
-        head.frame_nbytes,
-        priority,
-        head.created_at,
-        used_at,
-        BlockKey(fields[0]) if has_parent else None,
-        _tokens(fields[3]) if count else None,
-        fields[1],
-        fields[2],
-        group,
-    )
-
-
-def member_of(block: StoredBlock) -> bytes:
-    """`block` in the index of its parent's children."""
-    return block.key + _packed(block)
-
-
-def child_from(member: bytes) -> Child | None:
-    """The block that `member` of an index stands for; ``None`` if it is none."""
-    if len(member) < KEY_NBYTES or len(member) % 4:
-        return None
-    return Child(BlockKey(member[:KEY_NBYTES]), _tokens(member[KEY_NBYTES:]))
-
-
-def _packed(block: StoredBlock) -> bytes:
-    return b"" if block.tokens is None else block.tokens.astype("<i4", copy=False).tobytes()
-
-
-def _tokens(data: bytes) -> TokenArray:
-    return np.frombuffer(data, "<i4").astype(np.int32)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvconnect.backend import StoredBlock
+from kvconnect.backends.entries import BlockMetadata
 from kvconnect.backends.redis.commands import (
     Ask,
     Outcome,
@@ -17,7 +18,7 @@ from kvconnect.backends.redis.commands import (
     sound,
 )
 from kvconnect.backends.redis.find import RedisBlocks
-from kvconnect.backends.redis.format import NONCE_NBYTES, Head, metadata_of
+from kvconnect.backends.redis.format import NONCE_NBYTES, Head
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import takes_writes
 from kvconnect.backends.redis.settings import Address
@@ -85,7 +86,7 @@ class RedisWriter:
         return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
 
     def _writing(self, block: StoredBlock, checksum: FrameChecksum | None) -> _Writing:
-        metadata = metadata_of(block)
+        metadata = BlockMetadata.of(block).to_bytes()
         head = Head.of(block.data.numel(), len(metadata), secrets.token_bytes(NONCE_NBYTES))
         parts = tuple(self._blocks.names.parts(block.key, head))
         return _Writing(block, head, metadata, parts, checksum)

@@ -15,16 +15,10 @@ from functools import reduce
 from typing import Any, TypeAlias
 
 from kvconnect.backend import MAX_CHILDREN, Child
+from kvconnect.backends.entries import child_from_json, child_to_json
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.cache import AnswerCache
-from kvconnect.backends.s3.format import (
-    BadRecord,
-    key_from_text,
-    pack,
-    tokens_from_text,
-    tokens_to_text,
-    unpack,
-)
+from kvconnect.backends.s3.format import BadRecord, pack, unpack
 from kvconnect.backends.s3.jobs import Jobs, settled
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.keys import BlockKey
@@ -150,18 +144,12 @@ class S3Children:
 
 
 def _encode(children: Sequence[Child]) -> bytes:
-    listed = [
-        {"key": child.key.hex(), "tokens": tokens_to_text(child.tokens)} for child in children
-    ]
-    return pack({"children": listed})
+    return pack({"children": [child_to_json(child) for child in children]})
 
 
 def _decode(data: bytes) -> list[Child]:
     try:
         listed: list[dict[str, Any]] = unpack(data)["children"]
-        return [
-            Child(key_from_text(child["key"]), tokens_from_text(child["tokens"]))
-            for child in listed
-        ][-MAX_CHILDREN:]
+        return [child_from_json(child) for child in listed][-MAX_CHILDREN:]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadRecord(f"not a list of children: {error!r}") from error

@@ -8,21 +8,18 @@ record, which lists them all: whoever has asked for one block knows about the ot
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.backends.entries import BlockMetadata, key_from_text
 from kvconnect.errors import Recompute
-from kvconnect.keys import KEY_NBYTES, BlockKey
-from kvconnect.tokens import TokenArray
+from kvconnect.keys import BlockKey
 
 __all__ = ["PREAMBLE_NBYTES", "BadRecord", "Member", "Record", "pack", "record_nbytes", "unpack"]
 
@@ -43,33 +40,16 @@ class Member:
     Attributes:
         offset: of its bytes in the payload.
         nbytes: of its value.
-        parent, tokens, priority, namespace, model, group: as in `StoredBlock`.
     """
 
     key: BlockKey
     offset: int
     nbytes: int
-    parent: BlockKey | None = None
-    tokens: TokenArray | None = None
-    priority: int = 0
-    namespace: bytes = b""
-    model: bytes = b""
-    group: int = 0
+    metadata: BlockMetadata
 
     def entry(self, created_at: float) -> StoredEntry:
-        """As `Backend.scan` lists it; when it was used nobody keeps."""
-        return StoredEntry(
-            self.key,
-            self.nbytes,
-            self.priority,
-            created_at=created_at,
-            used_at=created_at,
-            parent=self.parent,
-            tokens=self.tokens,
-            namespace=self.namespace,
-            model=self.model,
-            group=self.group,
-        )
+        """As `Backend.scan` lists it; when it was used is not kept."""
+        return self.metadata.entry(self.key, self.nbytes, created_at=created_at, used_at=created_at)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,8 +72,9 @@ class Record:
         """The record of `blocks`, whose bytes lie one after the other."""
         members, offset = [], 0
         for block in blocks:
-            members.append(_member(block, offset))
-            offset += block.data.numel()
+            nbytes = block.data.numel()
+            members.append(Member(block.key, offset, nbytes, BlockMetadata.of(block)))
+            offset += nbytes
         return cls(tuple(members), created_at, payload)
 
     def find(self, key: BlockKey) -> Member | None:
@@ -107,9 +88,9 @@ class Record:
     def children(self, key: BlockKey) -> list[Child]:
         """The members with tokens whose parent is `key`."""
         return [
-            Child(member.key, member.tokens)
+            Child(member.key, member.metadata.tokens)
             for member in self.members
-            if member.parent == key and member.tokens is not None
+            if member.metadata.parent == key and member.metadata.tokens is not None
         ]
 
     def encode(self) -> bytes:
@@ -133,7 +114,7 @@ class Record:
             if not members or (payload is None and (len(members) > 1 or members[0].offset)):
                 raise BadRecord(f"{len(members)} blocks cannot follow it")
             return cls(members, float(content["at"]), payload)
-        except (KeyError, TypeError, ValueError, AttributeError, binascii.Error) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadRecord(f"not a record: {error!r}") from error
 
 
@@ -173,75 +154,18 @@ def unpack(data: bytes) -> dict[str, Any]:
     return content
 
 
-def _member(block: StoredBlock, offset: int) -> Member:
-    return Member(
-        block.key,
-        offset,
-        block.data.numel(),
-        block.parent,
-        block.tokens,
-        block.priority,
-        block.namespace,
-        block.model,
-        block.group,
-    )
-
-
 def _to_json(member: Member) -> dict[str, Any]:
-    content: dict[str, Any] = {
+    return {
         "key": member.key.hex(),
         "offset": member.offset,
         "nbytes": member.nbytes,
-        "priority": member.priority,
+        **member.metadata.to_json(),
     }
-    if member.parent is not None:
-        content["parent"] = member.parent.hex()
-    if member.tokens is not None:
-        content["tokens"] = tokens_to_text(member.tokens)
-    if member.namespace:
-        content["namespace"] = member.namespace.hex()
-    if member.model:
-        content["model"] = member.model.hex()
-    if member.group:
-        content["group"] = member.group
-    return content
 
 
 def _from_json(content: dict[str, Any]) -> Member:
     offset, nbytes = int(content["offset"]), int(content["nbytes"])
     if offset < 0 or nbytes < 0:
         raise BadRecord("a block lies before its payload")
-    tokens = content.get("tokens")
-    return Member(
-        key_from_text(content["key"]),
-        offset,
-        nbytes,
-        key_from_text(content["parent"]) if "parent" in content else None,
-        None if tokens is None else tokens_from_text(tokens),
-        int(content["priority"]),
-        bytes.fromhex(content.get("namespace", "")),
-        bytes.fromhex(content.get("model", "")),
-        int(content.get("group", 0)),
-    )
-
-
-def key_from_text(text: str) -> BlockKey:
-    """The key of `text`, in hexadecimal.
-
-    Raises:
-        BadRecord: `text` is none.
-    """
-    key = bytes.fromhex(text)
-    if len(key) != KEY_NBYTES:
-        raise BadRecord(f"{len(key)} bytes are no key")
-    return BlockKey(key)
-
-
-def tokens_to_text(tokens: TokenArray) -> str:
-    """`tokens` as little-endian int32, in base64."""
-    return base64.b64encode(tokens.astype("<i4").tobytes()).decode()
-
-
-def tokens_from_text(text: str) -> TokenArray:
-    """What `tokens_to_text` was given."""
-    return np.frombuffer(base64.b64decode(text, validate=True), "<i4").astype(np.int32)
+    metadata = BlockMetadata.from_json(content)
+    return Member(key_from_text(content["key"]), offset, nbytes, metadata)

@@ -227,8 +227,8 @@ class S3Writer:
     async def _unlist_children(self, found: Sequence[Found]) -> None:
         listed: defaultdict[BlockKey | None, set[BlockKey]] = defaultdict(set)
         for one in found:
-            if one.member.tokens is not None:
-                listed[one.member.parent].add(one.member.key)
+            if one.member.metadata.tokens is not None:
+                listed[one.member.metadata.parent].add(one.member.key)
         await self._changed_lists(
             [self._children.discard(parent, keys) for parent, keys in listed.items()]
         )

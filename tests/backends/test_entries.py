@@ -7,9 +7,17 @@ import json
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvconnect.backend import StoredBlock
-from kvconnect.backends.redis.format import Head, child_from, entry_from, member_of, metadata_of
+from kvconnect.backend import Child, StoredBlock
+from kvconnect.backends.entries import (
+    BlockMetadata,
+    child_from_bytes,
+    child_from_json,
+    child_to_bytes,
+    child_to_json,
+)
 from kvconnect.backends.s3.format import Record, unpack
 from kvconnect.keys import BlockKey
 
@@ -26,25 +34,32 @@ WHOLE = StoredBlock(
     model=b"model!",
     group=3,
 )
-TOKENS = "0000000001000000ffffffffffffff7f00000080"
+CHILD = Child(KEY, WHOLE.tokens)
+TOKENS, TOKENS_TEXT = "0000000001000000ffffffffffffff7f00000080", "AAAAAAEAAAD/////////fwAAAIA="
 KEY_HEX, PARENT_HEX = KEY.hex(), PARENT.hex()
+tokens = st.none() | st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40).map(
+    lambda numbers: np.asarray(numbers, np.int32)
+)
 
 
 @pytest.mark.parametrize(
-    ("block", "metadata", "member"),
+    ("block", "metadata"),
     [
-        (BARE, "2300000000000000000000000000", KEY_HEX),
+        (BARE, "2300000000000000000000000000"),
         (
             WHOLE,
             f"4703000000010500060006000000{PARENT_HEX}{b'space'.hex()}{b'model!'.hex()}{TOKENS}",
-            KEY_HEX + TOKENS,
         ),
     ],
     ids=["bare", "whole"],
 )
-def test_redis_writes_these_bytes(block, metadata, member):
-    assert metadata_of(block).hex() == metadata
-    assert member_of(block).hex() == member
+def test_redis_writes_these_bytes(block, metadata):
+    assert BlockMetadata.of(block).to_bytes().hex() == metadata
+
+
+def test_children_are_these_bytes():
+    assert child_to_bytes(CHILD).hex() == KEY_HEX + TOKENS
+    assert child_to_json(CHILD) == {"key": KEY_HEX, "tokens": TOKENS_TEXT}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +71,7 @@ def test_redis_writes_these_bytes(block, metadata, member):
             {
                 "priority": 71,
                 "parent": PARENT_HEX,
-                "tokens": "AAAAAAEAAAD/////////fwAAAIA=",
+                "tokens": TOKENS_TEXT,
                 "namespace": b"space".hex(),
                 "model": b"model!".hex(),
                 "group": 3,
@@ -73,21 +88,39 @@ def test_s3_writes_these_bytes(block, fields):
     assert unpack(encoded) == content
 
 
-@pytest.mark.parametrize("block", [BARE, WHOLE], ids=["bare", "whole"])
-def test_both_tell_the_same_of_a_block(block):
-    metadata = metadata_of(block)
-    head = Head(len(metadata), 9, 9, b"nonce678", 7.5)
-    (member,) = Record.decode(Record.of([block], 7.5, None).encode()).members
-    for entry in (entry_from(KEY, head, metadata, 7.5), member.entry(7.5)):
-        assert (entry.key, entry.nbytes, entry.created_at, entry.used_at) == (KEY, 9, 7.5, 7.5)
-        assert (entry.parent, entry.priority, entry.group) == (
-            block.parent,
-            block.priority,
-            block.group,
-        )
-        assert (entry.namespace, entry.model) == (block.namespace, block.model)
-        assert (entry.tokens is None) == (block.tokens is None)
-        assert entry.tokens is None or np.array_equal(entry.tokens, block.tokens)
-    child = child_from(member_of(WHOLE))
-    assert child.key == KEY
-    assert child.tokens.tolist() == WHOLE.tokens.tolist()
+@given(
+    st.none() | st.just(PARENT),
+    tokens,
+    st.integers(0, 100),
+    st.integers(0, 5),
+    st.sampled_from([b"", b"n" * 32]),
+    st.sampled_from([b"", b"m" * 16]),
+)
+def test_metadata_comes_back(parent, tokens, priority, group, namespace, model):
+    known = BlockMetadata(parent, tokens, priority, namespace, model, group)
+    data = known.to_bytes()
+    for back in (BlockMetadata.from_bytes(data), BlockMetadata.from_json(known.to_json())):
+        entry = back.entry(KEY, 9, created_at=3.0, used_at=7.0)
+        assert (entry.key, entry.nbytes, entry.created_at, entry.used_at) == (KEY, 9, 3.0, 7.0)
+        assert (entry.parent, entry.priority, entry.group) == (parent, priority, group)
+        assert (entry.namespace, entry.model) == (namespace, model)
+        assert (entry.tokens is None) == (tokens is None)
+        assert tokens is None or entry.tokens.tolist() == tokens.tolist()
+    assert all(BlockMetadata.from_bytes(data[:end]) is None for end in range(len(data)))
+
+
+@given(st.binary(max_size=200))
+def test_damaged_metadata_is_none_and_no_crash(data):
+    known = BlockMetadata.from_bytes(data)
+    assert known is None or len(known.to_bytes()) == len(data)
+
+
+def test_children_come_back():
+    for child in (child_from_bytes(child_to_bytes(CHILD)), child_from_json(child_to_json(CHILD))):
+        assert child.key == KEY
+        assert child.tokens.tolist() == WHOLE.tokens.tolist()
+
+
+@pytest.mark.parametrize("data", [b"", KEY[:31], KEY + b"\0", KEY + b"\0\0\0"])
+def test_other_bytes_are_no_children(data):
+    assert child_from_bytes(data) is None

@@ -1,0 +1,182 @@
+"""What a store keeps of a block beside its bytes: once for all stores, as bytes and as JSON."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.keys import KEY_NBYTES, BlockKey
+from kvconnect.tokens import TokenArray
+
+__all__ = [
+    "BlockMetadata",
+    "child_from_bytes",
+    "child_from_json",
+    "child_to_bytes",
+    "child_to_json",
+    "key_from_text",
+    "tokens_from_bytes",
+    "tokens_to_bytes",
+]
+
+# priority, group, has a parent, bytes of namespace and model, tokens + 1 (0: not known)
+_FIELDS = struct.Struct("<BiBHHI")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockMetadata:
+    """What is known of a stored block beside its key and its bytes; as in `StoredBlock`."""
+
+    parent: BlockKey | None
+    tokens: TokenArray | None
+    priority: int
+    namespace: bytes
+    model: bytes
+    group: int
+
+    @classmethod
+    def of(cls, block: StoredBlock) -> BlockMetadata:
+        """That of `block`."""
+        return cls(
+            block.parent, block.tokens, block.priority, block.namespace, block.model, block.group
+        )
+
+    def entry(
+        self, key: BlockKey, nbytes: int, *, created_at: float, used_at: float
+    ) -> StoredEntry:
+        """As `Backend.scan` lists the block."""
+        return StoredEntry(
+            key,
+            nbytes,
+            self.priority,
+            created_at,
+            used_at,
+            self.parent,
+            self.tokens,
+            self.namespace,
+            self.model,
+            self.group,
+        )
+
+    def to_bytes(self) -> bytes:
+        """``fields | parent | namespace | model | tokens``."""
+        fields = _FIELDS.pack(
+            self.priority,
+            self.group,
+            self.parent is not None,
+            len(self.namespace),
+            len(self.model),
+            0 if self.tokens is None else len(self.tokens) + 1,
+        )
+        tokens = b"" if self.tokens is None else tokens_to_bytes(self.tokens)
+        return b"".join((fields, self.parent or b"", self.namespace, self.model, tokens))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> BlockMetadata | None:
+        """What `to_bytes` was asked of; ``None`` if `data` is damaged."""
+        if len(data) < _FIELDS.size:
+            return None
+        priority, group, has_parent, namespace, model, count = _FIELDS.unpack_from(data)
+        at, pieces = _FIELDS.size, []
+        for nbytes in (KEY_NBYTES if has_parent else 0, namespace, model, 4 * max(0, count - 1)):
+            pieces.append(data[at : at + nbytes])
+            at += nbytes
+        if at != len(data):
+            return None
+        parent = BlockKey(pieces[0]) if has_parent else None
+        tokens = tokens_from_bytes(pieces[3]) if count else None
+        return cls(parent, tokens, priority, pieces[1], pieces[2], group)
+
+    def to_json(self) -> dict[str, str | int]:
+        """What there is, under the names of the fields; bytes in hexadecimal, tokens in base64."""
+        content: dict[str, str | int] = {"priority": self.priority}
+        if self.parent is not None:
+            content["parent"] = self.parent.hex()
+        if self.tokens is not None:
+            content["tokens"] = _tokens_to_text(self.tokens)
+        if self.namespace:
+            content["namespace"] = self.namespace.hex()
+        if self.model:
+            content["model"] = self.model.hex()
+        if self.group:
+            content["group"] = self.group
+        return content
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> BlockMetadata:
+        """What `to_json` was asked of; other names in `content` are passed over.
+
+        Raises:
+            KeyError, TypeError, ValueError: `content` is damaged.
+        """
+        tokens = content.get("tokens")
+        return cls(
+            key_from_text(content["parent"]) if "parent" in content else None,
+            None if tokens is None else _tokens_from_text(tokens),
+            int(content["priority"]),
+            bytes.fromhex(content.get("namespace", "")),
+            bytes.fromhex(content.get("model", "")),
+            int(content.get("group", 0)),
+        )
+
+
+def child_to_bytes(child: Child) -> bytes:
+    """``key | tokens``."""
+    return child.key + tokens_to_bytes(child.tokens)
+
+
+def child_from_bytes(data: bytes) -> Child | None:
+    """What `child_to_bytes` was given; ``None`` if `data` is damaged."""
+    if len(data) < KEY_NBYTES or len(data) % 4:
+        return None
+    return Child(BlockKey(data[:KEY_NBYTES]), tokens_from_bytes(data[KEY_NBYTES:]))
+
+
+def child_to_json(child: Child) -> dict[str, str]:
+    """Its key in hexadecimal, its tokens in base64."""
+    return {"key": child.key.hex(), "tokens": _tokens_to_text(child.tokens)}
+
+
+def child_from_json(content: Mapping[str, Any]) -> Child:
+    """What `child_to_json` was given.
+
+    Raises:
+        KeyError, TypeError, ValueError: `content` is damaged.
+    """
+    return Child(key_from_text(content["key"]), _tokens_from_text(content["tokens"]))
+
+
+def key_from_text(text: str) -> BlockKey:
+    """The key of `text`, in hexadecimal.
+
+    Raises:
+        ValueError: `text` is none.
+    """
+    key = bytes.fromhex(text)
+    if len(key) != KEY_NBYTES:
+        raise ValueError(f"{len(key)} bytes are no key")
+    return BlockKey(key)
+
+
+def tokens_to_bytes(tokens: TokenArray) -> bytes:
+    """`tokens` as little-endian int32."""
+    return tokens.astype("<i4", copy=False).tobytes()
+
+
+def tokens_from_bytes(data: bytes) -> TokenArray:
+    """What `tokens_to_bytes` was given."""
+    return np.frombuffer(data, "<i4").astype(np.int32)
+
+
+def _tokens_to_text(tokens: TokenArray) -> str:
+    return base64.b64encode(tokens_to_bytes(tokens)).decode()
+
+
+def _tokens_from_text(text: str) -> TokenArray:
+    return tokens_from_bytes(base64.b64decode(text, validate=True))
