@@ -13,26 +13,21 @@ from pathlib import Path
 from torch import Tensor
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged, IndexFull, SegmentLost
 from kvconnect.backends.disk.find import IndexReader, Located, microseconds
 from kvconnect.backends.disk.format import (
-    IndexDamaged,
-    IndexFull,
+    check_format,
     connect,
     connect_read_only,
     log_nbytes,
+    write_format,
 )
 from kvconnect.backends.disk.identity import Identity, held, identity, log_identity, warn_damaged
 from kvconnect.backends.disk.lifetime import Lifetime
-from kvconnect.backends.disk.save import IndexWriter, Reservation
-from kvconnect.backends.disk.segments import NO_SPACE, SegmentFiles, SegmentLost
-from kvconnect.backends.disk.settings import (
-    DiskSettings,
-    check_format,
-    default_capacity,
-    remove_probes,
-    unwritable,
-    write_format,
-)
+from kvconnect.backends.disk.probe import default_capacity, remove_probes, unwritable
+from kvconnect.backends.disk.segments import SegmentFiles
+from kvconnect.backends.disk.settings import DiskSettings
+from kvconnect.backends.disk.writer import IndexWriter, Reservation
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey

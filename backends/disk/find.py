@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
-from kvconnect.backends.disk.format import has_model_column, index_errors
+from kvconnect.backends.disk.errors import index_errors
+from kvconnect.backends.disk.format import has_model_column
 from kvconnect.backends.disk.runs import Place
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray

@@ -1,38 +1,37 @@
-"""The disk store's index as a SQLite database: how it is opened, and what its errors mean."""
+"""The disk store's index as a SQLite database, and the mark of a directory of this format."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import zlib
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 from urllib.parse import quote
 
-from kvconnect.errors import BackendUnavailable
+from kvconnect.backends.disk.errors import IndexDamaged, IndexNotOpened, IndexReadOnly, index_errors
+from kvconnect.backends.disk.settings import Durability
+from kvconnect.errors import ConfigurationError
 
 __all__ = [
     "INDEX_NAME",
-    "Durability",
-    "IndexConnectionLost",
-    "IndexDamaged",
-    "IndexFull",
-    "IndexReadOnly",
+    "check_format",
     "connect",
     "connect_read_only",
     "has_model_column",
-    "index_errors",
     "index_nbytes",
     "log_file_nbytes",
     "log_nbytes",
     "make_index",
     "set_aside",
+    "write_format",
 ]
 
-Durability = Literal["process", "power"]
+FORMAT = 1
+_FORMAT_NAME = "FORMAT"
 
 INDEX_NAME = "index.sqlite3"
 _SCHEMA_VERSION = 1
@@ -80,70 +79,6 @@ _LOG_PAGES = 4096
 _LOG_PAGES_MIN = 16
 _PAGE = 4096
 _CACHE_KIB = 32 << 10
-
-_UNAVAILABLE = {
-    sqlite3.SQLITE_BUSY: "another process holds the index's lock",
-    sqlite3.SQLITE_LOCKED: "the index is locked",
-    sqlite3.SQLITE_PROTOCOL: "other processes hold the locks of the index's log",
-    sqlite3.SQLITE_CANTOPEN: "the index cannot be opened",
-    sqlite3.SQLITE_IOERR: "reading or writing the index failed",
-    sqlite3.SQLITE_FULL: "no space for the index",
-    sqlite3.SQLITE_READONLY: "the index is read-only",
-    sqlite3.SQLITE_PERM: "the index may not be accessed",
-    sqlite3.SQLITE_NOMEM: "no memory for the index",
-    sqlite3.SQLITE_INTERRUPT: "interrupted",
-}
-
-
-class IndexDamaged(Exception):
-    """The index is not what this code wrote. Never leaves the disk store."""
-
-
-class IndexFull(BackendUnavailable):
-    """There is no space for the index to grow."""
-
-
-class IndexNotOpened(BackendUnavailable):
-    """A file of the index cannot be opened, or made."""
-
-
-class IndexReadOnly(BackendUnavailable):
-    """SQLite will not write. A damaged header looks the same; the file's permissions tell."""
-
-
-class IndexConnectionLost(BackendUnavailable):
-    """This connection is of no use any more; that says nothing about the index."""
-
-
-_KINDS = {
-    sqlite3.SQLITE_CANTOPEN: IndexNotOpened,
-    sqlite3.SQLITE_FULL: IndexFull,
-    sqlite3.SQLITE_READONLY: IndexReadOnly,
-}
-
-
-@contextmanager
-def index_errors() -> Iterator[None]:
-    """SQLite's errors as ours.
-
-    Raises:
-        BackendUnavailable: it may work later.
-        IndexConnectionLost: it may work with another connection.
-        IndexDamaged: it will not.
-    """
-    try:
-        yield
-    except (sqlite3.InterfaceError, sqlite3.ProgrammingError) as error:
-        raise IndexConnectionLost(f"disk store: the index's connection: {error}") from error
-    except UnicodeDecodeError as error:  # SQLite quotes damaged text in its message
-        raise IndexDamaged(str(error)) from error
-    except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        reason = _UNAVAILABLE.get(code)
-        if reason is None:
-            raise IndexDamaged(str(error)) from error
-        kind = _KINDS.get(code, BackendUnavailable)
-        raise kind(f"disk store: {reason} ({error})") from error
 
 
 def log_nbytes(capacity: int) -> int:
@@ -305,3 +240,29 @@ def _expect_version(db: sqlite3.Connection) -> None:
     if (version := _version(db)) != _SCHEMA_VERSION:
         raise IndexDamaged(f"schema version {version}, not {_SCHEMA_VERSION}")
     db.execute("SELECT 1 FROM blocks, segments, free, reserved LIMIT 1").fetchone()
+
+
+def _format_text(number: int) -> bytes:
+    text = b"kvconnect disk store, format %d" % number
+    return text + b", check %08x\n" % zlib.crc32(text)
+
+
+def check_format(path: Path) -> None:
+    """Refuse a directory of another format. A damaged mark says nothing, and is written again."""
+    try:
+        text = (path / _FORMAT_NAME).read_bytes()
+    except FileNotFoundError:
+        return
+    match = re.match(rb"kvconnect disk store, format (\d{1,9}),", text)
+    if match and int(match[1]) != FORMAT and text == _format_text(int(match[1])):
+        raise ConfigurationError(
+            f"disk store: '{path}' has format {int(match[1])}, this version reads format {FORMAT}; "
+            f"give another directory, or delete this one"
+        )
+
+
+def write_format(path: Path) -> None:
+    """Mark the directory `path` as one of this format."""
+    mark = path / _FORMAT_NAME
+    if not mark.exists() or mark.read_bytes() != _format_text(FORMAT):
+        mark.write_bytes(_format_text(FORMAT))

@@ -9,14 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 
-from kvconnect.backends.disk.format import (
-    Durability,
-    IndexDamaged,
-    IndexFull,
-    connect,
-    index_errors,
-    log_file_nbytes,
-)
+from kvconnect.backends.disk.errors import IndexDamaged, IndexFull, index_errors
+from kvconnect.backends.disk.format import connect, log_file_nbytes
+from kvconnect.backends.disk.settings import Durability
 from kvconnect.backends.lanes import running_threads
 from kvconnect.errors import BackendUnavailable
 

@@ -22,14 +22,12 @@ from kvconnect.backends.disk.direct_io import (
     view,
     write_at,
 )
+from kvconnect.backends.disk.errors import SegmentLost
 from kvconnect.backends.disk.runs import Place, Run, parts
 from kvconnect.backends.lanes import running_pools
 from kvconnect.frame import FrameChecksum
 
-__all__ = ["NO_SPACE", "SegmentFiles", "SegmentLost"]
-
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers that mean: no more bytes, whoever limits them."""
+__all__ = ["SegmentFiles"]
 
 _NAME = re.compile(r"segment-(\d+)-(\d+)\.slots")
 # The parts of calls are read by so many threads and written by as many others, each in the order of
@@ -37,14 +35,6 @@ _NAME = re.compile(r"segment-(\d+)-(\d+)\.slots")
 # ends first. What follows its I/O, a commit or a checksum, then happens during the next call's I/O;
 # calls that share the disk evenly would all end at once, and leave it idle.
 _THREADS = 3
-
-
-class SegmentLost(Exception):
-    """A segment's file is gone or cut short. Never leaves the disk store."""
-
-    def __init__(self, segment: int) -> None:
-        super().__init__(f"segment {segment} is gone or cut short")
-        self.segment = segment
 
 
 class _File:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backends.disk.direct_io import aligned_size
+from kvconnect.backends.disk.errors import NO_SPACE
 from kvconnect.backends.disk.format import index_nbytes, log_nbytes
 from kvconnect.backends.disk.owner import owners
 from kvconnect.backends.disk.runs import Place
-from kvconnect.backends.disk.segments import NO_SPACE, SegmentFiles
+from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.url import format_size
 from kvconnect.frame import ALIGNMENT
 from kvconnect.keys import BlockKey

@@ -19,15 +19,10 @@ from torch import Tensor
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
 from kvconnect.backends.disk.directory import DiskDirectory, ignore
-from kvconnect.backends.disk.format import (
-    INDEX_NAME,
-    Durability,
-    IndexConnectionLost,
-    IndexDamaged,
-    IndexReadOnly,
-)
+from kvconnect.backends.disk.errors import IndexConnectionLost, IndexDamaged, IndexReadOnly
+from kvconnect.backends.disk.format import INDEX_NAME
 from kvconnect.backends.disk.identity import identity, replace_index, warn_damaged
-from kvconnect.backends.disk.settings import Access, DiskSettings
+from kvconnect.backends.disk.settings import Access, DiskSettings, Durability
 from kvconnect.backends.guard.checksums import SealsSaves
 from kvconnect.backends.lanes import running_pools
 from kvconnect.backends.url import StoreUrl, format_size

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvconnect.backend import Backend
-from kvconnect.backends.disk.format import INDEX_NAME, Durability
+from kvconnect.backends.disk.format import INDEX_NAME
+from kvconnect.backends.disk.settings import Durability
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.memory.store import MemoryBackend

@@ -19,7 +19,7 @@ from kvconnect.backends.disk import find as disk_index
 from kvconnect.backends.disk import log as disk_log
 from kvconnect.backends.disk import owner as disk_owner
 from kvconnect.backends.disk.directory import DiskDirectory
-from kvconnect.backends.disk.format import IndexConnectionLost, index_errors
+from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.errors import BackendUnavailable
 

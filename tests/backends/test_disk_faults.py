@@ -430,7 +430,7 @@ async def test_close_waits_for_a_disk_that_hangs_without_holding_up_anything_els
 
 async def test_failed_open_leaves_nothing_open(kit, tmp_path, monkeypatch):
     store = DiskBackend(tmp_path / "store")
-    monkeypatch.setattr("kvconnect.backends.disk.save.Owner", failing(errno.EMFILE))
+    monkeypatch.setattr("kvconnect.backends.disk.writer.Owner", failing(errno.EMFILE))
     files = descriptors()
     for _ in range(3):
         with pytest.raises(BackendUnavailable):

@@ -13,7 +13,8 @@ from contextlib import closing, contextmanager
 import pytest
 
 from kvconnect.backends.disk import log as disk_log
-from kvconnect.backends.disk.format import IndexDamaged, log_nbytes
+from kvconnect.backends.disk.errors import IndexDamaged
+from kvconnect.backends.disk.format import log_nbytes
 from kvconnect.backends.disk.log import IndexLog
 
 CAPACITY = 32 << 20

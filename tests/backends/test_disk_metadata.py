@@ -229,7 +229,7 @@ async def test_without_a_capacity_a_store_keeps_what_there_is_and_does_not_grow(
         held = (await store.stats())["blocks"]
         stored = [entry.key async for entry in store.scan()]
         size = (await store.stats())["file_bytes"]
-    monkeypatch.setattr("kvconnect.backends.disk.settings._DEFAULT_CAPACITY", kit.frame_nbytes)
+    monkeypatch.setattr("kvconnect.backends.disk.probe._DEFAULT_CAPACITY", kit.frame_nbytes)
     for turn in range(3):
         async with kit.opened(make_disk(capacity=None)) as store:
             if turn == 0:

@@ -18,12 +18,14 @@ import pytest
 from kvconnect.backends.disk import directory as disk_directory
 from kvconnect.backends.disk import format as disk_schema
 from kvconnect.backends.disk import identity as disk_identity
-from kvconnect.backends.disk import save as disk_writer
+from kvconnect.backends.disk import writer as disk_writer
 from kvconnect.backends.disk.directory import DiskDirectory
-from kvconnect.backends.disk.format import INDEX_NAME, IndexDamaged, connect_read_only
+from kvconnect.backends.disk.errors import IndexDamaged
+from kvconnect.backends.disk.format import INDEX_NAME, connect_read_only
 from kvconnect.backends.disk.identity import held, identity, replace_index
+from kvconnect.backends.disk.probe import unwritable
 from kvconnect.backends.disk.segments import SegmentFiles
-from kvconnect.backends.disk.settings import DiskSettings, unwritable
+from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 

@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backend import StoredBlock
+from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
 from kvconnect.backends.disk.find import READABLE, marks, microseconds, oldest_valid
-from kvconnect.backends.disk.format import (
-    Durability,
-    IndexConnectionLost,
-    connect,
-    index_errors,
-    log_nbytes,
-    make_index,
-)
+from kvconnect.backends.disk.format import connect, log_nbytes, make_index
 from kvconnect.backends.disk.identity import identity, log_identity
 from kvconnect.backends.disk.log import IndexLog
 from kvconnect.backends.disk.owner import Owner, owners
 from kvconnect.backends.disk.runs import Place
 from kvconnect.backends.disk.segments import SegmentFiles
+from kvconnect.backends.disk.settings import Durability
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
 from kvconnect.keys import BlockKey
 

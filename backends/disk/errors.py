@@ -1,0 +1,96 @@
+"""What goes wrong with the disk store's index and data files, and what SQLite calls it."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvconnect.errors import BackendUnavailable
+
+__all__ = [
+    "NO_SPACE",
+    "IndexConnectionLost",
+    "IndexDamaged",
+    "IndexFull",
+    "IndexNotOpened",
+    "IndexReadOnly",
+    "SegmentLost",
+    "index_errors",
+]
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers that mean: no more bytes, whoever limits them."""
+
+_UNAVAILABLE = {
+    sqlite3.SQLITE_BUSY: "another process holds the index's lock",
+    sqlite3.SQLITE_LOCKED: "the index is locked",
+    sqlite3.SQLITE_PROTOCOL: "other processes hold the locks of the index's log",
+    sqlite3.SQLITE_CANTOPEN: "the index cannot be opened",
+    sqlite3.SQLITE_IOERR: "reading or writing the index failed",
+    sqlite3.SQLITE_FULL: "no space for the index",
+    sqlite3.SQLITE_READONLY: "the index is read-only",
+    sqlite3.SQLITE_PERM: "the index may not be accessed",
+    sqlite3.SQLITE_NOMEM: "no memory for the index",
+    sqlite3.SQLITE_INTERRUPT: "interrupted",
+}
+
+
+class SegmentLost(Exception):
+    """A segment's file is gone or cut short. Never leaves the disk store."""
+
+    def __init__(self, segment: int) -> None:
+        super().__init__(f"segment {segment} is gone or cut short")
+        self.segment = segment
+
+
+class IndexDamaged(Exception):
+    """The index is not what this code wrote. Never leaves the disk store."""
+
+
+class IndexFull(BackendUnavailable):
+    """There is no space for the index to grow."""
+
+
+class IndexNotOpened(BackendUnavailable):
+    """A file of the index cannot be opened, or made."""
+
+
+class IndexReadOnly(BackendUnavailable):
+    """SQLite will not write. A damaged header looks the same; the file's permissions tell."""
+
+
+class IndexConnectionLost(BackendUnavailable):
+    """This connection is of no use any more; that says nothing about the index."""
+
+
+_KINDS = {
+    sqlite3.SQLITE_CANTOPEN: IndexNotOpened,
+    sqlite3.SQLITE_FULL: IndexFull,
+    sqlite3.SQLITE_READONLY: IndexReadOnly,
+}
+
+
+@contextmanager
+def index_errors() -> Iterator[None]:
+    """SQLite's errors as ours.
+
+    Raises:
+        BackendUnavailable: it may work later.
+        IndexConnectionLost: it may work with another connection.
+        IndexDamaged: it will not.
+    """
+    try:
+        yield
+    except (sqlite3.InterfaceError, sqlite3.ProgrammingError) as error:
+        raise IndexConnectionLost(f"disk store: the index's connection: {error}") from error
+    except UnicodeDecodeError as error:  # SQLite quotes damaged text in its message
+        raise IndexDamaged(str(error)) from error
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        reason = _UNAVAILABLE.get(code)
+        if reason is None:
+            raise IndexDamaged(str(error)) from error
+        kind = _KINDS.get(code, BackendUnavailable)
+        raise kind(f"disk store: {reason} ({error})") from error
