@@ -74,7 +74,7 @@ CREATE INDEX blocks_by_parent ON blocks(parent);
 _FIRST_SEGMENTS = 1 << 40
 _BUSY_S = 5.0
 _PAUSE_S = 0.005
-# The write-ahead log is moved into the database at so many pages; see `IndexLog`.
+# SQLite moves the write-ahead log into the database at so many pages; see `IndexLog`, too.
 _LOG_PAGES = 4096
 _LOG_PAGES_MIN = 16
 _PAGE = 4096
@@ -101,7 +101,7 @@ def make_index(directory: Path) -> None:
 def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connection:
     """The index in `directory`, made if it is not there.
 
-    Its log is cut to `log` bytes when it starts over; when that is, `IndexLog` decides.
+    Its log is moved into it at `log` bytes, and cut to so many when it starts over.
 
     Raises:
         BackendUnavailable, IndexDamaged: nothing stays open.
@@ -114,7 +114,7 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
         with index_errors():
             _start_log(db)
             db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
-            db.execute("PRAGMA wal_autocheckpoint=0")
+            db.execute(f"PRAGMA wal_autocheckpoint={log // _PAGE}")
             db.execute(f"PRAGMA journal_size_limit={log}")
             db.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
             if _version(db) == 0:

@@ -96,16 +96,11 @@ class IndexWriter:
         self._db = connect(directory, durability, log)
         self.log_identity = log_identity(directory)
         self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
-        try:
-            self._log = IndexLog(directory, durability, log, at)
-        except BaseException:
-            self._db.close()
-            raise
+        self._log = IndexLog(self._db, directory, log)
         try:
             with self._transaction():
                 self._owner = Owner(directory)
         except BaseException:
-            self._log.close()
             self._db.close()
             raise
 
@@ -128,8 +123,9 @@ class IndexWriter:
         Raises:
             IndexFull: the index's log cannot be moved, and would grow without end.
         """
-        self._log.check()
         now = microseconds()
+        with self._lock:
+            self._log.check()
         with self._transaction():
             self._files.keep_only({segment for segment, *_ in self._segments()})
             self._drop_expired(_EXPIRED_PER_SAVE)
@@ -192,7 +188,6 @@ class IndexWriter:
 
     def close(self) -> None:
         """Close the connection and be a dead owner. The second time does nothing."""
-        self._log.close()
         with self._lock:
             self._owner.close()
             self._db.close()
@@ -271,7 +266,7 @@ class IndexWriter:
                     if alone:
                         self._db.execute("ROLLBACK")
                 raise
-        self._log.bound()
+            self._log.bound()
 
 
 def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:

@@ -131,7 +131,7 @@ class DiskSubject(Subject):
         durability: of the store, see `DiskBackend`.
     """
 
-    kill_points = ("reserved", "written", "committing", "evicted", "copied")
+    kill_points = ("reserved", "written", "committing", "evicted")
 
     directory: Path
     durability: Durability = "process"

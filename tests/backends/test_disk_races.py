@@ -128,7 +128,7 @@ def test_who_cannot_replace_an_index_says_so_in_time(path, settings, monkeypatch
     assert identity(path) is None
 
 
-@pytest.mark.parametrize("part", ["log", "directory"])
+@pytest.mark.parametrize("part", ["writer", "directory"])
 async def test_directory_made_anew_during_an_opening_is_noticed(
     make_disk, kit, path, monkeypatch, part
 ):
