@@ -14,7 +14,8 @@ from kvconnect.testing.check import Outcome, Violation
 from kvconnect.testing.faults.clock import ShiftedClock
 from kvconnect.testing.faults.faulty_backend import FaultyBackend
 from kvconnect.testing.faults.faulty_filesystem import FaultyFilesystem
-from kvconnect.testing.faults.tcp_proxy import TcpFault, TcpProxy
+from kvconnect.testing.faults.tcp_fault import TcpFault
+from kvconnect.testing.faults.tcp_proxy import TcpProxy
 from kvconnect.testing.runner import Report, check_backend
 from kvconnect.testing.subject import Address, Subject, Unsupported, Usage
 

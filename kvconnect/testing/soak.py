@@ -26,7 +26,8 @@ from kvconnect.testing.faults.faulty_filesystem import (
     FaultyFilesystem,
     FileOperation,
 )
-from kvconnect.testing.faults.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
+from kvconnect.testing.faults.tcp_fault import TcpFault, garbage, longer, shorter
+from kvconnect.testing.faults.tcp_proxy import TcpProxy
 from kvconnect.testing.subject import Address, Subject
 
 __all__ = ["SoakReport", "soak"]

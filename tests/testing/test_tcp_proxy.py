@@ -12,7 +12,8 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from kvconnect.testing.faults.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
+from kvconnect.testing.faults.tcp_fault import TcpFault, garbage, longer, shorter
+from kvconnect.testing.faults.tcp_proxy import TcpProxy
 
 
 class EchoServer:

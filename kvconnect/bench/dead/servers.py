@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import Self
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.testing.faults.tcp_proxy import TcpFault, TcpProxy
+from kvconnect.testing.faults.tcp_fault import TcpFault
+from kvconnect.testing.faults.tcp_proxy import TcpProxy
 
 __all__ = ["SERVERS", "Death", "MortalRedis", "MortalS3", "MortalServer"]
 

@@ -16,7 +16,8 @@ from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import Violation, check, demand
 from kvconnect.testing.checks.faults import answer, calls_in_time, recovers
-from kvconnect.testing.faults.tcp_proxy import TcpFault, TcpProxy, garbage, longer, shorter
+from kvconnect.testing.faults.tcp_fault import TcpFault, garbage, longer, shorter
+from kvconnect.testing.faults.tcp_proxy import TcpProxy
 from kvconnect.testing.subject import Address, Subject, Unsupported
 
 

@@ -15,89 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import socket
 import threading
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvconnect.testing.faults.tcp_connection import ProxiedConnection
+from kvconnect.testing.faults.tcp_fault import TcpFault
 
-__all__ = ["Rewrite", "TcpFault", "TcpProxy", "garbage", "longer", "shorter"]
+__all__ = ["TcpProxy"]
 
 T = TypeVar("T")
-
-Rewrite: TypeAlias = Callable[[int, bytes], bytes]
-"""Gets how many bytes of answers this connection carried before, and the next ones; returns what
-the client is to see instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class TcpFault:
-    """What is wrong with the network; by default nothing.
-
-    Attributes:
-        refused: nobody listens; connections that are open are reset.
-        black_hole: new connections are never answered (their SYN is dropped), and nothing moves
-            on the open ones.
-        frozen: new connections are taken and nothing moves, as with a stopped server. What was
-            sent meanwhile arrives once the fault is over.
-        half_open: the server forgot every connection without a word: the client's stays open and
-            silent. It is reset when the fault is over, as a server that is back would do.
-        reset_after: connections are reset once they carried so many bytes of answers since the
-            fault was set.
-        bytes_per_s: speed of answers.
-        delay_s: answers arrive so much later.
-        rewrite: changes answers, see `garbage`, `shorter`, `longer`.
-    """
-
-    refused: bool = False
-    black_hole: bool = False
-    frozen: bool = False
-    half_open: bool = False
-    reset_after: int | None = None
-    bytes_per_s: float | None = None
-    delay_s: float = 0.0
-    rewrite: Rewrite | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether nothing moves at all."""
-        return self.black_hole or self.frozen or self.half_open
-
-
-def garbage(seed: int = 0) -> Rewrite:
-    """Answers become random bytes, as many as there were."""
-    source = random.Random(seed)
-
-    def replace(at: int, data: bytes) -> bytes:
-        return source.randbytes(len(data))
-
-    return replace
-
-
-def shorter(after: int, nbytes: int) -> Rewrite:
-    """`nbytes` are missing from each connection's answers, after the first `after` bytes."""
-
-    def cut(at: int, data: bytes) -> bytes:
-        start = max(0, min(len(data), after - at))
-        end = max(0, min(len(data), after + nbytes - at))
-        return data[:start] + data[end:]
-
-    return cut
-
-
-def longer(after: int, nbytes: int) -> Rewrite:
-    """`nbytes` zeros stand in each connection's answers, after the first `after` bytes."""
-
-    def grow(at: int, data: bytes) -> bytes:
-        if not at <= after < at + len(data):
-            return data
-        return data[: after - at] + bytes(nbytes) + data[after - at :]
-
-    return grow
 
 
 class TcpProxy:
