@@ -6,36 +6,71 @@ import asyncio
 import contextlib
 import socket
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Self
 
-if TYPE_CHECKING:
-    from kvconnect.testing.faults.tcp_proxy import TcpProxy
+from kvconnect.testing.faults.tcp_fault import TcpFault
 
-__all__ = ["ProxiedConnection"]
+__all__ = ["ProxiedConnection", "TcpRoute"]
 
 _CHUNK = 65536
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 seconds: close() sends RST
+
+
+class TcpRoute:
+    """The way to the server, and what is wrong with it now. All methods run on the proxy's loop.
+
+    Attributes:
+        server: host and port; connections that are made from now on go there.
+        fault: call `wake` after a change.
+    """
+
+    def __init__(self, server: tuple[str, int]) -> None:
+        self.server = server
+        self.fault = TcpFault()
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """End every `pause`."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def pause(self, seconds: float | None) -> None:
+        """Sleep until `seconds` are over or the fault changes."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    async def dial(self) -> socket.socket:
+        """Return a connection to the server."""
+        upstream = socket.socket()
+        upstream.settimeout(0)
+        try:
+            await asyncio.get_running_loop().sock_connect(upstream, self.server)
+        except BaseException:
+            upstream.close()
+            raise
+        return upstream
 
 
 class ProxiedConnection:
     """One client and its own connection to the server. All methods run on the proxy's loop.
 
     Args:
-        proxy: says what is wrong with the network, and finds the server.
+        route: to the server.
         client: connected; closed when either side is gone.
     """
 
-    def __init__(self, proxy: TcpProxy, client: socket.socket) -> None:
-        self._proxy = proxy
+    def __init__(self, route: TcpRoute, client: socket.socket) -> None:
+        self._route = route
         self._client = client
         self._upstream: socket.socket | None = None
         self._answered = 0
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Carry bytes both ways from now on."""
-        self._proxy.enter(self)
+    def start(self, on_end: Callable[[Self], None]) -> None:
+        """Carry bytes both ways from now on; `on_end` is called once both sides are closed."""
         self._task = asyncio.create_task(self._serve())
+        self._task.add_done_callback(lambda _: on_end(self))
 
     def start_counting(self) -> None:
         """Faults count the bytes of answers from here on."""
@@ -49,9 +84,9 @@ class ProxiedConnection:
 
     async def _serve(self) -> None:
         try:
-            while self._proxy.fault.stopped:
-                await self._proxy.pause(None)
-            self._upstream = await self._proxy.dial()
+            while self._route.fault.stopped:
+                await self._route.pause(None)
+            self._upstream = await self._route.dial()
             for end in (self._client, self._upstream):  # here, where an error closes both
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             requests = asyncio.create_task(self._pump(self._client, self._upstream, answers=False))
@@ -70,7 +105,6 @@ class ProxiedConnection:
                     with contextlib.suppress(OSError):
                         side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                     side.close()
-            self._proxy.leave(self)
 
     async def _pump(self, source: socket.socket, sink: socket.socket, *, answers: bool) -> None:
         # Received at once and delivered when it is due: a delay must not become a low speed.
@@ -80,7 +114,7 @@ class ProxiedConnection:
         try:
             while True:
                 data = await loop.sock_recv(source, _CHUNK)
-                delay = self._proxy.fault.delay_s if answers else 0.0
+                delay = self._route.fault.delay_s if answers else 0.0
                 put = asyncio.create_task(queue.put((loop.time() + delay, data)))
                 await asyncio.wait([put, delivering], return_when=asyncio.FIRST_COMPLETED)
                 if delivering.done():
@@ -98,10 +132,10 @@ class ProxiedConnection:
         loop = asyncio.get_running_loop()
         while True:
             due, data = await queue.get()
-            while self._proxy.fault.stopped:
-                await self._proxy.pause(None)
-            while due > loop.time() and self._proxy.fault.delay_s:
-                await self._proxy.pause(due - loop.time())
+            while self._route.fault.stopped:
+                await self._route.pause(None)
+            while due > loop.time() and self._route.fault.delay_s:
+                await self._route.pause(due - loop.time())
             if not data:
                 with contextlib.suppress(OSError):  # the other side may have closed meanwhile
                     sink.shutdown(socket.SHUT_WR)
@@ -113,15 +147,15 @@ class ProxiedConnection:
 
     async def _answer(self, sink: socket.socket, data: bytes) -> None:
         loop = asyncio.get_running_loop()
-        fault = self._proxy.fault
+        fault = self._route.fault
         if fault.rewrite is not None:
             at, self._answered = self._answered, self._answered + len(data)
             await loop.sock_sendall(sink, fault.rewrite(at, data))
             return
         while data:
-            fault, size = self._proxy.fault, len(data)
+            fault, size = self._route.fault, len(data)
             if fault.stopped:
-                await self._proxy.pause(None)
+                await self._route.pause(None)
                 continue
             if fault.reset_after is not None:
                 size = min(size, fault.reset_after - self._answered)
@@ -135,4 +169,4 @@ class ProxiedConnection:
             if fault.reset_after is not None and self._answered >= fault.reset_after:
                 raise ConnectionResetError
             if fault.bytes_per_s is not None:
-                await self._proxy.pause(size / fault.bytes_per_s)
+                await self._route.pause(size / fault.bytes_per_s)

@@ -14,14 +14,13 @@ It runs on a thread of its own, so that a client may use it from any event loop 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvconnect.testing.faults.tcp_connection import ProxiedConnection
+from kvconnect.testing.faults.tcp_connection import ProxiedConnection, TcpRoute
 from kvconnect.testing.faults.tcp_fault import TcpFault
 
 __all__ = ["TcpProxy"]
@@ -42,15 +41,13 @@ class TcpProxy:
     host = "127.0.0.1"
 
     def __init__(self, host: str, port: int) -> None:
-        self._server = (host, port)
-        self._fault = TcpFault()
+        self._route = TcpRoute((host, port))
         self._accepted = 0
         self._connections: set[ProxiedConnection] = set()
         self._fillers: list[socket.socket] = []
         self._listener = _listen((self.host, 0))
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
-        self._changed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="kvconnect-tcp-proxy", daemon=True)
         self._thread.start()
         self._call(self._start())
@@ -69,7 +66,7 @@ class TcpProxy:
     @property
     def fault(self) -> TcpFault:
         """What is wrong now."""
-        return self._fault
+        return self._route.fault
 
     @property
     def accepted(self) -> int:
@@ -96,7 +93,7 @@ class TcpProxy:
 
     def redirect(self, host: str, port: int) -> None:
         """Connections that are made from now on go to another server."""
-        self._server = (host, port)
+        self._route.server = (host, port)
 
     def reset_all(self) -> None:
         """Reset every open connection."""
@@ -128,7 +125,7 @@ class TcpProxy:
         await self._reset_all()
 
     async def _set(self, fault: TcpFault) -> None:
-        before, self._fault = self._fault, fault
+        before, self._route.fault = self._route.fault, fault
         self._stop_accepting()
         self._drop_fillers()
         self._listener.close()
@@ -142,8 +139,7 @@ class TcpProxy:
                 self._start_accepting()
         for connection in self._connections:
             connection.start_counting()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._route.wake()
 
     def _start_accepting(self) -> None:
         # Not a task: one that is cancelled as a client comes in would lose the client's socket.
@@ -176,31 +172,9 @@ class TcpProxy:
             return
         client.settimeout(0)
         self._accepted += 1
-        ProxiedConnection(self, client).start()
-
-    async def pause(self, seconds: float | None) -> None:
-        """Sleep until `seconds` are over or the fault changes. For connections."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
-
-    async def dial(self) -> socket.socket:
-        """A connection to the server. For connections."""
-        upstream = socket.socket()
-        upstream.settimeout(0)
-        try:
-            await self._loop.sock_connect(upstream, self._server)
-        except BaseException:
-            upstream.close()
-            raise
-        return upstream
-
-    def enter(self, connection: ProxiedConnection) -> None:
-        """Count `connection` among the open ones. For connections."""
+        connection = ProxiedConnection(self._route, client)
         self._connections.add(connection)
-
-    def leave(self, connection: ProxiedConnection) -> None:
-        """Count it no more. For connections."""
-        self._connections.discard(connection)
+        connection.start(self._connections.discard)
 
 
 def _listen(address: tuple[str, int], *, backlog: int = 128) -> socket.socket:
