@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from kvconnect.testing.subject import Subject
 
-__all__ = ["Check", "Outcome", "Result", "Violation", "all_checks", "check", "demand", "registered"]
+__all__ = ["Check", "Outcome", "Result", "Violation", "check", "demand", "registered"]
 
 Body: TypeAlias = Callable[[Subject], Awaitable[None]]
 Result = Literal["passed", "failed", "skipped"]
 
 registered: list[Check] = []
-"""Every check, in the order in which they run; `all_checks` sees to it that they are there."""
+"""The checks whose modules were imported, in that order; `checks.all_checks` has all of them."""
 
 
 class Violation(AssertionError):
@@ -74,13 +74,6 @@ def check(group: str, *, limit_s: float = 30.0, needs_root: bool = False) -> Cal
         return body
 
     return register
-
-
-def all_checks() -> Sequence[Check]:
-    """Every check of the kit."""
-    import kvconnect.testing.checks  # noqa: F401 - registers them
-
-    return tuple(registered)
 
 
 def demand(condition: object, message: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvconnect.testing.check import Check, all_checks
+from kvconnect.testing.check import Check
+from kvconnect.testing.checks import all_checks
 from kvconnect.testing.runner import run_check
 from kvconnect.testing.subject import Subject
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from kvconnect.backend import Backend
 from kvconnect.errors import ConfigurationError, nearest
-from kvconnect.testing.check import Check, Outcome, Result, Violation, all_checks
+from kvconnect.testing.check import Check, Outcome, Result, Violation
+from kvconnect.testing.checks import all_checks
 from kvconnect.testing.subject import Subject, Unsupported
 from kvconnect.testing.subjects import FunctionSubject
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.testing.check import all_checks
+from kvconnect.testing.checks import all_checks
 
 SEEN_ELSEWHERE = 13
 

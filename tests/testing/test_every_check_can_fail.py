@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvconnect import frame
-from kvconnect.testing.check import all_checks
+from kvconnect.testing.checks import all_checks
 from kvconnect.testing.checks import keys
 from kvconnect.testing.runner import run_check
 from kvconnect.testing.subject import Address

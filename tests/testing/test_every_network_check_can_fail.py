@@ -11,7 +11,7 @@ import pytest
 
 from kvconnect.backends.guard.breaker import Breaker
 from kvconnect.testing import Address, Subject
-from kvconnect.testing.check import all_checks
+from kvconnect.testing.checks import all_checks
 from kvconnect.testing.runner import run_check
 
 PATH = Path(__file__).with_name("toy_server.py")

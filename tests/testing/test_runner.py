@@ -16,7 +16,8 @@ import pytest
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import ConfigurationError
 from kvconnect.testing import BackendConformance, Subject, Violation, check_backend, plugin
-from kvconnect.testing.check import Check, all_checks
+from kvconnect.testing.check import Check
+from kvconnect.testing.checks import all_checks
 from kvconnect.testing.runner import run_check, select
 from kvconnect.testing.soak import soak
 from kvconnect.testing.subjects import DiskSubject, MemorySubject, TieredSubject, subject_of

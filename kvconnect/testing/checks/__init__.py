@@ -1,5 +1,11 @@
-"""The checks, a module per group of the contract. Importing this registers them, in this order."""
+"""The checks, a module per group of the contract. Importing this registers them, in this order.
 
+Imports the rest of the kit but `runner` and what stands on it. Begin with `contract`.
+"""
+
+from collections.abc import Sequence
+
+from kvconnect.testing.check import Check, registered
 from kvconnect.testing.checks import contract as contract  # noqa: I001 - the order is that of the report
 from kvconnect.testing.checks import concurrency as concurrency
 from kvconnect.testing.checks import capabilities as capabilities
@@ -12,3 +18,10 @@ from kvconnect.testing.checks import crash as crash
 from kvconnect.testing.checks import network as network
 from kvconnect.testing.checks import model as model
 from kvconnect.testing.checks import end_to_end as end_to_end
+
+__all__ = ["all_checks"]
+
+
+def all_checks() -> Sequence[Check]:
+    """Every check of the kit, in the order of the report."""
+    return tuple(registered)
