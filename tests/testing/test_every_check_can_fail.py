@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvconnect import frame
-from kvconnect.testing.checks import all_checks
-from kvconnect.testing.checks import keys
+from kvconnect.testing.checks import all_checks, keys
 from kvconnect.testing.runner import run_check
 from kvconnect.testing.subject import Address
 from kvconnect.testing.subjects import DiskSubject

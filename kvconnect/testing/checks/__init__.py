@@ -3,10 +3,10 @@
 Imports the rest of the kit but `runner` and what stands on it. Begin with `contract`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence  # noqa: I001 - the order is that of the report
 
 from kvconnect.testing.check import Check, registered
-from kvconnect.testing.checks import contract as contract  # noqa: I001 - the order is that of the report
+from kvconnect.testing.checks import contract as contract
 from kvconnect.testing.checks import concurrency as concurrency
 from kvconnect.testing.checks import capabilities as capabilities
 from kvconnect.testing.checks import keys as keys

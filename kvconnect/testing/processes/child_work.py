@@ -19,6 +19,7 @@ from kvconnect.backends.registry import open_backend
 from kvconnect.errors import RetryLater
 from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
+from kvconnect.testing.key_variants import digest
 from kvconnect.testing.subject import Subject
 
 __all__ = ["crowd", "few_files", "grow", "keys_of_everything", "limited", "read", "save"]
@@ -250,6 +251,4 @@ async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
 
 async def keys_of_everything(subject: Subject, tell: Tell) -> None:
     """Tell the digest of keys that were made in this process."""
-    from kvconnect.testing.checks.keys import digest
-
     tell({"digest": digest()})
