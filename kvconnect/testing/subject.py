@@ -50,7 +50,7 @@ class Recipe:
 
     Attributes:
         module, file, name: of the class.
-        state: its attributes, as far as they are strings, numbers and paths.
+        state: its attributes, as far as they are strings, numbers, paths, addresses and functions.
     """
 
     module: str

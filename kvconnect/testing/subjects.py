@@ -7,6 +7,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -58,22 +59,8 @@ class FunctionSubject(Subject):
                 "give a function at the top of a module, or a Subject"
             )
         found = super().recipe()
-        state = {**found.state, "module": self._make.__module__, "function": name}
-        return Recipe(found.module, found.file, "ImportedSubject", state)
-
-
-class ImportedSubject(Subject):
-    """What a function makes that is known by name, in a child process."""
-
-    module: str
-    function: str
-
-    def make_backend(self) -> Backend:
-        """What the function makes."""
-        from importlib import import_module
-
-        made: Backend = getattr(import_module(self.module), self.function)()
-        return made
+        make = ["function", self._make.__module__, name]
+        return replace(found, state={**found.state, "_make": make})
 
 
 class UrlSubject(Subject):

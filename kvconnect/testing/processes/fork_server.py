@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,24 @@ _LINE_NBYTES = 3000  # below PIPE_BUF with what stands around it: lines of two c
 
 def revive(recipe: Recipe) -> Subject:
     """The subject of `recipe`, in this process."""
-    kind: Any = _module(recipe.module, recipe.file)
-    for name in recipe.name.split("."):
-        kind = getattr(kind, name)
+    kind: Any = attrgetter(recipe.name)(_module(recipe.module, recipe.file))
     subject: Subject = object.__new__(kind)
     for name, value in recipe.state.items():
         if isinstance(value, list):
-            what, *rest = value
-            plain = Path(rest[0]) if what == "path" else Address(rest[0], int(rest[1]))
-            setattr(subject, name, plain)
+            setattr(subject, name, _revived(*value))
         else:
             setattr(subject, name, value)
     return subject
+
+
+def _revived(what: str, first: str, second: str = "") -> Any:
+    match what:
+        case "path":
+            return Path(first)
+        case "address":
+            return Address(first, int(second))
+        case _:
+            return attrgetter(second)(import_module(first))
 
 
 @cache
