@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvconnect.bench.dead.run import DeadPlan, measure_death
-from kvconnect.bench.dead.servers import SERVERS, Death
+from kvconnect.bench.servers.mortal import SERVERS, Death
 
 BUDGET_S = 0.2
 RECOVERY_S = 10.0

@@ -41,7 +41,7 @@ def memory(plan: BlocksPlan, tell: Tell) -> list[Figure]:
         name = "memory beyond tokens and keys" if keys else "memory beyond tokens"
         tell(name)
         # What a process did before shows in its resident memory: each starts anew.
-        with Party(None, "ours") as party:
+        with Party(None, "kvconnect.bench.blocks.ours") as party:
             for traced, how in ((False, "resident"), (True, "asked for")):
                 taken = party.ask("bookkeeping", **plan.shared_prompts, keys=keys, traced=traced)
                 figures.append(Figure(f"{name}, {how}", taken, "B/block", "<= 32"))

@@ -41,7 +41,7 @@ class Party:
 
     Args:
         python: its interpreter; ``None``: kvconnect's own party in this interpreter.
-        module: of `kvconnect.bench.blocks`, or with its package, to run there.
+        module: to run there, with its package.
         arguments: of the module.
 
     Attributes:
@@ -53,11 +53,10 @@ class Party:
 
     def __init__(self, python: Path | None, module: str, *arguments: str) -> None:
         start = _START_OWN if python is None else _START_PEER
-        name = module if "." in module else f"kvconnect.bench.blocks.{module}"
         # To a file: a pipe that nobody reads would stop a party that complains a lot.
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `close`
         self._process = subprocess.Popen(  # noqa: S603  the user names the interpreter
-            [python or sys.executable, "-P", "-c", start, str(_PACKAGE), name, *arguments],
+            [python or sys.executable, "-P", "-c", start, str(_PACKAGE), module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

@@ -24,9 +24,9 @@ class _Peer(NamedTuple):
 
 
 _PEERS = (
-    _Peer("vLLM", "peer_vllm"),
-    _Peer("vLLM", "peer_vllm", ("hashing",), " with hashing"),
-    _Peer("SGLang", "peer_sglang", (), " ({tree})"),
+    _Peer("vLLM", "kvconnect.bench.peers.vllm"),
+    _Peer("vLLM", "kvconnect.bench.peers.vllm", ("hashing",), " with hashing"),
+    _Peer("SGLang", "kvconnect.bench.peers.sglang", (), " ({tree})"),
 )
 
 
@@ -60,7 +60,7 @@ def open_field(pythons: Sequence[Path]) -> Iterator[Field]:
                 f"--peer-python: '{python}' is no file; give an environment's bin/python"
             )
     with ExitStack() as stack:
-        field = Field({OWN: stack.enter_context(Party(None, "ours"))}, [])
+        field = Field({OWN: stack.enter_context(Party(None, "kvconnect.bench.blocks.ours"))}, [])
         missing: dict[str, str] = {}
         for peer in _PEERS:
             reasons = []

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-from kvconnect.bench.dead.servers import SERVERS, Death, MortalServer
 from kvconnect.bench.report import Figure
+from kvconnect.bench.servers.mortal import SERVERS, Death, MortalServer
 from kvconnect.bench.workload import random_prompt
 from kvconnect.engine.random_model import make_model
 from kvconnect.engine.request.output import RequestOutput

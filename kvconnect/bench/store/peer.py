@@ -17,7 +17,7 @@ from kvconnect.errors import ConfigurationError
 
 __all__ = ["bench_peer"]
 
-_MODULE = "kvconnect.bench.store.peer_lmcache"
+_MODULE = "kvconnect.bench.peers.lmcache"
 
 
 def bench_peer(
@@ -33,7 +33,7 @@ def bench_peer(
         ConfigurationError: there is no such interpreter.
     """
     if StoreUrl.parse(url).scheme == "s3":  # boto3 is here anyway; LMCache has no counterpart
-        return list(import_module("kvconnect.bench.store.s3").bench_boto3(url, plan, tell))
+        return list(import_module("kvconnect.bench.peers.s3").bench_boto3(url, plan, tell))
     if python is None:
         return []
     if not python.is_file():

@@ -260,8 +260,8 @@ def run_dead(arguments: argparse.Namespace) -> None:
         ConfigurationError: names the option and what is right.
     """
     from kvconnect.bench.dead.run import DeadPlan, dead_stores
-    from kvconnect.bench.dead.servers import SERVERS
     from kvconnect.bench.report import render
+    from kvconnect.bench.servers.mortal import SERVERS
 
     for name in ("prompt_tokens", "requests"):
         if getattr(arguments, name) < 1:

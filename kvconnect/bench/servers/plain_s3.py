@@ -5,7 +5,7 @@ from memory, so that it costs little beside the client: one copy. ``sendfile`` f
 from the page cache costs both sides more over loopback: it hands over pages of 4 KiB one by one,
 where a copy goes into pieces of 32 KiB.
 
-``python -m kvconnect.bench.store.s3_server`` prints its port and serves until its standard input
+``python -m kvconnect.bench.servers.plain_s3`` prints its port and serves until its standard input
 ends.
 """
 
@@ -30,7 +30,7 @@ _ABOUT = b'ETag: "e"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n'
 @contextmanager
 def plain_server() -> Iterator[str]:
     """A server in a process of its own, with every bucket there is; its endpoint's URL."""
-    command = [sys.executable, "-m", "kvconnect.bench.store.s3_server"]
+    command = [sys.executable, "-m", "kvconnect.bench.servers.plain_s3"]
     with subprocess.Popen(  # noqa: S603 (this module)
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

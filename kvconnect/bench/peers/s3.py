@@ -1,6 +1,6 @@
 """boto3 moving the same values to the same service in its ordinary way, and S3 without a service.
 
-``python -m kvconnect.bench.store.s3`` starts a plain server and measures the store, the floor and
+``python -m kvconnect.bench.peers.s3`` starts a plain server and measures the store, the floor and
 boto3 against it. The others, and which way boto3 is used, are in the table. Below it stands how
 many times as fast as boto3's ordinary body read the store's GET is, each taken by the same floor;
 and then the same reads in turn, also one call at a time, with what each costs the client's
@@ -19,14 +19,14 @@ from functools import partial
 
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl, parse_size
+from kvconnect.bench.peers.s3_boto3 import Boto3
+from kvconnect.bench.peers.s3_reads import bench_reads
+from kvconnect.bench.servers.plain_s3 import plain_server
 from kvconnect.bench.store.floor import Floor, fastest
 from kvconnect.bench.store.floor_s3 import open_floor, values_per_object
 from kvconnect.bench.store.payloads import Payloads, StorePlan
 from kvconnect.bench.store.report import StoreFigure, median_ratio, render
 from kvconnect.bench.store.run import bench_store
-from kvconnect.bench.store.s3_boto3 import Boto3
-from kvconnect.bench.store.s3_reads import bench_reads
-from kvconnect.bench.store.s3_server import plain_server
 
 __all__ = ["bench_boto3"]
 
@@ -133,7 +133,7 @@ def _credentials() -> Iterator[None]:
 
 def main() -> None:
     """Measure against a plain server."""
-    parser = argparse.ArgumentParser(prog="python -m kvconnect.bench.store.s3")
+    parser = argparse.ArgumentParser(prog="python -m kvconnect.bench.peers.s3")
     parser.add_argument("--sizes", default="256KiB,2MiB,32MiB", help="of values (%(default)s)")
     parser.add_argument("--total", default="128MiB", help="of all values (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="medians of so many (%(default)s)")

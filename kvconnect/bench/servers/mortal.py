@@ -137,7 +137,7 @@ class MortalRedis(MortalServer):
 
 
 class MortalS3(MortalServer):
-    """The plain HTTP server of `kvconnect.bench.store.s3_server`; it takes any credentials."""
+    """The plain HTTP server of `kvconnect.bench.servers.plain_s3`; it takes any credentials."""
 
     @property
     def url(self) -> str:
@@ -145,7 +145,7 @@ class MortalS3(MortalServer):
         return f"s3://bench/dead?endpoint_url=http://127.0.0.1:{self.port}"
 
     def _start(self) -> tuple[subprocess.Popen[bytes], int]:
-        process = _spawn([sys.executable, "-m", "kvconnect.bench.store.s3_server"])
+        process = _spawn([sys.executable, "-m", "kvconnect.bench.servers.plain_s3"])
         assert process.stdout is not None  # noqa: S101 (it is a pipe)
         return process, int(process.stdout.readline())
 
