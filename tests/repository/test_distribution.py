@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from kvconnect.backends import registry
+
+CHECKOUT_ONLY = ("kvconnect/bench/peers/", "kvconnect/bench/servers/")
+"""What benchmarks start: adapters of other engines, servers that die. No part of a library."""
 
 LINKS = {"kvconnect/backends", "kvconnect/kernels"}
 """For checkouts; a distribution holds what they point to at its own place."""
@@ -42,15 +46,32 @@ def wheel_names(built: Path) -> set[str]:
     return {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(wheel_names, tracked: list[Path]):
+def test_the_wheel_holds_every_module_of_the_library_and_nothing_else(
+    wheel_names, tracked: list[Path]
+):
     expected = set()
     for path in map(str, tracked):
         top = path.partition("/")[0]
         if top in {"backends", "kernels"}:
             expected.add(f"kvconnect/{path}")
+        elif path.startswith(CHECKOUT_ONLY):
+            continue
         elif top == "kvconnect" and path not in LINKS:
             expected.add(path)
     assert {name for name in wheel_names if ".dist-info/" not in name} == expected
+
+
+def test_a_benchmark_that_needs_a_checkout_says_so(built: Path, tmp_path: Path):
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    command = [sys.executable, "-P", "-m", "kvconnect", "bench", "dead"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "bench dead: needs a checkout of kvconnect" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_sdist_holds_every_file(built: Path, tracked: list[Path]):

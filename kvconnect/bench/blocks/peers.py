@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvconnect.bench.blocks.party import Party, PartyFailed
+from kvconnect.bench.checkout import require_checkout
 from kvconnect.errors import ConfigurationError
 
 __all__ = ["OWN", "Field", "open_field"]
@@ -52,8 +53,10 @@ def open_field(pythons: Sequence[Path]) -> Iterator[Field]:
     """Start kvconnect and every peer found in one of these interpreters; blocks for seconds.
 
     Raises:
-        ConfigurationError: there is no such interpreter.
+        ConfigurationError: there is no such interpreter, or this is no checkout.
     """
+    if pythons:
+        require_checkout("--peer-python")
     for python in pythons:
         if not python.is_file():
             raise ConfigurationError(

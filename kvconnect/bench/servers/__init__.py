@@ -1,5 +1,5 @@
 """Servers that benchmarks start, and let die: a redis-server and a plain S3 server.
 
-Imports the vocabulary and the
+Part of a checkout, not of the wheel (`kvconnect.bench.checkout`). Imports the vocabulary and the
 kit's proxy. Begin with `mortal`.
 """

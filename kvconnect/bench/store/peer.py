@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from kvconnect.backends.url import StoreUrl
 from kvconnect.bench.blocks.party import Party, PartyFailed
+from kvconnect.bench.checkout import require_checkout
 from kvconnect.bench.store.payloads import StorePlan
 from kvconnect.bench.store.report import StoreFigure
 from kvconnect.errors import ConfigurationError
@@ -30,12 +31,18 @@ def bench_peer(
     Its put and get check nothing, so they stand beside the bare figures as well as the guarded.
 
     Raises:
-        ConfigurationError: there is no such interpreter.
+        ConfigurationError: there is no such interpreter, or this is no checkout.
     """
     if StoreUrl.parse(url).scheme == "s3":  # boto3 is here anyway; LMCache has no counterpart
+        try:
+            require_checkout("boto3 is left out")
+        except ConfigurationError as error:
+            tell(str(error))
+            return []
         return list(import_module("kvconnect.bench.peers.s3").bench_boto3(url, plan, tell))
     if python is None:
         return []
+    require_checkout("--peer-python")
     if not python.is_file():
         raise ConfigurationError(
             f"--peer-python: '{python}' is no file; give an environment's bin/python"

@@ -259,6 +259,9 @@ def run_dead(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: names the option and what is right.
     """
+    from kvconnect.bench.checkout import require_checkout
+
+    require_checkout("bench dead")
     from kvconnect.bench.dead.run import DeadPlan, dead_stores
     from kvconnect.bench.report import render
     from kvconnect.bench.servers.mortal import SERVERS
