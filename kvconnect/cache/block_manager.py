@@ -11,19 +11,19 @@ import numpy.typing as npt
 
 from kvconnect.cache.admission.admission import Admission
 from kvconnect.cache.admission.planner import Planner
+from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.invariants import check_invariants
 from kvconnect.cache.memory.copier import BlockCopier
 from kvconnect.cache.memory.sizing import PoolSizes, pool_sizes
 from kvconnect.cache.pool.block_pool import make_pools
 from kvconnect.cache.pool.events import EventLog, KvCacheEvent
-from kvconnect.cache.pool.grip import as_id_array
+from kvconnect.cache.pool.held_blocks import as_id_array
 from kvconnect.cache.pool.matching import Matcher
+from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.pin_table import PinTable
-from kvconnect.cache.sequence.prompt import Prompt
 from kvconnect.cache.sequence.publisher import Publisher
 from kvconnect.cache.sequence.sequence import PinHandle
 from kvconnect.cache.sequence.sequence_table import SequenceTable
-from kvconnect.cache.sequence.slabs import Slabs
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError, DuplicateRequest, SequencesLive

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
 
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.pool.grip import NOT_HELD, Grip, PathGrip
+from kvconnect.cache.pool.held_blocks import NOT_HELD, Grip, PathGrip
 from kvconnect.cache.sequence.sequence import PinHandle, Sequence
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.segment import Root, Segment

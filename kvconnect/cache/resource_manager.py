@@ -9,6 +9,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from kvconnect.cache.sequence.pinned_blocks import PinnedBlocks
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
@@ -52,12 +53,6 @@ class BaseResourceManager(ABC):
     def needed_blocks(self, request: LlmRequest) -> tuple[int, ...]:
         """Blocks of each pool group that `request` needs beyond those it holds, at its peak."""
         return (self.get_needed_resource_to_completion(request),)
-
-
-class PinnedBlocks:
-    """An opaque handle of blocks that stay until `BaseKVCacheManager.unpin` is given it."""
-
-    __slots__ = ()
 
 
 class BaseKVCacheManager(BaseResourceManager):

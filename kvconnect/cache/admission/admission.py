@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from kvconnect.cache.admission.planner import AdmissionPlan, Demand, Planner
+from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.memory.copier import BlockCopier
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.pool.grip import Grip, no_ids
+from kvconnect.cache.pool.held_blocks import Grip, no_ids
 from kvconnect.cache.pool.matching import PartialSource
-from kvconnect.cache.sequence.prompt import Prompt
+from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.sequence import Sequence
-from kvconnect.cache.sequence.slabs import Slabs
 from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.residence import BlockIds
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, RetentionPlan, RetentionRun
-from kvconnect.cache.tree.segment import BlockIds, Segment
+from kvconnect.cache.tree.segment import Segment
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import KeyChain

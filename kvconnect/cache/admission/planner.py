@@ -6,10 +6,10 @@ from collections.abc import Collection
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
+from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.pool.block_pool import BlockPool
 from kvconnect.cache.pool.matching import Match, Matcher, first_in_window
-from kvconnect.cache.sequence.prompt import Prompt
-from kvconnect.cache.sequence.slabs import SlabMove, Slabs
+from kvconnect.cache.pool.slabs import SlabMove, Slabs
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.config import KvCacheConfig
 from kvconnect.keys import KeyChain

@@ -11,7 +11,8 @@ from kvconnect.cache.pool.host_tier import HostTier
 from kvconnect.cache.pool.private_blocks import PrivateBlocks
 from kvconnect.cache.pool.published_blocks import PublishedBlocks
 from kvconnect.cache.tree.radix_tree import RadixTree
-from kvconnect.cache.tree.segment import BlockIds, Segment
+from kvconnect.cache.tree.residence import BlockIds
+from kvconnect.cache.tree.segment import Segment
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import OutOfBlocks
 

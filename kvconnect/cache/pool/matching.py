@@ -7,9 +7,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.tree.children import Children
 from kvconnect.cache.tree.radix_tree import RadixTree, TokenBytes, shared_tokens
-from kvconnect.cache.tree.segment import Segment, Span
+from kvconnect.cache.tree.residence import Span
+from kvconnect.cache.tree.segment import Children, Segment
 from kvconnect.config import KvCacheConfig
 from kvconnect.keys import Namespace
 

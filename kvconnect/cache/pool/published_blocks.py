@@ -10,8 +10,9 @@ from kvconnect.cache.pool.candidates import Candidates
 from kvconnect.cache.pool.private_blocks import PrivateBlocks
 from kvconnect.cache.pool.reclaim_queue import effective_priority
 from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.residence import BlockIds, Residence, new_ids
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
-from kvconnect.cache.tree.segment import BlockIds, Residence, Segment, new_ids
+from kvconnect.cache.tree.segment import Segment
 
 if TYPE_CHECKING:
     from kvconnect.cache.pool.events import EventLog

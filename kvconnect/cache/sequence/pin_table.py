@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.pool.grip import NOT_HELD, as_id_array
+from kvconnect.cache.pool.held_blocks import NOT_HELD, as_id_array
 from kvconnect.cache.pool.matching import Matcher, first_in_window
 from kvconnect.cache.sequence.sequence import PinHandle, Sequence
 from kvconnect.cache.tree.key_index import KeyIndex

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.cache.sequence.offer import Offer
+from kvconnect.cache.sequence.publication import Offer
 from kvconnect.cache.sequence.sequence import Sequence
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.config import KvCacheConfig

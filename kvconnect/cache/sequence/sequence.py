@@ -8,15 +8,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.pool.grip import Grip, PinGrip, no_ids
-from kvconnect.cache.resource_manager import PinnedBlocks
+from kvconnect.cache.pool.held_blocks import Grip, PinGrip, no_ids
+from kvconnect.cache.sequence.pinned_blocks import PinnedBlocks
+from kvconnect.cache.tree.residence import BlockIds
 from kvconnect.cache.tree.retention import RetentionPlan
-from kvconnect.cache.tree.segment import BlockIds
+from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey, KeyChain, Namespace, root_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenBuffer
 
-__all__ = ["PinHandle", "Sequence"]
+__all__ = ["PinHandle", "Sequence", "check_position"]
 
 
 class PinHandle(PinnedBlocks):
@@ -151,3 +152,13 @@ class Sequence:
         for pin in self.pins:
             pin.sequence = None
         self.pins.clear()
+
+
+def check_position(field: str, position: int, num_tokens: int) -> None:
+    """Refuse a number of leading tokens that there are not.
+
+    Raises:
+        ConfigurationError: (a ``ValueError``) it is outside ``0..num_tokens``.
+    """
+    if not 0 <= position <= num_tokens:
+        raise ConfigurationError(f"{field}: {position} is outside 0..{num_tokens}")

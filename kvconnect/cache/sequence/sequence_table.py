@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvconnect.cache.pool.grip import Grip
+from kvconnect.cache.pool.held_blocks import Grip
 from kvconnect.cache.pool.matching import first_in_window
-from kvconnect.cache.sequence.prompt import check_position
+from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.publisher import Publisher
-from kvconnect.cache.sequence.sequence import Sequence
-from kvconnect.cache.sequence.slabs import Slabs
+from kvconnect.cache.sequence.sequence import Sequence, check_position
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.errors import ConfigurationError, UnknownRequest
 from kvconnect.tokens import Tokens, as_token_array

@@ -2,109 +2,82 @@
 
 from __future__ import annotations
 
-from array import array
-from math import inf
-from typing import TypeAlias
+from collections.abc import Iterator
+from itertools import islice
 
-from kvconnect.cache.tree.children import Children
-from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
+from kvconnect.cache.tree.residence import Residence
+from kvconnect.cache.tree.sorted_keys import SortedKeys
 from kvconnect.keys import BlockKey, Namespace
 
-__all__ = ["BlockIds", "Residence", "Root", "Segment", "Span", "new_ids"]
-
-BlockIds: TypeAlias = "array[int]"
-"""C ints: four bytes an id, sliced, extended and cut at memcpy speed."""
+__all__ = ["Children", "Root", "Segment"]
 
 
-Span: TypeAlias = tuple[int, int]
-"""Block numbers of a path, from the first up to and without the second."""
+class Children(dict[bytes, "Segment"]):
+    """The segments that follow another one, each found by its whole first block.
 
-
-_NO_IDS: BlockIds = array("i")
-
-
-def new_ids() -> BlockIds:
-    """No ids."""
-    return _NO_IDS[:]  # half the time of making one
-
-
-class Residence:
-    """Where the blocks of a segment are in one pool, and what is known of them there.
+    Sorted, too, because the child that shares the longest prefix with some tokens is then beside
+    the place where those would be, and all that share so much lie together.
 
     Attributes:
-        ids: one primary block per block of the segment; ``None``: not in primary.
-        host_ids: the same in secondary. With both, the host copy is valid, too.
-        references: sequences and pins that hold these blocks.
-        retention: priority and duration.
-        expires: when `retention` reverts to the default; ``inf``: never, or not let go since it was
-            set.
-        stamp: moment of the last dereference or partial copy; block order breaks ties, later blocks
-            are older. Below zero: never let go, in order of publishing.
-        primary_below: child segments with blocks in primary.
-        resident_below: child segments with blocks in primary or secondary.
+        order: the first blocks, once somebody asked: most segments have one child at most.
+        recent: the same, those last that were let go last in group 0; once somebody asked.
     """
 
-    __slots__ = (
-        "expires",
-        "host_ids",
-        "ids",
-        "primary_below",
-        "references",
-        "resident_below",
-        "retention",
-        "stamp",
-    )
+    __slots__ = ("order", "recent")
 
     def __init__(self) -> None:
-        self.ids: BlockIds | None = None
-        self.host_ids: BlockIds | None = None
-        self.references = 0
-        self.retention: Retention = DEFAULT_RETENTION
-        self.expires = inf
-        self.stamp = 0
-        self.primary_below = 0
-        self.resident_below = 0
+        self.order: SortedKeys | None = None
+        self.recent: dict[bytes, None] | None = None
 
-    @property
-    def is_resident(self) -> bool:
-        """Whether the blocks are in primary or secondary."""
-        return self.ids is not None or self.host_ids is not None
+    def begun_by(self, prefix: bytes) -> Iterator[Segment]:
+        """The children whose first block begins with `prefix`, or holds just that."""
+        return map(self.__getitem__, self._sorted().begun_by(prefix) if self else ())
 
-    def divide(self, count: int) -> Residence:
-        """Split off the state of the first `count` blocks; this object keeps that of the others."""
-        upper = Residence()
-        if self.ids is not None:
-            upper.ids, self.ids = self.ids, self.ids[count:]
-            del upper.ids[count:]
-            upper.primary_below = upper.resident_below = 1
-        if self.host_ids is not None:
-            upper.host_ids, self.host_ids = self.host_ids, self.host_ids[count:]
-            del upper.host_ids[count:]
-            upper.resident_below = 1
-        upper.references = self.references
-        upper.retention = self.retention
-        upper.expires = self.expires
-        upper.stamp = self.stamp
-        return upper
+    def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
+        """The last first block before `low`, and the first one from `high` on; empty: none."""
+        return self._sorted().beside(low, high) if self else (b"", b"")
 
-    def goes_on_as(self, below: Residence) -> bool:
-        """Whether nobody holds these blocks nor those `below`, and both are in the same state."""
-        if not self.is_resident:
-            return not below.is_resident
-        return (
-            self.references == below.references == 0
-            and (self.ids is None) == (below.ids is None)
-            and (self.host_ids is None) == (below.host_ids is None)
-            and (self.stamp, self.expires) == (below.stamp, below.expires)
-            and self.retention == below.retention
-        )
+    def latest(self, prefix: bytes, most: int) -> Iterator[Segment]:
+        """Of the `most` children that were let go last, those begun by `prefix`; the last first.
 
-    def absorb(self, upper: Residence) -> None:
-        """Take in the blocks of `upper`, which stand before these and go on as these."""
-        if self.ids is not None and upper.ids is not None:
-            self.ids = upper.ids + self.ids
-        if self.host_ids is not None and upper.host_ids is not None:
-            self.host_ids = upper.host_ids + self.host_ids
+        Children that nobody let go so far are among them in any place.
+        """
+        if self.recent is None:
+            self.recent = dict.fromkeys(sorted(self, key=lambda key: self[key].pools[0].stamp))
+        for key in islice(reversed(self.recent), most):
+            if key.startswith(prefix):
+                yield self[key]
+
+    def let_go(self, key: bytes) -> None:
+        """The child that `key` names was let go, or used, just now; see `recent`."""
+        if self.recent is not None:
+            del self.recent[key]
+            self.recent[key] = None
+
+    def add(self, key: bytes, segment: Segment) -> None:
+        """`key` must be new."""
+        self[key] = segment
+        if self.order is not None:
+            self.order.add(key)
+        if self.recent is not None:
+            self.recent[key] = None
+
+    def replace(self, key: bytes, segment: Segment) -> None:
+        """`segment` takes the place of the child that `key` names."""
+        self[key] = segment
+
+    def remove(self, key: bytes) -> None:
+        """`key` must be there."""
+        del self[key]
+        if self.order is not None:
+            self.order.remove(key)
+        if self.recent is not None:
+            del self.recent[key]
+
+    def _sorted(self) -> SortedKeys:
+        if self.order is None:
+            self.order = SortedKeys(self)
+        return self.order
 
 
 _NO_CHILDREN = Children()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvconnect.cache.sequence.sequence import check_position
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Namespace
 from kvconnect.tokens import Tokens, as_token_array
 
-__all__ = ["Prompt", "check_position"]
+__all__ = ["Prompt"]
 
 _COMMON = Namespace()
 """Of prompts without salt, adapter or other key: a dictionary finds it without comparing."""
@@ -64,16 +65,6 @@ class Prompt(NamedTuple):
         if external_end is not None:
             check_position("external_end", external_end, len(array))
         return Prompt(namespace, bytearray(array), max_matched, first_chunk, external_end)
-
-
-def check_position(field: str, position: int, num_tokens: int) -> None:
-    """Refuse a number of leading tokens that there are not.
-
-    Raises:
-        ConfigurationError: (a ``ValueError``) it is outside ``0..num_tokens``.
-    """
-    if not 0 <= position <= num_tokens:
-        raise ConfigurationError(f"{field}: {position} is outside 0..{num_tokens}")
 
 
 def _check_least(field: str, value: int, least: int) -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.cache.tree import children
-from kvconnect.cache.tree.children import Children, SortedKeys
+from kvconnect.cache.tree import sorted_keys
+from kvconnect.cache.tree.segment import Children
+from kvconnect.cache.tree.sorted_keys import SortedKeys
 
 KEYS = st.binary(min_size=1, max_size=3).map(lambda key: bytes(byte % 4 for byte in key))
 
@@ -17,7 +18,7 @@ KEYS = st.binary(min_size=1, max_size=3).map(lambda key: bytes(byte % 4 for byte
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(children, "_CHUNK", 2)
+        patch.setattr(sorted_keys, "_CHUNK", 2)
         yield
 
 

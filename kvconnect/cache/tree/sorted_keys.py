@@ -1,16 +1,11 @@
-"""What begins where a segment ends, by the tokens of its first block."""
+"""Keys that are kept in order."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
-from itertools import islice
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvconnect.cache.tree.segment import Segment
-
-__all__ = ["Children", "SortedKeys"]
+__all__ = ["SortedKeys"]
 
 _CHUNK = 512
 
@@ -86,71 +81,3 @@ class SortedKeys:
         # The chunk where `key` is or would be, and its place there.
         place = max(bisect_right(self._firsts, key) - 1, 0)
         return place, bisect_left(self._chunks[place], key)
-
-
-class Children(dict[bytes, "Segment"]):
-    """The segments that follow another one, each found by its whole first block.
-
-    Sorted, too, because the child that shares the longest prefix with some tokens is then beside
-    the place where those would be, and all that share so much lie together.
-
-    Attributes:
-        order: the first blocks, once somebody asked: most segments have one child at most.
-        recent: the same, those last that were let go last in group 0; once somebody asked.
-    """
-
-    __slots__ = ("order", "recent")
-
-    def __init__(self) -> None:
-        self.order: SortedKeys | None = None
-        self.recent: dict[bytes, None] | None = None
-
-    def begun_by(self, prefix: bytes) -> Iterator[Segment]:
-        """The children whose first block begins with `prefix`, or holds just that."""
-        return map(self.__getitem__, self._sorted().begun_by(prefix) if self else ())
-
-    def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
-        """The last first block before `low`, and the first one from `high` on; empty: none."""
-        return self._sorted().beside(low, high) if self else (b"", b"")
-
-    def latest(self, prefix: bytes, most: int) -> Iterator[Segment]:
-        """Of the `most` children that were let go last, those begun by `prefix`; the last first.
-
-        Children that nobody let go so far are among them in any place.
-        """
-        if self.recent is None:
-            self.recent = dict.fromkeys(sorted(self, key=lambda key: self[key].pools[0].stamp))
-        for key in islice(reversed(self.recent), most):
-            if key.startswith(prefix):
-                yield self[key]
-
-    def let_go(self, key: bytes) -> None:
-        """The child that `key` names was let go, or used, just now; see `recent`."""
-        if self.recent is not None:
-            del self.recent[key]
-            self.recent[key] = None
-
-    def add(self, key: bytes, segment: Segment) -> None:
-        """`key` must be new."""
-        self[key] = segment
-        if self.order is not None:
-            self.order.add(key)
-        if self.recent is not None:
-            self.recent[key] = None
-
-    def replace(self, key: bytes, segment: Segment) -> None:
-        """`segment` takes the place of the child that `key` names."""
-        self[key] = segment
-
-    def remove(self, key: bytes) -> None:
-        """`key` must be there."""
-        del self[key]
-        if self.order is not None:
-            self.order.remove(key)
-        if self.recent is not None:
-            del self.recent[key]
-
-    def _sorted(self) -> SortedKeys:
-        if self.order is None:
-            self.order = SortedKeys(self)
-        return self.order

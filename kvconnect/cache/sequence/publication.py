@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from kvconnect.cache.pool.grip import Grip, PathGrip
+from kvconnect.cache.pool.held_blocks import Grip, PathGrip
 from kvconnect.cache.sequence.sequence import Sequence
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.retention import RetentionRun

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.pool.block_pool import BlockPool
+from kvconnect.cache.tree.residence import BlockIds, Span, new_ids
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
-from kvconnect.cache.tree.segment import BlockIds, Segment, Span, new_ids
+from kvconnect.cache.tree.segment import Segment
 
 __all__ = ["NOT_HELD", "Grip", "PathGrip", "PinGrip", "as_id_array", "no_ids"]
 

@@ -14,7 +14,8 @@ from kvconnect.cache.pool.block_pool import BlockPool
 from kvconnect.cache.sequence.pin_table import PinTable
 from kvconnect.cache.sequence.sequence import Sequence as LiveSequence
 from kvconnect.cache.tree.radix_tree import RadixTree
-from kvconnect.cache.tree.segment import BlockIds, Segment, new_ids
+from kvconnect.cache.tree.residence import BlockIds, new_ids
+from kvconnect.cache.tree.segment import Segment
 from kvconnect.errors import OutOfBlocks
 
 __all__ = ["SlabMove", "Slabs"]
