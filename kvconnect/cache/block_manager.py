@@ -92,7 +92,7 @@ class BlockManager:
         self._admission = Admission(tree, pools, self._planner, slabs, config, copier)
         self._sequences = SequenceTable(tree, slabs, Publisher(tree, config))
         self._pins = PinTable(tree, pools, matcher)
-        slabs.watch(self._sequences.live, self._pins)
+        slabs.watch(self._sequences.live.values(), self._pins.live)
 
     # ---------------------------------------------------------------- queries
 
@@ -383,7 +383,7 @@ class BlockManager:
             raise SequencesLive(
                 f"{len(self._sequences)} sequences and {len(self._pins)} pins hold blocks"
             )
-        self._events.removed_all([pool.published for pool in self._pools])
+        self._events.removed_all()
         for pool in self._pools:
             pool.reset()
         self._tree.clear()

@@ -1,5 +1,5 @@
 """Whether a prompt fits, and how a new sequence gets its blocks.
 
-Imports the rooms of sequences, pools and the tree. Begin with `planner` (changes nothing), then
-`admission` (carries the plan out).
+Imports `kvconnect.cache.sequence` and what is below it. Begin with `prompt`, then `planner`
+(changes nothing) and `admission` (carries the plan out).
 """

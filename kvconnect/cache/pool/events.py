@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
-
-import numpy as np
+from typing import TypeAlias
 
 from kvconnect.cache.memory.sizing import PoolSizes
 from kvconnect.cache.tree.key_index import KeyIndex
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.segment import Root, Segment
 from kvconnect.keys import BlockKey, root_key
-
-if TYPE_CHECKING:
-    from kvconnect.cache.pool.published_blocks import PublishedBlocks
 
 __all__ = ["Created", "EventLog", "KvCacheEvent", "PublishedBlock", "Removed", "Stored", "Updated"]
 
@@ -115,9 +109,10 @@ class EventLog:
         if not self.is_on:
             return
         tree.index = KeyIndex((), tree.tokens_per_block)
-        counts = zip(sizes.layouts, sizes.num_blocks, sizes.num_host_blocks, strict=True)
-        for layout, primary, host in sorted(counts, key=lambda c: c[0].window or inf):
-            self._add(layout.window, Created((primary, host)))
+        for group in sorted(
+            range(len(self._layouts)), key=lambda g: self._layouts[g].window or inf
+        ):
+            self._add(group, Created((sizes.num_blocks[group], sizes.num_host_blocks[group])))
 
     def take(self) -> list[KvCacheEvent]:
         """What is there, oldest first; it is not returned again."""
@@ -125,22 +120,18 @@ class EventLog:
         self._events.clear()
         return events
 
-    def stored(self, pool: PublishedBlocks, segment: Segment, first: int = 0) -> None:
+    def stored(self, group: int, segment: Segment, first: int = 0) -> None:
         """The blocks of `segment` from its number `first` on were published."""
         keys = self._keys(segment, first)
         if not keys:
             return
         namespace = self._root(segment).namespace
-        state = segment.pools[pool.group]
+        state = segment.pools[group]
         stride = self._tree.stride
         blocks = tuple(
             PublishedBlock(
                 key,
-                tuple(
-                    np.frombuffer(
-                        bytes(segment.tokens[i * stride : (i + 1) * stride]), np.int32
-                    ).tolist()
-                ),
+                tuple(memoryview(segment.tokens[i * stride : (i + 1) * stride]).cast("i")),
                 PRIMARY,
                 state.retention.priority,
                 namespace.lora_id,
@@ -148,41 +139,41 @@ class EventLog:
             )
             for i, key in enumerate(keys, first)
         )
-        self._add(pool.window, Stored(self._key_before(segment, first), blocks))
+        self._add(group, Stored(self._key_before(segment, first), blocks))
 
-    def moved(self, pool: PublishedBlocks, segment: Segment, *, to_primary: bool) -> None:
+    def moved(self, group: int, segment: Segment, *, to_primary: bool) -> None:
         """The blocks of `segment` changed their level."""
         level = (SECONDARY, PRIMARY) if to_primary else (PRIMARY, SECONDARY)
         for key in self._keys(segment):
-            self._add(pool.window, Updated(key, level=level))
+            self._add(group, Updated(key, level=level))
 
-    def reprioritised(self, pool: PublishedBlocks, segment: Segment, priority: int) -> None:
+    def reprioritised(self, group: int, segment: Segment, priority: int) -> None:
         """The blocks of `segment` are about to get another priority."""
-        old = segment.pools[pool.group].retention.priority
+        old = segment.pools[group].retention.priority
         for key in self._keys(segment):
-            self._add(pool.window, Updated(key, priority=(old, priority)))
+            self._add(group, Updated(key, priority=(old, priority)))
 
-    def removed(self, pool: PublishedBlocks, segment: Segment, first: int = 0) -> None:
+    def removed(self, group: int, segment: Segment, first: int = 0) -> None:
         """The blocks of `segment` from its number `first` on left the pool."""
         keys = self._keys(segment, first)
         if keys:
-            self._add(pool.window, Removed(tuple(keys)))
+            self._add(group, Removed(tuple(keys)))
 
-    def removed_all(self, pools: Collection[PublishedBlocks]) -> None:
+    def removed_all(self) -> None:
         """Everything is about to leave all pools."""
         if not self.is_on:
             return
         for segment in self._tree.segments():
-            for pool in pools:
-                if segment.pools[pool.group].is_resident:
-                    self.removed(pool, segment)
+            for group, state in enumerate(segment.pools):
+                if state.is_resident:
+                    self.removed(group, segment)
 
     # ---------------------------------------------------------------- inside
 
-    def _add(self, window: int | None, change: Change) -> None:
+    def _add(self, group: int, change: Change) -> None:
         if len(self._events) == self._events.maxlen:
             self.num_dropped += 1
-        self._events.append(KvCacheEvent(self._next_id, window, change))
+        self._events.append(KvCacheEvent(self._next_id, self._layouts[group].window, change))
         self._next_id += 1
 
     def _keys(self, segment: Segment, first: int = 0) -> list[BlockKey]:

@@ -70,6 +70,13 @@ class PathGrip:
                     yield step
                 step = step.parent
 
+    def ids_held(self) -> Iterator[BlockIds]:
+        """The primary blocks that are held, in parts; `NOT_HELD` may be among them."""
+        for segment in self.segments():
+            ids = segment.pools[self.pool.group].ids
+            if ids is not None:
+                yield ids
+
     def claim(self) -> None:
         """One more holder of all that."""
         published = self.pool.published
@@ -150,6 +157,10 @@ class Grip(PathGrip):
         spans = self.spans
         return len(spans) == 1 and spans[0] == (self.first, self.stop)
 
+    def ids_held(self) -> Iterator[BlockIds]:
+        """See `PathGrip.ids_held`."""
+        yield self.ids
+
     def holds(self, start: int, stop: int) -> bool:
         """Whether it has all these blocks."""
         return self.first <= start and stop <= self.stop
@@ -187,6 +198,11 @@ class PinGrip(PathGrip):
         self.first = 0
         self.end = 0
         self.loose: BlockIds = new_ids()
+
+    def ids_held(self) -> Iterator[BlockIds]:
+        """See `PathGrip.ids_held`."""
+        yield self.loose
+        yield from super().ids_held()
 
     def holds(self, start: int, stop: int) -> bool:
         """Whether all these blocks of its sequence were pinned."""

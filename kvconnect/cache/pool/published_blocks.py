@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING
 
 from kvconnect.cache.pool.candidates import Candidates
+from kvconnect.cache.pool.events import EventLog
 from kvconnect.cache.pool.private_blocks import PrivateBlocks
 from kvconnect.cache.pool.reclaim_queue import effective_priority
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.residence import BlockIds, Residence, new_ids
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
 from kvconnect.cache.tree.segment import Segment
-
-if TYPE_CHECKING:
-    from kvconnect.cache.pool.events import EventLog
 
 __all__ = ["PublishedBlocks"]
 
@@ -83,7 +80,7 @@ class PublishedBlocks:
         state.stamp = self._last_stamp
         self._enter_primary(segment, state, ids, references)
         if self._events is not None:
-            self._events.stored(self, segment)
+            self._events.stored(self.group, segment)
 
     def extend(self, segment: Segment, ids: BlockIds) -> None:
         """`segment`, whose holders hold these private blocks too, grew by them at its end."""
@@ -92,7 +89,7 @@ class PublishedBlocks:
             state.ids.extend(ids)
         self._private.published(ids)
         if self._events is not None:
-            self._events.stored(self, segment, len(segment) - len(ids))
+            self._events.stored(self.group, segment, len(segment) - len(ids))
 
     def can_extend(self, segment: Segment, retention: Retention) -> bool:
         """Whether blocks of this retention that one sequence holds may join `segment`."""
@@ -119,7 +116,7 @@ class PublishedBlocks:
         self._enter_primary(segment, state, ids, references)
         self.candidates.review(segment)
         if self._events is not None:
-            self._events.moved(self, segment, to_primary=True)
+            self._events.moved(self.group, segment, to_primary=True)
 
     # ---------------------------------------------------------------- references
 
@@ -185,7 +182,7 @@ class PublishedBlocks:
         ids = self._leave_primary(segment)
         self.candidates.review(segment)
         if self._events is not None:
-            self._events.moved(self, segment, to_primary=False)
+            self._events.moved(self.group, segment, to_primary=False)
         self._tree.join(segment)  # else a long run would end as many short ones
         return ids
 
@@ -194,7 +191,7 @@ class PublishedBlocks:
         ids = self._leave_primary(segment)
         self.candidates.primary.discard(segment)
         if self._events is not None:
-            self._events.removed(self, segment)
+            self._events.removed(self.group, segment)
         if segment.parent is not None:
             above = segment.parent.pools[self.group]
             above.resident_below -= 1
@@ -206,7 +203,7 @@ class PublishedBlocks:
     def cut(self, segment: Segment, count: int) -> BlockIds:
         """As `remove`, of the last `count` blocks: they are in no other pool or tier."""
         if self._events is not None:
-            self._events.removed(self, segment, len(segment) - count)
+            self._events.removed(self.group, segment, len(segment) - count)
         state = segment.pools[self.group]
         self.num_unreferenced -= count
         ids = new_ids()
@@ -259,7 +256,7 @@ class PublishedBlocks:
     def _set_retention(self, segment: Segment, retention: Retention) -> None:
         state = segment.pools[self.group]
         if self._events is not None and state.retention.priority != retention.priority:
-            self._events.reprioritised(self, segment, retention.priority)
+            self._events.reprioritised(self.group, segment, retention.priority)
         state.retention, state.expires = retention, inf
 
     def _divided(self, upper: Segment, lower: Segment) -> None:

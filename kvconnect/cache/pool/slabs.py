@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,7 @@ import numpy.typing as npt
 from kvconnect.cache.memory.copier import BlockCopier
 from kvconnect.cache.memory.sizing import SlabGeometry
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.sequence.pin_table import PinTable
-from kvconnect.cache.sequence.sequence import Sequence as LiveSequence
+from kvconnect.cache.pool.held_blocks import PathGrip
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.residence import BlockIds, new_ids
 from kvconnect.cache.tree.segment import Segment
@@ -21,6 +21,14 @@ from kvconnect.errors import OutOfBlocks
 __all__ = ["SlabMove", "Slabs"]
 
 Ids = npt.NDArray[np.int32]
+
+
+class Holder(Protocol):
+    """A sequence or a pin."""
+
+    @property
+    def grips(self) -> Sequence[PathGrip]:
+        """What it holds, by pool group."""
 
 
 class SlabMove(NamedTuple):
@@ -57,13 +65,11 @@ class Slabs:
         self._geometry = geometry
         self._copier = copier
         self._owners = list(geometry.owners) if geometry is not None else []
-        self._sequences: Mapping[int, LiveSequence] = {}
-        self._pins: PinTable | None = None
+        self._holders: tuple[Iterable[Holder], ...] = ()
 
-    def watch(self, sequences: Mapping[int, LiveSequence], pins: PinTable) -> None:
-        """These hold blocks: what they hold stays where it is."""
-        self._sequences = sequences
-        self._pins = pins
+    def watch(self, *holders: Iterable[Holder]) -> None:
+        """What these hold from now on stays where it is."""
+        self._holders = holders
 
     def plan(self, needs: Sequence[int]) -> Collection[SlabMove] | None:
         """What must move so that each pool has so many free blocks; ``None``: nothing helps.
@@ -139,25 +145,16 @@ class Slabs:
         if self._geometry is None:
             return []
         size = self._geometry.blocks_per_slab[group]
-        held = set()
-        for ids in self._held(group):
-            held.update((ids // size).tolist())
+        held: set[int] = set()
+        for holder in chain(*self._holders):
+            for ids in holder.grips[group].ids_held():
+                held.update((_array(ids) // size).tolist())
         blank = np.bincount(
             _array(self._pools[group].private.blank) // size, minlength=len(self._owners)
         )
         mine = [slab for slab, owner in enumerate(self._owners) if owner == group]
         free = [slab for slab in mine if slab not in held]
         return sorted(free, key=lambda slab: -int(blank[slab]))
-
-    def _held(self, group: int) -> Iterator[Ids]:
-        for sequence in self._sequences.values():
-            ids = _array(sequence.grips[group].ids)
-            yield ids[ids >= 0]
-        for pin in () if self._pins is None else self._pins.live:
-            grip = pin.grips[group]
-            yield _array(grip.loose)
-            for segment in grip.segments():
-                yield _array(segment.pools[group].ids or new_ids())
 
     def _clear(self, pool: BlockPool, slabs: list[int]) -> None:
         # Empty these slabs and take them away from the pool.

@@ -1,4 +1,5 @@
 """The radix tree: which token paths are published.
 
-Imports the vocabulary only. Begin with `radix_tree`, then `segment` (a run of blocks as a node).
+Imports the vocabulary only. Begin with `radix_tree`, then `segment` (a run of blocks as a node) and
+`residence` (its state in one pool).
 """
