@@ -61,7 +61,7 @@ class BlockManager:
         num_blocks: blocks of each pool, instead of sizing by `config`; by window (``None``: full
             attention) where they differ. With one layout there is one pool for each window named.
         num_host_blocks: the same in host memory, instead of sizing by `config`.
-        copier: carries out copies, in the order in which they must happen; ``None``: nobody does.
+        copier: carries out copies, in the order in which they must happen; ``None``: no copies.
         clock: seconds; for retention durations only.
         sizes: what `pool_sizes` made of the other arguments, if that was called before.
 
@@ -132,7 +132,7 @@ class BlockManager:
         )
         return self._planner.plan(prompt) is not None
 
-    def foretell(
+    def predict_match(
         self,
         tokens: Tokens,
         *,
@@ -145,7 +145,7 @@ class BlockManager:
         """``matched_tokens`` of `add_sequence` now; ``None``: no blocks. Changes nothing.
 
         Less than `match` where a partial match has to be given up for want of blocks. `keys` need
-        not hash again what was hashed of the match, if somebody asks for them before.
+        not hash again what was hashed of the match, if a search by key was made before.
         """
         prompt = Prompt.of(tokens, cache_salt, lora_id, extra_key, first_chunk=first_chunk)
         plan = self._planner.plan(prompt, keys)
@@ -201,12 +201,12 @@ class BlockManager:
 
     def group_block_ids(self, request_id: int, group: int) -> npt.NDArray[np.int32]:
         """As `block_ids`, by the number of the pool group."""
-        return as_id_array(self._sequences.get(request_id).grips[group].ids)
+        return as_id_array(self._sequences.get(request_id).held[group].ids)
 
     def num_blocks(self, request_id: int, group: int = 0) -> int:
         """How many blocks the sequence holds in a pool group."""
-        grip = self._sequences.get(request_id).grips[group]
-        return grip.stop - grip.first
+        held = self._sequences.get(request_id).held[group]
+        return held.stop - held.first
 
     def num_reserved_tokens(self, request_id: int) -> int:
         """Leading tokens of the sequence that every pool group has blocks for."""
@@ -278,7 +278,7 @@ class BlockManager:
         )
         sequence = self._admission.admit(prompt, retention, keys)
         self._sequences.add(request_id, sequence)
-        return SequenceAllocation(sequence.matched, as_id_array(sequence.grips[0].ids))
+        return SequenceAllocation(sequence.matched, as_id_array(sequence.held[0].ids))
 
     def reserve(self, request_id: int, num_tokens: int) -> None:
         """Before a later chunk: window pools get blocks up to position `num_tokens`.
@@ -352,7 +352,7 @@ class BlockManager:
         return self._pins.pin_keys(keys)
 
     def unpin(self, handle: PinHandle) -> None:
-        """Let go of what `handle` holds; blocks that nobody else holds can be reused.
+        """Let go of what `handle` holds; blocks without another holder can be reused.
 
         Raises:
             ConfigurationError: (a ``ValueError``) it was unpinned before.

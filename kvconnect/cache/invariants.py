@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
 
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.pool.held_blocks import NOT_HELD, Grip, PathGrip
+from kvconnect.cache.pool.held_blocks import NOT_HELD, HeldBlocks, HeldPath
 from kvconnect.cache.sequence.sequence import PinHandle, Sequence
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.segment import Root, Segment
@@ -39,7 +39,7 @@ def check_invariants(
             _check_residence(segment, pool)
         _check_references(segments, pool, sequences, pins)
         for sequence in sequences:
-            _check_grip(sequence, pool, tree)
+            _check_held(sequence, pool, tree)
         _check_blocks(segments, pool, sequences, pins)
         _check_queue(segments, pool)
         _check_host(segments, pool)
@@ -91,7 +91,7 @@ def _check_residence(segment: Segment, pool: BlockPool) -> None:
     _require(state.primary_below == primary, "children in primary are counted")
     _require(state.resident_below == resident, "resident children are counted")
     if not state.is_resident:
-        _require(state.references == 0, "nobody holds what is not there")
+        _require(state.references == 0, "what is not there has no holder")
     else:
         let_go = state.references > 0 or state.stamp > 0
         _require(let_go, "an unreferenced block was let go at some moment")
@@ -100,7 +100,7 @@ def _check_residence(segment: Segment, pool: BlockPool) -> None:
         above = parent.pools[pool.group]
         _require(above.is_resident or not state.is_resident, "what is before a block is resident")
         _require(above.ids is not None or state.ids is None, "primary is before secondary")
-        _require(above.references >= state.references, "whoever holds a block holds those before")
+        _require(above.references >= state.references, "a holder of a block holds those before")
 
 
 def _check_references(
@@ -109,39 +109,39 @@ def _check_references(
     sequences: Collection[Sequence],
     pins: Collection[PinHandle],
 ) -> None:
-    held: Counter[Segment] = Counter()
+    counted: Counter[Segment] = Counter()
     for sequence in sequences:
-        held.update(_referenced(sequence.grips[pool.group]))
+        counted.update(_referenced(sequence.held[pool.group]))
     for pin in pins:
-        held.update(_referenced(pin.grips[pool.group]))
+        counted.update(_referenced(pin.held[pool.group]))
     for segment in segments:
         references = segment.pools[pool.group].references
-        _require(references == held.pop(segment, 0), "references count the sequences and pins")
-    _require(not held, "nobody holds a segment that is not in the tree")
+        _require(references == counted.pop(segment, 0), "references count the sequences and pins")
+    _require(not counted, "no segment outside of the tree is held")
 
 
-def _referenced(grip: PathGrip) -> Iterator[Segment]:
-    if grip.segment is None:
-        _require(not grip.spans, "what is referenced is on a path")
+def _referenced(held: HeldPath) -> Iterator[Segment]:
+    if held.segment is None:
+        _require(not held.spans, "what is referenced is on a path")
         return
-    found = [step for step in grip.segment.path() if grip.covers(step.start)]
-    _require(grip.segment in found, "the deepest segment is referenced")
-    count = sum(stop - start for start, stop in grip.spans)
+    found = [step for step in held.segment.path() if held.covers(step.start)]
+    _require(held.segment in found, "the deepest segment is referenced")
+    count = sum(stop - start for start, stop in held.spans)
     _require(sum(map(len, found)) == count, "spans begin and end where segments do")
-    _require(grip.spans == sorted(grip.spans), "spans are in order")
+    _require(held.spans == sorted(held.spans), "spans are in order")
     yield from found
 
 
-def _check_grip(sequence: Sequence, pool: BlockPool, tree: RadixTree) -> None:
-    grip = sequence.grips[pool.group]
+def _check_held(sequence: Sequence, pool: BlockPool, tree: RadixTree) -> None:
+    held = sequence.held[pool.group]
     num_blocks = -(-sequence.num_tokens // tree.tokens_per_block)
-    _require(len(grip.ids) == num_blocks, "a sequence has the places that its tokens need")
-    held = [place for place, block in enumerate(grip.ids) if block != NOT_HELD]
-    _require(held == list(range(grip.first, grip.stop)), "a sequence holds first..stop, no less")
-    _require(pool.window is not None or grip.first == 0, "full attention gives nothing up")
-    for segment in _referenced(grip):
+    _require(len(held.ids) == num_blocks, "a sequence has the ids that its tokens need")
+    numbers = [number for number, block in enumerate(held.ids) if block != NOT_HELD]
+    _require(numbers == list(range(held.first, held.stop)), "a sequence holds first..stop, no less")
+    _require(pool.window is not None or held.first == 0, "full attention gives nothing up")
+    for segment in _referenced(held):
         ids = segment.pools[pool.group].ids
-        own = grip.ids[segment.start : segment.end]
+        own = held.ids[segment.start : segment.end]
         _require(ids == own, "a sequence's path has its ids")
         low = segment.start * tree.stride
         same = sequence.tokens.startswith(segment.tokens, low)
@@ -154,8 +154,8 @@ def _check_positions(sequence: Sequence, tree: RadixTree) -> None:
         "a sequence computed no more tokens than it has blocks for, and no less than it matched",
     )
     needed = -(-sequence.reserved // tree.tokens_per_block)
-    for grip in sequence.grips:
-        _require(grip.stop >= needed, "there are blocks for what is reserved")
+    for held in sequence.held:
+        _require(held.stop >= needed, "there are blocks for what is reserved")
 
 
 def _check_blocks(
@@ -167,8 +167,8 @@ def _check_blocks(
     states = [segment.pools[pool.group] for segment in segments]
     blank = Counter(pool.private.blank)
     published = Counter(block for state in states for block in state.ids or ())
-    private = Counter(b for s in sequences for b in _private(s.grips[pool.group]))
-    loose = {block for pin in pins for block in pin.grips[pool.group].loose}
+    private = Counter(b for s in sequences for b in _private(s.held[pool.group]))
+    loose = {block for pin in pins for block in pin.held[pool.group].loose}
     _require(max(private.values(), default=1) == 1, "a private block belongs to one sequence")
     _require(not loose & private.keys(), "what a pin holds alone belongs to no sequence")
     everything = blank + published + private + Counter(loose)
@@ -177,20 +177,20 @@ def _check_blocks(
     _require(everything.total() == pool.num_blocks, "no block is lost")
     unreferenced = sum(len(state.ids or ()) for state in states if state.references == 0)
     _require(pool.published.num_unreferenced == unreferenced, "unreferenced blocks are counted")
-    holders = Counter(block for pin in pins for block in pin.grips[pool.group].loose)
+    holders = Counter(block for pin in pins for block in pin.held[pool.group].loose)
     for sequence in sequences:
-        grip = sequence.grips[pool.group]
-        holders.update(_private(grip))
+        held = sequence.held[pool.group]
+        holders.update(_private(held))
         for pin in sequence.pins:
             _require(pin in pins, "a sequence knows only live pins")
-            held = pin.grips[pool.group]
-            holders.update(grip.private_ids(held.first, held.end))
+            pinned = pin.held[pool.group]
+            holders.update(held.private_ids(pinned.first, pinned.end))
     for block, count in holders.items():
         _require(pool.private.num_holders(block) == count, "holders of private blocks are counted")
 
 
-def _private(grip: Grip) -> Items[int]:
-    return grip.private_ids(0, len(grip.ids))
+def _private(held: HeldBlocks) -> Items[int]:
+    return held.private_ids(0, len(held.ids))
 
 
 def _check_queue(segments: list[Segment], pool: BlockPool) -> None:

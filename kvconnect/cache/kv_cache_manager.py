@@ -256,7 +256,7 @@ class KVCacheManager(BaseKVCacheManager):
         # What a store has beyond the device's match; None: there are no blocks for the request.
         if self._matcher is None:
             return ExternalMatch()
-        matched = self.blocks.foretell(
+        matched = self.blocks.predict_match(
             request.tokens.view, **space, first_chunk=self._max_chunk, keys=request.key_chain
         )
         return None if matched is None else self._matcher.match_external(request, matched)

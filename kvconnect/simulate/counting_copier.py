@@ -41,4 +41,4 @@ class CountingCopier:
             self.device_tokens += num_tokens
 
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `BlockCopier`; with one pool there is nobody to give slabs to."""
+        """See `BlockCopier`; with one pool there is no other to give slabs to."""

@@ -48,7 +48,7 @@ class ExternalTier:
         return self._blocks.match(_and_one(tokens, num_tokens))
 
     def save(self, tokens: TokenArray, num_tokens: int) -> None:
-        """Offer the full blocks of the first `num_tokens` tokens, which counts as using them."""
+        """Publish the full blocks of the first `num_tokens` tokens, which counts as using them."""
         # Of a chain that is longer than the store, the beginning is kept.
         stop = min(num_tokens // self._tokens_per_block, self.num_blocks) * self._tokens_per_block
         if stop == 0:

@@ -46,7 +46,7 @@ class Simulator:
     """Serves requests in the order in which they arrive; deterministic, on a clock of its own.
 
     A request is admitted as soon as the blocks for its prompt and its whole answer can be had, and
-    nobody waits before it. It holds them until its last token: prompt tokens that no tier supplies
+    none waits before it. It holds them until its last token: prompt tokens that no tier supplies
     take ``1 / prefill_tokens_per_s`` each, generated ones ``1 / decode_tokens_per_s``; moving
     blocks takes no time. Its prompt is published once it is computed, its answer at the end; full
     blocks go to the external tier at the same moments.
@@ -199,7 +199,7 @@ class Simulator:
         end = min(end, request.input_length - 1)
         if end == 0:
             return None, 0
-        on_device = self._blocks.foretell(prompt) or 0
+        on_device = self._blocks.predict_match(prompt) or 0
         if end <= on_device:
             return None, 0
         return on_device - on_device % self.machine.tokens_per_block, end

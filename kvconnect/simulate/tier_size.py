@@ -46,7 +46,7 @@ class TierSize:
         """Blocks that fit; tokens are rounded up to whole blocks, bytes down.
 
         Raises:
-            ConfigurationError: it is in bytes, and nobody said how many bytes a token takes.
+            ConfigurationError: it is in bytes, and the bytes of a token are not given.
         """
         if self.num_tokens is not None:
             return -(-self.num_tokens // tokens_per_block)

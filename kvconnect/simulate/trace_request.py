@@ -50,7 +50,7 @@ class TraceRequest:
         output_length: generated tokens.
         system_length: leading prompt tokens that are a shared system prompt; ``None``: not known.
         content: the tokens of prompt and answer, or what is known of them.
-        output_known: whether `content` covers the answer, too; otherwise nobody else's begins
+        output_known: whether `content` covers the answer, too; otherwise no other request's begins
             with the same tokens.
     """
 

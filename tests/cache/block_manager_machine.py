@@ -184,8 +184,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             got = manager.match(query, cache_salt=salt)
             assert got == expected, f"{query} of {salt}"
         for tokens, salt in self.probes[-2:]:
-            expected = naive.foretell(tokens, cache_salt=salt)
-            assert manager.foretell(tokens, cache_salt=salt) == expected
+            expected = naive.predict_match(tokens, cache_salt=salt)
+            assert manager.predict_match(tokens, cache_salt=salt) == expected
         for ids in self.detached.values():
             for group, held in enumerate(ids):
                 self.content.scribble(group, held, 0)

@@ -113,7 +113,7 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         space = (cache_salt, lora_id, extra_key)
         return self.plan(space, tokens, max_matched, first_chunk, external_end) is not None
 
-    def foretell(self, tokens, *, cache_salt=None, lora_id=None, extra_key=None):
+    def predict_match(self, tokens, *, cache_salt=None, lora_id=None, extra_key=None):
         plan = self.plan((cache_salt, lora_id, extra_key), tokens, None, None, None)
         return None if plan is None else plan.match.length
 
@@ -247,7 +247,7 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         seq = self.sequences.pop(request_id)
         count = max(num_valid, seq.computed // self.size * self.size)
         if self.config.enable_block_reuse:
-            pools = [pool for pool in self.pools if self.offer(seq, pool, count)]
+            pools = [pool for pool in self.pools if self.publishes(seq, pool, count)]
             if count % self.size and self.config.enable_partial_reuse:
                 self.publish_tail(seq, pools, count)
         for pool in self.pools:

@@ -48,7 +48,7 @@ class NaivePublishing:
             return False
         return True
 
-    def offer(self, seq, pool, count):
+    def publishes(self, seq, pool, count):
         """Publish every valid full block; whether a tail may follow."""
         valid = seq.blocks[pool][: -(-count // self.size)]
         private = [block for block in valid if block and block.node is None]

@@ -85,15 +85,15 @@ def test_blocks_that_follow_one_by_one_are_taken_too(hashed):
     assert pinned(manager, names) == len(hashed) == 10
 
 
-@pytest.mark.parametrize("ask", ["foretell", "add_sequence"])
+@pytest.mark.parametrize("ask", ["predict_match", "add_sequence"])
 def test_the_chain_takes_what_the_tree_hashed(hashed, ask):
     manager = asked_by_key()
     serve(manager, 0, PROMPT, chain(PROMPT))
     assert len(hashed) == 1, "of the segment, to find it"
     tokens = [*PROMPT[: 7 * T], 99, 98, 97, 96]
     own = chain(tokens)
-    if ask == "foretell":
-        manager.foretell(tokens, keys=own)
+    if ask == "predict_match":
+        manager.predict_match(tokens, keys=own)
         assert own.num_hashed == len(hashed) == 7
     manager.add_sequence(1, tokens, keys=own)
     assert own.num_hashed == 7

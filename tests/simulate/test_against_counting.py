@@ -83,7 +83,7 @@ class Device(Lru):
             self.used[tokens[:valid]] = self.now
         return count * T + shared
 
-    def foretell(self, tokens: Path, prompt: int) -> int:
+    def predict_match(self, tokens: Path, prompt: int) -> int:
         count = self.whole(tokens, prompt - 1)
         _, shared = self.partial(tokens, count, prompt - 1)
         return count * T + (shared if self.capacity - -(-prompt // T) >= 1 else 0)
@@ -133,7 +133,7 @@ def test_every_count_is_that_of_the_dictionaries(request_of, device, external):
         most, end = None, 0
         if external:
             end = min(store.whole(tokens, length) * T, length - 1)
-            on_device = naive.foretell(tokens, length)
+            on_device = naive.predict_match(tokens, length)
             if end > on_device:
                 most = on_device // T * T
             else:

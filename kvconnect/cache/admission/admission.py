@@ -8,7 +8,7 @@ from kvconnect.cache.admission.planner import AdmissionPlan, Demand, Planner
 from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.memory.copier import BlockCopier
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.pool.held_blocks import Grip, no_ids
+from kvconnect.cache.pool.held_blocks import HeldBlocks, no_ids
 from kvconnect.cache.pool.matching import PartialSource
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.sequence import Sequence
@@ -70,24 +70,24 @@ class Admission:
         if segment is not None:
             if at < segment.end:
                 segment = self._tree.split(segment, at)
-            for grip, demand in zip(sequence.grips, plan.demands, strict=True):
-                self._claim(grip, segment, demand.first)
+            for held, demand in zip(sequence.held, plan.demands, strict=True):
+                self._claim(held, segment, demand.first)
         source = self._hold_source(plan.match.source)
         if plan.moves:
             self._slabs.carry_out(plan.moves)
         num_blocks = -(-sequence.num_tokens // self._tokens_per_block)
-        for grip, demand in zip(sequence.grips, plan.demands, strict=True):
-            self._fill(grip, demand, num_blocks)
+        for held, demand in zip(sequence.held, plan.demands, strict=True):
+            self._fill(held, demand, num_blocks)
         if source is not None:
             self._use_source(sequence, plan, source)
         if segment is not None:
             for run in sequence.plan.requested(0, at):
                 self._retain(sequence, segment, run)
         sequence.matched = sequence.computed = plan.num_matched
-        sequence.offered = at
+        sequence.attempted = at
         sequence.reserved = plan.reserved
 
-    def _claim(self, grip: Grip, segment: Segment, first: int) -> None:
+    def _claim(self, held: HeldBlocks, segment: Segment, first: int) -> None:
         if first >= segment.end:
             return
         if first:
@@ -96,18 +96,18 @@ class Admission:
                 step = step.parent
             if step.start < first:
                 self._tree.split(step, first)
-        grip.add(segment, first, segment.end)
-        grip.claim()
+        held.add(segment, first, segment.end)
+        held.claim()
 
-    def _fill(self, grip: Grip, demand: Demand, num_blocks: int) -> None:
+    def _fill(self, held: HeldBlocks, demand: Demand, num_blocks: int) -> None:
         # Its ids: none before the window, what was claimed, what is fresh, none for what comes
-        # later. In the place of a source that is taken over, for now none.
-        pool = grip.pool
+        # later. Where a source is taken over, none for now.
+        pool = held.pool
         fresh = pool.allocate(demand.fresh)
-        grip.first, grip.stop = demand.first, demand.stop
-        grip.ids = ids = no_ids(num_blocks)
-        if grip.segment is not None:
-            path = grip.segment.path(demand.first)
+        held.first, held.stop = demand.first, demand.stop
+        held.ids = ids = no_ids(num_blocks)
+        if held.segment is not None:
+            path = held.segment.path(demand.first)
             if demand.onboard:
                 self._onboard(path, pool, fresh[: demand.onboard])
                 del fresh[: demand.onboard]
@@ -133,9 +133,9 @@ class Admission:
         step: Segment | None = segment
         while step is not None and step.end > run.start:
             pools = [
-                grip.pool
-                for grip in sequence.grips
-                if step.start >= grip.first and grip.pool.published.differs(step, run.retention)
+                held.pool
+                for held in sequence.held
+                if step.start >= held.first and held.pool.published.differs(step, run.retention)
             ]
             if pools and step.start < run.stop:
                 if run.stop < step.end:
@@ -165,21 +165,21 @@ class Admission:
     def _use_source(self, sequence: Sequence, plan: AdmissionPlan, source: Segment) -> None:
         block = source.start
         num_tokens = plan.num_matched - block * self._tokens_per_block
-        for grip in sequence.grips:
-            pool = grip.pool
+        for held in sequence.held:
+            pool = held.pool
             state = source.pools[pool.group]
             if not state.is_resident:
                 continue
-            grip.inherited = pool.published.effective_retention(source)
-            if pool.host is not None or grip.inherited != DEFAULT_RETENTION:
+            held.inherited = pool.published.effective_retention(source)
+            if pool.host is not None or held.inherited != DEFAULT_RETENTION:
                 # Else it has the default anyway, and there is no copy for that to be set on.
                 sequence.plan.inherit(block)
             if self._copy:
-                if grip.first <= block:
-                    self._copy_part(pool, source, grip.ids[block], num_tokens)
+                if held.first <= block:
+                    self._copy_part(pool, source, held.ids[block], num_tokens)
                 pool.published.dereference(source, pool.published.next_moment())
             else:
-                self._take_over(grip, source)
+                self._take_over(held, source)
 
     def _copy_part(self, pool: BlockPool, source: Segment, target: int, num_tokens: int) -> None:
         state = source.pools[pool.group]
@@ -189,16 +189,16 @@ class Admission:
                 pool.group, ids[0], target, num_tokens, from_host=state.ids is None
             )
 
-    def _take_over(self, grip: Grip, source: Segment) -> None:
+    def _take_over(self, held: HeldBlocks, source: Segment) -> None:
         # The block becomes the sequence's own; where it does not need it, it becomes blank.
-        pool = grip.pool
+        pool = held.pool
         state = source.pools[pool.group]
-        place = source.start
-        if grip.first > place:
+        block = source.start
+        if held.first > block:
             pool.private.drop(pool.take(source))
         elif state.ids is not None:
-            grip.ids[place] = pool.take(source)[0]
+            held.ids[block] = pool.take(source)[0]
         else:
             if self._copier is not None and state.host_ids is not None:
-                self._copier.onboard(pool.group, state.host_ids, grip.ids[place : place + 1])
+                self._copier.onboard(pool.group, state.host_ids, held.ids[block : block + 1])
             pool.take(source)

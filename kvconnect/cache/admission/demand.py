@@ -51,7 +51,7 @@ def peak_of_prefill(
     """
     if window is None or chunk is None or chunk >= num_tokens:
         return -(-num_tokens // tokens_per_block)
-    last = num_tokens - chunk  # later chunks hold no more: they end at the same place
+    last = num_tokens - chunk  # later chunks hold no more: they end at the same token
     return _peak(window, tokens_per_block, 0, last, chunk)
 
 

@@ -21,8 +21,8 @@ class Demand(NamedTuple):
     """What a new sequence takes from one pool.
 
     Attributes:
-        first: place of the first block that it holds.
-        stop: places from it on are for later chunks.
+        first: number of the first block that it holds.
+        stop: the blocks from it on are for later chunks.
         onboard: matched blocks that come back from the host, each into a fresh one.
         fresh: blocks to allocate, those included.
         claimed: blocks that are free so far, and that it keeps from being reclaimed.
@@ -80,7 +80,7 @@ class Planner:
         """How `prompt` would be admitted now; ``None``: not now.
 
         A partial match that does not fit is given up for the longest whole one. `keys` learn those
-        of the match, where somebody asked for keys before.
+        of the match, where a search by key was made before.
         """
         match = self._match(prompt)
         plan = self._plan(prompt, match)
@@ -137,7 +137,7 @@ class Planner:
             elif state.references == 0:
                 claimed += count
             elif pool.window is None:
-                break  # whoever holds these holds all before them
+                break  # a holder of these holds all before them
             end = step.start
             step = step.parent
         if match.source is not None and first <= match.num_blocks:

@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
         tokens: as native int32 bytes.
         max_matched: reuse at most so many tokens.
         first_chunk: window pools hold blocks for so many tokens to be computed.
-        external_end: leading tokens that somebody fills before any is computed.
+        external_end: leading tokens that an external store fills before any is computed.
     """
 
     namespace: Namespace

@@ -43,7 +43,7 @@ class CacheMemory:
             allocate_host_pool(layout, count, device) if count else None
             for layout, count in zip(sizes.layouts, sizes.num_host_blocks, strict=True)
         ]
-        self._places = {
+        self._layers = {
             number: (group, index)
             for group, layout in enumerate(sizes.layouts)
             for index, number in enumerate(layout.layer_numbers)
@@ -52,9 +52,9 @@ class CacheMemory:
     def buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
         """See `BaseKVCacheManager.get_buffers`."""
         try:
-            group, index = self._places[layer_idx]
+            group, index = self._layers[layer_idx]
         except KeyError:
             raise ConfigurationError(
-                f"layer_idx: there is no layer {layer_idx}, only {sorted(self._places)}"
+                f"layer_idx: there is no layer {layer_idx}, only {sorted(self._layers)}"
             ) from None
         return layer_buffers(self.pools[group], self._layouts[group], index)

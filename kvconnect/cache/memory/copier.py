@@ -1,4 +1,4 @@
-"""Who carries out the copies that the block manager orders."""
+"""Carries out the copies that the block manager orders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BlockCopier(Protocol):
         """
 
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy primary blocks `sources` to primary blocks `targets`, as pools change places."""
+        """Copy primary blocks `sources` to primary blocks `targets`, as slabs change pools."""
 
 
 class TensorCopier:

@@ -78,7 +78,7 @@ class CudaStreams:
             work()
 
 
-class _Lane(Generic[StreamT, EventT]):
+class _CopyStream(Generic[StreamT, EventT]):
     """A copy stream, and what this batch gave it."""
 
     def __init__(self, stream: StreamT) -> None:
@@ -114,8 +114,8 @@ class CopyStreams(Generic[StreamT, EventT]):
 
     def __init__(self, device: StreamDevice[StreamT, EventT]) -> None:
         self._device = device
-        self._load: _Lane[StreamT, EventT] = _Lane(device.new_stream(-1))
-        self._store: _Lane[StreamT, EventT] = _Lane(device.new_stream(0))
+        self._load: _CopyStream[StreamT, EventT] = _CopyStream(device.new_stream(-1))
+        self._store: _CopyStream[StreamT, EventT] = _CopyStream(device.new_stream(0))
         self._compute: StreamT | None = None
         self._depth = 0
         self._begun = False
@@ -151,8 +151,8 @@ class CopyStreams(Generic[StreamT, EventT]):
 
     def _launch(
         self,
-        lane: _Lane[StreamT, EventT],
-        other: _Lane[StreamT, EventT],
+        copies: _CopyStream[StreamT, EventT],
+        other: _CopyStream[StreamT, EventT],
         copy: Callable[[], object],
         slots: list[int],
     ) -> None:
@@ -162,11 +162,11 @@ class CopyStreams(Generic[StreamT, EventT]):
                 self._begin()
             event = other.last_user(slots)
             if event is not None:
-                device.wait(lane.stream, event)
+                device.wait(copies.stream, event)
             try:
-                device.launch(lane.stream, copy)
+                device.launch(copies.stream, copy)
             finally:  # also behind the half of a copy that failed
-                lane.launched(device.record(lane.stream), slots)
+                copies.launched(device.record(copies.stream), slots)
 
     def _begin(self) -> None:
         compute = self._device.current_stream()
@@ -174,18 +174,18 @@ class CopyStreams(Generic[StreamT, EventT]):
             self._wait_for_copies(compute)
             self._compute = compute
         before = self._device.record(compute)
-        for lane in (self._load, self._store):
-            self._device.wait(lane.stream, before)
+        for copies in (self._load, self._store):
+            self._device.wait(copies.stream, before)
         self._begun = True
 
     def _end(self) -> None:
         if self._compute is not None:
             self._wait_for_copies(self._compute)
-        for lane in (self._load, self._store):
-            lane.forget()
+        for copies in (self._load, self._store):
+            copies.forget()
         self._begun = False
 
     def _wait_for_copies(self, compute: StreamT) -> None:
-        for lane in (self._load, self._store):
-            if lane.last is not None:
-                self._device.wait(compute, lane.last)
+        for copies in (self._load, self._store):
+            if copies.last is not None:
+                self._device.wait(compute, copies.last)

@@ -61,7 +61,7 @@ def pool_view(arena: Tensor, layout: KvCacheLayout) -> Tensor:
     """All of `arena` as blocks of `layout`: ``[num_blocks, num_layers, kv_factor, elements]``.
 
     Views of one arena in several layouts are the same bytes: block ``i`` is the bytes from
-    ``i * block_nbytes`` on. Who may use which of them is for the caller to say.
+    ``i * block_nbytes`` on. The caller says which layout uses which of them.
 
     Raises:
         ConfigurationError: `arena` is no whole number of blocks.

@@ -17,10 +17,10 @@ class Candidates:
     In a window pool every segment is a candidate by itself.
 
     Attributes:
-        primary: segments in primary that nobody holds.
-        redundant: segments with a host copy that are in primary, too, whoever holds them: with that
+        primary: segments in primary that have no holder.
+        redundant: segments with a host copy that are in primary, too, held or not: with that
             copy nothing is lost.
-        sole: segments whose host copy is the only one, and that nobody holds.
+        sole: segments whose host copy is the only one, and that have no holder.
     """
 
     def __init__(self, group: int, window: int | None, clock: Callable[[], float]) -> None:
@@ -34,7 +34,7 @@ class Candidates:
         self._any_part = (self.redundant,) if self._leaves_only else everything
 
     def review(self, segment: Segment) -> None:
-        """The state of `segment` changed: it is a candidate as that says, in the place it gives."""
+        """The state of `segment` changed: it is a candidate, and in which order, as that says."""
         state = segment.pools[self._group]
         if state.ids is None or state.references or (self._leaves_only and state.primary_below):
             self.primary.discard(segment)

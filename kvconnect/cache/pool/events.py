@@ -96,7 +96,7 @@ class EventLog:
 
     Attributes:
         is_on: whether anything is kept.
-        num_dropped: events that were forgotten because nobody took them in time.
+        num_dropped: events that were forgotten because they were not taken in time.
     """
 
     def __init__(self, max_size: int, sizes: PoolSizes, tree: RadixTree) -> None:

@@ -14,12 +14,12 @@ from kvconnect.cache.tree.residence import BlockIds, Span, new_ids
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
 from kvconnect.cache.tree.segment import Segment
 
-__all__ = ["NOT_HELD", "Grip", "PathGrip", "PinGrip", "as_id_array", "no_ids"]
+__all__ = ["NOT_HELD", "HeldBlocks", "HeldPath", "PinnedPath", "as_id_array", "no_ids"]
 
 NOT_HELD = -1
-"""In the place of a block id: given up, or not reserved yet."""
+"""Instead of a block id: given up, or not reserved yet."""
 
-_ONE_PLACE = array("i", [NOT_HELD])
+_NO_BLOCK = array("i", [NOT_HELD])
 
 
 def as_id_array(ids: BlockIds) -> npt.NDArray[np.int32]:
@@ -28,11 +28,11 @@ def as_id_array(ids: BlockIds) -> npt.NDArray[np.int32]:
 
 
 def no_ids(count: int) -> BlockIds:
-    """`count` places without a block."""
-    return _ONE_PLACE * count
+    """`count` times `NOT_HELD`."""
+    return _NO_BLOCK * count
 
 
-class PathGrip:
+class HeldPath:
     """References to parts of one path in one pool.
 
     Attributes:
@@ -84,7 +84,7 @@ class PathGrip:
             published.reference(segment)
 
     def let_go(self) -> None:
-        """One holder less of all that, last block first; the grip is not to be used any more."""
+        """One holder less of all that, last block first; this object is not used any more."""
         published = self.pool.published
         moment = published.next_moment()
         for segment in self.segments():
@@ -97,12 +97,12 @@ class PathGrip:
                 return True
         return False
 
-    def split_off(self, block: int, split: Callable[[Segment, int], Segment]) -> PathGrip:
-        """What it references before `block`, as a grip of its own; this one keeps the rest.
+    def split_off(self, block: int, split: Callable[[Segment, int], Segment]) -> HeldPath:
+        """What it references before `block`, as an object of its own; this one keeps the rest.
 
         `split` divides a segment there, if need be, and returns the upper part.
         """
-        before = PathGrip(self.pool)
+        before = HeldPath(self.pool)
         before.spans = [(start, min(stop, block)) for start, stop in self.spans if start < block]
         self.spans = [(max(start, block), stop) for start, stop in self.spans if stop > block]
         segment = self.segment
@@ -127,15 +127,15 @@ class PathGrip:
             yield start, stop
 
 
-class Grip(PathGrip):
-    """What a sequence holds in one pool: places ``first..stop`` of its blocks.
+class HeldBlocks(HeldPath):
+    """What a sequence holds in one pool: its blocks ``first..stop``.
 
     The blocks in `spans` are published, and referenced in the tree; the others are private.
 
     Attributes:
         ids: one per block of the sequence; `NOT_HELD` outside ``first..stop``.
-        first: places before it were given up, or never held.
-        stop: places from it on are not reserved yet.
+        first: the blocks before it were given up, or never held.
+        stop: the blocks from it on are not reserved yet.
         duplicate: with full attention: a block turned out to be published by another sequence, so
             nothing after it may be published while this one runs.
         inherited: retention of the block that was copied in admission.
@@ -158,7 +158,7 @@ class Grip(PathGrip):
         return len(spans) == 1 and spans[0] == (self.first, self.stop)
 
     def ids_held(self) -> Iterator[BlockIds]:
-        """See `PathGrip.ids_held`."""
+        """See `HeldPath.ids_held`."""
         yield self.ids
 
     def holds(self, start: int, stop: int) -> bool:
@@ -183,11 +183,11 @@ class Grip(PathGrip):
         return ids
 
 
-class PinGrip(PathGrip):
+class PinnedPath(HeldPath):
     """What a pin holds in one pool.
 
     Attributes:
-        first, end: the places of its sequence whose private blocks it holds, too.
+        first, end: it also holds the private ones of these blocks of its sequence.
         loose: private blocks that no sequence has any more.
     """
 
@@ -200,7 +200,7 @@ class PinGrip(PathGrip):
         self.loose: BlockIds = new_ids()
 
     def ids_held(self) -> Iterator[BlockIds]:
-        """See `PathGrip.ids_held`."""
+        """See `HeldPath.ids_held`."""
         yield self.loose
         yield from super().ids_held()
 

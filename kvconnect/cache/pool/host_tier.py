@@ -38,7 +38,7 @@ class HostTier:
         self._copier = copier
 
     def offload(self, segment: Segment, count: int) -> Segment | None:
-        """Copy some of the last `count` primary blocks of `segment`, which nobody holds.
+        """Copy some of the last `count` primary blocks of `segment`, which has no holder.
 
         Returns what was copied, divided off; ``None``: not even the last block may come here.
         """

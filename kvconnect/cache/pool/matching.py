@@ -93,7 +93,7 @@ class Matcher:
     # ---------------------------------------------------------------- several pools, or windows
 
     def _usable(self, segment: Segment, at: int, tokens: TokenBytes, limit: int) -> Match:
-        # From the deepest place upwards: there, a partial match reaches furthest.
+        # From the deepest block upwards: there, a partial match reaches furthest.
         absent = [_absent_runs(pool.group, segment, at) for pool in self._pools]
         size = self._tokens_per_block
         while True:
@@ -104,7 +104,7 @@ class Matcher:
                 return Match(segment if at else None, at, source)
             if self._served(absent, at, at * size):
                 return Match(segment if at else None, at, None)
-            at = self._next_place(absent, at)
+            at = self._next_length(absent, at)
 
     def _served(self, absent: list[list[Span]], at: int, num_tokens: int) -> bool:
         # Whether every pool has what position `num_tokens` reads of the first `at` blocks.
@@ -115,11 +115,11 @@ class Matcher:
             for pool, runs in zip(self._pools, absent, strict=True)
         )
 
-    def _next_place(self, absent: list[list[Span]], at: int) -> int:
-        # The next shorter place that is worth a look. Up to a gap that lies within the window of
-        # all longer places, and through it, there is none.
+    def _next_length(self, absent: list[list[Span]], at: int) -> int:
+        # The next shorter length that is worth a look. Up to a gap that lies within the window of
+        # all longer ones, and through it, there is none.
         size = self._tokens_per_block
-        places = [at - 1]
+        lengths = [at - 1]
         for pool, runs in zip(self._pools, absent, strict=True):
             if not runs or runs[0][0] >= at:
                 continue
@@ -127,10 +127,10 @@ class Matcher:
             if stop <= self._first_block(pool, at * size + size - 1):
                 continue
             if pool.window is None:
-                places.append(runs[0][0])
+                lengths.append(runs[0][0])
             elif pool.window > size:
-                places.append(start)
-        return min(places)
+                lengths.append(start)
+        return min(lengths)
 
     def _first_block(self, pool: BlockPool, num_tokens: int) -> int:
         return first_in_window(pool.window, num_tokens) // self._tokens_per_block

@@ -13,13 +13,13 @@ __all__ = ["PrivateBlocks"]
 
 
 class PrivateBlocks:
-    """Blank blocks, and who holds the private ones.
+    """Blank blocks, and the holders of the private ones.
 
     A private block has one holder, its sequence, but for pins: those hold blocks of a running
     sequence, too. Holders are counted only while there are such pins.
 
     Attributes:
-        blank: ids whose content nobody can find; those used last are at the end.
+        blank: ids whose content cannot be found; those used last are at the end.
         num_pins: how many pins hold private blocks, or held some.
     """
 
@@ -27,7 +27,7 @@ class PrivateBlocks:
         self.blank: BlockIds = array("i", ids)
         self.blank.reverse()
         self.num_pins = 0
-        # Where nobody counted, there is 0: that and 1 both mean one holder.
+        # 0 until holders are counted: that and 1 both mean one holder.
         self._holders = np.zeros(max(self.blank, default=-1) + 1, np.int32)
 
     def add(self, ids: range) -> None:
@@ -64,7 +64,7 @@ class PrivateBlocks:
         self.blank.frombytes(which[left == 0].tobytes())
 
     def published(self, ids: BlockIds) -> None:
-        """These are private no more: their segment counts who holds them."""
+        """These are private no more: their segment counts the holders."""
         if self.num_pins:
             self._holders[np.frombuffer(ids, np.int32)] = 0
 

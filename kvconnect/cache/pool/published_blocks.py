@@ -1,4 +1,4 @@
-"""The published blocks of one pool: who holds them, for how long they are worth keeping."""
+"""The published blocks of one pool: how many hold them, how long they are worth keeping."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class PublishedBlocks:
     has a referenced descendant.
 
     Attributes:
-        group: its number, and the place of its state in every segment.
+        group: its number, and the index of its state in every segment.
         window: attention window in tokens; ``None``: full attention.
         candidates: what may be given up.
-        num_unreferenced: blocks in primary that nobody holds.
+        num_unreferenced: blocks in primary that have no holder.
 
     Args:
         private: where blocks come from that are published.
-        events: hears of every change; ``None``: nobody does.
+        events: records every change; ``None``: changes are not recorded.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class PublishedBlocks:
     # ---------------------------------------------------------------- leaving
 
     def evict(self, segment: Segment) -> BlockIds:
-        """Nobody holds `segment`: the host copy is all that is left; returns its primary ids."""
+        """`segment`, which has no holder, has only its host copy left; returns the primary ids."""
         ids = self._leave_primary(segment)
         self.candidates.review(segment)
         if self._events is not None:
@@ -187,7 +187,7 @@ class PublishedBlocks:
         return ids
 
     def remove(self, segment: Segment) -> BlockIds:
-        """Nobody holds `segment`, and it has no host copy: it is gone; returns its primary ids."""
+        """`segment`, which has no holder and no host copy, is gone; returns its primary ids."""
         ids = self._leave_primary(segment)
         self.candidates.primary.discard(segment)
         if self._events is not None:

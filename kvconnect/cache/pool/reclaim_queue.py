@@ -57,7 +57,7 @@ class ReclaimQueue:
         return len(self._line) + len(self._heap) + len(self._expiring)
 
     def add(self, segment: Segment) -> None:
-        """`segment` is a candidate from now on, in the place that its state gives it now."""
+        """`segment` is a candidate from now on, in the order that its state gives it now."""
         self._last_ticket += 1
         self._tickets[segment] = ticket = self._last_ticket
         state = segment.pools[self._group]

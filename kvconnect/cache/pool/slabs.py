@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvconnect.cache.memory.copier import BlockCopier
 from kvconnect.cache.memory.sizing import SlabGeometry
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.pool.held_blocks import PathGrip
+from kvconnect.cache.pool.held_blocks import HeldPath
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.residence import BlockIds, new_ids
 from kvconnect.cache.tree.segment import Segment
@@ -27,7 +27,7 @@ class Holder(Protocol):
     """A sequence or a pin."""
 
     @property
-    def grips(self) -> Sequence[PathGrip]:
+    def held(self) -> Sequence[HeldPath]:
         """What it holds, by pool group."""
 
 
@@ -43,7 +43,7 @@ class Slabs:
     """Which pool has which part of the memory.
 
     A pool that is short takes whole slabs from those that have free blocks to spare. Content that
-    lies in such a slab and that nobody holds is moved within its pool, so that the least recently
+    lies in such a slab and that has no holder is moved within its pool, so that the least recently
     used goes, not what happens to lie there.
 
     Args:
@@ -90,16 +90,16 @@ class Slabs:
         missing = [max(-slabs, 0) for slabs in whole]
         if sum(whole) < 0:
             return None
-        offers = {
+        slabs_of = {
             group: self._movable(group)[:slabs] for group, slabs in enumerate(whole) if slabs > 0
         }
         moves = []
         for taker, count in enumerate(missing):
             for _ in range(count):
-                giver = max(offers, key=lambda group: len(offers[group]), default=taker)
-                if not offers.get(giver):
+                giver = max(slabs_of, key=lambda group: len(slabs_of[group]), default=taker)
+                if not slabs_of.get(giver):
                     return None
-                moves.append(SlabMove(offers[giver].pop(0), giver, taker))
+                moves.append(SlabMove(slabs_of[giver].pop(0), giver, taker))
         return moves
 
     def carry_out(self, moves: Collection[SlabMove]) -> None:
@@ -141,19 +141,19 @@ class Slabs:
     # ---------------------------------------------------------------- inside
 
     def _movable(self, group: int) -> list[int]:
-        # The pool's slabs in which nobody holds a block, those with most blank ones first.
+        # The pool's slabs in which no block is held, those with most blank ones first.
         if self._geometry is None:
             return []
         size = self._geometry.blocks_per_slab[group]
-        held: set[int] = set()
+        occupied: set[int] = set()
         for holder in chain(*self._holders):
-            for ids in holder.grips[group].ids_held():
-                held.update((_array(ids) // size).tolist())
+            for ids in holder.held[group].ids_held():
+                occupied.update((_array(ids) // size).tolist())
         blank = np.bincount(
             _array(self._pools[group].private.blank) // size, minlength=len(self._owners)
         )
         mine = [slab for slab, owner in enumerate(self._owners) if owner == group]
-        free = [slab for slab in mine if slab not in held]
+        free = [slab for slab in mine if slab not in occupied]
         return sorted(free, key=lambda slab: -int(blank[slab]))
 
     def _clear(self, pool: BlockPool, slabs: list[int]) -> None:
@@ -164,17 +164,17 @@ class Slabs:
         while True:
             pool.private.blank = _outside(pool.private.blank, slabs, size)
             lying = list(self._lying(pool.group, slabs, size))
-            count = sum(len(places) for _, places in lying)
+            count = sum(len(numbers) for _, numbers in lying)
             if len(pool.private.blank) >= count:
                 break
             pool.make_blank(count)  # perhaps some of these: look again
         sources, targets = new_ids(), pool.allocate(count)
-        for segment, places in lying:
+        for segment, numbers in lying:
             ids = segment.pools[pool.group].ids or new_ids()
-            for place in places:
+            for number in numbers:
                 target = targets[len(sources)]
-                sources.append(ids[place])
-                ids[place] = target
+                sources.append(ids[number])
+                ids[number] = target
         pool.num_blocks -= size * len(slabs)
         if sources and self._copier is not None:
             self._copier.move(pool.group, sources, targets)
@@ -186,9 +186,9 @@ class Slabs:
         for segment in self._tree.segments():
             ids = segment.pools[group].ids
             if ids:
-                places = np.flatnonzero(np.isin(_array(ids) // size, slabs))
-                if len(places):
-                    yield segment, places.tolist()
+                numbers = np.flatnonzero(np.isin(_array(ids) // size, slabs))
+                if len(numbers):
+                    yield segment, numbers.tolist()
 
 
 def _array(ids: BlockIds) -> Ids:

@@ -23,7 +23,7 @@ __all__ = ["PinTable"]
 class PinTable:
     """Pins hold published blocks by reference to their path, and private ones by count.
 
-    What a pin holds of a running sequence changes hands as that goes on: see `Offer` for blocks
+    What a pin holds of a running sequence changes as that goes on: see `Publication` for blocks
     that become published, and `Sequence.forget` for those it gives up.
     """
 
@@ -43,14 +43,14 @@ class PinTable:
 
     def pin(self, sequence: Sequence) -> PinHandle:
         """See `BlockManager.pin`."""
-        handle = PinHandle(as_id_array(sequence.grips[0].ids), self._pools)
-        for grip, held in zip(sequence.grips, handle.grips, strict=True):
-            pool = grip.pool
-            held.segment, held.spans = grip.segment, list(grip.spans)
-            held.claim()
-            held.first, held.end = grip.first, grip.stop
+        handle = PinHandle(as_id_array(sequence.held[0].ids), self._pools)
+        for held, pinned in zip(sequence.held, handle.held, strict=True):
+            pool = held.pool
+            pinned.segment, pinned.spans = held.segment, list(held.spans)
+            pinned.claim()
+            pinned.first, pinned.end = held.first, held.stop
             pool.private.num_pins += 1
-            pool.private.hold(grip.private_ids(grip.first, grip.stop))
+            pool.private.hold(held.private_ids(held.first, held.stop))
         handle.shares_private = True
         handle.sequence = sequence
         sequence.pins.append(handle)
@@ -74,13 +74,13 @@ class PinTable:
         ids = np.full(num_blocks, NOT_HELD, np.int32)
         handle = PinHandle(ids, self._pools)
         size = self._tree.tokens_per_block
-        for held in handle.grips:
-            first = first_in_window(held.pool.window, num_blocks * size) // size
+        for pinned in handle.held:
+            first = first_in_window(pinned.pool.window, num_blocks * size) // size
             if first < num_blocks:
                 self._place(segment, first)
-                held.add(segment, first, num_blocks)
-                held.claim()
-        for step in handle.grips[0].segments():
+                pinned.add(segment, first, num_blocks)
+                pinned.claim()
+        for step in handle.held[0].segments():
             own = step.pools[0].ids
             if own is not None:
                 ids[step.start : step.end] = own
@@ -98,13 +98,13 @@ class PinTable:
             raise ConfigurationError("handle: not a pin of this manager, or unpinned already")
         self._live.remove(handle)
         sequence = handle.sequence
-        for held in handle.grips:
-            pool = held.pool
-            held.let_go()
-            private = held.loose
+        for pinned in handle.held:
+            pool = pinned.pool
+            pinned.let_go()
+            private = pinned.loose
             if sequence is not None:
-                grip = sequence.grips[pool.group]
-                private = private + grip.private_ids(held.first, held.end)
+                held = sequence.held[pool.group]
+                private = private + held.private_ids(pinned.first, pinned.end)
             pool.private.drop(private)
             pool.private.num_pins -= handle.shares_private
         if sequence is not None:
@@ -116,25 +116,25 @@ class PinTable:
         if not 0 <= first_block <= num_blocks:
             raise ConfigurationError(f"first_block: {first_block} is outside 0..{num_blocks}")
         needs = []
-        for grip in sequence.grips:
-            published = grip.spans[-1][1] if grip.spans else 0
+        for held in sequence.held:
+            published = held.spans[-1][1] if held.spans else 0
             if first_block < published:
                 raise ConfigurationError(
                     f"first_block: block {first_block} is published, and others may use it; the "
                     f"first that can be detached is {published}"
                 )
-            needs.append(max(grip.stop - max(first_block, grip.first), 0))
+            needs.append(max(held.stop - max(first_block, held.first), 0))
         for pool, need in zip(self._pools, needs, strict=True):
             if need > pool.num_free:
                 raise OutOfBlocks(
                     f"{need} blocks are needed, {pool.num_free} of {pool.num_blocks} are free"
                 )
-        handle = PinHandle(as_id_array(sequence.grips[0].ids[first_block:]), self._pools)
-        for grip, held, need in zip(sequence.grips, handle.grips, needs, strict=True):
-            held.loose = sequence.forget(grip, first_block, grip.stop)
-            grip.ids[grip.stop - need : grip.stop] = grip.pool.allocate(need)
-            grip.duplicate = grip.duplicate and first_block > (
-                grip.spans[-1][1] if grip.spans else 0
+        handle = PinHandle(as_id_array(sequence.held[0].ids[first_block:]), self._pools)
+        for held, pinned, need in zip(sequence.held, handle.held, needs, strict=True):
+            pinned.loose = sequence.forget(held, first_block, held.stop)
+            held.ids[held.stop - need : held.stop] = held.pool.allocate(need)
+            held.duplicate = held.duplicate and first_block > (
+                held.spans[-1][1] if held.spans else 0
             )
         self._forget_computed(sequence, first_block)
         self._live.add(handle)
@@ -144,7 +144,7 @@ class PinTable:
         num_tokens = first_block * self._tree.tokens_per_block
         sequence.computed = min(sequence.computed, num_tokens)
         sequence.matched = min(sequence.matched, num_tokens)
-        sequence.offered = min(sequence.offered, first_block)
+        sequence.attempted = min(sequence.attempted, first_block)
         for pin in sequence.pins:
-            for held in pin.grips:
-                held.end = min(held.end, first_block)
+            for pinned in pin.held:
+                pinned.end = min(pinned.end, first_block)

@@ -1,20 +1,20 @@
-"""One offer of a sequence's blocks to the tree."""
+"""One attempt to publish blocks of a sequence."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 
-from kvconnect.cache.pool.held_blocks import Grip, PathGrip
+from kvconnect.cache.pool.held_blocks import HeldBlocks, HeldPath
 from kvconnect.cache.sequence.sequence import Sequence
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.retention import RetentionRun
 from kvconnect.cache.tree.segment import Segment
 
-__all__ = ["Offer"]
+__all__ = ["Publication"]
 
 
-class Offer:
-    """Walks along the path of a sequence and publishes, pool by pool, what nobody published yet.
+class Publication:
+    """Walks along the path of a sequence and publishes, pool by pool, what is not published yet.
 
     A block that is in primary already stays private. One that is in secondary only, or that this
     pool does not have, becomes the sequence's own. The sequence references what it publishes.
@@ -25,21 +25,21 @@ class Offer:
         ends: the sequence lets go of everything right after this.
     """
 
-    __slots__ = ("_closed", "_done", "_ends", "_grips", "_sequence", "_stop", "_tree")
+    __slots__ = ("_closed", "_done", "_ends", "_held", "_sequence", "_stop", "_tree")
 
     def __init__(self, tree: RadixTree, sequence: Sequence, *, ends: bool = False) -> None:
         self._tree = tree
         self._sequence = sequence
-        self._grips = sequence.grips
+        self._held = sequence.held
         self._ends = ends
-        self._closed: list[Grip] = []
+        self._closed: list[HeldBlocks] = []
         self._stop = 0
         self._done = False
 
-    # ---------------------------------------------------------------- what is offered
+    # ---------------------------------------------------------------- what is published
 
     def blocks(self, first: int, stop: int) -> None:
-        """Offer the full blocks ``first..stop``."""
+        """Publish the full blocks ``first..stop``."""
         sequence = self._sequence
         if self._all_stopped():
             return
@@ -51,16 +51,16 @@ class Offer:
             while at < run.stop and not self._done:
                 end = run.stop
                 if cuts:
-                    place = bisect_right(cuts, at)
-                    end = min(end, cuts[place]) if place < len(cuts) else end
+                    next_cut = bisect_right(cuts, at)
+                    end = min(end, cuts[next_cut]) if next_cut < len(cuts) else end
                 segment = self._piece(segment, at, end, run)
                 at = segment.end
         self._tree.prune(segment)
 
     def tail(self, block: int, num_tokens: int) -> None:
-        """Offer the first `num_tokens` of that block, unless something begins with them already."""
-        grips = [grip for grip in self._grips if self._offers(grip, block, block + 1)]
-        if not grips:
+        """Publish the first `num_tokens` of that block, unless a block begins with them already."""
+        missing = [held for held in self._held if self._may_publish(held, block, block + 1)]
+        if not missing:
             return
         tokens = self._sequence.tokens
         segment, at = self._tree.walk(self._start_below(block), tokens, block)
@@ -68,7 +68,7 @@ class Offer:
         key = tokens[low : low + 4 * num_tokens]
         if at == block:
             for other in self._tree.followers(segment, block, key):
-                if all(other.pools[grip.pool.group].is_resident for grip in grips):
+                if all(other.pools[held.pool.group].is_resident for held in missing):
                     return
         segment = self._tree.arrive(segment, at, tokens, block)
         run = next(self._sequence.plan.runs(block, block + 1))
@@ -85,28 +85,28 @@ class Offer:
 
         `stop` is the number of blocks that are valid, in whole or in part.
         """
-        for grip in self._grips:
-            if grip.duplicate and grip.pool.window is None:
-                first = grip.spans[0][1] if grip.spans else 0
-                pins = [pin.grips[grip.pool.group] for pin in self._sequence.pins]
+        for held in self._held:
+            if held.duplicate and held.pool.window is None:
+                first = held.spans[0][1] if held.spans else 0
+                pins = [pin.held[held.pool.group] for pin in self._sequence.pins]
                 if any(pin.first < stop and pin.end > first for pin in pins):
-                    self._closed.append(grip)
+                    self._closed.append(held)
 
     def first_private(self, stop: int) -> int:
         """The first block before `stop` that may still be published; `stop`: none."""
         first = stop
-        for grip in self._grips:
-            if grip not in self._closed:
-                first = min(first, grip.first_private(stop))
+        for held in self._held:
+            if held not in self._closed:
+                first = min(first, held.first_private(stop))
         return first
 
     # ---------------------------------------------------------------- inside: where
 
     def _start_below(self, position: int) -> Segment:
-        # Somewhere above that place, as far down as is known.
+        # A segment above that block, as far down as is known.
         best: Segment | None = None
-        for grip in self._grips:
-            segment = grip.segment
+        for held in self._held:
+            segment = held.segment
             if segment is None or segment.end > position:
                 continue
             if best is None or best.end < segment.end:
@@ -117,49 +117,49 @@ class Offer:
         return self._tree.root(self._sequence.namespace, None if chain is None else chain.root)
 
     def _cuts(self, first: int, stop: int) -> list[int]:
-        # Where who holds the blocks changes.
+        # Block numbers where the set of holders changes.
         sequence = self._sequence
-        if len(self._grips) == 1 and not sequence.pins and self._grips[0].pool.window is None:
+        if len(self._held) == 1 and not sequence.pins and self._held[0].pool.window is None:
             return []
-        places: set[int] = set()
-        for grip in self._grips:
-            places.update((grip.first, grip.stop))
+        blocks: set[int] = set()
+        for held in self._held:
+            blocks.update((held.first, held.stop))
             if self._ends:
-                places.update(place for span in grip.spans for place in span)
+                blocks.update(block for span in held.spans for block in span)
         for pin in sequence.pins:
-            for held in pin.grips:
-                places.update((held.first, held.end))
-        return sorted(place for place in places if first < place < stop)
+            for pinned in pin.held:
+                blocks.update((pinned.first, pinned.end))
+        return sorted(block for block in blocks if first < block < stop)
 
-    # ---------------------------------------------------------------- inside: who
+    # ---------------------------------------------------------------- inside: holders
 
     def _all_stopped(self) -> bool:
-        for grip in self._grips:
-            if grip in self._closed:
+        for held in self._held:
+            if held in self._closed:
                 continue
-            if self._ends or not grip.duplicate or grip.pool.window is not None:
+            if self._ends or not held.duplicate or held.pool.window is not None:
                 return False
         return True
 
-    def _offers(self, grip: Grip, start: int, stop: int) -> bool:
-        if grip.first > start or stop > grip.stop or grip in self._closed:
+    def _may_publish(self, held: HeldBlocks, start: int, stop: int) -> bool:
+        if held.first > start or stop > held.stop or held in self._closed:
             return False
         if self._ends:
-            return not grip.covers(start)
-        return not grip.duplicate or grip.pool.window is not None
+            return not held.covers(start)
+        return not held.duplicate or held.pool.window is not None
 
-    def _holders(self, grip: Grip, start: int, stop: int) -> list[PathGrip]:
-        holders: list[PathGrip] = [grip]
+    def _holders(self, held: HeldBlocks, start: int, stop: int) -> list[HeldPath]:
+        holders: list[HeldPath] = [held]
         for pin in self._sequence.pins:
-            held = pin.grips[grip.pool.group]
-            if held.holds(start, stop):
-                holders.append(held)
+            pinned = pin.held[held.pool.group]
+            if pinned.holds(start, stop):
+                holders.append(pinned)
         return holders
 
     # ---------------------------------------------------------------- inside: publishing
 
     def _piece(self, above: Segment, start: int, stop: int, run: RetentionRun) -> Segment:
-        # Offer blocks of the path below `above`, from its end up to `stop` or a part of that.
+        # Publish blocks of the path below `above`, from its end up to `stop` or a part of that.
         found = self._tree.step(above, self._sequence.tokens, stop) if above.children else None
         if found is None:
             return self._new(above, start, stop, run)
@@ -180,9 +180,9 @@ class Offer:
         tokens = sequence.tokens[start * stride : stop * stride]
         if self._may_extend(above, start, stop, run):
             self._tree.lengthen(above, tokens, stop - start, sequence.chain)
-            for grip in self._grips:
-                grip.pool.published.extend(above, grip.ids[start:stop])
-                grip.add(above, start, stop)
+            for held in self._held:
+                held.pool.published.extend(above, held.ids[start:stop])
+                held.add(above, start, stop)
             return above
         segment = self._tree.insert(above, tokens, stop - start, sequence.chain)
         self._settle(segment, start, stop, run)
@@ -190,36 +190,36 @@ class Offer:
 
     def _may_extend(self, above: Segment, start: int, stop: int, run: RetentionRun) -> bool:
         # Whether the new blocks would be in the same state as those of `above`, in every pool. That
-        # there is one holder, and that this sequence holds it, says who holds it.
+        # there is one holder, and that this sequence holds it, names the holder.
         if above.children or run.inherited or self._sequence.pins:
             return False
-        for grip in self._grips:
-            if grip.segment is not above or not self._offers(grip, start, stop):
+        for held in self._held:
+            if held.segment is not above or not self._may_publish(held, start, stop):
                 return False
-            if not grip.pool.published.can_extend(above, run.retention):
+            if not held.pool.published.can_extend(above, run.retention):
                 return False
         return True
 
     def _only_duplicates(self, segment: Segment, start: int, stop: int) -> bool:
-        for grip in self._grips:
-            state = segment.pools[grip.pool.group]
-            if state.ids is None and self._offers(grip, start, stop):
+        for held in self._held:
+            state = segment.pools[held.pool.group]
+            if state.ids is None and self._may_publish(held, start, stop):
                 return False
         return True
 
     def _settle(self, segment: Segment, start: int, stop: int, run: RetentionRun) -> None:
         # Each pool that has no primary copy of these blocks gets the sequence's.
-        for grip in self._grips:
-            if not self._offers(grip, start, stop):
+        for held in self._held:
+            if not self._may_publish(held, start, stop):
                 continue
-            pool = grip.pool.published
+            pool = held.pool.published
             state = segment.pools[pool.group]
             if state.ids is not None:
-                grip.duplicate = True
+                held.duplicate = True
                 continue
-            ids = grip.ids[start:stop]
-            holders = self._holders(grip, start, stop)
-            retention = grip.inherited if run.inherited else run.retention
+            ids = held.ids[start:stop]
+            holders = self._holders(held, start, stop)
+            retention = held.inherited if run.inherited else run.retention
             if state.host_ids is None:
                 pool.publish(segment, ids, retention, len(holders))
             else:

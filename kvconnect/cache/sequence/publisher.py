@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.cache.sequence.publication import Offer
+from kvconnect.cache.sequence.publication import Publication
 from kvconnect.cache.sequence.sequence import Sequence
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.config import KvCacheConfig
@@ -15,8 +15,8 @@ class Publisher:
 
     With full attention a running sequence stops at the first block that another one published
     before: what followed would be a referenced block under one that this sequence does not
-    reference. At its end nothing of it is referenced any more, and every valid block is offered
-    once more. Window pools know no such order.
+    reference. At its end nothing of it is referenced any more, and the publisher tries every
+    valid block once more. Window pools know no such order.
     """
 
     def __init__(self, tree: RadixTree, config: KvCacheConfig) -> None:
@@ -26,27 +26,27 @@ class Publisher:
 
     def commit(self, sequence: Sequence, stop: int) -> None:
         """Publish its full blocks up to number `stop`; it goes on to hold them."""
-        first = sequence.offered
+        first = sequence.attempted
         if stop > first and self._reuse:
-            sequence.offered = stop
-            Offer(self._tree, sequence).blocks(first, stop)
+            sequence.attempted = stop
+            Publication(self._tree, sequence).blocks(first, stop)
 
     def finish(self, sequence: Sequence, num_valid: int) -> None:
         """Publish what is valid at the end of `sequence`; the caller then lets go of its blocks."""
         if not self._reuse:
             return
         size = self._tree.tokens_per_block
-        # A block that was committed whole is offered whole, whatever is said to be valid now.
+        # A block that was committed whole is published whole, whatever is said to be valid now.
         valid = max(num_valid, sequence.computed // size * size)
         blocks, tail = divmod(valid, size)
         self.commit(sequence, blocks)
         if sequence.is_published:
             return
-        offer = Offer(self._tree, sequence, ends=True)
+        publication = Publication(self._tree, sequence, ends=True)
         if sequence.pins:
-            offer.close_pinned(-(-valid // size))
-        start = offer.first_private(blocks)
+            publication.close_pinned(-(-valid // size))
+        start = publication.first_private(blocks)
         if start < blocks:
-            offer.blocks(start, blocks)
+            publication.blocks(start, blocks)
         if tail and self._tails:
-            offer.tail(blocks, tail)
+            publication.tail(blocks, tail)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.pool.held_blocks import Grip, PinGrip, no_ids
+from kvconnect.cache.pool.held_blocks import HeldBlocks, PinnedPath, no_ids
 from kvconnect.cache.sequence.pinned_blocks import PinnedBlocks
 from kvconnect.cache.tree.residence import BlockIds
 from kvconnect.cache.tree.retention import RetentionPlan
@@ -27,16 +27,16 @@ class PinHandle(PinnedBlocks):
         block_ids: int32, the blocks of group 0 in order of their tokens, as of when they were
             pinned; -1 where there is none, or only in secondary.
         sequence: whose private blocks it holds, too; ``None``: none, or it ended.
-        grips: by pool group.
+        held: by pool group.
         shares_private: whether it was made of a sequence.
     """
 
-    __slots__ = ("block_ids", "grips", "sequence", "shares_private")
+    __slots__ = ("block_ids", "held", "sequence", "shares_private")
 
     def __init__(self, block_ids: npt.NDArray[np.int32], pools: Items[BlockPool]) -> None:
         self.block_ids = block_ids
         self.sequence: Sequence | None = None
-        self.grips = [PinGrip(pool) for pool in pools]
+        self.held = [PinnedPath(pool) for pool in pools]
         self.shares_private = False
 
     def __len__(self) -> int:
@@ -48,8 +48,8 @@ class Sequence:
 
     Attributes:
         tokens: as native int32 bytes.
-        grips: what it holds, by pool group.
-        offered: leading blocks that were offered to the tree.
+        held: what it holds, by pool group.
+        attempted: leading blocks that a commit published, or left private as duplicates.
         computed: leading tokens that were matched or committed.
         matched: leading tokens that were matched.
         reserved: leading tokens that there are blocks for in every pool.
@@ -59,12 +59,12 @@ class Sequence:
     """
 
     __slots__ = (
+        "attempted",
         "chain",
         "computed",
-        "grips",
+        "held",
         "matched",
         "namespace",
-        "offered",
         "pins",
         "plan",
         "reserved",
@@ -83,8 +83,8 @@ class Sequence:
         self.tokens = tokens
         self.plan = plan
         self.chain = chain
-        self.grips: Items[Grip] = [Grip(pool) for pool in pools]
-        self.offered = 0
+        self.held: Items[HeldBlocks] = [HeldBlocks(pool) for pool in pools]
+        self.attempted = 0
         self.computed = 0
         self.matched = 0
         self.reserved = 0
@@ -98,13 +98,13 @@ class Sequence:
     @property
     def num_blocks(self) -> int:
         """Blocks that its tokens need."""
-        return len(self.grips[0].ids)
+        return len(self.held[0].ids)
 
     @property
     def is_published(self) -> bool:
         """Whether it has no private block."""
-        for grip in self.grips:  # noqa: SIM110 - a generator costs several times as much
-            if not grip.is_published:
+        for held in self.held:  # noqa: SIM110 - a generator costs several times as much
+            if not held.is_published:
                 return False
         return True
 
@@ -119,33 +119,33 @@ class Sequence:
 
     def priorities(self, start: int) -> list[int]:
         """See `BlockManager.priorities`."""
-        grip = self.grips[0]
+        held = self.held[0]
         found: list[int] = []
-        for run in self.plan.runs(0, len(grip.ids)):
-            retention = grip.inherited if run.inherited else run.retention
+        for run in self.plan.runs(0, len(held.ids)):
+            retention = held.inherited if run.inherited else run.retention
             found.extend([retention.priority] * (run.stop - run.start))
-        for step in grip.segments():
-            priority = grip.pool.published.effective_priority(step)
+        for step in held.segments():
+            priority = held.pool.published.effective_priority(step)
             found[step.start : step.end] = [priority] * len(step)
         return found[start:]
 
-    def forget(self, grip: Grip, start: int, stop: int) -> BlockIds:
-        """It gives up these places of one of its grips; returns the private blocks there.
+    def forget(self, held: HeldBlocks, start: int, stop: int) -> BlockIds:
+        """The sequence gives up these blocks in one pool; returns the private ones among them.
 
-        Pins that hold those keep them, loose.
+        Pins that hold private ones keep them, loose.
         """
-        private = self.hand_over(grip, start, stop)
-        start, stop = max(start, grip.first), min(stop, grip.stop)
+        private = self.hand_over(held, start, stop)
+        start, stop = max(start, held.first), min(stop, held.stop)
         if start < stop:
-            grip.ids[start:stop] = no_ids(stop - start)
+            held.ids[start:stop] = no_ids(stop - start)
         return private
 
-    def hand_over(self, grip: Grip, start: int, stop: int) -> BlockIds:
-        """As `forget`, of a sequence that ends: what it says of these places does not matter."""
+    def hand_over(self, held: HeldBlocks, start: int, stop: int) -> BlockIds:
+        """As `forget`, of a sequence that ends: its ids are not used any more."""
         for pin in self.pins:
-            held = pin.grips[grip.pool.group]
-            held.loose.extend(grip.private_ids(max(start, held.first), min(stop, held.end)))
-        return grip.private_ids(start, stop)
+            pinned = pin.held[held.pool.group]
+            pinned.loose.extend(held.private_ids(max(start, pinned.first), min(stop, pinned.end)))
+        return held.private_ids(start, stop)
 
     def disband(self) -> None:
         """The sequence ended, and its pins hold only what they have themselves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvconnect.cache.pool.held_blocks import Grip
+from kvconnect.cache.pool.held_blocks import HeldBlocks
 from kvconnect.cache.pool.matching import first_in_window
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.publisher import Publisher
@@ -61,11 +61,11 @@ class SequenceTable:
         if num_tokens <= sequence.reserved:
             return
         stop = -(-num_tokens // self._tokens_per_block)
-        needs = [max(stop - grip.stop, 0) for grip in sequence.grips]
+        needs = [max(stop - held.stop, 0) for held in sequence.held]
         self._slabs.supply(needs)
-        for grip, need in zip(sequence.grips, needs, strict=True):
-            grip.ids[grip.stop : grip.stop + need] = grip.pool.allocate(need)
-            grip.stop += need
+        for held, need in zip(sequence.held, needs, strict=True):
+            held.ids[held.stop : held.stop + need] = held.pool.allocate(need)
+            held.stop += need
         sequence.reserved = num_tokens
 
     def append_tokens(self, request_id: int, tokens: Tokens) -> None:
@@ -78,10 +78,10 @@ class SequenceTable:
         num_tokens = sequence.num_tokens + len(added)
         needed = -(-num_tokens // self._tokens_per_block) - sequence.num_blocks
         if needed > 0:
-            self._slabs.supply([needed] * len(sequence.grips))
-            for grip in sequence.grips:
-                grip.ids.extend(grip.pool.allocate(needed))
-                grip.stop += needed
+            self._slabs.supply([needed] * len(sequence.held))
+            for held in sequence.held:
+                held.ids.extend(held.pool.allocate(needed))
+                held.stop += needed
         sequence.tokens += added.tobytes()
         sequence.reserved = num_tokens
 
@@ -95,14 +95,14 @@ class SequenceTable:
                 f"{max(sequence.computed, sequence.matched)} are matched or committed"
             )
         blocks = -(-keep // self._tokens_per_block)
-        for grip in sequence.grips:
-            grip.pool.private.drop(sequence.forget(grip, blocks, sequence.num_blocks))
-            grip.stop = min(grip.stop, blocks)
+        for held in sequence.held:
+            held.pool.private.drop(sequence.forget(held, blocks, sequence.num_blocks))
+            held.stop = min(held.stop, blocks)
         for pin in sequence.pins:
-            for held in pin.grips:
-                held.end = min(held.end, blocks)
-        for grip in sequence.grips:
-            del grip.ids[blocks:]
+            for pinned in pin.held:
+                pinned.end = min(pinned.end, blocks)
+        for held in sequence.held:
+            del held.ids[blocks:]
         del sequence.tokens[4 * keep :]
         sequence.reserved = min(sequence.reserved, keep)
 
@@ -117,19 +117,19 @@ class SequenceTable:
         _check_reserved(sequence, num_computed_tokens)
         sequence.computed = num_computed_tokens
         self._publisher.commit(sequence, num_computed_tokens // self._tokens_per_block)
-        for grip in sequence.grips:
-            if grip.pool.window is not None:
-                first = first_in_window(grip.pool.window, num_computed_tokens)
-                self._give_up(sequence, grip, first // self._tokens_per_block)
+        for held in sequence.held:
+            if held.pool.window is not None:
+                first = first_in_window(held.pool.window, num_computed_tokens)
+                self._give_up(sequence, held, first // self._tokens_per_block)
 
-    def _give_up(self, sequence: Sequence, grip: Grip, stop: int) -> None:
-        if stop <= grip.first:
+    def _give_up(self, sequence: Sequence, held: HeldBlocks, stop: int) -> None:
+        if stop <= held.first:
             return
-        private = sequence.forget(grip, grip.first, stop)
-        outside = grip.split_off(stop, self._tree.split)
-        grip.first = stop
+        private = sequence.forget(held, held.first, stop)
+        outside = held.split_off(stop, self._tree.split)
+        held.first = stop
         outside.let_go()
-        grip.pool.private.drop(private)
+        held.pool.private.drop(private)
 
     # ---------------------------------------------------------------- the end
 
@@ -148,10 +148,10 @@ class SequenceTable:
     def _end(self, request_id: int, num_valid: int) -> None:
         sequence = self._live.pop(request_id)
         self._publisher.finish(sequence, num_valid)
-        for grip in sequence.grips:
-            private = sequence.hand_over(grip, grip.first, grip.stop)
-            grip.let_go()
-            grip.pool.private.drop(private)
+        for held in sequence.held:
+            private = sequence.hand_over(held, held.first, held.stop)
+            held.let_go()
+            held.pool.private.drop(private)
         sequence.disband()
 
 

@@ -13,7 +13,7 @@ __all__ = ["KeyIndex"]
 class KeyIndex:
     """Segments by the key of their first block. Other keys are hashed when a search gets there.
 
-    Made when the first search comes: who never asks by key never hashes for it. Namespaces in which
+    Made when the first search comes: without one, nothing is hashed. Namespaces in which
     no sequence brought a key chain have no keys. What the chain of a sequence knows is not hashed
     again, nor the other way round.
     """

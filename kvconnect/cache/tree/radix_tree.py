@@ -24,9 +24,9 @@ class RadixTree:
     It moves segments; what their state means is the pools' affair.
 
     Attributes:
-        index: finds segments by block key, once somebody asked for that.
+        index: finds segments by block key, once a search by key was made.
         on_split: called with the upper and the lower part of every segment that is divided, before
-            anybody else sees them.
+            the caller of `split` sees them.
         on_join: called with the upper of two segments that became one, which is gone.
     """
 
@@ -184,7 +184,7 @@ class RadixTree:
     def join(self, upper: Segment) -> None:
         """Undo a `split`: `upper` and the one segment that follows it become one, if they may.
 
-        They may if nobody holds them and every pool has them in the same state; and they must be
+        They may if they have no holder and every pool has them in the same state; and they must be
         short, as joining copies both. The lower object stays.
         """
         lower = next(iter(upper.children.values()), None)

@@ -84,7 +84,7 @@ class Residence:
         return upper
 
     def goes_on_as(self, below: Residence) -> bool:
-        """Whether nobody holds these blocks nor those `below`, and both are in the same state."""
+        """Whether these blocks and those `below` have no holder and are in the same state."""
         if not self.is_resident:
             return not below.is_resident
         return (

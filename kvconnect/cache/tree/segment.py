@@ -16,11 +16,11 @@ class Children(dict[bytes, "Segment"]):
     """The segments that follow another one, each found by its whole first block.
 
     Sorted, too, because the child that shares the longest prefix with some tokens is then beside
-    the place where those would be, and all that share so much lie together.
+    the position that those would have, and all that share so much lie together.
 
     Attributes:
-        order: the first blocks, once somebody asked: most segments have one child at most.
-        recent: the same, those last that were let go last in group 0; once somebody asked.
+        order: the first blocks, once they were needed: most segments have one child at most.
+        recent: the same, those last that were let go last in group 0; once they were needed.
     """
 
     __slots__ = ("order", "recent")
@@ -40,7 +40,7 @@ class Children(dict[bytes, "Segment"]):
     def latest(self, prefix: bytes, most: int) -> Iterator[Segment]:
         """Of the `most` children that were let go last, those begun by `prefix`; the last first.
 
-        Children that nobody let go so far are among them in any place.
+        Children that were never let go are among them at any position.
         """
         if self.recent is None:
             self.recent = dict.fromkeys(sorted(self, key=lambda key: self[key].pools[0].stamp))
@@ -63,7 +63,7 @@ class Children(dict[bytes, "Segment"]):
             self.recent[key] = None
 
     def replace(self, key: bytes, segment: Segment) -> None:
-        """`segment` takes the place of the child that `key` names."""
+        """`segment` replaces the child that `key` names."""
         self[key] = segment
 
     def remove(self, key: bytes) -> None:
@@ -89,8 +89,8 @@ class Segment:
 
     A root has no blocks and no parent; a tail has one block of less than `tokens_per_block` tokens
     and never children. All other segments hold whole blocks. One that no pool has blocks of is
-    there because something below it is. Splitting keeps this object as the lower part: whoever
-    holds a segment as the deepest of a path still holds that path.
+    there because something below it is. Splitting keeps this object as the lower part: what
+    refers to a segment as the deepest of a path still refers to that path.
 
     Attributes:
         parent: what the first block follows; ``None`` for a root.

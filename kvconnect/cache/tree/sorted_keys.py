@@ -30,54 +30,54 @@ class SortedKeys:
             self._chunks.append([key])
             self._firsts.append(key)
             return
-        place = max(bisect_right(self._firsts, key) - 1, 0)
-        chunk = self._chunks[place]
+        number = max(bisect_right(self._firsts, key) - 1, 0)
+        chunk = self._chunks[number]
         insort(chunk, key)
-        self._firsts[place] = chunk[0]
+        self._firsts[number] = chunk[0]
         if len(chunk) > 2 * _CHUNK:
-            self._chunks.insert(place + 1, chunk[_CHUNK:])
-            self._firsts.insert(place + 1, chunk[_CHUNK])
+            self._chunks.insert(number + 1, chunk[_CHUNK:])
+            self._firsts.insert(number + 1, chunk[_CHUNK])
             del chunk[_CHUNK:]
 
     def remove(self, key: bytes) -> None:
         """`key` must be there."""
-        place = bisect_right(self._firsts, key) - 1
-        chunk = self._chunks[place]
+        number = bisect_right(self._firsts, key) - 1
+        chunk = self._chunks[number]
         del chunk[bisect_left(chunk, key)]
         if chunk:
-            self._firsts[place] = chunk[0]
+            self._firsts[number] = chunk[0]
         else:
-            del self._chunks[place], self._firsts[place]
+            del self._chunks[number], self._firsts[number]
 
     def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
         """The last one before `low`, and the first one from `high` on; empty: there is none."""
         if not self._chunks:
             return b"", b""
-        place, at = self._place(low)
+        number, at = self._locate(low)
         if at:
-            before = self._chunks[place][at - 1]
+            before = self._chunks[number][at - 1]
         else:
-            before = self._chunks[place - 1][-1] if place else b""
+            before = self._chunks[number - 1][-1] if number else b""
         if high != low:
-            place, at = self._place(high)
-        if at < len(self._chunks[place]):
-            return before, self._chunks[place][at]
-        return before, self._firsts[place + 1] if place + 1 < len(self._firsts) else b""
+            number, at = self._locate(high)
+        if at < len(self._chunks[number]):
+            return before, self._chunks[number][at]
+        return before, self._firsts[number + 1] if number + 1 < len(self._firsts) else b""
 
     def begun_by(self, prefix: bytes) -> Iterator[bytes]:
         """Those that begin with `prefix`, or are just that."""
         if not self._chunks:
             return
-        place, at = self._place(prefix)
-        while place < len(self._chunks):
-            chunk = self._chunks[place]
-            for number in range(at, len(chunk)):  # a slice would touch all that is left of it
-                if not chunk[number].startswith(prefix):
+        number, at = self._locate(prefix)
+        while number < len(self._chunks):
+            chunk = self._chunks[number]
+            for index in range(at, len(chunk)):  # a slice would touch all that is left of it
+                if not chunk[index].startswith(prefix):
                     return
-                yield chunk[number]
-            place, at = place + 1, 0
+                yield chunk[index]
+            number, at = number + 1, 0
 
-    def _place(self, key: bytes) -> tuple[int, int]:
-        # The chunk where `key` is or would be, and its place there.
-        place = max(bisect_right(self._firsts, key) - 1, 0)
-        return place, bisect_left(self._chunks[place], key)
+    def _locate(self, key: bytes) -> tuple[int, int]:
+        # The chunk where `key` is or would be, and its index there.
+        number = max(bisect_right(self._firsts, key) - 1, 0)
+        return number, bisect_left(self._chunks[number], key)
