@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.block_ids import Placed, check_integers, check_targets, host_ids, kept
-from kvconnect.kernels.blocks.buffers import as_bytes
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.work import AppendWork
 from kvconnect.kernels.cuda import device
 from kvconnect.kernels.host import reference
+from kvconnect.kernels.host.tokens import append
 from kvconnect.kernels.library import register
 from kvconnect.kernels.submit import note_missing
 
 __all__ = ["reshape_and_cache"]
-
-_KNOWN = {torch.float64, torch.float32, torch.float16}
-"""NumPy has these types; others are shown to it as bytes."""
-
-_FEW_ROWS = 4  # up to so many, moving them one by one costs less than NumPy's views
 
 
 def reshape_and_cache(
@@ -64,7 +57,7 @@ def reshape_and_cache(
         except device.NoDevice as error:
             note_missing(error)
     if placed is not None and kv.device.type == "cpu":
-        _write(states, kv, placed, layer)
+        append(states, kv, placed, layer)
         return
     for state, view in zip(states, kv.layer_views(range(layer, layer + 1)), strict=True):
         plane = view if kv.layout == "NHD" else view.transpose(1, 2)
@@ -105,36 +98,6 @@ def _placed(slot_mapping: Tensor, limit: int) -> Placed:
     placed = kept(slots)
     check_targets("slot_mapping", placed.ids, noun="slot ")
     return placed
-
-
-def _write(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
-    """On the host: every head's row is one element, wherever it comes from."""
-    slots, count = placed.ids, len(placed.ids)
-    if count * kv.heads <= _FEW_ROWS:
-        _write_few(states, kv, placed, layer)
-        return
-    place = slots // kv.tokens, slots % kv.tokens
-    for state, plane in zip(states, kv.slot_arrays(layer), strict=True):
-        array = state.detach().numpy() if state.dtype in _KNOWN else as_bytes(state).numpy()
-        rows = array.view(plane.dtype)[..., 0]
-        plane[place] = rows if count == rows.shape[0] else rows[placed.places]
-
-
-def _write_few(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
-    slots, places = placed.ids.tolist(), placed.places.tolist()
-    size, first = kv.dtype.itemsize, layer * kv.per_layer
-    planes = kv.plane_bytes[first : first + kv.per_layer]
-    for state, plane in zip(states, planes, strict=True):
-        origin, row, heads = state.data_ptr(), plane.row, kv.heads
-        token_step, head_step = state.stride(0) * size, state.stride(1) * size
-        if head_step == plane.head == row:  # all heads of a token are one row
-            heads, row = 1, row * heads
-        for index, slot in zip(places, slots, strict=True):
-            block, token = divmod(slot, kv.tokens)
-            target = plane.offset + block * plane.block + token * plane.token
-            source = origin + index * token_step
-            for head in range(heads):
-                ctypes.memmove(target + head * plane.head, source + head * head_step, row)
 
 
 def _work(states: tuple[Tensor, ...], kv: PagedKv, slots: Tensor, layer: int) -> AppendWork:

@@ -9,9 +9,9 @@ import torch
 from kvconnect.kernels.cuda.calibrate import find_thresholds, measure_on
 from kvconnect.kernels.cuda.compile.nvrtc import NvrtcMissing, find_nvrtc
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy
-from kvconnect.kernels.cuda.cuda_library import cuda_library
 from kvconnect.kernels.cuda.device import device_work, policy_of, set_policy
-from kvconnect.kernels.cuda.driver import NoDevice
+from kvconnect.kernels.cuda.driver.cuda_library import cuda_library
+from kvconnect.kernels.cuda.driver.interface import NoDevice
 
 __all__ = ["Capabilities", "CopyPolicy", "calibrate", "capabilities", "policy_of", "set_policy"]
 

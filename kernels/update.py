@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels.append import reshape_and_cache
-from kvconnect.kernels.blocks.buffers import as_bytes
 from kvconnect.kernels.blocks.update_checks import check_memory, check_shapes, check_values
 from kvconnect.kernels.blocks.work import UpdateWork
 from kvconnect.kernels.cuda import device
 from kvconnect.kernels.host import reference
+from kvconnect.kernels.host.tokens import update_packed, update_padded
 from kvconnect.kernels.library import register
 from kvconnect.kernels.submit import note_missing
 
 __all__ = ["kv_cache_update", "reshape_and_cache"]
-
-_FEW_RUNS = 6  # fewer than NumPy's own cost
-_FEW_NBYTES = 1 << 20
-_THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
 
 
 def kv_cache_update(
@@ -119,9 +112,9 @@ def _update_op(
     if not cache.is_cpu:
         _write_plainly(cache, update, starts, ends)
     elif ends is not None:
-        _write_packed(cache, update, starts, ends)
+        update_packed(cache, update, starts, ends)
     else:
-        _write_padded(cache, update, starts)
+        update_padded(cache, update, starts)
 
 
 def _write_plainly(
@@ -131,49 +124,6 @@ def _write_plainly(
         reference.update_padded(cache, update, starts)
     else:
         reference.update_packed(cache, update, starts, ends)
-
-
-def _write_padded(cache: Tensor, update: Tensor, starts: list[int]) -> None:
-    _, heads, length, row = update.shape
-    nbytes = length * row * cache.element_size()
-    batch = len(starts)
-    in_runs = length == 1 or cache.stride(2) == update.stride(2) == row
-    if in_runs and batch * heads <= _FEW_RUNS and batch * heads * nbytes < _FEW_NBYTES:
-        _move_few(cache, update, starts, nbytes)
-        return
-    to_rows, from_rows = as_bytes(cache), as_bytes(update)
-    if heads * nbytes >= _THREADED_NBYTES:
-        for index, start in enumerate(starts):
-            to_rows[index, :, start : start + length].copy_(from_rows[index])
-        return
-    to_array, from_array = to_rows.numpy(), from_rows.numpy()
-    if length == 1 and batch > _FEW_RUNS:
-        to_array[np.arange(batch), :, np.array(starts)] = from_array[:, :, 0]
-        return
-    for index, start in enumerate(starts):
-        to_array[index, :, start : start + length] = from_array[index]
-
-
-def _move_few(cache: Tensor, update: Tensor, starts: list[int], nbytes: int) -> None:
-    size = cache.element_size()
-    target, source = cache.data_ptr(), update.data_ptr()
-    to_batch, to_head, to_row, _ = (stride * size for stride in cache.stride())
-    from_batch, from_head = (stride * size for stride in update.stride()[:2])
-    for index, start in enumerate(starts):
-        to, origin = target + index * to_batch + start * to_row, source + index * from_batch
-        for head in range(cache.shape[1]):
-            ctypes.memmove(to + head * to_head, origin + head * from_head, nbytes)
-
-
-def _write_packed(cache: Tensor, update: Tensor, starts: list[int], ends: list[int]) -> None:
-    to_array, from_array = as_bytes(cache).numpy(), as_bytes(update).numpy()
-    if ends[-1] == len(starts) and len(starts) > 4 and ends == list(range(len(ends))):
-        to_array[np.arange(len(starts)), :, np.array(starts)] = from_array
-        return
-    for index, start in enumerate(starts):
-        first, stop = ends[index : index + 2]
-        part = from_array[first:stop].swapaxes(0, 1)
-        to_array[index, :, start : start + stop - first] = part
 
 
 def _work(

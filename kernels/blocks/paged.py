@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvconnect.kernels.blocks.layers import KvLayer, Planes, check_layout, layer_planes, pool_planes
-from kvconnect.kernels.blocks.runs import PlaneBytes, PlanePair, RunTable, make_strips
+from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.strips import PlaneBytes, PlanePair, make_strips
 from kvconnect.kernels.blocks.transfer import CopyEvent, Transfer
 from kvconnect.layout import KvCacheLayout
 

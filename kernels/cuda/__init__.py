@@ -1,5 +1,6 @@
-"""The ops on a CUDA device: routes, launches, copy engines, streams.
+"""The ops on a CUDA device: which way a copy takes, and what runs it.
 
-Imports `kvconnect.kernels.blocks` and `kvconnect.kernels.cuda.compile`. Begin with `device` (work
-comes in), then `routes` (which way it takes), `launch` and `dma`; `driver` is what tests replace.
+Imports `kvconnect.errors`, `kvconnect.kernels.blocks` and the rooms in it: `compile` (sources to
+machine code), above it `driver` (the device), above that `launch` (work as kernels). Begin with
+`device` (work comes in), then `routes` (the ways of a copy).
 """

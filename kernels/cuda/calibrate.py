@@ -9,7 +9,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from kvconnect.kernels.blocks.runs import RunTable, Side, Strip
+from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.strips import Side, Strip
 from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction, Route
 from kvconnect.kernels.cuda.device import DeviceWork

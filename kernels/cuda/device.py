@@ -24,11 +24,12 @@ from kvconnect.kernels.blocks.work import (
 )
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction, Route
 from kvconnect.kernels.cuda.dma import describe
-from kvconnect.kernels.cuda.driver import Descriptors, Driver, NoDevice
-from kvconnect.kernels.cuda.launch import Grid, Launcher
-from kvconnect.kernels.cuda.quantize_launch import launch_quantize
+from kvconnect.kernels.cuda.driver.interface import Descriptors, Driver, NoDevice
+from kvconnect.kernels.cuda.driver.streams import device_index
+from kvconnect.kernels.cuda.launch.launcher import Grid, Launcher
+from kvconnect.kernels.cuda.launch.quantize import launch_quantize
+from kvconnect.kernels.cuda.launch.tokens import launch_append, launch_transpose, launch_update
 from kvconnect.kernels.cuda.routes import HostIds, Routes
-from kvconnect.kernels.cuda.streams import device_index
 
 __all__ = [
     "DeviceWork",
@@ -91,17 +92,17 @@ class DeviceWork:
     def update(self, work: UpdateWork) -> None:
         """See `submit_update`."""
         if work.length and work.batch and work.heads and work.row_nbytes:
-            self._run(lambda grid: self._launcher.update(work, grid), None)
+            self._run(lambda grid: launch_update(self._launcher, work, grid), None)
 
     def append(self, work: AppendWork) -> None:
         """See `submit_append`."""
         if work.num_tokens:
-            self._run(lambda grid: self._launcher.append(work, grid), None)
+            self._run(lambda grid: launch_append(self._launcher, work, grid), None)
 
     def transpose(self, work: TransposeWork) -> None:
         """See `submit_transpose`."""
         if work.outer:
-            self._run(lambda grid: self._launcher.transpose(work, grid), None)
+            self._run(lambda grid: launch_transpose(self._launcher, work, grid), None)
 
     def quantize(self, work: QuantizeWork, stream: Any) -> Transfer:
         """See `submit_quantize`."""
@@ -202,7 +203,7 @@ def device_work(device: torch.device) -> DeviceWork:
     index = device_index(device)
     found = _devices.get(index)
     if found is None:
-        from kvconnect.kernels.cuda.cuda_driver import CudaDriver
+        from kvconnect.kernels.cuda.driver.cuda_driver import CudaDriver
 
         with _lock:
             found = _devices.get(index)

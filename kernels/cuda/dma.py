@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvconnect.kernels.blocks.work import BlockCopy
-from kvconnect.kernels.cuda.driver import MAX_BATCH, AccessOrder, Descriptors, Driver
+from kvconnect.kernels.cuda.driver.interface import MAX_BATCH, AccessOrder, Descriptors, Driver
 
 __all__ = ["cut", "describe", "submit"]
 

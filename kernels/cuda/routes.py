@@ -14,11 +14,10 @@ from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.blocks.work import BlockCopy, Ids
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction
 from kvconnect.kernels.cuda.dma import cut, describe, submit
-from kvconnect.kernels.cuda.driver import AccessOrder, Descriptors, Driver
-from kvconnect.kernels.cuda.launch import Grid, Launcher
-from kvconnect.kernels.cuda.rings import Ring, Slot
-from kvconnect.kernels.cuda.run_launch import launch_copy
-from kvconnect.kernels.cuda.staging import staging_of
+from kvconnect.kernels.cuda.driver.interface import AccessOrder, Descriptors, Driver
+from kvconnect.kernels.cuda.launch.launcher import Grid, Launcher
+from kvconnect.kernels.cuda.launch.runs import launch_copy
+from kvconnect.kernels.cuda.staging import Ring, Slot, staging_of
 
 __all__ = ["HostIds", "Routes"]
 

@@ -1,17 +1,22 @@
-"""Tables for copies by way of a buffer on the device."""
+"""Copies by way of a buffer: the buffers, and the tables of both halves of such a copy."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.transfer import CopyEvent
 from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.cuda.copy_policy import Direction
+from kvconnect.kernels.cuda.driver.interface import Memory
 
-__all__ = ["Staging", "staging_of"]
+__all__ = ["Ring", "Slot", "Staging", "staging_of"]
 
 _SOURCE, _TARGET, _SOURCE_STEP, _TARGET_STEP, _NBYTES = range(5)
 
@@ -56,3 +61,64 @@ def _make(table: RunTable, host_offset: int) -> Staging:
 
 def _table(rows: npt.NDArray[np.int64], nbytes: int) -> RunTable:
     return RunTable((), nbytes, len(rows), _rows=[rows])
+
+
+class Slot:
+    """A buffer of a ring, and the last use of it."""
+
+    __slots__ = ("event", "memory")
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.event: CopyEvent | None = None
+
+    def wait_on_stream(self, stream: Any) -> None:
+        """What `stream` is given from now on comes behind the last use."""
+        if self.event is not None:
+            self.event.wait(stream)
+
+    def wait(self) -> None:
+        """Block the calling thread until the last use is over."""
+        if self.event is not None:
+            self.event.synchronize()
+            self.event = None
+
+
+class Ring:
+    """A fixed number of buffers, handed out in turn. Memory is taken when it is first needed.
+
+    Whoever takes a slot waits for its last use, and leaves the event behind the own one in it,
+    before anybody else takes a slot: hold `lock` meanwhile.
+
+    Args:
+        allocate: makes memory of so many bytes.
+        num_slots: at least 1.
+        slot_nbytes: of each, unless more is asked for.
+    """
+
+    def __init__(self, allocate: Callable[[int], Memory], num_slots: int, slot_nbytes: int) -> None:
+        self.lock = threading.Lock()
+        self._allocate = allocate
+        self._slots: list[Slot | None] = [None] * num_slots
+        self._slot_nbytes = slot_nbytes
+        self._next = 0
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Of each slot, at least."""
+        return self._slot_nbytes
+
+    def take(self, nbytes: int) -> Slot:
+        """The next slot, of at least `nbytes`.
+
+        One that is too small makes room for a larger one; whoever still uses it keeps it.
+        """
+        at = self._next
+        self._next = (at + 1) % len(self._slots)
+        slot = self._slots[at]
+        if slot is None or slot.memory.nbytes < nbytes:
+            if slot is not None:
+                slot.wait()  # its memory goes back
+            slot = Slot(self._allocate(max(nbytes, self._slot_nbytes)))
+            self._slots[at] = slot
+        return slot

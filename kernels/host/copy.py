@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvconnect.kernels.blocks.paged import PagedKv
-from kvconnect.kernels.blocks.runs import RunTable, Side, Strip
+from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.strips import Side, Strip
 from kvconnect.kernels.blocks.work import Ids
 
 __all__ = ["Rows", "copy_runs"]

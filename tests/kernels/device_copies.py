@@ -10,7 +10,8 @@ from fake_driver import DEVICE, PINNED
 from hypothesis import strategies as st
 from kv_cases import POISON, random_bytes
 
-from kvconnect.kernels.blocks.runs import RunTable, Side, Strip
+from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.strips import Side, Strip
 from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.cuda.copy_policy import Direction
 

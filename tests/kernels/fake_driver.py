@@ -17,7 +17,7 @@ import torch
 from shim_library import Region
 
 from kvconnect.kernels.cuda.compile.sources import Kernel
-from kvconnect.kernels.cuda.driver import MAX_BATCH, AccessOrder, Descriptors, Memory
+from kvconnect.kernels.cuda.driver.interface import MAX_BATCH, AccessOrder, Descriptors, Memory
 
 PINNED = torch.device("cpu")
 DEVICE = torch.device("cuda", 0)
@@ -94,7 +94,7 @@ class Batch:
 
 
 class FakeDriver:
-    """See `kvconnect.kernels.cuda.driver.Driver`.
+    """See `kvconnect.kernels.cuda.driver.interface.Driver`.
 
     Args:
         shim: runs kernels.

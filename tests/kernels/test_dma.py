@@ -15,7 +15,7 @@ from shim_runs import FEW
 
 from kvconnect.kernels.cuda.copy_policy import Direction
 from kvconnect.kernels.cuda.dma import cut, describe, submit
-from kvconnect.kernels.cuda.driver import MAX_BATCH, AccessOrder, Descriptors
+from kvconnect.kernels.cuda.driver.interface import MAX_BATCH, AccessOrder, Descriptors
 
 
 def rows_of(descriptors):

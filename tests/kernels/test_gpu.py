@@ -18,7 +18,7 @@ from kvconnect.kernels.append import reshape_and_cache
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks, transpose_blocks
 from kvconnect.kernels.cuda import device
-from kvconnect.kernels.cuda.streams import copy_streams
+from kvconnect.kernels.cuda.driver.streams import copy_streams
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.policy import CopyPolicy, calibrate, capabilities, set_policy
 from kvconnect.kernels.quantize import dequantize_blocks, quantize_blocks

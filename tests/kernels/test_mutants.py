@@ -17,8 +17,9 @@ from hypothesis import Phase, given, settings
 from shim_library import ShimLibrary, Violation
 from shim_runs import FEW, driver_of
 
-from kvconnect.kernels.cuda import device, launch
+from kvconnect.kernels.cuda import device
 from kvconnect.kernels.cuda.compile.sources import source_text
+from kvconnect.kernels.cuda.launch import tokens as token_launches
 
 HUNT = settings(FEW, max_examples=60, phases=[Phase.generate])
 """Until something is wrong; nobody wants the smallest example."""
@@ -199,7 +200,7 @@ def test_a_planted_error_is_found(shim_folder: Path, mutant: Mutant):
 
 
 def test_too_wide_an_access_is_found(shim, monkeypatch):
-    monkeypatch.setattr(launch, "vector_nbytes", lambda *numbers: 16)
+    monkeypatch.setattr(token_launches, "vector_nbytes", lambda *numbers: 16)
     with pytest.raises(Violation, match="MISALIGNED"):
         tokens.check_transpose(shim, transposed_bytes())
 

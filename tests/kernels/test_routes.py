@@ -22,7 +22,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction
 from kvconnect.kernels.cuda.device import DeviceWork, NoDevice, device_work, driven_by, submit_copy
-from kvconnect.kernels.cuda.driver import AccessOrder
+from kvconnect.kernels.cuda.driver.interface import AccessOrder
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 SMALL_SLOTS = CopyPolicy(slot_nbytes=300, num_slots=2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.kernels.blocks.runs import PlaneBytes, PlanePair, RunTable, make_strips
+from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.strips import PlaneBytes, PlanePair, make_strips
 
 SMALL = st.sampled_from([0, 0, 0, 1, 2, 3, 4])
 

@@ -15,7 +15,7 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks, transpose_blocks
 from kvconnect.kernels.cuda import device
 from kvconnect.kernels.cuda.compile.sources import CompiledPart, Kernel
-from kvconnect.kernels.cuda.launch import MAX_VECTORS, TILE, Params, divisor, span
+from kvconnect.kernels.cuda.launch.launcher import MAX_VECTORS, TILE, Params, divisor, span
 from kvconnect.kernels.quantize import dequantize_blocks, quantize_blocks
 from kvconnect.kernels.update import kv_cache_update
 

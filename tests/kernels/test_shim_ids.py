@@ -12,12 +12,13 @@ from kv_cases import POISON, random_bytes
 from shim_runs import driver_of, widths
 
 from kvconnect.kernels.blocks.paged import PagedKv
-from kvconnect.kernels.blocks.runs import RunTable, Side, Strip
+from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.strips import Side, Strip
 from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
 from kvconnect.kernels.cuda import device
-from kvconnect.kernels.cuda.launch import Grid, Launcher
-from kvconnect.kernels.cuda.run_launch import INLINE_PAIRS, launch_copy
+from kvconnect.kernels.cuda.launch.launcher import Grid, Launcher
+from kvconnect.kernels.cuda.launch.runs import INLINE_PAIRS, launch_copy
 
 NBYTES = 96  # of a block
 

@@ -19,7 +19,7 @@ from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
 from kvconnect.kernels.cuda.compile.cubin_cache import CubinCache
 from kvconnect.kernels.cuda.compile.nvrtc import compile_part, find_nvrtc
 from kvconnect.kernels.cuda.compile.sources import CompiledPart
-from kvconnect.kernels.cuda.streams import copy_streams
+from kvconnect.kernels.cuda.driver.streams import copy_streams
 from kvconnect.kernels.pinned import PinnedPool
 from kvconnect.kernels.policy import calibrate
 from kvconnect.kernels.quantize import quantize_blocks

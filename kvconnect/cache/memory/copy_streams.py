@@ -21,7 +21,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from kvconnect.kernels.cuda.streams import copy_streams
+from kvconnect.kernels.cuda.driver.streams import copy_streams
 
 __all__ = ["CopyStreams", "CudaStreams", "StreamDevice"]
 

@@ -11,7 +11,7 @@ from kvconnect.connector.offload.messages import BlockLoad
 from kvconnect.connector.offload.staging import Slot, StagingPool
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.transfer import Transfer
-from kvconnect.kernels.cuda.streams import copy_streams
+from kvconnect.kernels.cuda.driver.streams import copy_streams
 from kvconnect.kernels.pair_copy import copy_pairs
 from kvconnect.layout import KvCacheLayout
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.cuda.compile.sources import vector_nbytes
-from kvconnect.kernels.cuda.driver import Memory
-from kvconnect.kernels.cuda.launch import NO_IDS, Grid, Launcher, Params, Rows, divisor
+from kvconnect.kernels.cuda.driver.interface import Memory
+from kvconnect.kernels.cuda.launch.launcher import NO_IDS, Grid, Launcher, Params, Rows, divisor
 
 __all__ = ["INLINE_PAIRS", "launch_copy"]
 

@@ -16,10 +16,16 @@ from kvconnect.kernels.blocks.transfer import CopyEvent
 from kvconnect.kernels.cuda.compile.cubin_cache import CubinCache
 from kvconnect.kernels.cuda.compile.nvrtc import NvrtcMissing, compile_part, find_nvrtc
 from kvconnect.kernels.cuda.compile.sources import CompiledPart, Kernel
-from kvconnect.kernels.cuda.cuda_library import CudaLibrary, cuda_library
-from kvconnect.kernels.cuda.driver import AccessOrder, Descriptors, DriverError, Memory, NoDevice
-from kvconnect.kernels.cuda.launch import THREADS
-from kvconnect.kernels.cuda.streams import copy_streams
+from kvconnect.kernels.cuda.driver.cuda_library import CudaLibrary, cuda_library
+from kvconnect.kernels.cuda.driver.interface import (
+    THREADS,
+    AccessOrder,
+    Descriptors,
+    DriverError,
+    Memory,
+    NoDevice,
+)
+from kvconnect.kernels.cuda.driver.streams import copy_streams
 
 __all__ = ["CudaDriver"]
 
@@ -39,7 +45,7 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """See `kvconnect.kernels.cuda.driver.Driver`. Streams are `torch.cuda.Stream`.
+    """See `kvconnect.kernels.cuda.driver.interface.Driver`. Streams are `torch.cuda.Stream`.
 
     Args:
         index: of the device.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
 
-from kvconnect.kernels.cuda.driver import DriverError, NoDevice
+from kvconnect.kernels.cuda.driver.interface import DriverError, NoDevice
 
 __all__ = ["CudaLibrary", "CurrentContext", "cuda_library"]
 

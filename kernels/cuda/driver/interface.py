@@ -14,7 +14,19 @@ import torch
 from kvconnect.kernels.blocks.transfer import CopyEvent
 from kvconnect.kernels.cuda.compile.sources import Kernel
 
-__all__ = ["MAX_BATCH", "AccessOrder", "Descriptors", "Driver", "DriverError", "Memory", "NoDevice"]
+__all__ = [
+    "MAX_BATCH",
+    "THREADS",
+    "AccessOrder",
+    "Descriptors",
+    "Driver",
+    "DriverError",
+    "Memory",
+    "NoDevice",
+]
+
+THREADS = 256
+"""Of a block of every kernel."""
 
 MAX_BATCH = 8192
 """Descriptors of one call of `Driver.copy_batch`, at most."""

@@ -9,9 +9,8 @@ import torch
 
 from kvconnect.kernels.blocks.work import QuantizeWork
 from kvconnect.kernels.cuda.compile.sources import CompiledPart, Kernel, vector_nbytes
-from kvconnect.kernels.cuda.driver import Memory
-from kvconnect.kernels.cuda.launch import (
-    THREADS,
+from kvconnect.kernels.cuda.driver.interface import THREADS, Memory
+from kvconnect.kernels.cuda.launch.launcher import (
     TILE,
     Grid,
     IdList,

@@ -1,0 +1,99 @@
+"""New tokens written on the host, as rows of a linear cache or at the slots of a paged one."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvconnect.kernels.blocks.block_ids import Placed
+from kvconnect.kernels.blocks.buffers import as_bytes
+from kvconnect.kernels.blocks.paged import PagedKv
+
+__all__ = ["append", "update_packed", "update_padded"]
+
+_KNOWN = {torch.float64, torch.float32, torch.float16}
+"""NumPy has these types; others are shown to it as bytes."""
+
+_FEW_ROWS = 4  # up to so many, moving them one by one costs less than NumPy's views
+
+_FEW_RUNS = 6  # fewer than NumPy's own cost
+_FEW_NBYTES = 1 << 20
+_THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
+
+
+def append(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
+    """On the host: every head's row is one element, wherever it comes from."""
+    slots, count = placed.ids, len(placed.ids)
+    if count * kv.heads <= _FEW_ROWS:
+        _write_few(states, kv, placed, layer)
+        return
+    place = slots // kv.tokens, slots % kv.tokens
+    for state, plane in zip(states, kv.slot_arrays(layer), strict=True):
+        array = state.detach().numpy() if state.dtype in _KNOWN else as_bytes(state).numpy()
+        rows = array.view(plane.dtype)[..., 0]
+        plane[place] = rows if count == rows.shape[0] else rows[placed.places]
+
+
+def _write_few(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
+    slots, places = placed.ids.tolist(), placed.places.tolist()
+    size, first = kv.dtype.itemsize, layer * kv.per_layer
+    planes = kv.plane_bytes[first : first + kv.per_layer]
+    for state, plane in zip(states, planes, strict=True):
+        origin, row, heads = state.data_ptr(), plane.row, kv.heads
+        token_step, head_step = state.stride(0) * size, state.stride(1) * size
+        if head_step == plane.head == row:  # all heads of a token are one row
+            heads, row = 1, row * heads
+        for index, slot in zip(places, slots, strict=True):
+            block, token = divmod(slot, kv.tokens)
+            target = plane.offset + block * plane.block + token * plane.token
+            source = origin + index * token_step
+            for head in range(heads):
+                ctypes.memmove(target + head * plane.head, source + head * head_step, row)
+
+
+def update_padded(cache: Tensor, update: Tensor, starts: list[int]) -> None:
+    """See `reference.update_padded`."""
+    _, heads, length, row = update.shape
+    nbytes = length * row * cache.element_size()
+    batch = len(starts)
+    in_runs = length == 1 or cache.stride(2) == update.stride(2) == row
+    if in_runs and batch * heads <= _FEW_RUNS and batch * heads * nbytes < _FEW_NBYTES:
+        _move_few(cache, update, starts, nbytes)
+        return
+    to_rows, from_rows = as_bytes(cache), as_bytes(update)
+    if heads * nbytes >= _THREADED_NBYTES:
+        for index, start in enumerate(starts):
+            to_rows[index, :, start : start + length].copy_(from_rows[index])
+        return
+    to_array, from_array = to_rows.numpy(), from_rows.numpy()
+    if length == 1 and batch > _FEW_RUNS:
+        to_array[np.arange(batch), :, np.array(starts)] = from_array[:, :, 0]
+        return
+    for index, start in enumerate(starts):
+        to_array[index, :, start : start + length] = from_array[index]
+
+
+def _move_few(cache: Tensor, update: Tensor, starts: list[int], nbytes: int) -> None:
+    size = cache.element_size()
+    target, source = cache.data_ptr(), update.data_ptr()
+    to_batch, to_head, to_row, _ = (stride * size for stride in cache.stride())
+    from_batch, from_head = (stride * size for stride in update.stride()[:2])
+    for index, start in enumerate(starts):
+        to, origin = target + index * to_batch + start * to_row, source + index * from_batch
+        for head in range(cache.shape[1]):
+            ctypes.memmove(to + head * to_head, origin + head * from_head, nbytes)
+
+
+def update_packed(cache: Tensor, update: Tensor, starts: list[int], ends: list[int]) -> None:
+    """See `reference.update_packed`."""
+    to_array, from_array = as_bytes(cache).numpy(), as_bytes(update).numpy()
+    if ends[-1] == len(starts) and len(starts) > 4 and ends == list(range(len(ends))):
+        to_array[np.arange(len(starts)), :, np.array(starts)] = from_array
+        return
+    for index, start in enumerate(starts):
+        first, stop = ends[index : index + 2]
+        part = from_array[first:stop].swapaxes(0, 1)
+        to_array[index, :, start : start + stop - first] = part
