@@ -11,7 +11,6 @@ from kvconnect.backend import Backend
 from kvconnect.backends.guard.codecs import Codecs
 from kvconnect.backends.guard.labels import place_of
 from kvconnect.backends.guard.store import GuardedBackend
-from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError, MissingExtra, UnknownScheme, nearest
 
@@ -87,8 +86,6 @@ def open_backend(
         key_file = _one_of("key_file", parsed.key_file, key_file)
         backend = _make(parsed)
         place = place_of(parsed)
-    if isinstance(backend, TieredBackend):
-        backend.end_within(deadline_s)
     return GuardedBackend(
         backend,
         deadline_s=deadline_s,

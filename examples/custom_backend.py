@@ -22,7 +22,7 @@ import aiofiles.os
 from torch import Tensor
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backend import Access, Backend, Capabilities, StoredBlock
 from kvconnect.engine.random_model import make_model
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
@@ -31,7 +31,8 @@ from kvconnect.layout import KvCacheLayout
 class FolderBackend(Backend):
     """A file per block, named by its key, in a folder of one process at a time."""
 
-    durable = True  # what was saved is there after a kill -9, and in the next process
+    # What was saved is there after a kill -9, and in the next process.
+    capabilities = Capabilities(durable=True)
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -39,7 +40,7 @@ class FolderBackend(Backend):
     def _path(self, key: BlockKey) -> Path:
         return self._folder / key.hex()
 
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Make the folder; remove what a process that was killed had not finished."""
         await aiofiles.os.makedirs(self._folder, exist_ok=True)
         for name in await aiofiles.os.listdir(self._folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backend import Backend, Capabilities, StoredBlock
 from kvconnect.config import (
     KvCacheConfig,
     KvCacheConnectorConfig,
@@ -24,6 +24,7 @@ __all__ = [
     "LLM",
     "Backend",
     "BlockKey",
+    "Capabilities",
     "ConfigurationError",
     "KvCacheConfig",
     "KvCacheConnectorConfig",

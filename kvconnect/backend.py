@@ -7,13 +7,18 @@ checksums and no metrics of their own: the framework puts those around every bac
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from functools import wraps
+from math import inf
+from typing import Any, Literal
 
 from torch import Tensor
 
+from kvconnect.errors import ConfigurationError
+from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenArray
@@ -21,7 +26,9 @@ from kvconnect.tokens import TokenArray
 __all__ = [
     "DEFAULT_RETENTION_PRIORITY",
     "MAX_CHILDREN",
+    "Access",
     "Backend",
+    "Capabilities",
     "Child",
     "StoredBlock",
     "StoredEntry",
@@ -32,6 +39,10 @@ DEFAULT_RETENTION_PRIORITY = 35
 
 MAX_CHILDREN = 256
 """How many blocks `Backend.children` lists."""
+
+Access = Literal["store", "read", "maintain"]
+"""What a store is opened for: to be a ``store``; to ``read``, which leaves no trace, not even that
+blocks were used; or to ``maintain`` it, where nothing goes but what is deleted by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +102,43 @@ class StoredEntry:
     group: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a store can do. Each default is the answer of a store with four methods.
+
+    Attributes:
+        device_buffers: `load` and `save` take blocks of the pool itself, unframed (peer to peer).
+        enumerable: `children` and `scan` tell what is stored.
+        inline: loads run at memory speed: a request may wait for them in the step that needs them.
+        durable: what `save` reported stored is there after the process was killed and the store
+            opened anew.
+        shared: several processes may have the store open at once and see each other's blocks.
+        expires: blocks older than a configured time are not found (``ttl=`` in its URL).
+        max_value_bytes: longest value it takes, in bytes; ``None``: any that fits its capacity.
+        variable_length: `load` takes buffers longer than the value and fills their beginning, so
+            that frames may be compressed. Else a value of another length than the buffer is a miss.
+        checks_frames: every frame that `load` calls filled is one of its key, its checksum right.
+        hashes_loads: `load_hashed` takes checksums while the bytes are in the processor's cache.
+        seals_saves: `save_sealed` seals what it saves while it reads it anyway.
+    """
+
+    device_buffers: bool = False
+    enumerable: bool = False
+    inline: bool = False
+    durable: bool = False
+    shared: bool = False
+    expires: bool = False
+    max_value_bytes: int | None = None
+    variable_length: bool = False
+    checks_frames: bool = False
+    hashes_loads: bool = False
+    seals_saves: bool = False
+
+    def wrapped(self) -> Capabilities:
+        """What a backend around such a store can do: it may damage what passes through it."""
+        return replace(self, checks_frames=False, hashes_loads=False, seals_saves=False)
+
+
 class Backend(ABC):
     """A store of immutable blocks under content-addressed keys.
 
@@ -100,36 +148,31 @@ class Backend(ABC):
     its buffers: the framework hands them on when it ends. It is never cancelled.
 
     A bounded store drops a chain from its end: using a block counts as using its ancestors.
+
+    Attributes:
+        capabilities: what the store can do. Of the class; an object whose settings decide makes its
+            own of it, with ``dataclasses.replace``. A class that overrides the `load` of a store,
+            but not its `load_hashed`, sees all loads: the framework calls no other, and believes
+            nothing that was said of the other one. The same holds of `save` and `save_sealed`.
+        deadline_s: what the framework gives each call, in seconds; set before `open`.
     """
 
-    device_buffers: ClassVar[bool] = False
-    """True: `load` and `save` take blocks of the pool itself, unframed (peer to peer)."""
+    capabilities: Capabilities = Capabilities()
+    deadline_s: float = inf
 
-    enumerable: ClassVar[bool] = False
-    """True: `children` and `scan` tell what is stored."""
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for name, refusal in _SAID_ONE_BY_ONE.items():
+            if (value := inspect.getattr_static(cls, name)) is not refusal:
+                refusal.refuse(cls, value)
+        _see_all_calls(cls, "load", "load_hashed", "checks_frames", "hashes_loads")
+        _see_all_calls(cls, "save", "save_sealed", "seals_saves")
+        _take_access(cls)
 
-    inline: ClassVar[bool] = False
-    """True: loads run at memory speed: a request may wait for them in the step that needs them."""
-
-    durable: ClassVar[bool] = False
-    """True: what `save` reported stored is there after the process was killed and the store opened
-    anew."""
-
-    shared: ClassVar[bool] = False
-    """True: several processes may have the store open at once and see each other's blocks."""
-
-    expires: ClassVar[bool] = False
-    """True: blocks older than a configured time are not found (``ttl=`` in its URL)."""
-
-    max_value_bytes: ClassVar[int | None] = None
-    """Longest value it takes, in bytes; ``None``: any that fits its capacity."""
-
-    variable_length: ClassVar[bool] = False
-    """True: `load` takes buffers longer than the value and fills their beginning, so that frames
-    may be compressed. Else a value of another length than the buffer is a miss."""
-
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Connect or create; called once, before anything else, with one layout per pool group.
+
+        An override may leave `access` out: it is opened as a store then, whatever for.
 
         Raises:
             ConfigurationError: the store cannot hold such blocks (capacity below one block, …).
@@ -167,6 +210,26 @@ class Backend(ABC):
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Forget `keys`; absent ones are no error."""
 
+    async def load_hashed(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """As `load` (default); each of `checksums` is told what arrives in its buffer, or not.
+
+        The store verifies nothing by it: who asked compares.
+        """
+        return await self.load(keys, into)
+
+    async def save_sealed(
+        self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """As `save`, of frames that their `checksums` have yet to seal (`frame.address`).
+
+        Frames that are not stored may be left unsealed. The default seals them all, and saves.
+        """
+        for checksum in checksums:
+            checksum.seal()
+        return await self.save(blocks)
+
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """The stored blocks, full ones and tails, whose parent is `key` (default: none known).
 
@@ -190,6 +253,10 @@ class Backend(ABC):
         """Numbers about the store; at least ``blocks`` and ``bytes`` where they are known."""
         return {}
 
+    def parts(self) -> Mapping[str, Backend]:
+        """The stores, by name, that hold its frames and answer; none: it holds them itself."""
+        return {}
+
     def register(self, region: Tensor) -> None:
         """`region` is host memory that buffers will come from; a store may pin or register it."""
 
@@ -201,3 +268,60 @@ class Backend(ABC):
 async def _nothing() -> AsyncIterator[StoredEntry]:
     return
     yield  # makes this an iterator
+
+
+class _SaidOneByOne:
+    """Stands where a capability was an attribute of its own, which would go unheard today."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, backend: Backend | None, owner: type[Backend]) -> object:
+        raise AttributeError(f"{owner.__name__}.{self._name}: read capabilities.{self._name}")
+
+    def __set__(self, backend: Backend, value: object) -> None:
+        self.refuse(type(backend), value)
+
+    def refuse(self, owner: type[Backend], value: object) -> None:
+        said = repr(value) if isinstance(value, bool | int) else "…"
+        raise ConfigurationError(
+            f"{owner.__name__}.{self._name}: is no attribute of its own; "
+            f"write capabilities = Capabilities({self._name}={said})"
+        )
+
+
+_SAID_ONE_BY_ONE = {
+    name: _SaidOneByOne(name)
+    for name in (
+        *("device_buffers", "enumerable", "inline", "durable", "shared", "expires"),
+        *("max_value_bytes", "variable_length"),
+    )
+}
+for _name, _refusal in _SAID_ONE_BY_ONE.items():
+    setattr(Backend, _name, _refusal)
+
+
+def _see_all_calls(cls: type[Backend], plain: str, special: str, *lost: str) -> None:
+    """If `plain` of `cls` was written after the `special` that stands for it: lose `lost`."""
+    plains = [at for at, kind in enumerate(cls.__mro__) if plain in vars(kind)]
+    specials = [at for at, kind in enumerate(cls.__mro__) if special in vars(kind)]
+    # The last of both is `Backend`. Where nobody else has a `special`, the first `plain` counts.
+    meant = specials[0] if len(specials) > 1 else plains[-2:][0]
+    if plains[0] < meant:
+        cls.capabilities = replace(cls.capabilities, **dict.fromkeys(lost, False))
+
+
+def _take_access(cls: type[Backend]) -> None:
+    """If `open` of `cls` takes no `access`: have one called that does."""
+    opens: Any = cls.open
+    try:
+        inspect.signature(opens, follow_wrapped=False).bind(None, (), access="store")
+    except TypeError:
+
+        @wraps(opens)
+        async def open_as_store(
+            self: Backend, layouts: Sequence[KvCacheLayout], access: Access = "store"
+        ) -> None:
+            await opens(self, layouts)
+
+        cls.open = open_as_store  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """``disk:``: blocks in large files on a local disk, there again after a restart.
 
-Imports the vocabulary, ``url``, ``lanes`` and what `kvconnect.backends.guard` lets a store say of
-itself; never another store. Begin with `settings` (what the URL says) and `store` (the `Backend`
+Imports the vocabulary, ``url`` and ``lanes``; never another store, nor what stands
+around one. Begin with `settings` (what the URL says) and `store` (the `Backend`
 methods), then `find` (what the index answers), `save` (what changes it) and `format` (the index as
 a SQLite database); `segments` and `slots` are the data files.
 """

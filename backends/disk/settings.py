@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Access", "DiskSettings", "Durability"]
+from kvconnect.backend import Access
+
+__all__ = ["DiskSettings", "Durability"]
 
 Durability = Literal["process", "power"]
-
-Access = Literal["store", "read", "maintain"]
-"""What a directory is opened for: to be a store; to be read without leaving a trace, use included;
-or to delete from it, whatever its capacity. The latter two do not make one."""
 
 
 @dataclass(frozen=True, slots=True)

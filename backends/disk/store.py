@@ -13,17 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
 from kvconnect.backends.disk.directory import DiskDirectory, ignore
 from kvconnect.backends.disk.errors import IndexConnectionLost, IndexDamaged, IndexReadOnly
 from kvconnect.backends.disk.format import INDEX_NAME
 from kvconnect.backends.disk.identity import identity, replace_index, warn_damaged
-from kvconnect.backends.disk.settings import Access, DiskSettings, Durability
-from kvconnect.backends.guard.checksums import SealsSaves
+from kvconnect.backends.disk.settings import DiskSettings, Durability
 from kvconnect.backends.lanes import running_pools
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.errors import BackendUnavailable, ConfigurationError
@@ -76,7 +75,7 @@ def from_url(url: StoreUrl) -> DiskBackend:
     )
 
 
-class DiskBackend(SealsSaves):
+class DiskBackend(Backend):
     """Blocks in slots of preallocated files, with an index in SQLite.
 
     The payload is written before its row is committed: a process that is killed at any moment
@@ -91,11 +90,14 @@ class DiskBackend(SealsSaves):
         ttl: seconds after which a block is dropped, used or not; ``None``: never.
     """
 
-    enumerable: ClassVar[bool] = True
-    variable_length: ClassVar[bool] = True
-    durable: ClassVar[bool] = True
-    shared: ClassVar[bool] = True
-    expires: ClassVar[bool] = True
+    capabilities = Capabilities(
+        enumerable=True,
+        durable=True,
+        shared=True,
+        expires=True,
+        variable_length=True,
+        seals_saves=True,
+    )
 
     def __init__(
         self,
@@ -128,16 +130,11 @@ class DiskBackend(SealsSaves):
         """What a stored block survives."""
         return self._settings.durability
 
-    def open_for(self, access: Access) -> None:
-        """Before `open`: for what, if not to be a store; see `Access`.
-
-        A running engine that has the directory open is not disturbed, and nothing in it is dropped
-        for lack of room.
-        """
-        self._settings = replace(self._settings, access=access)
-
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Open or make the directory, and clean up after processes that died.
+
+        Unless it is to be a store, none is made, a running engine that has it open is not
+        disturbed, and nothing is dropped for lack of room.
 
         Raises:
             ConfigurationError: `capacity` is below one block; the path is no directory, or its
@@ -146,7 +143,7 @@ class DiskBackend(SealsSaves):
         """
         sizes = frozenset(frame_nbytes(layout.block_nbytes) for layout in layouts)
         largest = max(sizes, default=0)
-        self._settings = replace(self._settings, frame_sizes=sizes)
+        self._settings = replace(self._settings, frame_sizes=sizes, access=access)
         self._check_capacity(self._settings.capacity, largest)
         counts = {f"kvconnect-disk-{lane.value}": count for lane, count in _THREADS.items()}
         self._threads = dict(zip(_THREADS, running_pools(counts), strict=True))

@@ -6,13 +6,13 @@ Belongs to an event loop, like the store. Nothing here knows of time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backend import Backend, Capabilities, StoredBlock
 from kvconnect.backends.guard.calls import Call, counted, mapped, together
-from kvconnect.backends.guard.checksums import SealsSaves, checks_frames, hashes_loads, seals_saves
 from kvconnect.backends.guard.frames import Framing
 from kvconnect.backends.guard.pieces import load_pieces, pieces
 from kvconnect.errors import BackendUnavailable, BadFrame, Recompute, RetryLater
@@ -40,17 +40,18 @@ class FramedStore:
 
     def set_layouts(self, layouts: Sequence[KvCacheLayout]) -> None:
         """See `Framing.set_layouts`."""
-        self.framing.set_layouts(layouts, variable_length=self._inner.variable_length)
-        self.framing.verified = checks_frames(self._inner)
+        lengths_vary = self._inner.capabilities.variable_length
+        self.framing.set_layouts(layouts, variable_length=lengths_vary)
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor], call: Call) -> int:
         """Fill `into`; return how many leading ones are filled and sound.
 
         What is not sound is told of, and dropped if nobody can use it.
         """
-        framing = self.framing
+        framing, can = self.framing, promised(self._inner)
+        framing.verified = can.checks_frames
         rooms = framing.rooms(into)
-        taken = framing.checksums(rooms) if hashes_loads(self._inner) else ()
+        taken = framing.checksums(rooms) if can.hashes_loads else ()
 
         async def fill(part: slice) -> int:
             filled = await load_counted(
@@ -70,9 +71,8 @@ class FramedStore:
 
     async def save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
         """Seal and store `blocks`; return how many leading ones are stored."""
-        sealing = seals_saves(self._inner)
-        if sealing is not None and not self.framing.codecs:
-            return await self._save_unsealed(sealing, blocks, call)
+        if promised(self._inner).seals_saves and not self.framing.codecs:
+            return await self._save_unsealed(blocks, call)
         saved = 0
         seal = self.framing.seal
         async with self.framing.lane() as lane:
@@ -93,13 +93,11 @@ class FramedStore:
                     break
         return saved
 
-    async def _save_unsealed(
-        self, inner: SealsSaves, blocks: Sequence[StoredBlock], call: Call
-    ) -> int:
+    async def _save_unsealed(self, blocks: Sequence[StoredBlock], call: Call) -> int:
         saved = 0
         for part in pieces([block.data for block in blocks]):
             some = blocks[part]
-            answer = await inner.save_sealed(some, self.framing.address(some))
+            answer = await self._inner.save_sealed(some, self.framing.address(some))
             stored = counted(answer, len(some), self._name, "save")
             saved += stored
             if stored < len(some) or call.abandoned:
@@ -161,9 +159,16 @@ async def load_counted(
     """How many leading buffers of `into` the store `inner` fills; it may take `checksums`."""
     if not keys:
         return 0
-    hashing = hashes_loads(inner) if checksums else None
-    if hashing is not None:
-        filled = await hashing.load_hashed(keys, into, checksums)
+    if checksums and promised(inner).hashes_loads:
+        filled = await inner.load_hashed(keys, into, checksums)
     else:
         filled = await inner.load(keys, into)
     return counted(filled, len(keys), name, "load")
+
+
+def promised(inner: Backend) -> Capabilities:
+    """What `inner` can do; less if this one object was given another `load` or `save`."""
+    can, own = inner.capabilities, vars(inner)
+    if "load" in own:
+        can = replace(can, checks_frames=False, hashes_loads=False)
+    return replace(can, seals_saves=False) if "save" in own else can

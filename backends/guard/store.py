@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.guard.breaker import BreakerState
 from kvconnect.backends.guard.calls import Call, Calls, counted, mapped, unopened
 from kvconnect.backends.guard.codecs import Codecs
@@ -20,7 +20,6 @@ from kvconnect.backends.guard.framed_store import FramedStore, load_counted
 from kvconnect.backends.guard.frames import Framing
 from kvconnect.backends.guard.gauges import GuardGauges
 from kvconnect.backends.guard.labels import store_labels
-from kvconnect.backends.guard.wrapper import BackendWrapper
 from kvconnect.errors import BackendUnavailable, ConfigurationError, RetryLater
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import KEY_NBYTES, BlockKey
@@ -32,7 +31,7 @@ __all__ = ["GuardedBackend"]
 logger = logging.getLogger("kvconnect")
 
 
-class GuardedBackend(BackendWrapper):
+class GuardedBackend(Backend):
     """`inner`, safe to call: every call ends in time, and what `load` returns is what was saved.
 
     Runs on one event loop. Blocks that callers pass have frame buffers of
@@ -69,6 +68,8 @@ class GuardedBackend(BackendWrapper):
         if failures_to_open < 1:
             raise ConfigurationError(f"failures_to_open={failures_to_open}: must be at least 1")
         self.inner = inner
+        self.capabilities = inner.capabilities.wrapped()
+        self.deadline_s = deadline_s
         self.name = type(inner).__name__
         self.place = place
         self._labels: Labels = ()
@@ -82,7 +83,7 @@ class GuardedBackend(BackendWrapper):
         self.codecs = codecs or Codecs()
         self._check_codecs(raw=raw, verify_frames=verify_frames)
         self._framed: FramedStore | None = None
-        if not inner.device_buffers and not raw:
+        if not self.capabilities.device_buffers and not raw:
             framing = Framing(self.name, self.codecs, verify=verify_frames)
             self._framed = FramedStore(inner, framing, self.name)
             if not verify_frames:
@@ -99,9 +100,9 @@ class GuardedBackend(BackendWrapper):
         reason = ""
         if raw:
             reason = "raw access moves frames as they are, encoded or not; leave it out"
-        elif self.inner.device_buffers:
+        elif self.capabilities.device_buffers:
             reason = f"{self.name} takes blocks of the device as they are; leave it out"
-        elif self.codecs.compression and not self.inner.variable_length:
+        elif self.codecs.compression and not self.capabilities.variable_length:
             reason = (
                 f"{self.name} loads values of known length only (variable_length is False); "
                 "leave zstd or lz4 out"
@@ -116,22 +117,19 @@ class GuardedBackend(BackendWrapper):
         """Whether calls reach the store: its breaker is closed. May be asked on any thread."""
         return self._calls.state is BreakerState.CLOSED
 
-    def end_within(self, deadline_s: float) -> None:
-        """Give calls from here on no more than `deadline_s`."""
-        self._calls.deadline_s = min(self._calls.deadline_s, deadline_s)
-
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Open `inner`. If this raises, `close` may still be called, or `open` once more.
 
         Without `layouts`, frames of any layout are loaded, and none can be saved but `raw`.
         """
         if self._calls.closed:
             raise BackendUnavailable(f"{self.name}: is closed")
+        self._calls.deadline_s = self.inner.deadline_s = self.deadline_s
         self._take_labels()
         if self._framed is not None:
             self._framed.set_layouts(layouts)
         with self._trace("open"):
-            await self._calls.run_always("open", lambda _: self.inner.open(layouts))
+            await self._calls.run_always("open", lambda _: self.inner.open(layouts, access=access))
         self._layouts = tuple(layouts)
         self._gauges.show(asyncio.get_running_loop(), self._labels)
 
@@ -273,6 +271,10 @@ class GuardedBackend(BackendWrapper):
         if self.available:
             numbers = await self._calls.run("stats", lambda _: self.inner.stats())
         return {**numbers, **self._calls.numbers()}
+
+    def parts(self) -> Mapping[str, Backend]:
+        """Those of `inner`."""
+        return self.inner.parts()
 
     def register(self, region: Tensor) -> None:
         """Tell `inner` of memory that buffers will come from."""

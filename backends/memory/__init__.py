@@ -1,7 +1,7 @@
 """``memory:``: blocks in host memory, the fastest store and the model for the others.
 
-Imports the vocabulary, ``url``, ``lanes`` and what `kvconnect.backends.guard` lets a store say of
-itself; never another store. Begin with `store`, then `index` (which blocks there are), `region`
+Imports the vocabulary, ``url`` and ``lanes``; never another store, nor what stands
+around one. Begin with `store`, then `index` (which blocks there are), `region`
 (where their bytes are) and `copier` (how they move).
 """
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvconnect.backend import Child, StoredBlock, StoredEntry
-from kvconnect.backends.guard.checksums import HashesLoads, SealsSaves
+from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
 from kvconnect.backends.memory.copier import Copy, MemoryCopier
 from kvconnect.backends.memory.index import MemoryBlock, MemoryIndex
 from kvconnect.backends.memory.region import MemoryRegion
@@ -38,7 +36,7 @@ def from_url(url: StoreUrl) -> MemoryBackend:
     return MemoryBackend(url.size("capacity") or DEFAULT_CAPACITY, short_values=bool(url.codec))
 
 
-class MemoryBackend(HashesLoads, SealsSaves):
+class MemoryBackend(Backend):
     """Blocks in one region of host memory, pinned where there is CUDA.
 
     What was used longest ago goes first, of low priority before high, chains from their end. The
@@ -51,9 +49,9 @@ class MemoryBackend(HashesLoads, SealsSaves):
             memory is handed out in smaller units.
     """
 
-    enumerable: ClassVar[bool] = True
-    inline: ClassVar[bool] = True
-    variable_length: ClassVar[bool] = True
+    capabilities = Capabilities(
+        enumerable=True, inline=True, variable_length=True, hashes_loads=True, seals_saves=True
+    )
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY, *, short_values: bool = False) -> None:
         if capacity < 1:
@@ -64,7 +62,7 @@ class MemoryBackend(HashesLoads, SealsSaves):
         self._region: MemoryRegion | None = None
         self._copier: MemoryCopier | None = None
 
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Reserve the region.
 
         Raises:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
-from kvconnect.backend import Child, StoredBlock, StoredEntry
-from kvconnect.backends.guard.checksums import HashesLoads, SealsSaves
+from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
 from kvconnect.backends.redis.children import ChildIndex
 from kvconnect.backends.redis.find import RedisBlocks, describe
 from kvconnect.backends.redis.format import Names
@@ -39,7 +38,7 @@ def from_url(url: StoreUrl) -> RedisBackend:
     return RedisBackend(RedisSettings.parse(url))
 
 
-class RedisBackend(HashesLoads, SealsSaves):
+class RedisBackend(Backend):
     """Blocks in a Redis or Valkey server, its failover group or its cluster.
 
     Values move on threads, between the socket and the caller's buffers without a copy. A call ends
@@ -47,10 +46,14 @@ class RedisBackend(HashesLoads, SealsSaves):
     closed, so that no answer is ever taken for another one's.
     """
 
-    enumerable: ClassVar[bool] = True
-    shared: ClassVar[bool] = True
-    expires: ClassVar[bool] = True
-    variable_length: ClassVar[bool] = True
+    capabilities = Capabilities(
+        enumerable=True,
+        shared=True,
+        expires=True,
+        variable_length=True,
+        hashes_loads=True,
+        seals_saves=True,
+    )
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
@@ -61,7 +64,7 @@ class RedisBackend(HashesLoads, SealsSaves):
         self._writer: RedisWriter | None = None
         self._index: ChildIndex | None = None
 
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Find the servers, and see whether each of them takes what it will be asked.
 
         Raises:

@@ -1,7 +1,7 @@
 """``s3:``: blocks in a bucket of any S3-compatible service.
 
-Imports the vocabulary, ``url``, ``lanes`` and what `kvconnect.backends.guard` lets a store say of
-itself; never another store. Begin with `settings` (what the URL says) and `store` (the `Backend`
+Imports the vocabulary, ``url`` and ``lanes``; never another store, nor what stands
+around one. Begin with `settings` (what the URL says) and `store` (the `Backend`
 methods), then `find`, `load`, `save`, `format` (index records) and `bucket` (the requests).
 """
 

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from torch import Tensor
 
-from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
 from kvconnect.backends.s3.jobs import Jobs
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl
@@ -62,18 +61,16 @@ class S3Backend(Backend):
         settings: where it is and how to use it.
     """
 
-    enumerable: ClassVar[bool] = True
-    durable: ClassVar[bool] = True
-    shared: ClassVar[bool] = True
-    expires: ClassVar[bool] = True
-    variable_length: ClassVar[bool] = True
+    capabilities = Capabilities(
+        enumerable=True, durable=True, shared=True, expires=True, variable_length=True
+    )
 
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
         self._parts: _Parts | None = None
         self._watch: asyncio.TimerHandle | None = None
 
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Connect, and see that the bucket is there and may be read.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -11,9 +11,16 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from kvconnect import frame
-from kvconnect.backend import MAX_CHILDREN, Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backend import (
+    MAX_CHILDREN,
+    Access,
+    Backend,
+    Capabilities,
+    Child,
+    StoredBlock,
+    StoredEntry,
+)
 from kvconnect.backends.guard.calls import raise_any
-from kvconnect.backends.guard.checksums import ChecksFrames
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.tiered.find import TierLookups
 from kvconnect.backends.tiered.settings import TieredSettings, parse_tiered
@@ -38,7 +45,7 @@ def from_url(url: StoreUrl) -> TieredBackend:
     return TieredBackend(made, settings, names=[StoreUrl.parse(tier).scheme for tier in tiers])
 
 
-class TieredBackend(ChecksFrames):
+class TieredBackend(Backend):
     """An ordered list of stores, the fastest first, that are looked up, loaded and saved as one.
 
     A prefix may come from several tiers: each piece of it is loaded from the first tier that has
@@ -52,6 +59,8 @@ class TieredBackend(ChecksFrames):
         names: of the tiers, for messages and `stats`; default: their classes'.
     """
 
+    capabilities = Capabilities(checks_frames=True)
+
     def __init__(
         self,
         tiers: Sequence[Backend],
@@ -61,7 +70,7 @@ class TieredBackend(ChecksFrames):
     ) -> None:
         places = [tier.place if isinstance(tier, GuardedBackend) else "" for tier in tiers]
         stores = [tier.inner if isinstance(tier, GuardedBackend) else tier for tier in tiers]
-        if any(store.device_buffers for store in stores):
+        if any(store.capabilities.device_buffers for store in stores):
             raise ConfigurationError("tiers: a store of device buffers cannot be a tier")
         self._settings = settings = settings or TieredSettings()
         writes = settings.write_of_each(len(stores))
@@ -73,37 +82,29 @@ class TieredBackend(ChecksFrames):
             )
         )
         self._decisive = _decisive(self.tiers)
-        self._declare(stores)
+        self._declare()
         self._lookups = TierLookups(self.tiers, settings.patience_s)
+        self._promotes = settings.promote
         self._is_open = False
 
-    @property
-    def checks_frames(self) -> bool:
-        """Whether every tier's frames are checked: a bad one has to be fetched from the next."""
-        return all(tier.verify_frames for tier in self.tiers)
-
-    def look_only(self) -> None:
-        """Before `open`: load frames unchecked and copy none, so that looking changes nothing."""
-        for tier in self.tiers:
-            tier.verify_frames = False
-        self._settings = replace(self._settings, promote=False)
-
-    def end_within(self, deadline_s: float) -> None:
-        """Before `open`: calls may take so long. A tier that hangs is given up before."""
-        for tier in self.tiers:
-            tier.guard.end_within(deadline_s / 2)
-
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Open all tiers at once; those that cannot be reached now are opened in the background.
+
+        Unless it is to be a store, no block is copied to another tier.
 
         Raises:
             ConfigurationError: of the first tier that is configured wrongly.
             BackendUnavailable: no tier that saves wait for can be reached.
         """
+        self._promotes = self._settings.promote and access == "store"
+        # A tier that hangs is given up in time for the others.
+        for tier in self.tiers:
+            tier.guard.deadline_s = min(tier.guard.deadline_s, self.deadline_s / 2)
         try:
             opened = await asyncio.gather(
-                *(tier.open(layouts) for tier in self.tiers), return_exceptions=True
+                *(tier.open(layouts, access) for tier in self.tiers), return_exceptions=True
             )
+            self._declare()
             self._check_opened(opened)
         except BaseException:
             await asyncio.gather(*(tier.abort() for tier in self.tiers))
@@ -195,7 +196,9 @@ class TieredBackend(ChecksFrames):
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """The stored blocks whose parent is `key`, of all tiers that answer soon."""
-        listing = [tier for tier in self.tiers if tier.prompt and tier.guard.enumerable]
+        listing = [
+            tier for tier in self.tiers if tier.prompt and tier.guard.capabilities.enumerable
+        ]
         tasks = [asyncio.create_task(_quietly(tier.guard.children(key), ())) for tier in listing]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=self._settings.patience_s)
@@ -213,7 +216,7 @@ class TieredBackend(ChecksFrames):
         # A part of each key is enough to know it again, and takes less memory.
         seen: set[bytes] = set()
         for tier in self.tiers:
-            if not (tier.alive and tier.guard.enumerable):
+            if not (tier.alive and tier.guard.capabilities.enumerable):
                 continue
             async for entry in tier.guard.scan():
                 short = entry.key[:12]
@@ -246,6 +249,10 @@ class TieredBackend(ChecksFrames):
             for name in ("blocks", "bytes"):
                 numbers[name] = max(numbers[name], own.get(name, 0))
         return numbers
+
+    def parts(self) -> Mapping[str, Backend]:
+        """The tiers that answer."""
+        return {tier.name: tier.guard for tier in self.tiers if tier.alive}
 
     def register(self, region: Tensor) -> None:
         """Tell all tiers of memory that buffers will come from."""
@@ -287,26 +294,31 @@ class TieredBackend(ChecksFrames):
             place=place or name,
         )
 
-    def _declare(self, stores: Sequence[Backend]) -> None:
+    def _declare(self) -> None:
         # What holds whichever tier a block is in, or comes from.
-        own: Any = self
-        own.enumerable = all(store.enumerable for store in stores)
-        own.inline = all(store.inline for store in stores)
-        own.expires = all(store.expires for store in stores)
-        own.variable_length = all(store.variable_length for store in stores)
-        decisive = [tier.guard.inner for tier in self._decisive]
-        own.durable = all(store.durable for store in decisive)
-        own.shared = all(store.shared for store in decisive)
-        limits = [store.max_value_bytes for store in decisive]
+        every = [tier.guard.capabilities for tier in self.tiers]
+        decisive = [tier.guard.capabilities for tier in self._decisive]
+        limits = [one.max_value_bytes for one in decisive]
         bounded = [limit for limit in limits if limit is not None]
-        own.max_value_bytes = max(bounded) if len(bounded) == len(limits) else None
+        self.capabilities = replace(
+            self.capabilities,
+            enumerable=all(one.enumerable for one in every),
+            inline=all(one.inline for one in every),
+            expires=all(one.expires for one in every),
+            variable_length=all(one.variable_length for one in every),
+            durable=all(one.durable for one in decisive),
+            shared=all(one.shared for one in decisive),
+            max_value_bytes=max(bounded) if len(bounded) == len(limits) else None,
+            checks_frames=self.capabilities.checks_frames
+            and all(tier.verify_frames for tier in self.tiers),
+        )
 
     def _promotion(
         self, source: Tier, keys: Sequence[BlockKey], frames: Sequence[Tensor]
     ) -> Iterator[asyncio.Task[None]]:
         count(f"store.tiered.loaded.{source.name}", blocks=len(keys))
         faster = [tier for tier in self.tiers[: self.tiers.index(source)] if tier.alive]
-        if faster and self._settings.promote:
+        if faster and self._promotes:
             yield asyncio.create_task(_promote(source.guard, faster, keys, frames))
 
 
@@ -322,7 +334,7 @@ async def _promote(
     for key, data, entry in zip(keys, frames, known, strict=True):
         if entry is not None:
             blocks.append(_block(key, entry, data))
-        elif not source.variable_length:
+        elif not source.capabilities.variable_length:
             blocks.append(StoredBlock(key, data))
         else:
             with suppress(BadFrame):  # no frame: nothing says how long the value is
@@ -346,13 +358,13 @@ def _block(key: BlockKey, entry: StoredEntry, data: Tensor) -> StoredBlock:
 def _decisive(tiers: Sequence[Tier]) -> list[Tier]:
     """The tiers that decide whether a save was one: what the whole promises, these must keep."""
     through = [tier for tier in tiers if tier.write == "through"]
-    tests: tuple[Callable[[Backend], bool], ...] = (
-        lambda store: store.durable and store.shared,
-        lambda store: store.durable,
-        lambda store: store.shared,
+    tests: tuple[Callable[[Capabilities], bool], ...] = (
+        lambda can: can.durable and can.shared,
+        lambda can: can.durable,
+        lambda can: can.shared,
     )
     for test in tests:
-        keeping = [tier for tier in through if test(tier.guard.inner)]
+        keeping = [tier for tier in through if test(tier.guard.capabilities)]
         if keeping:
             return keeping
     return through

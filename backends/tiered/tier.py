@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from kvconnect import frame
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backend import Access, Backend, StoredBlock
 from kvconnect.backends.guard.pieces import load_pieces
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.tiered.backlog import Backlog
@@ -74,6 +74,7 @@ class Tier:
         self._patience_s = patience_s
         self._alive = asyncio.Event()
         self._layouts: tuple[KvCacheLayout, ...] = ()
+        self._access: Access = "store"
         self._is_open = False
         self._closed = False
         self._probing: asyncio.Task[None] | None = None
@@ -91,8 +92,12 @@ class Tier:
         """Whether the tier may be asked."""
         return self._alive.is_set()
 
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> BackendUnavailable | None:
+    async def open(
+        self, layouts: Sequence[KvCacheLayout], access: Access
+    ) -> BackendUnavailable | None:
         """Open the store; if that cannot be done now, try again in the background.
+
+        But to be a store, frames are loaded unchecked: to look at it changes nothing.
 
         Returns:
             Why it could not be opened now.
@@ -100,7 +105,8 @@ class Tier:
         Raises:
             ConfigurationError: it never will.
         """
-        self._layouts = tuple(layouts)
+        self._layouts, self._access = tuple(layouts), access
+        self.verify_frames = self.verify_frames and access == "store"
         try:
             await self._open()
         except (BackendUnavailable, BackendTimeout) as error:
@@ -211,7 +217,7 @@ class Tier:
     # ---------------------------------------------------------------- inside
 
     async def _open(self) -> None:
-        await self.guard.open(self._layouts)
+        await self.guard.open(self._layouts, self._access)
         self._is_open = self.prompt = True
         self._alive.set()
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kvconnect import frame
-from kvconnect.backend import StoredEntry
-from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backend import Backend, StoredEntry
 from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame
 
 __all__ = ["ReadFrame", "read_frames"]
@@ -41,7 +40,7 @@ class ReadFrame:
 
 
 async def read_frames(
-    store: GuardedBackend, entries: AsyncIterator[StoredEntry]
+    store: Backend, entries: AsyncIterator[StoredEntry]
 ) -> AsyncIterator[list[ReadFrame]]:
     """The frames of `entries`, read and checked, in batches of some 16 MiB.
 
@@ -87,7 +86,7 @@ class _Arena:
 
 
 class _Reader:
-    def __init__(self, store: GuardedBackend, entries: AsyncIterator[StoredEntry]) -> None:
+    def __init__(self, store: Backend, entries: AsyncIterator[StoredEntry]) -> None:
         self._store = store
         self._entries = entries
         self._ahead: StoredEntry | None = None

@@ -7,20 +7,16 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from kvconnect.backend import Backend
-from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backend import Access, Backend
 from kvconnect.backends.guard.codecs import codec_names
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.registry import open_backend
-from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 __all__ = ["Part", "add_url", "listed", "parts", "visit", "visiting"]
-
-Purpose = Literal["read", "maintain", "store"]
 
 _DEADLINE_S = 60.0
 
@@ -30,7 +26,7 @@ class Part:
     """A store that holds frames itself: the whole, or one tier of it."""
 
     name: str
-    store: GuardedBackend
+    store: Backend
 
 
 def add_url(parser: argparse.ArgumentParser, name: str = "url") -> None:
@@ -46,11 +42,8 @@ def visit(work: Coroutine[Any, Any, None]) -> None:
 
 
 @asynccontextmanager
-async def visiting(url: str, purpose: Purpose) -> AsyncIterator[GuardedBackend]:
+async def visiting(url: str, access: Access) -> AsyncIterator[GuardedBackend]:
     """The store of `url`, open for raw frames. What a running engine has stored stays as it is.
-
-    To ``read`` leaves no trace, not even that blocks were used; to ``maintain`` only deletes what
-    is asked for; a ``store`` is what an engine would open, and is made if it is not there.
 
     Raises:
         ConfigurationError: a bad URL, or a store that nothing can be found in.
@@ -58,17 +51,15 @@ async def visiting(url: str, purpose: Purpose) -> AsyncIterator[GuardedBackend]:
     """
     parsed = StoreUrl.parse(url)
     codec_names(parsed.codec)  # left out below, but no other parameter may be mistyped either
-    if purpose != "store" and parsed.scheme == "memory":
+    if access != "store" and parsed.scheme == "memory":
         raise ConfigurationError(
             f"{url}: a memory store belongs to the process that opened it; "
             f"from outside there is nothing in it"
         )
     backend = open_backend(without_codec(url), deadline_s=_DEADLINE_S, raw=True)
-    if purpose != "store":
-        _open_for(backend.inner, purpose)
-    await backend.open([])
+    await backend.open([], access)
     try:
-        if purpose == "maintain" and (await backend.stats()).get("read_only"):
+        if access == "maintain" and (await backend.stats()).get("read_only"):
             raise BackendUnavailable(f"{parsed}: cannot be written to")
         yield backend
     finally:
@@ -77,9 +68,7 @@ async def visiting(url: str, purpose: Purpose) -> AsyncIterator[GuardedBackend]:
 
 def parts(store: GuardedBackend) -> list[Part]:
     """The stores that hold frames: the tiers of a tiered one that answer, or `store` itself."""
-    if isinstance(store.inner, TieredBackend):
-        return [Part(tier.name, tier.guard) for tier in store.inner.tiers if tier.alive]
-    return [Part(store.name, store)]
+    return [Part(name, part) for name, part in (store.parts() or {store.name: store}).items()]
 
 
 def listed(url: str, store: GuardedBackend) -> list[Part]:
@@ -88,16 +77,7 @@ def listed(url: str, store: GuardedBackend) -> list[Part]:
     Raises:
         ConfigurationError: there is none.
     """
-    found = [part for part in parts(store) if part.store.enumerable]
+    found = [part for part in parts(store) if part.store.capabilities.enumerable]
     if not found:
         raise ConfigurationError(f"{StoreUrl.parse(url)}: this store cannot list what it holds")
     return found
-
-
-def _open_for(backend: Backend, purpose: Literal["read", "maintain"]) -> None:
-    if isinstance(backend, DiskBackend):
-        backend.open_for(purpose)
-    elif isinstance(backend, TieredBackend):
-        backend.look_only()
-        for tier in backend.tiers:
-            _open_for(tier.guard.inner, purpose)

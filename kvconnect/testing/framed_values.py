@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kvconnect import frame
-from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
-from kvconnect.backends.guard.wrapper import BackendWrapper
+from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.errors import BadFrame
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
@@ -18,20 +17,20 @@ from kvconnect.layout import KvCacheLayout
 __all__ = ["FramedValues"]
 
 
-class FramedValues(BackendWrapper):
+class FramedValues(Backend):
     """`inner`, each value of it in a frame: for stores that drop what is none, as tiered ones do.
 
     The kit stores values of its own, of any length.
     """
 
-    variable_length = False  # a frame is as long as its value says
-
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
+        # A frame is as long as its value says.
+        self.capabilities = replace(inner.capabilities.wrapped(), variable_length=False)
 
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """With no layouts: frames are of any length."""
-        await self.inner.open([])
+        await self.inner.open([], access=access)
 
     async def close(self) -> None:
         """Close `inner`."""

@@ -45,9 +45,9 @@ class StoreMachine(RuleBasedStateMachine):
         self._keys = self._blocks.keys(count=_KEYS)
         self._present: set[BlockKey] = set()
         self._copies: set[BlockKey] = set()  # deleted, but another client may still have them
-        kind = subject.bare(subject.make_backend())
-        self._durable = kind.durable
-        self._clients = [self._open() for _ in range(3 if kind.shared else 1)]
+        can = subject.capabilities()
+        self._durable = can.durable
+        self._clients = [self._open() for _ in range(3 if can.shared else 1)]
         self._wait(self._clients[0].delete(self._keys))
 
     # ---------------------------------------------------------------- what clients do

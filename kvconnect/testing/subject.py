@@ -12,7 +12,7 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backend import Backend, Capabilities, StoredBlock
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.registry import open_backend
 from kvconnect.keys import BlockKey
@@ -63,7 +63,7 @@ class Subject(ABC):
     """How the kit gets at a backend. Only `make_backend` has to be written.
 
     Whatever else is not overridden makes the checks that need it be skipped, with a sentence that
-    names the method. What a backend can do is read from its class attributes (`durable`, …).
+    names the method. What a backend can do is read from its `capabilities`.
 
     Attributes:
         seed: of everything random.
@@ -173,6 +173,10 @@ class Subject(ABC):
                 for start in range(0, len(keys), 256):
                     await store.delete(keys[start : start + 256])
 
+    def capabilities(self) -> Capabilities:
+        """What a backend declares."""
+        return self.bare(self.make_backend()).capabilities
+
     def bare(self, backend: Backend) -> Backend:
         """`backend` without what stands around it."""
         return backend.inner if isinstance(backend, GuardedBackend) else backend
@@ -208,7 +212,7 @@ class Subject(ABC):
         Raises:
             Unsupported: it does not.
         """
-        if not getattr(self.bare(self.make_backend()), capability):
+        if not getattr(self.capabilities(), capability):
             raise Unsupported(f"the backend does not declare `{capability}`")
 
     def recipe(self) -> Recipe:

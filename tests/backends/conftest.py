@@ -11,7 +11,7 @@ import pytest
 from redis_server import own_redis, redis_cluster, redis_server  # noqa: F401  fixtures
 from s3_server import BUCKET, S3Server
 
-from kvconnect.backend import Backend
+from kvconnect.backend import Access, Backend
 from kvconnect.backends import GuardedBackend, open_backend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.memory.store import MemoryBackend
@@ -35,8 +35,8 @@ class Kit(BlockMaker):
         return found
 
     @asynccontextmanager
-    async def opened(self, backend: Backend) -> AsyncIterator[Backend]:
-        await backend.open([self.layout])
+    async def opened(self, backend: Backend, access: Access = "store") -> AsyncIterator[Backend]:
+        await backend.open([self.layout], access)
         try:
             yield backend
         finally:

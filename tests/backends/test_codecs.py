@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect import frame
-from kvconnect.backend import Backend, Child, StoredBlock
+from kvconnect.backend import Backend, Capabilities, Child, StoredBlock
 from kvconnect.backends import open_backend
 from kvconnect.backends.guard import frames as framing
 from kvconnect.backends.guard import pieces
@@ -39,8 +39,7 @@ FRAME = frame.frame_nbytes(NBYTES)
 class Values(Backend):
     """A dict of bytes that takes values of any length."""
 
-    enumerable = True
-    variable_length = True
+    capabilities = Capabilities(enumerable=True, variable_length=True)
 
     def __init__(self):
         self.values = {}
@@ -54,7 +53,7 @@ class Values(Backend):
             value = self.values.get(key)
             fits = value is not None and (
                 value.numel() <= buffer.numel()
-                if self.variable_length
+                if self.capabilities.variable_length
                 else value.numel() == buffer.numel()
             )
             if not fits:
@@ -77,7 +76,7 @@ class Values(Backend):
 
 
 class FixedLength(Values):
-    variable_length = False
+    capabilities = Capabilities(enumerable=True)
 
 
 def content(number=0):

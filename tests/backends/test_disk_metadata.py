@@ -37,7 +37,7 @@ async def test_scan_tells_all_that_was_saved(make_bare, kit, reopened):
         await store.save([full(kit.block(key, parent, nbytes=5000)), kit.block(parent)])
         if not reopened:
             await check_entries(store, kit, parent, key)
-    if reopened and store.durable:
+    if reopened and store.capabilities.durable:
         async with kit.opened(make_bare()) as store:
             await check_entries(store, kit, parent, key)
 
@@ -99,8 +99,7 @@ async def test_store_of_an_older_version_goes_on(make_disk, kit, old_store):
 async def test_store_of_an_older_version_can_be_looked_at(make_disk, old_store):
     path, keys = old_store
     store = make_disk()
-    store.open_for("read")
-    await store.open([])
+    await store.open([], "read")
     assert {entry.key: entry.model async for entry in store.scan()} == dict.fromkeys(keys, b"")
     await store.close()
     with closing(sqlite3.connect(path / "index.sqlite3")) as db:
@@ -138,12 +137,10 @@ async def test_reading_leaves_no_trace(make_disk, kit):
         used = db.execute("SELECT used FROM blocks ORDER BY id").fetchall()
     # Not even a capacity that has room for nothing makes it drop something.
     reader = make_disk(capacity=kit.frame_nbytes, ttl=1e-6)
-    reader.open_for("read")
-    async with kit.opened(reader):
+    async with kit.opened(reader, "read"):
         pass
     reader = make_disk(capacity=kit.frame_nbytes)
-    reader.open_for("read")
-    async with kit.opened(reader):
+    async with kit.opened(reader, "read"):
         assert await kit.stored(reader, keys) == [True] * 4
         assert await reader.save([kit.block(kit.key("new"))]) == 0
     with closing(sqlite3.connect(path / "index.sqlite3")) as db:
@@ -157,8 +154,7 @@ async def test_maintenance_deletes_what_it_is_told_to_and_no_more(make_disk, kit
     async with kit.opened(make_disk()) as engine:
         await engine.save(kit.chain(keys))
         tool = make_disk(capacity=kit.frame_nbytes)
-        tool.open_for("maintain")
-        async with kit.opened(tool):
+        async with kit.opened(tool, "maintain"):
             await tool.delete(keys[30:])
         assert await kit.stored(engine, keys) == [True] * 30 + [False] * 10
         assert await engine.save(kit.chain(keys)) == 40
@@ -170,8 +166,7 @@ async def test_what_maintenance_reads_is_not_used_by_that(make_disk, kit):
     async with kit.opened(make_disk()) as store:
         await store.save(kit.chain(keys))
     tool = make_disk()
-    tool.open_for("maintain")
-    async with kit.opened(tool):
+    async with kit.opened(tool, "maintain"):
         before = {entry.key: entry.used_at async for entry in tool.scan()}
         assert await kit.stored(tool, keys) == [True] * 4
     async with kit.opened(make_disk()) as store:
@@ -185,8 +180,7 @@ async def test_maintenance_gives_back_data_files_without_blocks(make_disk, kit):
         path = engine._settings.path
         assert [name for name in files(path) if name.startswith("segment-")]
         tool = make_disk()
-        tool.open_for("maintain")
-        async with kit.opened(tool):
+        async with kit.opened(tool, "maintain"):
             await tool.delete(keys)
         assert not [name for name in files(path) if name.startswith("segment-")]
         assert await kit.stored(engine, keys) == [False] * 8
@@ -197,9 +191,8 @@ async def test_maintenance_gives_back_data_files_without_blocks(make_disk, kit):
 @pytest.mark.parametrize("access", ["read", "maintain"])
 async def test_looking_at_a_store_does_not_make_one(make_disk, tmp_path, access):
     store = make_disk()
-    store.open_for(access)
     with pytest.raises(ConfigurationError, match=r"there is none in .*; give another"):
-        await store.open([])
+        await store.open([], access)
     assert not (tmp_path / "store").exists()
 
 
@@ -214,9 +207,8 @@ async def test_looking_at_a_damaged_index_does_not_start_it_anew(make_disk, kit,
         file.write(os.urandom(4900))
     before = index.read_bytes()
     tool = make_disk()
-    tool.open_for(access)
     with pytest.raises(BackendUnavailable, match="damaged"):
-        await tool.open([])
+        await tool.open([], access)
     assert index.read_bytes() == before
 
 

@@ -209,9 +209,8 @@ async def test_index_that_is_being_made_is_none_yet(make_disk, kit, path):
     path.mkdir()
     (path / INDEX_NAME).touch()
     looking = make_disk()
-    looking.open_for("read")
     with pytest.raises(ConfigurationError, match="there is none"):
-        await looking.open([kit.layout])
+        await looking.open([kit.layout], "read")
 
 
 async def test_store_that_cannot_write_sees_the_index_that_another_has_made(

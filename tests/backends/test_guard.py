@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvconnect import frame
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backend import Backend, Capabilities, StoredBlock
 from kvconnect.backends import GuardedBackend
 from kvconnect.backends.guard import breaker, pieces
 from kvconnect.backends.memory.store import MemoryBackend
@@ -213,7 +213,7 @@ async def test_check_that_is_switched_off_is_logged(kit, inner, caplog):
 
 
 async def test_blocks_of_the_device_pass_unframed(kit, inner, monkeypatch):
-    monkeypatch.setattr(Recording, "device_buffers", True)
+    monkeypatch.setattr(Recording, "capabilities", Capabilities(device_buffers=True))
     async with kit.opened(GuardedBackend(inner)) as store:
         key = kit.key("raw")
         assert await store.save([StoredBlock(key, kit.content(key, 100))]) == 1
@@ -628,6 +628,4 @@ async def test_every_store_opens_without_layouts(make_bare, kit):
 async def test_what_the_store_can_do_its_guard_can_do(make_bare):
     bare = make_bare()
     guarded = GuardedBackend(bare)
-    names = ("device_buffers", "enumerable", "inline", "durable", "shared", "expires")
-    for name in (*names, "max_value_bytes", "variable_length"):
-        assert getattr(guarded, name) == getattr(bare, name)
+    assert guarded.capabilities == bare.capabilities.wrapped()

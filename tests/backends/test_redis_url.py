@@ -136,8 +136,9 @@ def test_schemes_are_registered(scheme):
     places = {"redis+sentinel": "host/service", "redis+unix": "/run/r.sock"}
     backend = open_backend(f"{scheme}://{places.get(scheme, 'host')}").inner
     assert isinstance(backend, RedisBackend)
-    assert backend.variable_length
-    assert backend.shared
-    assert backend.expires
-    assert backend.enumerable
-    assert backend.max_value_bytes is None
+    can = backend.capabilities
+    assert can.variable_length
+    assert can.shared
+    assert can.expires
+    assert can.enumerable
+    assert can.max_value_bytes is None

@@ -133,7 +133,7 @@ async def test_promotion_copies_the_value_not_the_buffer(kit):
     key = kit.key("shorter")
     two.put(kit.block(key, nbytes=5000))
     async with tiered(kit, one, two) as store:
-        assert store.variable_length
+        assert store.capabilities.variable_length
         assert await store.load([key], [kit.buffer(8192)]) == 1
         await written(store)
     assert one.blocks[key].data.numel() == 5000
@@ -258,13 +258,13 @@ async def test_save_counts_what_the_capabilities_promise(kit, tiers, stored):
 def test_capabilities_are_those_that_hold_whichever_tier_has_a_block(tiers, write, true):
     store = TieredBackend([DictTier(**tier) for tier in tiers], TieredSettings(write=write))
     names = ("inline", "enumerable", "durable", "shared", "expires", "variable_length")
-    assert {name for name in names if getattr(store, name)} == true
+    assert {name for name in names if getattr(store.capabilities, name)} == true
 
 
 @pytest.mark.parametrize(("limits", "limit"), [((None, 10), None), ((20, 10), 20)])
 def test_longest_value_is_that_of_the_tier_that_takes_most(limits, limit):
     store = TieredBackend([DictTier(max_value_bytes=most) for most in limits])
-    assert store.max_value_bytes == limit
+    assert store.capabilities.max_value_bytes == limit
 
 
 # ------------------------------------------------------------------------------------ listing

@@ -122,9 +122,9 @@ async def test_open_that_is_given_up_leaves_no_tier_open():
     shown = len(metrics.gauges())
     one, two = DictTier(), DictTier()
     two.hang.add("open")
-    store = GuardedBackend(TieredBackend([one, two]), deadline_s=0.1)
-    with pytest.raises(BackendTimeout):
-        await store.open([])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await TieredBackend([one, two]).open([])
     await until(lambda: one.calls["close"] and not one.is_open)
     assert len(metrics.gauges()) == shown
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
-from kvconnect.backend import Backend, Child, StoredEntry
+from kvconnect.backend import Backend, Capabilities, Child, StoredEntry
 from kvconnect.errors import BackendUnavailable
 
 
@@ -19,9 +19,8 @@ class DictTier(Backend):
         room: blocks that it takes.
     """
 
-    def __init__(self, **capabilities):
-        for name, value in capabilities.items():
-            setattr(self, name, value)
+    def __init__(self, room=1 << 30, **capabilities):
+        self.capabilities = Capabilities(**capabilities)
         self.blocks = {}
         self.calls = Counter()
         self.asked = []
@@ -30,7 +29,7 @@ class DictTier(Backend):
         self.go = asyncio.Event()
         self.down = False
         self.boast = False
-        self.room = 1 << 30
+        self.room = room
         self.open_error = None
         self.is_open = False
 

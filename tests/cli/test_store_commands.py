@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from stored_blocks import NBYTES, block, chain, damage, entries, fill, frames, key_of
 
+from kvconnect.backend import Capabilities
 from kvconnect.backends import open_backend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.cli import frame_reader
@@ -343,7 +344,7 @@ def test_odd_input_is_answered_with_what_is_right(kvconnect, url, tmp_path, argu
 
 def test_a_store_that_lists_nothing_says_so(kvconnect, monkeypatch, url):
     fill(url, [block("a")])
-    monkeypatch.setattr("kvconnect.backends.disk.store.DiskBackend.enumerable", False)
+    monkeypatch.setattr(DiskBackend, "capabilities", Capabilities())
     code, _, err = kvconnect("verify", url)
     assert code == 2
     assert "this store cannot list what it holds" in err

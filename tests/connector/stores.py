@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from kvconnect.backend import Backend, Child, StoredBlock
+from kvconnect.backend import Backend, Capabilities, Child, StoredBlock
 from kvconnect.keys import BlockKey
 
 
@@ -37,11 +37,10 @@ class Door:
 
 
 class DictStore(Backend):
-    """Frames by key. `inline` and `enumerable` are set per instance."""
+    """Frames by key."""
 
     def __init__(self, *, inline: bool = False, enumerable: bool = True) -> None:
-        self.inline = inline  # type: ignore[misc]
-        self.enumerable = enumerable  # type: ignore[misc]
+        self.capabilities = Capabilities(inline=inline, enumerable=enumerable)
         self.frames: dict[BlockKey, Tensor] = {}
         self.blocks: list[StoredBlock] = []
         self.lookups: list[list[BlockKey]] = []

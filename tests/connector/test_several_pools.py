@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ def test_every_block_is_saved_though_windows_pass_over_it(
     assert len(store.frames) == 11 * len(layouts)
     assert is_sound(store, PROMPT + answer, layouts)
     # Shorter prompts find what their windows need, at whatever length they leave the path.
-    store.enumerable = False
+    store.capabilities = replace(store.capabilities, enumerable=False)
     for length in (2 * T, 5 * T, 7 * T + 1):
         branch = PROMPT[:length] + [88] * 7
         answer = reference(branch, layouts)
@@ -75,7 +76,7 @@ def test_loads_bring_what_the_windows_need_and_nothing_else(
     store: DictStore, layouts: Layouts
 ) -> None:
     run(store, layouts, save_partial_tails=False)
-    store.enumerable = False
+    store.capabilities = replace(store.capabilities, enumerable=False)
     store.loads.clear()
     assert run(store, layouts)[1] == 10 * T
     keys = keys_of(PROMPT, layouts)
@@ -92,7 +93,7 @@ def test_loads_bring_what_the_windows_need_and_nothing_else(
 def test_a_device_match_is_not_loaded_again(store: DictStore, layouts: Layouts) -> None:
     answer = reference(PROMPT, layouts, GENERATE)
     run(store, layouts, save_partial_tails=False)
-    store.enumerable = False
+    store.capabilities = replace(store.capabilities, enumerable=False)
     store.loads.clear()
     request, sound = plain_run(PROMPT, layouts)
     kv = WindowKv(layouts)
@@ -129,7 +130,7 @@ def test_without_a_block_of_one_group_the_hit_steps_back_or_does_not_need_it(
     store: DictStore, lost: int
 ) -> None:
     run(store, FULL_AND_WINDOW, save_partial_tails=False)
-    store.enumerable = False
+    store.capabilities = replace(store.capabilities, enumerable=False)
     keys = keys_of(PROMPT, FULL_AND_WINDOW)
     answer = reference(PROMPT, FULL_AND_WINDOW, GENERATE)
     del store.frames[store_key(keys[lost], 1)]
@@ -144,7 +145,7 @@ def test_without_a_block_of_one_group_the_hit_steps_back_or_does_not_need_it(
 @pytest.mark.parametrize("lost", [0, 4, 9])
 def test_a_block_that_full_attention_lacks_ends_the_hit(store: DictStore, lost: int) -> None:
     run(store, TWO_WINDOWS, save_partial_tails=False)
-    store.enumerable = False
+    store.capabilities = replace(store.capabilities, enumerable=False)
     del store.frames[store_key(keys_of(PROMPT, TWO_WINDOWS)[lost], 0)]
     answer = reference(PROMPT, TWO_WINDOWS, GENERATE)
     assert run(store, TWO_WINDOWS) == (answer, lost * T)

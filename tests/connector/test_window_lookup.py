@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,7 +129,7 @@ def test_a_store_full_of_gaps_is_asked_a_few_times_only() -> None:
 def test_a_tail_counts_where_every_group_has_it(missing: int | None) -> None:
     asked = query(3 * T + 3, (None, None, 5))
     store = store_of(asked, [(group, number) for group in range(3) for number in range(3)])
-    store.enumerable = True
+    store.capabilities = replace(store.capabilities, enumerable=True)
     own = asked.tokens[3 * T :]
     tail = chain_key(asked.keys[-1], own)
     for group in range(3):

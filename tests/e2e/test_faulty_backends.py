@@ -13,14 +13,14 @@ from harness import PARAMS, PROMPT, T, answer, open_llm
 from torch import Tensor
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
-from kvconnect.backend import Backend, Child, StoredBlock
+from kvconnect.backend import Backend, Capabilities, Child, StoredBlock
 from kvconnect.keys import BlockKey
 
 
 class DictBackend(Backend):
     """Frames in a dictionary; the faulty ones below inherit what works."""
 
-    enumerable = True
+    capabilities = Capabilities(enumerable=True)
 
     def __init__(self) -> None:
         self.frames: dict[BlockKey, Tensor] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,11 +121,8 @@ def test_on_a_moody_store(model: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_inline(model: Path, seed: int) -> None:
     backend = Moody(seed)
-    type(backend).inline = True
-    try:
-        _run(model, backend, seed)
-    finally:
-        type(backend).inline = False
+    backend.capabilities = replace(backend.capabilities, inline=True)
+    _run(model, backend, seed)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -146,8 +146,8 @@ async def load(faulty, keys):
 
 async def test_without_a_fault_it_is_the_backend(faulty, keys):
     assert await load(faulty, keys) == (2, [True, True], [False, False])
-    assert faulty.enumerable
-    assert not faulty.durable
+    assert faulty.capabilities.enumerable
+    assert not faulty.capabilities.durable
 
 
 @pytest.mark.parametrize("fault", ["flip", "truncate", "swap"])

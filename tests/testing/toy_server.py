@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 
-from kvconnect.backend import Backend
+from kvconnect.backend import Backend, Capabilities
 
 REQUEST = struct.Struct("<c32sQ")
 ANSWER = struct.Struct("<BQI")
@@ -89,7 +89,7 @@ def check(answer_is_sound):
 class ToyBackend(Backend):
     """A connection for each call at a time; one that fails is not used again."""
 
-    shared = True
+    capabilities = Capabilities(shared=True)
 
     def __init__(self, host, port):
         self.address = (host, port)

@@ -10,12 +10,13 @@ import contextlib
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from kvconnect.backend import Backend
+from kvconnect.backend import Backend, Capabilities
 from kvconnect.backends import GuardedBackend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.memory.store import MemoryBackend
@@ -88,7 +89,7 @@ class SaysWhatIsThere(MemoryBackend):
 
 
 class WrongAboutLength(MemoryBackend):
-    variable_length = not MemoryBackend.variable_length
+    capabilities = replace(MemoryBackend.capabilities, variable_length=False)
 
 
 class CountsNewOnes(MemoryBackend):
@@ -260,15 +261,15 @@ class BlocksTheLoop(MemoryBackend):
 
 
 class DurableInWords(MemoryBackend):
-    durable = "yes"
+    capabilities = Capabilities(durable="yes")
 
 
 class NotDurable(MemoryBackend):
-    durable = True
+    capabilities = Capabilities(durable=True)
 
 
 class NoLongerThan(MemoryBackend):
-    max_value_bytes = 16384
+    capabilities = replace(MemoryBackend.capabilities, max_value_bytes=16384)
 
 
 class ScansTwice(MemoryBackend):
@@ -482,8 +483,7 @@ class StopsWhenTheClockJumps(MemoryBackend):
 class FileBackend(Backend):
     """A file per block. Right, apart from what its subclasses do."""
 
-    durable = True
-    shared = True
+    capabilities = Capabilities(durable=True, shared=True)
     at = staticmethod(lambda point: None)
 
     def __init__(self, folder):

@@ -181,7 +181,7 @@ async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], outcome: _O
     outcome.bad += sum(bool(one.problem) for one in batch)
     outcome.gone += sum(one.gone for one in batch)
     blocks = [_block(one) for one in batch if not one.problem and not one.gone]
-    limit = target.max_value_bytes
+    limit = target.capabilities.max_value_bytes
     if limit is not None and (long := max((b.data.numel() for b in blocks), default=0)) > limit:
         raise ConfigurationError(
             f"TARGET: takes values of up to {limit} bytes, and a block has {long}; give another"

@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.backend import StoredEntry
-from kvconnect.backends.guard.store import GuardedBackend
-from kvconnect.backends.tiered.store import TieredBackend
+from kvconnect.backend import Access, Backend, StoredEntry
 from kvconnect.backends.url import format_size, parse_size
 from kvconnect.cli.command import Subparsers
 from kvconnect.cli.progress import Progress
@@ -134,10 +132,10 @@ def run(arguments: argparse.Namespace) -> None:
 async def _prune(
     arguments: argparse.Namespace, selection: Selection, size: int | None, outcome: _Outcome
 ) -> None:
-    purpose = "read" if arguments.dry_run else "maintain"
-    async with visiting(arguments.url, purpose) as store:  # type: ignore[arg-type]
+    access: Access = "read" if arguments.dry_run else "maintain"
+    async with visiting(arguments.url, access) as store:
         chosen = listed(arguments.url, store)
-        if size is not None and isinstance(store.inner, TieredBackend):
+        if size is not None and store.parts():
             raise ConfigurationError("--to-size: give the URL of the tier that it is about")
         outcome.opened = True
         for part in chosen:
@@ -186,7 +184,7 @@ def _doomed(inventory: _Inventory, size: int | None) -> list[_Stored]:
     return doomed
 
 
-async def _delete(store: GuardedBackend, blocks: Sequence[_Stored]) -> None:
+async def _delete(store: Backend, blocks: Sequence[_Stored]) -> None:
     await store.delete([block.key for block in blocks])
 
 

@@ -85,7 +85,7 @@ async def _sum_up(arguments: argparse.Namespace) -> None:
     async with visiting(arguments.url, "read") as store:
         numbers = await store.stats()
         census = None
-        if not arguments.quick and any(part.store.enumerable for part in parts(store)):
+        if not arguments.quick and any(part.store.capabilities.enumerable for part in parts(store)):
             census = _Census()
             with Progress("stats", int(numbers.get("blocks", 0)), "blocks") as progress:
                 async for entry in store.scan():

@@ -127,7 +127,7 @@ async def _find_tail(
 ) -> tuple[BlockKey | None, int]:
     """A block after `keys` whose first tokens go on with the prompt, and how many of them do."""
     wanted = query.tokens[len(keys) * query.tokens_per_block : query.most]
-    if len(wanted) == 0 or not backend.enumerable:
+    if len(wanted) == 0 or not backend.capabilities.enumerable:
         return None, 0
     parent = keys[-1] if keys else query.root
     children = (await backend.children(query.store_key(parent)))[-MAX_CHILDREN:]

@@ -71,8 +71,8 @@ class OffloadStore:
             codec=config.codec,
             key_file=config.key_file,
         )
-        self.inline = self.backend.inline
-        self.enumerable = self.backend.enumerable
+        self.inline = self.backend.capabilities.inline
+        self.enumerable = self.backend.capabilities.enumerable
         self._io = IoLoop()
         self.copying = DaemonThreads(2, "kvconnect-copy")
         try:

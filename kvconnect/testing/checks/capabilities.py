@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvconnect.backend import MAX_CHILDREN, Backend, Child, StoredBlock
+from dataclasses import fields
+
+from kvconnect.backend import MAX_CHILDREN, Backend, Capabilities, Child, StoredBlock
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.keys import BlockKey
 from kvconnect.testing.check import Violation, check, demand
@@ -12,22 +14,16 @@ from kvconnect.testing.subject import Subject
 
 @check("capabilities")
 async def declared(subject: Subject) -> None:
-    """Capabilities are class attributes of the right type, and the same on every object."""
-    kind = type(subject.bare(subject.make_backend()))
-    for name in (
-        *("device_buffers", "enumerable", "inline", "durable", "shared", "expires"),
-        "variable_length",
-    ):
-        value = getattr(kind, name)
-        fine = isinstance(value, bool | property)
-        demand(fine, f"{kind.__name__}.{name} is {value!r}, not True or False")
-    longest: object = kind.max_value_bytes
-    fine = longest is None or isinstance(longest, property) or _positive(longest)
-    demand(fine, f"{kind.__name__}.max_value_bytes is {longest!r}, not bytes or None")
-
-
-def _positive(number: object) -> bool:
-    return isinstance(number, int) and number > 0
+    """`capabilities` is a `Capabilities`, and all that it says is of the right type."""
+    can: object = subject.capabilities()
+    demand(isinstance(can, Capabilities), f"capabilities is {can!r}, not a Capabilities")
+    for field in fields(Capabilities):
+        value = getattr(can, field.name)
+        if field.name != "max_value_bytes":
+            demand(isinstance(value, bool), f"{field.name} is {value!r}, not True or False")
+        else:
+            fine = value is None or (isinstance(value, int) and value > 0)
+            demand(fine, f"{field.name} is {value!r}, not bytes or None")
 
 
 @check("capabilities")
@@ -48,7 +44,7 @@ async def durable(subject: Subject) -> None:
 @check("capabilities")
 async def max_value_bytes(subject: Subject) -> None:
     """A value longer than `max_value_bytes` is refused clearly, and nothing of it is stored."""
-    longest = subject.bare(subject.make_backend()).max_value_bytes
+    longest = subject.capabilities().max_value_bytes
     if longest is None:
         subject.require("max_value_bytes")
         return

@@ -236,7 +236,7 @@ async def loop_stays_free(subject: Subject) -> None:
             worst[0] = 0.0
             beating = asyncio.create_task(beat())
             keys = blocks.keys(attempt, count=4)
-            longest = store.max_value_bytes or (2 << 20)
+            longest = store.capabilities.max_value_bytes or (2 << 20)
             nbytes = min(2 << 20, longest)
             await store.save([blocks.block(key, nbytes=nbytes) for key in keys])
             await store.lookup(keys)

@@ -32,7 +32,7 @@ async def expect_stored(
 
 
 def _fitting(subject: Subject, sizes: Sequence[int]) -> list[int]:
-    longest = subject.bare(subject.make_backend()).max_value_bytes
+    longest = subject.capabilities().max_value_bytes
     return [size for size in sizes if longest is None or size <= longest]
 
 
@@ -56,7 +56,7 @@ async def round_trip(subject: Subject) -> None:
 @check("contract")
 async def large_value(subject: Subject) -> None:
     """A value of 32 MiB comes back whole, or as much as the backend declares to take."""
-    longest = subject.bare(subject.make_backend()).max_value_bytes
+    longest = subject.capabilities().max_value_bytes
     nbytes = _LARGE if longest is None else min(_LARGE, longest)
     blocks = subject.blocks("large")
     key = blocks.key(nbytes)
@@ -176,7 +176,7 @@ async def longer_buffer(subject: Subject) -> None:
     """A value shorter than its buffer is a miss, or fills its beginning if `variable_length`."""
     blocks = subject.blocks("longer buffer")
     keys = blocks.keys(count=2)
-    fills = subject.bare(subject.make_backend()).variable_length
+    fills = subject.capabilities().variable_length
     async with subject.opened() as store:
         await store.save([blocks.block(key, nbytes=4096) for key in keys])
         for size in (4097, 8192):

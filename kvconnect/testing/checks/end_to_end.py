@@ -70,7 +70,7 @@ async def same_tokens_and_reuse(subject: Subject) -> None:
         _compare(_generate(subject.make_backend(), prompts), prompts, "is empty")
         again = _generate(subject.make_backend(), prompts)
         _compare(again, prompts, "has the prompt")
-        if subject.bare(subject.make_backend()).durable:
+        if subject.capabilities().durable:
             reused = again[0].reused_store_tokens
             demand(reused, "a second engine on the same store reuses nothing")
 

@@ -34,7 +34,7 @@ async def ttl_border(subject: Subject) -> None:
             for key in keys:
                 loaded = await store.load([key], blocks.buffers(1))
                 demand(loaded == 0, "a block that has expired is loaded")
-            if store.enumerable:
+            if store.capabilities.enumerable:
                 demand(not await store.children(keys[0]), "a block that has expired is listed")
             demand(await store.save(blocks.chain(keys)) == 4, "expired blocks are not saved again")
             await expect_stored(store, blocks, keys)

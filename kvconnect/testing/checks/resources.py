@@ -208,7 +208,7 @@ async def no_descriptors(subject: Subject) -> None:
     )
     (result,) = told
     demand(not result["wrong"], f"{result['wrong']} blocks are wrong after EMFILE")
-    if subject.bare(subject.make_backend()).durable:
+    if subject.capabilities().durable:
         demand(result["kept"] == 4, f"after EMFILE {result['kept']} of 4 blocks are there")
     demand(result["again"] == 2, f"after EMFILE save stored {result['again']} of 2 blocks")
 

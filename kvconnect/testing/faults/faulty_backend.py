@@ -10,8 +10,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from kvconnect.backend import Backend, Child, StoredBlock, StoredEntry
-from kvconnect.backends.guard.wrapper import BackendWrapper
+from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
@@ -36,7 +35,7 @@ BackendFault = Literal[
 BACKEND_FAULTS: tuple[BackendFault, ...] = get_args(BackendFault)
 
 
-class FaultyBackend(BackendWrapper):
+class FaultyBackend(Backend):
     """`inner`, with a fault that can be set and healed at any moment.
 
     It keeps the one promise that nothing can protect from: a coroutine of it does not end while it
@@ -62,6 +61,7 @@ class FaultyBackend(BackendWrapper):
         operations: Collection[str] = ("lookup", "load", "save", "delete", "children"),
     ) -> None:
         self.inner = inner
+        self.capabilities = inner.capabilities.wrapped()
         self.fault: BackendFault = "none"
         self.delay_s = delay_s
         self.hits = 0
@@ -79,9 +79,9 @@ class FaultyBackend(BackendWrapper):
         """From now on nothing goes wrong."""
         self.set("none")
 
-    async def open(self, layouts: Sequence[KvCacheLayout]) -> None:
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Open `inner`."""
-        await self.inner.open(layouts)
+        await self.inner.open(layouts, access=access)
 
     async def close(self) -> None:
         """End calls that hang, then close `inner`."""
