@@ -21,6 +21,7 @@ from kvconnect.backends.redis.commands import (
     state_of,
 )
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Names
+from kvconnect.backends.redis.load import fetch
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.wire import Reply
 from kvconnect.errors import BackendUnavailable
@@ -87,12 +88,14 @@ class RedisBlocks:
             while heads and heads[-1].frame_nbytes > len(views[len(heads) - 1]):
                 heads.pop()
             del wanted[len(heads) :]
-        results = await self._router.fetch(
+        results = await self._router.run(
+            fetch,
             [
                 Want(name, view, checksum=checksum)
                 for name, view, checksum in zip_longest(wanted, views, checksums)
                 if name is not None
-            ]
+            ],
+            "fetch",
         )
         broken = {keys[n] for n, result in enumerate(results) if result is Outcome.BROKEN}
         heads = _leading(results)
@@ -103,7 +106,7 @@ class RedisBlocks:
         ]
         good = len(heads)
         if parts:
-            filled = await self._router.fetch([want for _, want in parts])
+            filled = await self._router.run(fetch, [want for _, want in parts], "fetch")
             for (number, _), result in zip(parts, filled, strict=True):
                 if result is not Outcome.DONE:
                     good = min(good, number)

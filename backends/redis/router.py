@@ -9,19 +9,14 @@ from typing import Any, TypeAlias, TypeVar
 
 from kvconnect.backends.redis.commands import (
     Ask,
-    Outcome,
     Put,
     Redirect,
-    Refused,
     Want,
     ask,
     look,
 )
 from kvconnect.backends.redis.errors import explained
-from kvconnect.backends.redis.format import Head
-from kvconnect.backends.redis.load import fetch
 from kvconnect.backends.redis.node import Kind, RedisNode
-from kvconnect.backends.redis.put import put
 from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
 from kvconnect.backends.redis.topology import topology_of
 from kvconnect.backends.redis.wire import Reply, Wire
@@ -38,6 +33,7 @@ _MAX_REDIRECTED_TO = 32
 
 Item: TypeAlias = Ask | Want | Put
 
+A = TypeVar("A")
 R = TypeVar("R")
 
 
@@ -95,24 +91,16 @@ class RedisRouter:
 
     async def ask(self, asks: Sequence[Ask]) -> list[Reply]:
         """The answers to small commands, in order; errors among them are answers."""
-        return await self._run(ask, asks, "ask")
+        return await self.run(ask, asks, "ask")
 
     async def look(self, asks: Sequence[Ask]) -> list[Reply]:
         """As `ask`, and no use of the keys, with servers that can tell the difference."""
-        return await self._run(look, asks, "ask")
+        return await self.run(look, asks, "ask")
 
-    async def fetch(self, wants: Sequence[Want]) -> list[Head | Outcome]:
-        """Fetch values; of each server's, those behind the first that is not there are left."""
-        return await self._run(fetch, wants, "fetch")
-
-    async def put(self, puts: Sequence[Put]) -> list[Refused | Outcome]:
-        """Store values; of each server's, those behind the first that is refused are left."""
-        return await self._run(put, puts, "store")
-
-    async def _run(
-        self, work: Callable[..., list[Any]], items: Sequence[Item], kind: Kind
-    ) -> list[Any]:
-        """The answers to `items`, in order.
+    async def run(
+        self, work: Callable[..., Sequence[A | Redirect]], items: Sequence[Item], kind: Kind
+    ) -> list[A]:
+        """What `work` answers to `items`, in order; each server gets those whose names it holds.
 
         Ends only when nothing can touch what `items` refer to, also if it fails or is cancelled.
 
@@ -153,9 +141,7 @@ class RedisRouter:
             groups.setdefault(self._topology.address_of(item.name), []).append(number)
         return {_Target(address): numbers for address, numbers in groups.items()}
 
-    async def _do(
-        self, work: Callable[..., list[Any]], items: Sequence[Item], job: _Job, kind: Kind
-    ) -> list[Any]:
+    async def _do(self, work: Callable[..., R], items: Sequence[Item], job: _Job, kind: Kind) -> R:
         some = [items[number] for number in job.numbers]
         asking = job.target.asking
         return await self.on(

@@ -19,6 +19,7 @@ from kvconnect.backends.redis.commands import (
 )
 from kvconnect.backends.redis.find import RedisBlocks
 from kvconnect.backends.redis.format import NONCE_NBYTES, Head
+from kvconnect.backends.redis.put import put
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import takes_writes
 from kvconnect.backends.redis.settings import Address
@@ -93,14 +94,13 @@ class RedisWriter:
 
     async def _save_single(self, writings: Sequence[_Writing]) -> set[BlockKey]:
         """Those of `writings`, of one value each, that are there now."""
-        results = await self._router.put([self._put(one, look_first=True) for one in writings])
-        self._note(results)
+        results = await self._send([self._put(one, look_first=True) for one in writings])
         pairs = list(zip(writings, results, strict=True))
         stored = {one.block.key for one, r in pairs if r in {Outcome.DONE, Outcome.THERE}}
         broken = [one for one, result in pairs if result is Outcome.BROKEN]
         if broken:
             await self._blocks.delete([one.block.key for one in broken])
-            results = await self._router.put([self._put(one) for one in broken])
+            results = await self._send([self._put(one) for one in broken])
             pairs = list(zip(broken, results, strict=True))
             stored |= {one.block.key for one, result in pairs if result is Outcome.DONE}
         return stored
@@ -134,8 +134,7 @@ class RedisWriter:
         self, writings: Sequence[_Writing]
     ) -> tuple[list[_Writing], list[_Writing]]:
         """Make blocks of parts; those that are blocks now, and those whose name was taken."""
-        results = await self._router.put([self._put(one) for one in writings])
-        self._note(results)
+        results = await self._send([self._put(one) for one in writings])
         pairs = list(zip(writings, results, strict=True))
         done = [one for one, result in pairs if result is Outcome.DONE]
         there = [one for one, result in pairs if result is Outcome.THERE]
@@ -151,8 +150,7 @@ class RedisWriter:
             view = one.block.data.numpy().data
             for part, name in enumerate(one.parts, 1):
                 puts.append((at, Put(name, (view[one.head.part(part)],), ttl_ms)))
-        results = await self._router.put([single for _, single in puts])
-        self._note(results)
+        results = await self._send([single for _, single in puts])
         pairs = zip(puts, results, strict=True)
         missing = {at for (at, _), result in pairs if result is not Outcome.DONE}
         useless = [name for at in missing for name in writings[at].parts]
@@ -198,6 +196,12 @@ class RedisWriter:
         if self._refused:
             count("redis.refused")
         return not self._refused
+
+    async def _send(self, puts: Sequence[Put]) -> list[Refused | Outcome]:
+        """What became of `puts`; servers that refuse are remembered."""
+        results: list[Refused | Outcome] = await self._router.run(put, puts, "store")
+        self._note(results)
+        return results
 
     def _note(self, results: Sequence[Refused | Outcome]) -> None:
         for refusal in results:

@@ -155,14 +155,14 @@ async def test_writer_that_dies_before_the_end_leaves_no_block_and_nothing_for_e
 ):
     dying, other = await make_store(), await make_store()
     key = kit.key("dying")
-    put = dying._router.put
+    run = dying._router.run
 
-    async def until_the_last(puts):
-        if any(one.name == names.block(key) for one in puts):
+    async def until_the_last(work, items, kind):
+        if kind == "store" and any(one.name == names.block(key) for one in items):
             raise BackendUnavailable("killed")
-        return await put(puts)
+        return await run(work, items, kind)
 
-    dying._router.put = until_the_last
+    dying._router.run = until_the_last
     with pytest.raises(BackendUnavailable):
         await dying.save([kit.block(key, nbytes=SPLIT)])
     assert await other.lookup([key]) == 0
@@ -178,15 +178,15 @@ async def test_faster_writer_wins_and_the_other_leaves_no_parts(
 ):
     slow, fast = await make_store(), await make_store()
     key = kit.key("race")
-    put = slow._router.put
+    run = slow._router.run
 
-    async def after_the_fast(puts):
-        result = await put(puts)
-        if len(puts) > 1:  # the parts
+    async def after_the_fast(work, items, kind):
+        result = await run(work, items, kind)
+        if kind == "store" and len(items) > 1:  # the parts
             await fast.save([kit.block(key, nbytes=SPLIT)])
         return result
 
-    slow._router.put = after_the_fast
+    slow._router.run = after_the_fast
     assert await slow.save([kit.block(key, nbytes=SPLIT)]) == 1
     assert len(redis_server.names(prefix)) == 5
     assert await is_whole(slow, kit, key, SPLIT)
