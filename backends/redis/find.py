@@ -1,35 +1,27 @@
-"""Blocks in Redis, found, read and deleted: each of them one value or several."""
+"""Blocks in Redis, found, listed and deleted: each of them one value or several."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import TypeAlias
-
-from torch import Tensor
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.entries import BlockMetadata
 from kvconnect.backends.redis.commands import (
     Ask,
     Outcome,
-    Want,
     command,
     head_command,
     sound,
     state_of,
 )
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Names
-from kvconnect.backends.redis.load import fetch
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.wire import Reply
-from kvconnect.errors import BackendUnavailable
-from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
-from kvconnect.trace import count
 
-__all__ = ["RedisBlocks", "State", "describe"]
+__all__ = ["RedisBlocks", "State", "describe", "leading_heads"]
 
 # Of one lookup: what is asked about keys behind the first absent one is asked in vain.
 _CHUNK = 256
@@ -68,53 +60,10 @@ class RedisBlocks:
         found: list[Head] = []
         for start in range(0, len(keys), _CHUNK):
             chunk = keys[start : start + _CHUNK]
-            found += _leading(await self.states(chunk))
+            found += leading_heads(await self.states(chunk))
             if len(found) < start + len(chunk):
                 break
         return found
-
-    async def load(
-        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
-    ) -> int:
-        """Fill leading buffers; those behind stay untouched unless blocks vanish meanwhile.
-
-        If there are `checksums`, each is told of the first part of its frame.
-        """
-        views = [buffer.numpy().data for buffer in into]
-        wanted = [self.names.block(key) for key in keys]
-        if self._router.spread(wanted):
-            # Servers do not know of each other's misses.
-            heads = await self.leading(keys)
-            while heads and heads[-1].frame_nbytes > len(views[len(heads) - 1]):
-                heads.pop()
-            del wanted[len(heads) :]
-        results = await self._router.run(
-            fetch,
-            [
-                Want(name, view, checksum=checksum)
-                for name, view, checksum in zip_longest(wanted, views, checksums)
-                if name is not None
-            ],
-            "fetch",
-        )
-        broken = {keys[n] for n, result in enumerate(results) if result is Outcome.BROKEN}
-        heads = _leading(results)
-        parts = [
-            (number, Want(name, views[number][head.part(part)], headed=False))
-            for number, head in enumerate(heads)
-            for part, name in enumerate(self.names.parts(keys[number], head), 1)
-        ]
-        good = len(heads)
-        if parts:
-            filled = await self._router.run(fetch, [want for _, want in parts], "fetch")
-            for (number, _), result in zip(parts, filled, strict=True):
-                if result is not Outcome.DONE:
-                    good = min(good, number)
-                if result in {Outcome.ABSENT, Outcome.BROKEN}:
-                    broken.add(keys[number])
-        if broken:
-            await self._drop(sorted(broken))
-        return good
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Forget `keys`: first their other parts, which nothing names any more afterwards."""
@@ -140,15 +89,9 @@ class RedisBlocks:
         asks = [head_command(self.names.block(key)) for key in keys]
         return [state_of(reply) for reply in await self._router.ask(asks)]
 
-    async def _drop(self, keys: Sequence[BlockKey]) -> None:
-        count("redis.broken", blocks=len(keys))
-        try:
-            await self.delete(keys)
-        except BackendUnavailable:
-            return  # the blocks before are good; this one costs another try if it is asked for
 
-
-def _leading(results: Sequence[object]) -> list[Head]:
+def leading_heads(results: Sequence[object]) -> list[Head]:
+    """The heads before the first of `results` that is none."""
     heads: list[Head] = []
     for result in results:
         if not isinstance(result, Head):

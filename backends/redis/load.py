@@ -1,10 +1,12 @@
-"""Values fetched on one connection, into the memory of who wants them. Blocks."""
+"""Blocks on their way from Redis, into the memory of who wants them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import hiredis
+from torch import Tensor
 
 from kvconnect.backends.redis.commands import (
     ASKING,
@@ -15,20 +17,83 @@ from kvconnect.backends.redis.commands import (
     command,
     redirected,
 )
+from kvconnect.backends.redis.find import RedisBlocks, leading_heads
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head
+from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.settings import Address
 from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable
+from kvconnect.frame import FrameChecksum
+from kvconnect.keys import BlockKey
+from kvconnect.trace import count
 
-__all__ = ["fetch"]
+__all__ = ["RedisReader", "fetch"]
 
 _AHEAD_NBYTES = 1 << 20
+
+
+class RedisReader:
+    """Reads blocks behind `router`. Belongs to the event loop."""
+
+    def __init__(self, router: RedisRouter, blocks: RedisBlocks) -> None:
+        self._router = router
+        self._blocks = blocks
+
+    async def load(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """Fill leading buffers; those behind stay untouched unless blocks vanish meanwhile.
+
+        If there are `checksums`, each is told of the first part of its frame.
+        """
+        views = [buffer.numpy().data for buffer in into]
+        wanted = [self._blocks.names.block(key) for key in keys]
+        if self._router.spread(wanted):
+            # Servers do not know of each other's misses.
+            heads = await self._blocks.leading(keys)
+            while heads and heads[-1].frame_nbytes > len(views[len(heads) - 1]):
+                heads.pop()
+            del wanted[len(heads) :]
+        results = await self._router.run(
+            fetch,
+            [
+                Want(name, view, checksum=checksum)
+                for name, view, checksum in zip_longest(wanted, views, checksums)
+                if name is not None
+            ],
+            "fetch",
+        )
+        broken = {keys[n] for n, result in enumerate(results) if result is Outcome.BROKEN}
+        heads = leading_heads(results)
+        parts = [
+            (number, Want(name, views[number][head.part(part)], headed=False))
+            for number, head in enumerate(heads)
+            for part, name in enumerate(self._blocks.names.parts(keys[number], head), 1)
+        ]
+        good = len(heads)
+        if parts:
+            filled = await self._router.run(fetch, [want for _, want in parts], "fetch")
+            for (number, _), result in zip(parts, filled, strict=True):
+                if result is not Outcome.DONE:
+                    good = min(good, number)
+                if result in {Outcome.ABSENT, Outcome.BROKEN}:
+                    broken.add(keys[number])
+        if broken:
+            await self._drop(sorted(broken))
+        return good
+
+    async def _drop(self, keys: Sequence[BlockKey]) -> None:
+        count("redis.broken", blocks=len(keys))
+        try:
+            await self._blocks.delete(keys)
+        except BackendUnavailable:
+            return  # the blocks before are good; this one costs another try if it is asked for
 
 
 def fetch(
     wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool = False
 ) -> list[Fetched]:
-    """Fill what `wants` say, in order; after the first that is not there, nothing is touched."""
+    """Fill what `wants` say, in order; blocks. Behind the first absent one nothing is touched."""
     return _Fetch(wire, wants, server, asking=asking).run()
 
 

@@ -18,6 +18,7 @@ from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock,
 from kvconnect.backends.redis.children import ChildIndex
 from kvconnect.backends.redis.find import RedisBlocks, describe
 from kvconnect.backends.redis.format import Names
+from kvconnect.backends.redis.load import RedisReader
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.save import RedisWriter
 from kvconnect.backends.redis.server import check_server, scan_page, survey
@@ -61,6 +62,7 @@ class RedisBackend(Backend):
         self._probe = settings.prefix.encode() + b"probe"
         self._router: RedisRouter | None = None
         self._blocks: RedisBlocks | None = None
+        self._reader: RedisReader | None = None
         self._writer: RedisWriter | None = None
         self._index: ChildIndex | None = None
 
@@ -82,13 +84,14 @@ class RedisBackend(Backend):
         router.opened()
         self._router = router
         self._blocks = RedisBlocks(router, self._names)
+        self._reader = RedisReader(router, self._blocks)
         self._writer = RedisWriter(router, self._blocks, probe, settings.ttl)
         self._index = ChildIndex(router, self._blocks, settings.ttl)
 
     async def close(self) -> None:
         """End all connections; what is in flight fails, and has ended when this returns."""
         router, self._router = self._router, None
-        self._blocks = self._writer = self._index = None
+        self._blocks = self._reader = self._writer = self._index = None
         if router is not None:
             await router.close()
 
@@ -102,13 +105,13 @@ class RedisBackend(Backend):
         Raises:
             BackendUnavailable: `into` is undefined, and nothing touches it any more.
         """
-        return await _opened(self._blocks).load(keys, into, ())
+        return await _opened(self._reader).load(keys, into, ())
 
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
         """The same; checksums are taken as the bytes arrive, of what fits one value."""
-        return await _opened(self._blocks).load(keys, into, checksums)
+        return await _opened(self._reader).load(keys, into, checksums)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Store those that are not there yet; fewer if a server takes no writes now.

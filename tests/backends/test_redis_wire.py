@@ -25,7 +25,7 @@ from kvconnect.backends.redis.commands import (
 )
 from kvconnect.backends.redis.format import Head
 from kvconnect.backends.redis.load import fetch
-from kvconnect.backends.redis.put import put
+from kvconnect.backends.redis.save import put
 from kvconnect.backends.redis.settings import Address
 from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable, BadFrame
