@@ -8,30 +8,32 @@ from collections.abc import Sequence
 from kvconnect.backend import MAX_CHILDREN, Child, StoredBlock
 from kvconnect.backends.entries import child_from_bytes, child_to_bytes
 from kvconnect.backends.redis.commands import Ask, command, sound
-from kvconnect.backends.redis.find import RedisBlocks
+from kvconnect.backends.redis.find import RedisFinder
 from kvconnect.backends.redis.format import Head
 from kvconnect.backends.redis.router import RedisRouter
+from kvconnect.backends.redis.settings import RedisSettings
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
-__all__ = ["ChildIndex"]
+__all__ = ["RedisChildren"]
 
 _TTL_S = 30 * 86400.0
 _SLACK_S = 60.0
 
 
-class ChildIndex:
+class RedisChildren:
     """One sorted set per parent: the newest `MAX_CHILDREN` blocks, by the time they were saved.
 
     It may name blocks that are gone, which `children` finds out, and lack some that are there: an
     index that was evicted comes back as blocks are saved again.
     """
 
-    def __init__(self, router: RedisRouter, blocks: RedisBlocks, ttl_s: float | None) -> None:
+    def __init__(self, settings: RedisSettings, router: RedisRouter, finder: RedisFinder) -> None:
         self._router = router
-        self._blocks = blocks
-        self._ttl_ms = round(1e3 * (_TTL_S if ttl_s is None else ttl_s + _SLACK_S))
+        self._finder = finder
+        ttl_s = _TTL_S if settings.ttl is None else settings.ttl + _SLACK_S
+        self._ttl_ms = round(1e3 * ttl_s)
 
     async def add(self, blocks: Sequence[StoredBlock]) -> None:
         """List those of `blocks` whose tokens are known. A server that fails is warned of once."""
@@ -39,7 +41,7 @@ class ChildIndex:
         for block in blocks:
             if block.tokens is None:
                 continue
-            name = self._blocks.names.children(block.parent)
+            name = self._finder.names.children(block.parent)
             member = child_to_bytes(Child(block.key, block.tokens))
             asks += [
                 Ask(name, command(b"ZADD", name, repr(time.time()), member)),
@@ -53,16 +55,16 @@ class ChildIndex:
             # The blocks are found by their keys nevertheless.
             warn_once("redis.children", f"blocks are stored without the index of tails: {error}")
 
-    async def children(self, parent: BlockKey | None) -> list[Child]:
+    async def get(self, parent: BlockKey | None) -> list[Child]:
         """The listed blocks that are there, newest first."""
-        name = self._blocks.names.children(parent)
+        name = self._finder.names.children(parent)
         found = Ask(name, command(b"ZREVRANGE", name, 0, MAX_CHILDREN - 1))
         (members,) = await self._router.ask([found])
         members = sound(members)
         if not isinstance(members, list):
             raise BackendUnavailable(f"Redis: {members!r} where a list was due")
         listed = [(member, child) for member in members if (child := child_from_bytes(member))]
-        states = await self._blocks.states([child.key for _, child in listed])
+        states = await self._finder.states([child.key for _, child in listed])
         pairs = list(zip(listed, states, strict=True))
         gone = [member for (member, _), state in pairs if not isinstance(state, Head)]
         if gone:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from kvconnect.backend import StoredEntry
@@ -18,10 +19,12 @@ from kvconnect.backends.redis.commands import (
 )
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Names
 from kvconnect.backends.redis.router import RedisRouter
+from kvconnect.backends.redis.server import scan_page, survey
+from kvconnect.backends.redis.settings import RedisSettings
 from kvconnect.backends.redis.wire import Reply
 from kvconnect.keys import BlockKey
 
-__all__ = ["RedisBlocks", "State", "describe", "leading_heads"]
+__all__ = ["RedisFinder", "State", "leading_heads"]
 
 # Of one lookup: what is asked about keys behind the first absent one is asked in vain.
 _CHUNK = 256
@@ -31,12 +34,12 @@ State: TypeAlias = Head | Outcome
 """Of a block: `Head` if it is wholly there, else ``ABSENT`` or ``BROKEN``."""
 
 
-class RedisBlocks:
+class RedisFinder:
     """The blocks behind `router`. Belongs to the event loop."""
 
-    def __init__(self, router: RedisRouter, names: Names) -> None:
+    def __init__(self, settings: RedisSettings, router: RedisRouter) -> None:
         self._router = router
-        self.names = names
+        self.names = Names(settings.prefix.encode())
 
     async def states(self, keys: Sequence[BlockKey]) -> list[State]:
         """Of every one of `keys`; those found count as used."""
@@ -85,6 +88,53 @@ class RedisBlocks:
             for reply in await self._router.ask(asks):
                 sound(reply)
 
+    async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
+        """What is known of each of `keys`; ``None``: it is not there, or is none of ours.
+
+        Counts as use only with servers that know no other way to read: Redis before 7.2.
+        """
+        stored = [self.names.block(key) for key in keys]
+        # First how long nobody used it: with such servers reading ends that.
+        idle = [Ask(name, command(b"OBJECT", b"IDLETIME", name)) for name in stored]
+        replies = await self._router.look(
+            [*idle, *(_start(name, _HEAD_AND_METADATA) for name in stored)]
+        )
+        idles, starts = replies[: len(keys)], replies[len(keys) :]
+        heads = [Head.parse(start) if isinstance(start, bytes) else None for start in starts]
+        long = {
+            at: HEAD_NBYTES + head.metadata_nbytes
+            for at, head in enumerate(heads)
+            if head is not None and HEAD_NBYTES + head.metadata_nbytes > _HEAD_AND_METADATA
+        }
+        whole = await self._router.look([_start(stored[at], nbytes) for at, nbytes in long.items()])
+        for at, start in zip(long, whole, strict=True):
+            starts[at] = start
+        return [_entry(*one) for one in zip(keys, heads, starts, idles, strict=True)]
+
+    async def scan(self) -> AsyncIterator[StoredEntry]:
+        """All blocks, a page at a time; those that come or go meanwhile may be missed."""
+        await self._router.refresh()
+        seen: set[BlockKey] = set()  # servers may list a key twice
+        for server in self._router.servers:
+            cursor: int | None = None
+            while cursor != 0:
+                step = partial(scan_page, self.names, cursor or 0)
+                cursor, listed = await self._router.on(server, step)
+                keys = [key for key in listed if key not in seen]
+                seen.update(keys)
+                for entry in await self.describe(keys):
+                    if entry is not None:
+                        yield entry
+
+    async def totals(self) -> dict[str, float]:
+        """See `RedisBackend.stats`."""
+        await self._router.refresh()
+        surveys = await self._router.everywhere(partial(survey, self.names))
+        numbers: dict[str, float] = {name: sum(one[name] for one in surveys) for name in surveys[0]}
+        if not all(one["maxmemory"] for one in surveys):
+            del numbers["maxmemory"]
+        return numbers
+
     async def _heads(self, keys: Sequence[BlockKey]) -> list[State]:
         asks = [head_command(self.names.block(key)) for key in keys]
         return [state_of(reply) for reply in await self._router.ask(asks)]
@@ -98,30 +148,6 @@ def leading_heads(results: Sequence[object]) -> list[Head]:
             break
         heads.append(result)
     return heads
-
-
-async def describe(
-    router: RedisRouter, names: Names, keys: Sequence[BlockKey]
-) -> list[StoredEntry | None]:
-    """What is known of each of `keys`; ``None``: it is not there, or is none of ours.
-
-    Counts as use only with servers that know no other way to read: Redis before 7.2.
-    """
-    stored = [names.block(key) for key in keys]
-    # First how long nobody used it: with such servers reading ends that.
-    idle = [Ask(name, command(b"OBJECT", b"IDLETIME", name)) for name in stored]
-    replies = await router.look([*idle, *(_start(name, _HEAD_AND_METADATA) for name in stored)])
-    idles, starts = replies[: len(keys)], replies[len(keys) :]
-    heads = [Head.parse(start) if isinstance(start, bytes) else None for start in starts]
-    long = {
-        at: HEAD_NBYTES + head.metadata_nbytes
-        for at, head in enumerate(heads)
-        if head is not None and HEAD_NBYTES + head.metadata_nbytes > _HEAD_AND_METADATA
-    }
-    whole = await router.look([_start(stored[at], nbytes) for at, nbytes in long.items()])
-    for at, start in zip(long, whole, strict=True):
-        starts[at] = start
-    return [_entry(*one) for one in zip(keys, heads, starts, idles, strict=True)]
 
 
 def _start(name: bytes, nbytes: int) -> Ask:

@@ -129,6 +129,11 @@ class Names:
 
     prefix: bytes
 
+    @property
+    def probe(self) -> bytes:
+        """Of no block: to try what the server takes."""
+        return self.prefix + b"probe"
+
     def block(self, key: BlockKey) -> bytes:
         """Of its value, or the first of them."""
         return b"%sb:%s" % (self.prefix, key.hex().encode())

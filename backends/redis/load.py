@@ -17,7 +17,7 @@ from kvconnect.backends.redis.commands import (
     command,
     redirected,
 )
-from kvconnect.backends.redis.find import RedisBlocks, leading_heads
+from kvconnect.backends.redis.find import RedisFinder, leading_heads
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.settings import Address
@@ -35,9 +35,9 @@ _AHEAD_NBYTES = 1 << 20
 class RedisReader:
     """Reads blocks behind `router`. Belongs to the event loop."""
 
-    def __init__(self, router: RedisRouter, blocks: RedisBlocks) -> None:
+    def __init__(self, router: RedisRouter, finder: RedisFinder) -> None:
         self._router = router
-        self._blocks = blocks
+        self._finder = finder
 
     async def load(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
@@ -47,10 +47,10 @@ class RedisReader:
         If there are `checksums`, each is told of the first part of its frame.
         """
         views = [buffer.numpy().data for buffer in into]
-        wanted = [self._blocks.names.block(key) for key in keys]
+        wanted = [self._finder.names.block(key) for key in keys]
         if self._router.spread(wanted):
             # Servers do not know of each other's misses.
-            heads = await self._blocks.leading(keys)
+            heads = await self._finder.leading(keys)
             while heads and heads[-1].frame_nbytes > len(views[len(heads) - 1]):
                 heads.pop()
             del wanted[len(heads) :]
@@ -68,7 +68,7 @@ class RedisReader:
         parts = [
             (number, Want(name, views[number][head.part(part)], headed=False))
             for number, head in enumerate(heads)
-            for part, name in enumerate(self._blocks.names.parts(keys[number], head), 1)
+            for part, name in enumerate(self._finder.names.parts(keys[number], head), 1)
         ]
         good = len(heads)
         if parts:
@@ -85,7 +85,7 @@ class RedisReader:
     async def _drop(self, keys: Sequence[BlockKey]) -> None:
         count("redis.broken", blocks=len(keys))
         try:
-            await self._blocks.delete(keys)
+            await self._finder.delete(keys)
         except BackendUnavailable:
             return  # the blocks before are good; this one costs another try if it is asked for
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from kvconnect.backends.redis.commands import (
@@ -16,13 +17,15 @@ from kvconnect.backends.redis.commands import (
     look,
 )
 from kvconnect.backends.redis.errors import explained
+from kvconnect.backends.redis.format import Names
 from kvconnect.backends.redis.node import Kind, RedisNode
+from kvconnect.backends.redis.server import check_server
 from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
 from kvconnect.backends.redis.topology import topology_of
 from kvconnect.backends.redis.wire import Reply, Wire
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
-__all__ = ["RedisRouter"]
+__all__ = ["RedisRouter", "all_ended"]
 
 # Values of less than this are not worth a second connection: a server has one thread for all.
 _STRIPE_NBYTES = 32 << 20
@@ -70,16 +73,21 @@ class RedisRouter:
         return self._settings.mode is Mode.CLUSTER and len(names) > 1
 
     async def open(self) -> None:
-        """Find the servers.
+        """Find the servers, and see whether each of them takes what it will be asked.
+
+        Afterwards no error is blamed on the settings: they were right once.
 
         Raises:
             ConfigurationError: they were reached, and the settings are wrong for them.
-            BackendUnavailable: they were not reached.
+            BackendUnavailable: they were not reached. Nothing is left open.
         """
-        await self._topology.open()
-
-    def opened(self) -> None:
-        """From now on no error is blamed on the settings: they were right once."""
+        names = Names(self._settings.prefix.encode())
+        try:
+            await self._topology.open()
+            await self.everywhere(partial(check_server, self._settings, names))
+        except BaseException:
+            await self.close()
+            raise
         self._was_open = True
 
     async def refresh(self) -> None:
@@ -118,7 +126,7 @@ class RedisRouter:
                 for target, group in groups.items()
                 for numbers in self._stripes(items, group)
             ]
-            results = await _all([self._do(work, items, job, kind) for job in jobs])
+            results = await all_ended([self._do(work, items, job, kind) for job in jobs])
             groups = {}
             for job, found in zip(jobs, results, strict=True):
                 for number, answer in zip(job.numbers, found, strict=True):
@@ -177,7 +185,7 @@ class RedisRouter:
 
     async def everywhere(self, work: Callable[[Wire, Address], R]) -> list[R]:
         """The results of `work` on all servers that hold keys. If one fails, all have ended."""
-        return await _all([self.on(server, work) for server in self.servers])
+        return await all_ended([self.on(server, work) for server in self.servers])
 
     async def close(self) -> None:
         """End all connections; calls in flight fail."""
@@ -198,7 +206,7 @@ class RedisRouter:
         return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
-async def _all(calls: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
+async def all_ended(calls: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
     """All results. If one fails, raises only once the others have ended too: they use buffers."""
     if len(calls) == 1:
         return [await calls[0]]

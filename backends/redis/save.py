@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import hiredis
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.entries import BlockMetadata
+from kvconnect.backends.redis.children import RedisChildren
 from kvconnect.backends.redis.commands import (
     ASKING,
     REFUSALS,
@@ -28,11 +30,11 @@ from kvconnect.backends.redis.commands import (
     sound,
     state_of,
 )
-from kvconnect.backends.redis.find import RedisBlocks
+from kvconnect.backends.redis.find import RedisFinder
 from kvconnect.backends.redis.format import NONCE_NBYTES, Head
-from kvconnect.backends.redis.router import RedisRouter
+from kvconnect.backends.redis.router import RedisRouter, all_ended
 from kvconnect.backends.redis.server import takes_writes
-from kvconnect.backends.redis.settings import Address
+from kvconnect.backends.redis.settings import Address, RedisSettings
 from kvconnect.backends.redis.wire import Reply, Wire
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
@@ -68,27 +70,38 @@ class RedisWriter:
     """
 
     def __init__(
-        self, router: RedisRouter, blocks: RedisBlocks, probe: bytes, ttl_s: float | None
+        self,
+        settings: RedisSettings,
+        router: RedisRouter,
+        finder: RedisFinder,
+        children: RedisChildren,
     ) -> None:
         self._router = router
-        self._blocks = blocks
-        self._probe = probe
-        self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1e3))
+        self._finder = finder
+        self._children = children
+        self._ttl_ms = None if settings.ttl is None else max(1, round(settings.ttl * 1e3))
         self._refused: dict[Address, str] = {}
 
     async def save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
-        """Store `blocks`, sealed by their `checksums` if there are any.
+        """Store `blocks`, sealed by their `checksums` if there are any, and list them as children.
 
         Returns:
             How many leading ones are stored now.
         """
+        calls: list[Coroutine[Any, Any, Any]] = [self._save(blocks, checksums)]
+        if any(block.tokens is not None for block in blocks):
+            calls.append(self._children.add(blocks))
+        saved: int = (await all_ended(calls))[0]
+        return saved
+
+    async def _save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
         if not blocks:
             return 0
         first: dict[BlockKey, int] = {}
         for number, block in enumerate(blocks):
             first.setdefault(block.key, number)
         if not await self._takes_writes(max(block.data.numel() for block in blocks)):
-            return len(await self._blocks.leading([block.key for block in blocks]))
+            return len(await self._finder.leading([block.key for block in blocks]))
         writings = [
             self._writing(blocks[number], checksums[number] if checksums else None)
             for number in first.values()
@@ -103,7 +116,7 @@ class RedisWriter:
     def _writing(self, block: StoredBlock, checksum: FrameChecksum | None) -> _Writing:
         metadata = BlockMetadata.of(block).to_bytes()
         head = Head.of(block.data.numel(), len(metadata), secrets.token_bytes(NONCE_NBYTES))
-        parts = tuple(self._blocks.names.parts(block.key, head))
+        parts = tuple(self._finder.names.parts(block.key, head))
         return _Writing(block, head, metadata, parts, checksum)
 
     async def _save_single(self, writings: Sequence[_Writing]) -> set[BlockKey]:
@@ -113,7 +126,7 @@ class RedisWriter:
         stored = {one.block.key for one, r in pairs if r in {Outcome.DONE, Outcome.THERE}}
         broken = [one for one, result in pairs if result is Outcome.BROKEN]
         if broken:
-            await self._blocks.delete([one.block.key for one in broken])
+            await self._finder.delete([one.block.key for one in broken])
             results = await self._send([self._put(one) for one in broken])
             pairs = list(zip(broken, results, strict=True))
             stored |= {one.block.key for one, result in pairs if result is Outcome.DONE}
@@ -122,8 +135,8 @@ class RedisWriter:
     async def _save_parted(self, writings: Sequence[_Writing]) -> set[BlockKey]:
         """Those of `writings`, of several values each, that are there now."""
         keys = [one.block.key for one in writings]
-        pairs = list(zip(writings, await self._blocks.states(keys), strict=True))
-        await self._blocks.delete([one.block.key for one, s in pairs if s is Outcome.BROKEN])
+        pairs = list(zip(writings, await self._finder.states(keys), strict=True))
+        await self._finder.delete([one.block.key for one, s in pairs if s is Outcome.BROKEN])
         stored = {one.block.key for one, state in pairs if isinstance(state, Head)}
         return stored | await self._write([one for one, s in pairs if not isinstance(s, Head)])
 
@@ -133,15 +146,15 @@ class RedisWriter:
         done, there = await self._complete(whole)
         if there:
             keys = [one.block.key for one in there]
-            pairs = list(zip(there, await self._blocks.states(keys), strict=True))
+            pairs = list(zip(there, await self._finder.states(keys), strict=True))
             # An empty value passes for none when it is looked for.
             junk = [one for one, state in pairs if not isinstance(state, Head)]
-            await self._blocks.unlink([self._blocks.names.block(one.block.key) for one in junk])
+            await self._finder.unlink([self._finder.names.block(one.block.key) for one in junk])
             more, _ = await self._complete(junk)
             done += more
             # Another writer was faster: its block is as good, our parts have no name.
             there = [one for one, state in pairs if isinstance(state, Head)]
-            await self._blocks.unlink([name for one in there for name in one.parts])
+            await self._finder.unlink([name for one in there for name in one.parts])
         return {one.block.key for one in (*there, *await self._keep_parts(done))}
 
     async def _complete(
@@ -153,7 +166,7 @@ class RedisWriter:
         done = [one for one, result in pairs if result is Outcome.DONE]
         there = [one for one, result in pairs if result is Outcome.THERE]
         refused = [one for one, result in pairs if result not in {Outcome.DONE, Outcome.THERE}]
-        await self._blocks.unlink([name for one in refused for name in one.parts])
+        await self._finder.unlink([name for one in refused for name in one.parts])
         return done, there
 
     async def _write_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
@@ -168,7 +181,7 @@ class RedisWriter:
         pairs = zip(puts, results, strict=True)
         missing = {at for (at, _), result in pairs if result is not Outcome.DONE}
         useless = [name for at in missing for name in writings[at].parts]
-        await self._blocks.unlink(useless)
+        await self._finder.unlink(useless)
         return [one for at, one in enumerate(writings) if at < min(missing, default=len(writings))]
 
     async def _keep_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
@@ -184,7 +197,7 @@ class RedisWriter:
 
     def _put(self, one: _Writing, *, look_first: bool = False) -> Put:
         data = one.block.data.numpy().data[one.head.part(0)]
-        name = self._blocks.names.block(one.block.key)
+        name = self._finder.names.block(one.block.key)
         start = one.head.pack() + one.metadata
         return Put(
             name,
@@ -203,7 +216,7 @@ class RedisWriter:
         for server in self._refused.keys() - set(self._router.servers):
             self._refused.pop(server, None)  # another one has taken its place
         for server, reason in list(self._refused.items()):
-            if await self._router.on(server, partial(takes_writes, self._probe, nbytes)):
+            if await self._router.on(server, partial(takes_writes, self._finder.names, nbytes)):
                 self._refused.pop(server, None)
             elif reason.startswith("READONLY"):
                 self._router.suspect()  # until somebody names the next master

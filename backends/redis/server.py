@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import hiredis
 
@@ -16,38 +15,14 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
-__all__ = ["Page", "Survey", "check_server", "scan_page", "survey", "takes_writes"]
+__all__ = ["check_server", "scan_page", "survey", "takes_writes"]
 
 _OLDEST = (6, 2)
 _PAGE = 512
 _SURVEYED = 200_000
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Part of a server's blocks; `cursor` asks for the next, 0: this is the last."""
-
-    cursor: int
-    keys: list[BlockKey]
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """Numbers of one server.
-
-    Attributes:
-        blocks, nbytes: of this store; estimated from `_SURVEYED` keys where there are more.
-        used: bytes of memory the server uses, for all that it holds.
-        limit: its ``maxmemory``; 0: none.
-    """
-
-    blocks: int
-    nbytes: int
-    used: int
-    limit: int
-
-
-def check_server(settings: RedisSettings, probe: bytes, wire: Wire, server: Address) -> None:
+def check_server(settings: RedisSettings, names: Names, wire: Wire, server: Address) -> None:
     """Try what will be needed.
 
     Raises:
@@ -58,11 +33,11 @@ def check_server(settings: RedisSettings, probe: bytes, wire: Wire, server: Addr
     _check_kind(_info(wire, "server"), server, settings)
     # A node of a cluster may say that another one has the key: it has looked at the rights before.
     tried = [
-        command(b"GETRANGE", probe, 0, 0),
-        command(b"TOUCH", probe),
-        command(b"SET", probe, b"", b"PX", 1),
-        command(b"UNLINK", probe),
-        command(b"ZREVRANGE", probe + b":", 0, 0),
+        command(b"GETRANGE", names.probe, 0, 0),
+        command(b"TOUCH", names.probe),
+        command(b"SET", names.probe, b"", b"PX", 1),
+        command(b"UNLINK", names.probe),
+        command(b"ZREVRANGE", names.probe + b":", 0, 0),
     ]
     _send_and_check(wire, tried, settings)
     memory = _info(wire, "memory")
@@ -74,12 +49,12 @@ def check_server(settings: RedisSettings, probe: bytes, wire: Wire, server: Addr
         )
 
 
-def takes_writes(probe: bytes, nbytes: int, wire: Wire, server: Address) -> bool:
+def takes_writes(names: Names, nbytes: int, wire: Wire, server: Address) -> bool:
     """Whether a server that refused to store a value would store one of `nbytes` now.
 
     As far as it tells: servers that drop old keys for new ones may, and so may those of a cluster.
     """
-    wire.send([command(b"SET", probe, b"", b"PX", 1)])
+    wire.send([command(b"SET", names.probe, b"", b"PX", 1)])
     (reply,) = wire.replies(1)
     if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(REFUSALS):
         return False
@@ -90,14 +65,17 @@ def takes_writes(probe: bytes, nbytes: int, wire: Wire, server: Address) -> bool
     return not limit or memory.get("maxmemory_policy") != "noeviction" or room > 0
 
 
-def scan_page(names: Names, cursor: int, wire: Wire, server: Address) -> Page:
-    """The blocks of one step of SCAN."""
+def scan_page(names: Names, cursor: int, wire: Wire, server: Address) -> tuple[int, list[BlockKey]]:
+    """The blocks of one step of SCAN, and the cursor of the next; 0: there is none."""
     after, found = _step(wire, names.prefix + b"b:", cursor)
-    return Page(after, [key for name in found if (key := names.key(name)) is not None])
+    return after, [key for name in found if (key := names.key(name)) is not None]
 
 
-def survey(names: Names, wire: Wire, server: Address) -> Survey:
-    """Numbers of what one server holds."""
+def survey(names: Names, wire: Wire, server: Address) -> dict[str, int]:
+    """``blocks`` and ``bytes`` of this store, ``used_memory`` and ``maxmemory`` for all it holds.
+
+    The first two are estimated from `_SURVEYED` keys where there are more; no limit is 0.
+    """
     wire.send([command(b"DBSIZE")])
     total = sound(wire.replies(1)[0])
     seen = blocks = nbytes = cursor = 0
@@ -113,10 +91,9 @@ def survey(names: Names, wire: Wire, server: Address) -> Survey:
             break
     if cursor and seen and isinstance(total, int):
         blocks, nbytes = blocks * total // seen, nbytes * total // seen
-    numbers = _info(wire, "memory")
-    return Survey(
-        blocks, nbytes, int(numbers.get("used_memory", 0)), int(numbers.get("maxmemory", 0))
-    )
+    memory = _info(wire, "memory")
+    limits = {name: int(memory.get(name, 0)) for name in ("used_memory", "maxmemory")}
+    return {"blocks": blocks, "bytes": nbytes, **limits}
 
 
 def _send_and_check(wire: Wire, commands: list[bytes], settings: RedisSettings) -> None:

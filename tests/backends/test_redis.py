@@ -155,14 +155,14 @@ async def test_writer_that_dies_before_the_end_leaves_no_block_and_nothing_for_e
 ):
     dying, other = await make_store(), await make_store()
     key = kit.key("dying")
-    run = dying._router.run
+    run = dying._parts.router.run
 
     async def until_the_last(work, items, kind):
         if kind == "store" and any(one.name == names.block(key) for one in items):
             raise BackendUnavailable("killed")
         return await run(work, items, kind)
 
-    dying._router.run = until_the_last
+    dying._parts.router.run = until_the_last
     with pytest.raises(BackendUnavailable):
         await dying.save([kit.block(key, nbytes=SPLIT)])
     assert await other.lookup([key]) == 0
@@ -178,7 +178,7 @@ async def test_faster_writer_wins_and_the_other_leaves_no_parts(
 ):
     slow, fast = await make_store(), await make_store()
     key = kit.key("race")
-    run = slow._router.run
+    run = slow._parts.router.run
 
     async def after_the_fast(work, items, kind):
         result = await run(work, items, kind)
@@ -186,7 +186,7 @@ async def test_faster_writer_wins_and_the_other_leaves_no_parts(
             await fast.save([kit.block(key, nbytes=SPLIT)])
         return result
 
-    slow._router.run = after_the_fast
+    slow._parts.router.run = after_the_fast
     assert await slow.save([kit.block(key, nbytes=SPLIT)]) == 1
     assert len(redis_server.names(prefix)) == 5
     assert await is_whole(slow, kit, key, SPLIT)
@@ -443,7 +443,7 @@ async def test_several_connections_move_one_batch(make_store, kit, monkeypatch):
     store = await make_store(connections=3)
     keys = kit.keys("stripes", count=30)
     assert await store.save([kit.block(key, nbytes=MIB) for key in keys]) == 30
-    (node,) = store._router._nodes.values()
+    (node,) = store._parts.router._nodes.values()
     assert len(node._idle) >= 3
     into = [kit.buffer(MIB) for _ in keys]
     assert await store.load(keys, into) == 30

@@ -64,7 +64,7 @@ async def test_one_node_is_enough_to_find_the_others(redis_cluster, kit, prefix)
     port = redis_cluster.nodes[1].port
     store = open_backend(f"redis+cluster://127.0.0.1:1,127.0.0.1:{port}?prefix={prefix}").inner
     await store.open([])
-    assert len(store._router.servers) == 3
+    assert len(store._parts.router.servers) == 3
     keys = kit.keys("found", count=6)
     assert await store.save([kit.block(key, nbytes=10) for key in keys]) == 6
     await store.close()
@@ -92,8 +92,8 @@ async def test_slot_that_moves_is_followed(store, kit, redis_cluster, prefix):
         assert target.names(f"{prefix}b:") == [name]
         redis_cluster.give(slot, target)
         assert await load(store, kit, [key], [MIB]) == 1  # MOVED
-        assert store._router._topology.address_of(name.encode()).port == target.port
-        assert len(store._router.servers) == 3
+        assert store._parts.router._topology.address_of(name.encode()).port == target.port
+        assert len(store._parts.router.servers) == 3
         await store.delete([key])
         assert await store.save([kit.block(key, nbytes=MIB)]) == 1
         assert target.names(f"{prefix}b:") == [name]
@@ -178,8 +178,8 @@ async def test_nobody_waits_for_news_of_the_cluster_while_the_old_will_do(store,
     async def no_answer():
         await asyncio.sleep(60)
 
-    store._router._topology.discover = no_answer
-    store._router.suspect()
+    store._parts.router._topology.discover = no_answer
+    store._parts.router.suspect()
     async with asyncio.timeout(5):
         assert await store.lookup(keys) == 9
         assert await store.lookup(keys) == 9
@@ -189,7 +189,7 @@ async def test_nobody_waits_for_news_of_the_cluster_while_the_old_will_do(store,
 async def test_news_that_do_not_come_are_not_waited_for_after_close(redis_cluster, given_up):
     store = open_backend(redis_cluster.url).inner
     await store.open([])
-    router, asked = store._router, []
+    router, asked = store._parts.router, []
 
     async def no_answer():
         asked.append(asyncio.current_task())
@@ -294,6 +294,6 @@ async def test_sentinels_that_are_gone_do_not_stop_the_master(group, kit):
     await store.open([])
     await store.save([kit.block(kit.key(1), nbytes=10)])
     group.sentinel.stop()
-    store._router.suspect()
+    store._parts.router.suspect()
     assert await store.lookup([kit.key(1)]) == 1
     await store.close()
