@@ -1,56 +1,188 @@
-"""A boto3 client for the S3 store."""
+"""Requests for the objects of a bucket: signed by botocore, sent by `Transport`, tried again.
+
+boto3's own methods spend two milliseconds of Python on a request, most of it on finding out the
+same things again. Here they are found out once, by looking at a request that boto3 made.
+"""
 
 from __future__ import annotations
 
+import random
 import ssl
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import boto3
 import botocore.session
+from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
 from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
 from botocore.httpsession import get_cert_path
 from botocore.loaders import Loader, create_loader
+from botocore.parsers import create_parser
 from botocore.utils import get_environ_proxies
 
-from kvconnect.backends.s3.quick import Credentials
+from kvconnect.backends.s3.body import Upload
+from kvconnect.backends.s3.connections import Connections
+from kvconnect.backends.s3.errors import S3Failure, is_passing
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.s3.transport import Transport
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["S3Client", "make_client"]
+__all__ = ["S3Client"]
 
-# Beside the first attempt, which is not always boto3's.
-_ATTEMPTS = 2
+T = TypeVar("T")
+
+_ATTEMPTS = 3
+# Of requests that boto3 makes by itself.
+_BOTO3_ATTEMPTS = 2
 _CONNECT_TIMEOUT_S = 3.0
 _DEFAULT_REGION = "us-east-1"
+_PARSER: Any = create_parser("rest-xml")
 
 
-@dataclass(frozen=True, slots=True)
 class S3Client:
-    """boto3 and what it is made of.
+    """One bucket of a service. Thread-safe; every method blocks.
+
+    Making one takes a tenth of a second the first time, and reads boto3's configuration; connects
+    to nothing.
+
+    Args:
+        settings: where it is.
 
     Attributes:
-        boto3: its client.
-        credentials: which the client signs with; ``None``: there are none.
-        transport: below it; ``None``: boto3's own.
-    """
-
-    boto3: Any
-    credentials: Credentials | None
-    transport: Transport | None
-
-
-def make_client(settings: S3Settings) -> S3Client:
-    """A boto3 client, with the transport below it unless there is a proxy, which boto3 serves.
-
-    Takes a tenth of a second the first time, and reads boto3's configuration; connects to nothing.
+        boto3: its client, for what is rare.
+        transport: below it; ``None``: boto3's own, which serves proxies.
 
     Raises:
         ConfigurationError: the certificates cannot be read.
-        BotoCoreError: the profile or region does not exist, or there are no credentials.
+        BotoCoreError: the profile or region does not exist.
     """
+
+    def __init__(self, settings: S3Settings) -> None:
+        self.boto3, certificates = _boto3_client(settings)
+        self.transport = _transport(self.boto3.meta, certificates)
+        self._send: Callable[[AWSPreparedRequest], AWSResponse]
+        if self.transport is None:
+            self._send = self.boto3._endpoint.http_session.send  # noqa: SLF001
+        else:
+            self._send = self.transport
+            self.boto3.meta.events.register("before-send.s3", self.transport)
+        self._url = ""
+        self._context: Mapping[str, Any] = {}
+
+    def look(self, bucket: str, name: str) -> None:
+        """Have boto3 ask for object `name`, which is not there, and see how it does that.
+
+        Raises:
+            ClientError, BotoCoreError: what else boto3 was told.
+        """
+        asked: list[AWSRequest] = []
+
+        def watch(request: AWSRequest, **_: object) -> None:
+            asked.append(request)
+
+        event = "request-created.s3.GetObject"
+        self.boto3.meta.events.register(event, watch)
+        try:
+            # Not HEAD for the bucket: an answer to HEAD has no body that says what is wrong.
+            self.boto3.get_object(Bucket=bucket, Key=name)["Body"].close()
+        except ClientError as error:
+            if not S3Failure.of(error).absent:
+                raise
+        finally:
+            self.boto3.meta.events.unregister(event, watch)
+        # Another region of the bucket makes boto3 ask again; the last time was right.
+        self._url = str(asked[-1].url).removesuffix(_quoted(name))
+        self._context = dict(asked[-1].context)
+
+    def ask(
+        self,
+        method: str,
+        name: str,
+        take: Callable[[AWSResponse], T],
+        *,
+        headers: Mapping[str, str] | None = None,
+        views: Sequence[memoryview | bytes] | None = None,
+    ) -> T:
+        """What `take` makes of the service's good answer; what is passing is tried again.
+
+        Args:
+            method: of HTTP.
+            name: of the object.
+            take: reads the answer's body; may be called again if that broke off.
+            headers: beside those of the signature.
+            views: the request's body.
+
+        Raises:
+            ClientError: the service refuses.
+            BotoCoreError, Aborted: it was not asked, or its answer broke off.
+        """
+        attempt = 1
+        while True:
+            body = None if views is None else Upload(views)
+            try:
+                response = self._send(self.signed(method, name, headers=headers, body=body))
+                with closing(response.raw):
+                    _check(method, response)
+                    return take(response)
+            except (BotoCoreError, ClientError) as error:
+                if attempt == _ATTEMPTS or not is_passing(error):
+                    raise
+            time.sleep(random.uniform(0, attempt - 1))
+            attempt += 1
+
+    def signed(
+        self,
+        method: str,
+        name: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        body: Upload | None = None,
+    ) -> AWSPreparedRequest:
+        """A request for object `name`, to be sent within minutes.
+
+        Raises:
+            BotoCoreError: there are no credentials.
+        """
+        request = AWSRequest(
+            method=method,
+            url=self._url + _quoted(name),
+            headers=dict(headers or {}),
+            data=body,
+            stream_output=True,  # boto3's own transport would read the body to see it
+        )
+        request.context.update(self._context)
+        self.boto3._request_signer.sign("GetObject", request)  # noqa: SLF001
+        return request.prepare()
+
+    def close(self) -> None:
+        """End requests in flight with an error, and close all connections."""
+        if self.transport is not None:
+            self.transport.connections.abort()
+        self.boto3.close()
+
+
+def _quoted(name: str) -> str:
+    return quote(name, safe="/~")
+
+
+def _check(method: str, response: AWSResponse) -> None:
+    status = response.status_code
+    if status < 300:
+        # Some errors come as a success.
+        if method == "GET" or b"<Error>" not in response.content:
+            return
+        status = 500
+    said = {"status_code": status, "headers": response.headers, "body": response.content}
+    raise ClientError(_PARSER.parse(said, None), method)
+
+
+def _boto3_client(settings: S3Settings) -> tuple[Any, str | None]:
+    """boto3's client, and the file of certificates that it trusts."""
     core = botocore.session.get_session()
     core.register_component("data_loader", _loader())
     session = boto3.Session(
@@ -59,29 +191,19 @@ def make_client(settings: S3Settings) -> S3Client:
     # Something has to be signed; other services than AWS do not look at it.
     region = session.region_name or (_DEFAULT_REGION if settings.endpoint_url else None)
     certificates = settings.ca_bundle or core.get_config_variable("ca_bundle")
-    client = session.client(
+    client: Any = session.client(  # the types lack half of it
         "s3",
         region_name=region,
         endpoint_url=settings.endpoint_url,
         config=_config(settings),
         verify=certificates,
     )
-    meta = client.meta
-    meta.events.register("before-call.s3.HeadBucket", _follow_nowhere)
+    client.meta.events.register("before-call.s3.HeadBucket", _follow_nowhere)
     # Only now is it known where the client goes: the environment or a profile may say.
     if settings.sign_payload is None:
-        tls = meta.endpoint_url.startswith("https:")
-        meta.config.s3["payload_signing_enabled"] = not tls
-    config: Any = meta.config  # the types lack half of it
-    if config.proxies or get_environ_proxies(meta.endpoint_url) or config.client_cert:
-        return S3Client(client, session.get_credentials(), None)
-    transport = Transport(
-        connect_timeout=min(_CONNECT_TIMEOUT_S, settings.timeout_s),
-        read_timeout=settings.timeout_s,
-        tls=_tls(certificates) if meta.endpoint_url.startswith("https:") else None,
-    )
-    meta.events.register("before-send.s3", transport)
-    return S3Client(client, session.get_credentials(), transport)
+        tls = client.meta.endpoint_url.startswith("https:")
+        client.meta.config.s3["payload_signing_enabled"] = not tls
+    return client, certificates
 
 
 def _follow_nowhere(context: dict[str, Any], **_: object) -> None:
@@ -97,7 +219,7 @@ def _config(settings: S3Settings) -> Config:
         connect_timeout=min(_CONNECT_TIMEOUT_S, settings.timeout_s),
         read_timeout=settings.timeout_s,
         max_pool_connections=2 * settings.concurrency,
-        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+        retries={"mode": "standard", "total_max_attempts": _BOTO3_ATTEMPTS},
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={
@@ -113,8 +235,19 @@ def _loader() -> Loader:
     return create_loader(botocore.session.get_session().get_config_variable("data_path"))
 
 
-def _tls(certificates: str | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=certificates or get_cert_path(verify=True))
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(f"ca_bundle={certificates}: {error}") from error
+def _transport(meta: Any, certificates: str | None) -> Transport | None:
+    """What sends; ``None``: boto3's own, which knows proxies and certificates of clients."""
+    config = meta.config
+    if config.proxies or get_environ_proxies(meta.endpoint_url) or config.client_cert:
+        return None
+    tls = None
+    if meta.endpoint_url.startswith("https:"):
+        try:
+            tls = ssl.create_default_context(cafile=certificates or get_cert_path(verify=True))
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(f"ca_bundle={certificates}: {error}") from error
+    return Transport(
+        Connections(
+            connect_timeout=config.connect_timeout, read_timeout=config.read_timeout, tls=tls
+        )
+    )

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectionError,  # noqa: A004
     CredentialRetrievalError,
+    HTTPClientError,
+    IncompleteReadError,
     InvalidRegionError,
     NoCredentialsError,
     NoRegionError,
@@ -21,10 +24,9 @@ from botocore.exceptions import (
 from botocore.parsers import ResponseParserError
 
 from kvconnect.backends.s3.settings import S3Settings
-from kvconnect.backends.s3.transport import Aborted
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
-__all__ = ["S3Failure", "failures", "failures_at_open"]
+__all__ = ["Aborted", "S3Failure", "failures", "failures_at_open", "is_passing"]
 
 _REMEDIES = {
     "NoSuchBucket": "there is no such bucket; make it first",
@@ -41,6 +43,9 @@ _REMEDIES = {
     "301": "the bucket is in another region; set region=",
     "PermanentRedirect": "the bucket is in another region; set region=",
 }
+# What boto3, too, asks for again.
+_PASSING_STATUSES = {429, 500, 502, 503, 504}
+_PASSING_CODES = {"RequestTimeout", "SlowDown"}
 _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
 # What boto3 lets through: an answer that it cannot make sense of (no XML, no date, no name where
 # there must be one), and RuntimeError for credentials that are past their time when they are new.
@@ -54,6 +59,13 @@ _MISCONFIGURED = (
     ProfileNotFound,
     TokenRetrievalError,
 )
+
+
+class Aborted(Exception):
+    """The store was closed. boto3 does not know this error, so it does not try again."""
+
+    def __init__(self) -> None:
+        super().__init__("the store is closed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +99,14 @@ class S3Failure:
         remedy = _REMEDIES.get(code)
         said = f"{self.status} {code}" if code != str(self.status) else code
         return f"{said}: {remedy or self.message or 'no reason given'}"
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the same request may succeed a moment later."""
+    if isinstance(error, ClientError):
+        failure = S3Failure.of(error)
+        return failure.status in _PASSING_STATUSES or failure.code in _PASSING_CODES
+    return isinstance(error, (ConnectionError, HTTPClientError, IncompleteReadError))
 
 
 @contextmanager

@@ -86,14 +86,14 @@ async def test_moto_lets_the_first_of_two_writers_stay(moto, s3_credentials, kit
         assert await loaded(other, kit, keys) == 6
 
 
-async def test_moto_is_served_by_boto3_alone_where_it_must_be(moto, s3_credentials, kit):
-    # As behind a proxy: neither our transport nor our way to make requests.
+async def test_moto_is_served_over_boto3s_connections_where_it_must_be(moto, s3_credentials, kit):
+    # As behind a proxy.
     store = S3Backend(S3Settings(bucket=BUCKET, prefix="plain", endpoint_url=moto, miss_ttl_s=0))
     keys = kit.keys("plain", count=5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvconnect.backends.s3.client.get_environ_proxies", lambda _: {"http": "x"})
         await store.open([])
-    assert store._parts.bucket.transport is None
+    assert store._parts.bucket.client.transport is None
     assert await store.save(kit.chain(keys)) == 5
     assert await loaded(store, kit, [*keys]) == 5
     assert await store.load([kit.key("absent")], kit.buffers(1)) == 0

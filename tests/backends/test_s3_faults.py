@@ -234,7 +234,7 @@ async def test_connections_that_the_server_closed_are_not_used_again(store, kit,
     s3_server.after = closing
     for _ in range(3):
         await works(store, kit, saved)
-    assert store._parts.bucket.transport.num_open == 0
+    assert not store._parts.bucket.client.transport.connections._open
 
 
 async def test_idle_connections_that_the_server_closed_cost_no_attempt(

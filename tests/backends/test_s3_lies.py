@@ -116,8 +116,8 @@ LOADED = {
 
 
 def no_connection_is_lost(store):
-    transport = store._parts.bucket.transport
-    return transport.num_open == sum(map(len, transport._idle.values()))
+    connections = store._parts.bucket.client.transport.connections
+    return len(connections._open) == sum(map(len, connections._idle.values()))
 
 
 async def listed(store):

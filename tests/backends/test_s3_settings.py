@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.backends import open_backend
+from kvconnect.backends.s3.body import Upload
 from kvconnect.backends.s3.cache import AnswerCache
-from kvconnect.backends.s3.client import make_client
+from kvconnect.backends.s3.client import S3Client
 from kvconnect.backends.s3.settings import S3Settings
-from kvconnect.backends.s3.upload import Upload
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError
 
@@ -101,7 +101,7 @@ def test_secret_in_a_url_is_not_repeated():
     ],
 )
 def test_bucket_is_addressed_as_the_service_wants_it(s3_credentials, options, address):
-    client = make_client(S3Settings(bucket="bucket", **options))
+    client = S3Client(S3Settings(bucket="bucket", **options))
     sent = []
 
     def refuse(request, **_):
@@ -112,7 +112,7 @@ def test_bucket_is_addressed_as_the_service_wants_it(s3_credentials, options, ad
     with pytest.raises(InterruptedError):
         client.boto3.get_object(Bucket="bucket", Key="k")
     assert sent == [address]
-    client.boto3.close()
+    client.close()
 
 
 @pytest.mark.parametrize(
@@ -125,24 +125,24 @@ def test_bucket_is_addressed_as_the_service_wants_it(s3_credentials, options, ad
     ],
 )
 def test_payload_is_hashed_without_tls_only(s3_credentials, endpoint, given, signed):
-    client = make_client(S3Settings(bucket="b23", endpoint_url=endpoint, sign_payload=given))
+    client = S3Client(S3Settings(bucket="b23", endpoint_url=endpoint, sign_payload=given))
     assert client.boto3.meta.config.s3["payload_signing_enabled"] == signed
-    client.boto3.close()
+    client.close()
 
 
 def test_endpoint_may_come_from_the_environment(s3_credentials, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://from.environment:1")
-    client = make_client(S3Settings(bucket="bucket", region="us-east-1"))
+    client = S3Client(S3Settings(bucket="bucket", region="us-east-1"))
     assert client.boto3.meta.endpoint_url == "http://from.environment:1"
     assert client.boto3.meta.config.s3["payload_signing_enabled"]
-    client.boto3.close()
+    client.close()
 
 
 def test_proxy_is_left_to_boto3(s3_credentials, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    client = make_client(S3Settings(bucket="bucket", endpoint_url="http://host"))
+    client = S3Client(S3Settings(bucket="bucket", endpoint_url="http://host"))
     assert client.transport is None
-    client.boto3.close()
+    client.close()
 
 
 def test_upload_reads_as_its_buffers_one_after_the_other():

@@ -12,14 +12,13 @@ import socket
 import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from botocore.awsrequest import AWSPreparedRequest
 
 from kvconnect.backends.disk.direct_io import view
 from kvconnect.backends.s3.bucket import S3Bucket
-from kvconnect.backends.s3.quick import QuickRequests
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl
 from kvconnect.bench.store.floor import Floor
@@ -44,17 +43,18 @@ class _Object:
 
 
 def open_floor(url: str, payloads: Payloads) -> S3Floor | None:
-    """The floor of the store of `url`; ``None``: it is behind a proxy, or nothing is signed.
+    """The floor of the store of `url`; ``None``: it is behind a proxy.
 
     Raises:
         ConfigurationError, BackendUnavailable: the service cannot be used.
     """
     settings = S3Settings.from_url(StoreUrl.parse(url))
-    bucket = S3Bucket(settings)
+    # Signed before there is a body.
+    bucket = S3Bucket(replace(settings, sign_payload=False))
     try:
         bucket.check()
-        if bucket.quick is not None:
-            return S3Floor(payloads, bucket, bucket.quick, settings)
+        if bucket.client.transport is not None:
+            return S3Floor(payloads, bucket, settings)
     except BaseException:
         bucket.close()
         raise
@@ -79,12 +79,9 @@ class S3Floor(Floor):
 
     name = "plain HTTP"
 
-    def __init__(
-        self, payloads: Payloads, bucket: S3Bucket, requests: QuickRequests, settings: S3Settings
-    ) -> None:
+    def __init__(self, payloads: Payloads, bucket: S3Bucket, settings: S3Settings) -> None:
         super().__init__(payloads)
         self._bucket = bucket
-        self._requests = requests
         self._tls = ssl.create_default_context(cafile=settings.ca_bundle)
         step = values_per_object(payloads, settings)
         stem = secrets.token_hex(8)
@@ -128,7 +125,7 @@ class S3Floor(Floor):
         self._bucket.close()
 
     def _run(self, method: str, number: int) -> float:
-        requests = [self._requests.signed(method, one.name) for one in self._objects]
+        requests = [self._bucket.client.signed(method, one.name) for one in self._objects]
 
         def work(at: int) -> None:
             connection = self._connections[at]
@@ -145,7 +142,7 @@ class S3Floor(Floor):
             return time.perf_counter() - start
 
     def _connect(self) -> socket.socket:
-        url = urlsplit(self._requests.signed("GET", "").url)
+        url = urlsplit(self._bucket.client.signed("GET", "").url)
         secure = url.scheme == "https"
         place = (url.hostname or "", url.port or (443 if secure else 80))
         connection = socket.create_connection(place, timeout=30)

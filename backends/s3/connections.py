@@ -1,0 +1,164 @@
+"""Connections to the service: kept for the next request, and ended when the store is closed."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import defaultdict
+from contextlib import suppress
+from urllib.parse import SplitResult
+
+from botocore.exceptions import (
+    ConnectTimeoutError,
+    EndpointConnectionError,
+    HTTPClientError,
+    ReadTimeoutError,
+    SSLError,
+)
+
+from kvconnect.backends.s3.errors import Aborted
+
+__all__ = ["Connections"]
+
+# Bytes per second; a request may take this long, beside the timeout.
+_SLOWEST = 256 << 10
+
+
+class Connections:
+    """Connections that are open, idle or busy. Thread-safe.
+
+    Args:
+        connect_timeout: seconds.
+        read_timeout: seconds without a byte.
+        tls: for ``https``; ``None``: Python's own.
+    """
+
+    def __init__(
+        self, *, connect_timeout: float, read_timeout: float, tls: ssl.SSLContext | None
+    ) -> None:
+        self._connect_timeout = connect_timeout
+        self._read_timeout = read_timeout
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._idle: defaultdict[str, list[http.client.HTTPConnection]] = defaultdict(list)
+        # Every connection, and when the request it serves must have ended.
+        self._open: dict[http.client.HTTPConnection, float] = {}
+        self._aborted = False
+
+    def take(self, url: SplitResult) -> http.client.HTTPConnection:
+        """A connection to the service of `url`, for one request.
+
+        Raises:
+            botocore's ConnectionError: there is none to be had.
+            Aborted: `abort` was called.
+        """
+        service = f"{url.scheme}://{url.netloc}"
+        while True:
+            with self._lock:
+                if self._aborted:
+                    raise Aborted
+                idle = self._idle[service]
+                connection = idle.pop() if idle else None
+            if connection is None:
+                return self._connect(url, service)
+            # Something to read before anything was asked: the server has closed it.
+            if not _readable(connection.sock):
+                return connection
+            self.drop(connection)
+
+    def allow(self, connection: http.client.HTTPConnection, nbytes: int) -> None:
+        """From now on `connection` has to move so many bytes, in a time that is by far enough."""
+        self._open[connection] = time.monotonic() + self._read_timeout + nbytes / _SLOWEST
+
+    def give_back(self, url: SplitResult, connection: http.client.HTTPConnection) -> None:
+        """`connection` has nothing left to read and may serve another request."""
+        with self._lock:
+            if not self._aborted:
+                self._idle[f"{url.scheme}://{url.netloc}"].append(connection)
+                self._open[connection] = math.inf
+                return
+        self.drop(connection)
+
+    def drop(self, connection: http.client.HTTPConnection) -> None:
+        """Close `connection`."""
+        with self._lock:
+            self._open.pop(connection, None)
+        connection.close()
+
+    def abort(self) -> None:
+        """End every request in flight with an error, refuse new ones, close every connection."""
+        with self._lock:
+            self._aborted = True
+            idle = [connection for several in self._idle.values() for connection in several]
+            self._idle.clear()
+            busy = self._open.keys() - set(idle)
+        for connection in idle:
+            self.drop(connection)
+        for connection in busy:
+            _shut_down(connection)
+
+    def end_overdue(self) -> None:
+        """End requests that take far longer than their size explains: a server that drips bytes.
+
+        Each byte in time keeps a socket's timeout from ever coming.
+        """
+        now = time.monotonic()
+        with self._lock:
+            overdue = [connection for connection, end in self._open.items() if now >= end]
+        for connection in overdue:
+            _shut_down(connection)
+
+    def error(self, error: Exception, url: str, otherwise: type[HTTPClientError]) -> Exception:
+        """`error` of a request for `url` as boto3 names it; `otherwise` if it is no timeout."""
+        if self._aborted:
+            return Aborted()
+        if isinstance(error, TimeoutError):
+            return ReadTimeoutError(endpoint_url=url, error=error)
+        return otherwise(endpoint_url=url, error=error)
+
+    def _connect(self, url: SplitResult, service: str) -> http.client.HTTPConnection:
+        host, port, timeout = url.hostname or "", url.port, self._connect_timeout
+        connection: http.client.HTTPConnection
+        if url.scheme == "https":
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=self._tls)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        try:
+            connection.connect()
+        except OSError as error:
+            connection.close()
+            raise _unreachable(error)(endpoint_url=service, error=error) from error
+        connection.sock.settimeout(self._read_timeout)
+        with self._lock:
+            if not self._aborted:
+                self._open[connection] = math.inf
+                return connection
+        connection.close()
+        raise Aborted
+
+
+def _unreachable(error: OSError) -> type[ConnectTimeoutError | SSLError | EndpointConnectionError]:
+    if isinstance(error, TimeoutError):
+        return ConnectTimeoutError
+    return SSLError if isinstance(error, ssl.SSLError) else EndpointConnectionError
+
+
+def _readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _shut_down(connection: http.client.HTTPConnection) -> None:
+    # Wakes the thread that waits for it; only that thread closes it.
+    sock = connection.sock
+    if sock is not None:
+        with suppress(OSError):  # it was not connected any more
+            # Not the method of Python's TLS sockets: it takes the TLS away, and the next read gets
+            # what is left in the socket, still encrypted.
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
