@@ -51,11 +51,6 @@ class ReclaimQueue:
     def __contains__(self, segment: Segment) -> bool:
         return segment in self._tickets
 
-    @property
-    def num_entries(self) -> int:
-        """Entries, with those that are no longer valid."""
-        return len(self._line) + len(self._heap) + len(self._expiring)
-
     def add(self, segment: Segment) -> None:
         """`segment` is a candidate from now on, in the order that its state gives it now."""
         self._last_ticket += 1
