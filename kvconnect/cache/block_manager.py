@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvconnect.cache.admission.admission import Admission
 from kvconnect.cache.admission.planner import Planner
-from kvconnect.cache.admission.prompt import Prompt
+from kvconnect.cache.admission.prompt import Prompt, namespace_of
 from kvconnect.cache.invariants import check_invariants
 from kvconnect.cache.memory.copier import BlockCopier
 from kvconnect.cache.memory.sizing import PoolSizes, pool_sizes
@@ -109,7 +109,8 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) no tokens, or a token outside int32.
         """
-        return self._planner.num_matched(Prompt.of(tokens, cache_salt, lora_id, extra_key))
+        prompt = Prompt.of(tokens, namespace_of(cache_salt, lora_id, extra_key))
+        return self._planner.num_matched(prompt)
 
     def can_add(
         self,
@@ -127,27 +128,17 @@ class BlockManager:
         Raises:
             ConfigurationError: (a ``ValueError``) as `add_sequence`.
         """
-        prompt = Prompt.of(
-            tokens, cache_salt, lora_id, extra_key, max_matched, first_chunk, external_end
+        prompt = Prompt.of(tokens, namespace_of(cache_salt, lora_id, extra_key)).within(
+            max_matched=max_matched, first_chunk=first_chunk, external_end=external_end
         )
         return self._planner.plan(prompt) is not None
 
-    def predict_match(
-        self,
-        tokens: Tokens,
-        *,
-        cache_salt: str | None = None,
-        lora_id: int | str | None = None,
-        extra_key: str | int | None = None,
-        first_chunk: int | None = None,
-        keys: KeyChain | None = None,
-    ) -> int | None:
-        """``matched_tokens`` of `add_sequence` now; ``None``: no blocks. Changes nothing.
+    def predict_match(self, prompt: Prompt, keys: KeyChain | None = None) -> int | None:
+        """``matched_tokens`` of `admit` now; ``None``: no blocks. Changes nothing.
 
         Less than `match` where a partial match has to be given up for want of blocks. `keys` need
         not hash again what was hashed of the match, if a search by key was made before.
         """
-        prompt = Prompt.of(tokens, cache_salt, lora_id, extra_key, first_chunk=first_chunk)
         plan = self._planner.plan(prompt, keys)
         return None if plan is None else plan.num_matched
 
@@ -167,11 +158,6 @@ class BlockManager:
     def max_blocks(self, *, window: int | None = None) -> int:
         """Blocks in all. It changes when pools give each other memory."""
         return self._pools[self._group(window)].num_blocks
-
-    def max_host_blocks(self, *, window: int | None = None) -> int:
-        """Blocks in host memory."""
-        host = self._pools[self._group(window)].host
-        return 0 if host is None else host.num_blocks
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
         """Whether each pool group can supply so many blocks; memory moves between them if need be.
@@ -266,6 +252,20 @@ class BlockManager:
             ConfigurationError: (a ``ValueError``) an argument is out of range.
             OutOfBlocks: there are not enough blocks.
         """
+        prompt = Prompt.of(tokens, namespace_of(cache_salt, lora_id, extra_key)).within(
+            max_matched=max_matched, first_chunk=first_chunk, external_end=external_end
+        )
+        return self.admit(request_id, prompt, retention=retention, keys=keys)
+
+    def admit(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        *,
+        retention: KvCacheRetentionConfig | None = None,
+        keys: KeyChain | None = None,
+    ) -> SequenceAllocation:
+        """As `add_sequence`, of a prompt that was made before and was not admitted yet."""
         if request_id in self._sequences:
             raise DuplicateRequest(f"request {request_id} has blocks already")
         if keys is not None and keys.tokens_per_block != self._tokens_per_block:
@@ -273,9 +273,6 @@ class BlockManager:
                 f"keys: made for blocks of {keys.tokens_per_block} tokens, these have "
                 f"{self._tokens_per_block}"
             )
-        prompt = Prompt.of(
-            tokens, cache_salt, lora_id, extra_key, max_matched, first_chunk, external_end
-        )
         sequence = self._admission.admit(prompt, retention, keys)
         self._sequences.add(request_id, sequence)
         return SequenceAllocation(sequence.matched, as_id_array(sequence.held[0].ids))

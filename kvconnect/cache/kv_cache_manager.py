@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, TypedDict
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvconnect.cache.admission.demand import peak_to_completion
+from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.memory.cache_memory import CacheMemory
 from kvconnect.cache.memory.host_traffic import MeteredCopier
@@ -30,12 +31,6 @@ from kvconnect.request import (
 __all__ = ["KVCacheManager"]
 
 _CPU = torch.device("cpu")
-
-
-class _Space(TypedDict):
-    cache_salt: str | None
-    lora_id: int | str | None
-    extra_key: str | int | None
 
 
 class KVCacheManager(BaseKVCacheManager):
@@ -216,25 +211,19 @@ class KVCacheManager(BaseKVCacheManager):
     # ---------------------------------------------------------------- inside
 
     def _admit(self, request: LlmRequest) -> bool:
-        space: _Space = {
-            "cache_salt": request.cache_salt,
-            "lora_id": request.lora_id,
-            "extra_key": request.extra_key,
-        }
-        external = self._match_external(request, space)
+        chunk = self._max_chunk
+        prompt = Prompt.of(request.tokens.view, request.namespace).within(first_chunk=chunk)
+        external = self._match_external(request, prompt)
         if external is None:
             return False
+        if external.num_tokens:
+            prompt = prompt.within(
+                max_matched=external.position, first_chunk=chunk, external_end=external.end
+            )
         onboarded = self._copier.onboarded_tokens
         try:
-            allocation = self.blocks.add_sequence(
-                request.request_id,
-                request.tokens.view,
-                **space,
-                retention=request.retention,
-                keys=request.key_chain,
-                max_matched=external.position if external.num_tokens else None,
-                first_chunk=self._max_chunk,
-                external_end=external.end if external.num_tokens else None,
+            allocation = self.blocks.admit(
+                request.request_id, prompt, retention=request.retention, keys=request.key_chain
             )
         except OutOfBlocks:
             # Also where it would fit without the store: if that reaches further than the device,
@@ -252,13 +241,11 @@ class KVCacheManager(BaseKVCacheManager):
             self._matcher.blocks_allocated(request, allocation.block_ids.tolist(), by_group)
         return True
 
-    def _match_external(self, request: LlmRequest, space: _Space) -> ExternalMatch | None:
+    def _match_external(self, request: LlmRequest, prompt: Prompt) -> ExternalMatch | None:
         # What a store has beyond the device's match; None: there are no blocks for the request.
         if self._matcher is None:
             return ExternalMatch()
-        matched = self.blocks.predict_match(
-            request.tokens.view, **space, first_chunk=self._max_chunk, keys=request.key_chain
-        )
+        matched = self.blocks.predict_match(prompt, request.key_chain)
         return None if matched is None else self._matcher.match_external(request, matched)
 
     def _reserved_ids(self, request_id: int, group: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.config import KvCacheConfig
 from kvconnect.layout import KvCacheLayout
@@ -199,7 +200,7 @@ class Simulator:
         end = min(end, request.input_length - 1)
         if end == 0:
             return None, 0
-        on_device = self._blocks.predict_match(prompt) or 0
+        on_device = self._blocks.predict_match(Prompt.of(prompt)) or 0
         if end <= on_device:
             return None, 0
         return on_device - on_device % self.machine.tokens_per_block, end

@@ -18,11 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from naive_manager import NaiveManager
 from slot_content import SlotContent
 
+from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.pool import matching
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import KvConnectError
-from kvconnect.keys import BlockKey, KeyChain, chain_key
+from kvconnect.keys import BlockKey, KeyChain, Namespace, chain_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenBuffer
 
@@ -184,8 +185,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             got = manager.match(query, cache_salt=salt)
             assert got == expected, f"{query} of {salt}"
         for tokens, salt in self.probes[-2:]:
-            expected = naive.predict_match(tokens, cache_salt=salt)
-            assert manager.predict_match(tokens, cache_salt=salt) == expected
+            prompt = Prompt.of(tokens, Namespace(salt))
+            assert manager.predict_match(prompt) == naive.predict_match(prompt)
         for ids in self.detached.values():
             for group, held in enumerate(ids):
                 self.content.scribble(group, held, 0)

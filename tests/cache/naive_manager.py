@@ -5,6 +5,7 @@ Its methods are those of `BlockManager`, and it raises kvconnect's errors: one t
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from types import SimpleNamespace
 
 import naive_match
@@ -113,8 +114,10 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         space = (cache_salt, lora_id, extra_key)
         return self.plan(space, tokens, max_matched, first_chunk, external_end) is not None
 
-    def predict_match(self, tokens, *, cache_salt=None, lora_id=None, extra_key=None):
-        plan = self.plan((cache_salt, lora_id, extra_key), tokens, None, None, None)
+    def predict_match(self, prompt):
+        space = astuple(prompt.namespace)
+        tokens = memoryview(prompt.tokens).cast("i").tolist()
+        plan = self.plan(space, tokens, None, None, None)
         return None if plan is None else plan.match.length
 
     def add_sequence(

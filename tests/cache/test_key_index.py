@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kvconnect import KvCacheConfig, keys
+from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.tree import key_index
 from kvconnect.keys import BlockKey, KeyChain, chain_keys, split_keys
@@ -93,7 +94,7 @@ def test_the_chain_takes_what_the_tree_hashed(hashed, ask):
     tokens = [*PROMPT[: 7 * T], 99, 98, 97, 96]
     own = chain(tokens)
     if ask == "predict_match":
-        manager.predict_match(tokens, keys=own)
+        manager.predict_match(Prompt.of(tokens), own)
         assert own.num_hashed == len(hashed) == 7
     manager.add_sequence(1, tokens, keys=own)
     assert own.num_hashed == 7

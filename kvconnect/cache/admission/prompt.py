@@ -9,10 +9,23 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Namespace
 from kvconnect.tokens import Tokens, as_token_array
 
-__all__ = ["Prompt"]
+__all__ = ["Prompt", "namespace_of"]
 
 _COMMON = Namespace()
 """Of prompts without salt, adapter or other key: a dictionary finds it without comparing."""
+
+
+def namespace_of(
+    cache_salt: str | None, lora_id: int | str | None, extra_key: str | int | None
+) -> Namespace:
+    """The namespace of these arguments of `BlockManager.add_sequence`.
+
+    Raises:
+        ConfigurationError: (a ``ValueError``) an empty salt.
+    """
+    if cache_salt is None and lora_id is None and extra_key is None:
+        return _COMMON
+    return Namespace(cache_salt, lora_id, extra_key)
 
 
 class Prompt(NamedTuple):
@@ -20,7 +33,7 @@ class Prompt(NamedTuple):
 
     Attributes:
         namespace: whose blocks may be reused.
-        tokens: as native int32 bytes.
+        tokens: as native int32 bytes; the sequence's own, once it is admitted.
         max_matched: reuse at most so many tokens.
         first_chunk: window pools hold blocks for so many tokens to be computed.
         external_end: leading tokens that an external store fills before any is computed.
@@ -28,9 +41,9 @@ class Prompt(NamedTuple):
 
     namespace: Namespace
     tokens: bytearray
-    max_matched: int | None
-    first_chunk: int | None
-    external_end: int | None
+    max_matched: int | None = None
+    first_chunk: int | None = None
+    external_end: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -38,33 +51,36 @@ class Prompt(NamedTuple):
         return len(self.tokens) // 4
 
     @staticmethod
-    def of(
-        tokens: Tokens,
-        cache_salt: str | None,
-        lora_id: int | str | None,
-        extra_key: str | int | None,
+    def of(tokens: Tokens, namespace: Namespace = _COMMON) -> Prompt:
+        """The prompt of a copy of `tokens`, without limits.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) no tokens, or one outside int32.
+        """
+        array = as_token_array(tokens)
+        if len(array) == 0:
+            raise ConfigurationError("tokens: at least one is needed")
+        return Prompt(namespace, bytearray(array))
+
+    def within(
+        self,
+        *,
         max_matched: int | None = None,
         first_chunk: int | None = None,
         external_end: int | None = None,
     ) -> Prompt:
-        """The prompt of these arguments of `BlockManager.add_sequence`.
+        """The same prompt with these limits, and no others.
 
         Raises:
             ConfigurationError: (a ``ValueError``) one of them is out of range.
         """
-        namespace = _COMMON
-        if cache_salt is not None or lora_id is not None or extra_key is not None:
-            namespace = Namespace(cache_salt, lora_id, extra_key)
-        array = as_token_array(tokens)
-        if len(array) == 0:
-            raise ConfigurationError("tokens: at least one is needed")
         if max_matched is not None:
             _check_least("max_matched", max_matched, 0)
         if first_chunk is not None:
             _check_least("first_chunk", first_chunk, 1)
         if external_end is not None:
-            check_position("external_end", external_end, len(array))
-        return Prompt(namespace, bytearray(array), max_matched, first_chunk, external_end)
+            check_position("external_end", external_end, self.num_tokens)
+        return Prompt(self.namespace, self.tokens, max_matched, first_chunk, external_end)
 
 
 def _check_least(field: str, value: int, least: int) -> None:
