@@ -176,7 +176,7 @@ class BlockManager:
 
     def holds(self, request_id: int) -> bool:
         """Whether there is a sequence of this id."""
-        return request_id in self._sequences
+        return request_id in self._sequences.live
 
     def block_ids(self, request_id: int, *, window: int | None = None) -> npt.NDArray[np.int32]:
         """The sequence's blocks in order of its tokens: int32, the caller's own.
@@ -266,7 +266,7 @@ class BlockManager:
         keys: KeyChain | None = None,
     ) -> SequenceAllocation:
         """As `add_sequence`, of a prompt that was made before and was not admitted yet."""
-        if request_id in self._sequences:
+        if request_id in self._sequences.live:
             raise DuplicateRequest(f"request {request_id} has blocks already")
         if keys is not None and keys.tokens_per_block != self._tokens_per_block:
             raise ConfigurationError(
@@ -274,7 +274,7 @@ class BlockManager:
                 f"{self._tokens_per_block}"
             )
         sequence = self._admission.admit(prompt, retention, keys)
-        self._sequences.add(request_id, sequence)
+        self._sequences.live[request_id] = sequence
         return SequenceAllocation(sequence.matched, as_id_array(sequence.held[0].ids))
 
     def reserve(self, request_id: int, num_tokens: int) -> None:
@@ -376,10 +376,9 @@ class BlockManager:
         Raises:
             SequencesLive: a sequence or a pin is live.
         """
-        if self._sequences or self._pins:
-            raise SequencesLive(
-                f"{len(self._sequences)} sequences and {len(self._pins)} pins hold blocks"
-            )
+        sequences, pins = len(self._sequences.live), len(self._pins.live)
+        if sequences or pins:
+            raise SequencesLive(f"{sequences} sequences and {pins} pins hold blocks")
         self._events.removed_all()
         for pool in self._pools:
             pool.reset()

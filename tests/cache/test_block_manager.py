@@ -340,10 +340,10 @@ def sizes(manager):
     """Of every container in the manager that could grow."""
     tree, pool = manager._tree, manager._pools[0]
     return {
-        "sequences": len(manager._sequences),
-        "pins": len(manager._pins),
+        "sequences": len(manager._sequences.live),
+        "pins": len(manager._pins.live),
         "roots": len(tree.roots),
-        "index": len(tree.index),
+        "index": len(tree.index._first),
         "blank": len(pool.private.blank),
         "candidates": len(pool.published.candidates.primary),
     }

@@ -71,6 +71,6 @@ def test_a_child_can_be_replaced_without_another_place_in_the_order():
     for key, name in zip([b"b", b"a", b"c"], itertools.count()):
         made.add(key, name)
     assert list(made.begun_by(b"")) == [1, 0, 2]
-    made.replace(b"a", "new")
+    made[b"a"] = "new"
     made.remove(b"c")
     assert list(made.begun_by(b"")) == ["new", 0]

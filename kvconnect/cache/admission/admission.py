@@ -57,7 +57,8 @@ class Admission:
             free = self._slabs.free_blocks()
             raise OutOfBlocks(f"{needed} blocks are needed, less what is shared; {free}")
         wanted = RetentionPlan(retention, prompt.num_tokens, self._tokens_per_block)
-        sequence = Sequence(prompt.namespace, prompt.tokens, wanted, keys, self._pools)
+        held = [HeldBlocks(pool) for pool in self._pools]
+        sequence = Sequence(prompt.namespace, prompt.tokens, wanted, keys, held)
         self._carry_out(sequence, plan)
         if keys is not None and prompt.namespace in self._tree.roots:
             self._tree.root(prompt.namespace, keys.root)

@@ -74,6 +74,17 @@ class BlockPool:
 
     # ---------------------------------------------------------------- allocating
 
+    def require(self, count: int) -> None:
+        """Refuse a number of blocks that cannot be allocated now.
+
+        Raises:
+            OutOfBlocks: there are not so many; nothing changed.
+        """
+        if count > self.num_free:
+            raise OutOfBlocks(
+                f"{count} blocks are needed, {self.num_free} of {self.num_blocks} are free"
+            )
+
     def allocate(self, count: int) -> BlockIds:
         """`count` private blocks, reclaiming published ones where blank ones do not suffice.
 
@@ -81,10 +92,7 @@ class BlockPool:
             OutOfBlocks: there are not so many; nothing changed.
         """
         if count > len(self.private.blank):
-            if count > self.num_free:
-                raise OutOfBlocks(
-                    f"{count} blocks are needed, {self.num_free} of {self.num_blocks} are free"
-                )
+            self.require(count)
             self.make_blank(count)
         return self.private.take(count)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ def no_ids(count: int) -> BlockIds:
     return _NO_BLOCK * count
 
 
+@dataclass(slots=True, eq=False)
 class HeldPath:
     """References to parts of one path in one pool.
 
@@ -42,12 +44,9 @@ class HeldPath:
             and end where segments do.
     """
 
-    __slots__ = ("pool", "segment", "spans")
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
-        self.segment: Segment | None = None
-        self.spans: list[Span] = []
+    pool: BlockPool
+    segment: Segment | None = None
+    spans: list[Span] = field(default_factory=list)
 
     def add(self, segment: Segment, start: int, stop: int) -> None:
         """The blocks ``start..stop``, of which `segment` has the last, are referenced, too."""
@@ -127,6 +126,7 @@ class HeldPath:
             yield start, stop
 
 
+@dataclass(slots=True, eq=False)
 class HeldBlocks(HeldPath):
     """What a sequence holds in one pool: its blocks ``first..stop``.
 
@@ -141,15 +141,11 @@ class HeldBlocks(HeldPath):
         inherited: retention of the block that was copied in admission.
     """
 
-    __slots__ = ("duplicate", "first", "ids", "inherited", "stop")
-
-    def __init__(self, pool: BlockPool) -> None:
-        super().__init__(pool)
-        self.ids: BlockIds = new_ids()
-        self.first = 0
-        self.stop = 0
-        self.duplicate = False
-        self.inherited: Retention = DEFAULT_RETENTION
+    ids: BlockIds = field(default_factory=new_ids)
+    first: int = 0
+    stop: int = 0
+    duplicate: bool = False
+    inherited: Retention = DEFAULT_RETENTION
 
     @property
     def is_published(self) -> bool:
@@ -183,6 +179,7 @@ class HeldBlocks(HeldPath):
         return ids
 
 
+@dataclass(slots=True, eq=False)
 class PinnedPath(HeldPath):
     """What a pin holds in one pool.
 
@@ -191,18 +188,14 @@ class PinnedPath(HeldPath):
         loose: private blocks that no sequence has any more.
     """
 
-    __slots__ = ("end", "first", "loose")
-
-    def __init__(self, pool: BlockPool) -> None:
-        super().__init__(pool)
-        self.first = 0
-        self.end = 0
-        self.loose: BlockIds = new_ids()
+    first: int = 0
+    end: int = 0
+    loose: BlockIds = field(default_factory=new_ids)
 
     def ids_held(self) -> Iterator[BlockIds]:
         """See `HeldPath.ids_held`."""
         yield self.loose
-        yield from super().ids_held()
+        yield from HeldPath.ids_held(self)  # a class with slots is made anew: no super()
 
     def holds(self, start: int, stop: int) -> bool:
         """Whether all these blocks of its sequence were pinned."""

@@ -22,6 +22,9 @@ __all__ = ["SlabMove", "Slabs"]
 
 Ids = npt.NDArray[np.int32]
 
+_FIXED = SlabGeometry(0, (), ())
+"""Of pools that give each other nothing."""
+
 
 class Holder(Protocol):
     """A sequence or a pin."""
@@ -62,9 +65,9 @@ class Slabs:
     ) -> None:
         self._pools = pools
         self._tree = tree
-        self._geometry = geometry
+        self._geometry = geometry = geometry or _FIXED
         self._copier = copier
-        self._owners = list(geometry.owners) if geometry is not None else []
+        self._owners = list(geometry.owners)
         self._holders: tuple[Iterable[Holder], ...] = ()
 
     def watch(self, *holders: Iterable[Holder]) -> None:
@@ -81,11 +84,10 @@ class Slabs:
                 break
         else:
             return ()
-        geometry = self._geometry
-        if geometry is None:
+        if not self._owners:
             return None
         spare = [pool.num_free - need for pool, need in zip(self._pools, needs, strict=True)]
-        sizes = geometry.blocks_per_slab
+        sizes = self._geometry.blocks_per_slab
         whole = [left // size for left, size in zip(spare, sizes, strict=True)]
         missing = [max(-slabs, 0) for slabs in whole]
         if sum(whole) < 0:
@@ -109,8 +111,7 @@ class Slabs:
             self._clear(self._pools[giver], slabs)
         for move in moves:
             self._owners[move.slab] = move.taker
-            if self._geometry is not None:
-                self._pools[move.taker].grow(self._geometry.block_ids(move.slab, move.taker))
+            self._pools[move.taker].grow(self._geometry.block_ids(move.slab, move.taker))
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
         """See `BlockManager.ensure_free`."""
@@ -142,8 +143,6 @@ class Slabs:
 
     def _movable(self, group: int) -> list[int]:
         # The pool's slabs in which no block is held, those with most blank ones first.
-        if self._geometry is None:
-            return []
         size = self._geometry.blocks_per_slab[group]
         occupied: set[int] = set()
         for holder in chain(*self._holders):
@@ -158,8 +157,6 @@ class Slabs:
 
     def _clear(self, pool: BlockPool, slabs: list[int]) -> None:
         # Empty these slabs and take them away from the pool.
-        if self._geometry is None:
-            return
         size = self._geometry.blocks_per_slab[pool.group]
         while True:
             pool.private.blank = _outside(pool.private.blank, slabs, size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -14,7 +13,7 @@ from kvconnect.cache.sequence.sequence import PinHandle, Sequence
 from kvconnect.cache.tree.key_index import KeyIndex
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.segment import Segment
-from kvconnect.errors import ConfigurationError, OutOfBlocks
+from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 
 __all__ = ["PinTable"]
@@ -25,21 +24,16 @@ class PinTable:
 
     What a pin holds of a running sequence changes as that goes on: see `Publication` for blocks
     that become published, and `Sequence.forget` for those it gives up.
+
+    Attributes:
+        live: those that were not unpinned.
     """
 
     def __init__(self, tree: RadixTree, pools: Items[BlockPool], matcher: Matcher) -> None:
         self._tree = tree
         self._pools = pools
         self._matcher = matcher
-        self._live: set[PinHandle] = set()
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    @property
-    def live(self) -> Collection[PinHandle]:
-        """Those that were not unpinned. Not to be changed."""
-        return self._live
+        self.live: set[PinHandle] = set()
 
     def pin(self, sequence: Sequence) -> PinHandle:
         """See `BlockManager.pin`."""
@@ -54,7 +48,7 @@ class PinTable:
         handle.shares_private = True
         handle.sequence = sequence
         sequence.pins.append(handle)
-        self._live.add(handle)
+        self.live.add(handle)
         return handle
 
     def pin_keys(self, keys: Items[BlockKey]) -> PinHandle:
@@ -67,7 +61,7 @@ class PinTable:
             handle = PinHandle(np.empty(0, np.int32), self._pools)
         else:
             handle = self._pin_path(self._place(found[0], num_blocks), num_blocks)
-        self._live.add(handle)
+        self.live.add(handle)
         return handle
 
     def _pin_path(self, segment: Segment, num_blocks: int) -> PinHandle:
@@ -94,9 +88,9 @@ class PinTable:
 
     def unpin(self, handle: PinHandle) -> None:
         """See `BlockManager.unpin`."""
-        if handle not in self._live:
+        if handle not in self.live:
             raise ConfigurationError("handle: not a pin of this manager, or unpinned already")
-        self._live.remove(handle)
+        self.live.remove(handle)
         sequence = handle.sequence
         for pinned in handle.held:
             pool = pinned.pool
@@ -125,10 +119,7 @@ class PinTable:
                 )
             needs.append(max(held.stop - max(first_block, held.first), 0))
         for pool, need in zip(self._pools, needs, strict=True):
-            if need > pool.num_free:
-                raise OutOfBlocks(
-                    f"{need} blocks are needed, {pool.num_free} of {pool.num_blocks} are free"
-                )
+            pool.require(need)
         handle = PinHandle(as_id_array(sequence.held[0].ids[first_block:]), self._pools)
         for held, pinned, need in zip(sequence.held, handle.held, needs, strict=True):
             pinned.loose = sequence.forget(held, first_block, held.stop)
@@ -137,7 +128,7 @@ class PinTable:
                 held.spans[-1][1] if held.spans else 0
             )
         self._forget_computed(sequence, first_block)
-        self._live.add(handle)
+        self.live.add(handle)
         return handle
 
     def _forget_computed(self, sequence: Sequence, first_block: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ class PinHandle(PinnedBlocks):
         return len(self.block_ids)
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """The tokens and blocks of one request.
 
@@ -58,37 +60,16 @@ class Sequence:
         pins: handles that hold private blocks of it.
     """
 
-    __slots__ = (
-        "attempted",
-        "chain",
-        "computed",
-        "held",
-        "matched",
-        "namespace",
-        "pins",
-        "plan",
-        "reserved",
-        "tokens",
-    )
-
-    def __init__(
-        self,
-        namespace: Namespace,
-        tokens: bytearray,
-        plan: RetentionPlan,
-        chain: KeyChain | None,
-        pools: Items[BlockPool],
-    ) -> None:
-        self.namespace = namespace
-        self.tokens = tokens
-        self.plan = plan
-        self.chain = chain
-        self.held: Items[HeldBlocks] = [HeldBlocks(pool) for pool in pools]
-        self.attempted = 0
-        self.computed = 0
-        self.matched = 0
-        self.reserved = 0
-        self.pins: list[PinHandle] = []
+    namespace: Namespace
+    tokens: bytearray
+    plan: RetentionPlan
+    chain: KeyChain | None
+    held: Items[HeldBlocks]
+    attempted: int = 0
+    computed: int = 0
+    matched: int = 0
+    reserved: int = 0
+    pins: list[PinHandle] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvconnect.cache.pool.held_blocks import HeldBlocks
 from kvconnect.cache.pool.matching import first_in_window
 from kvconnect.cache.pool.slabs import Slabs
@@ -17,25 +15,18 @@ __all__ = ["SequenceTable"]
 
 
 class SequenceTable:
-    """Sequences by request id: how they grow and shrink, and how they end."""
+    """Sequences by request id: how they grow and shrink, and how they end.
+
+    Attributes:
+        live: those that did not end.
+    """
 
     def __init__(self, tree: RadixTree, slabs: Slabs, publisher: Publisher) -> None:
         self._tree = tree
         self._slabs = slabs
         self._publisher = publisher
         self._tokens_per_block = tree.tokens_per_block
-        self._live: dict[int, Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._live
-
-    @property
-    def live(self) -> Mapping[int, Sequence]:
-        """Those that did not end. Not to be changed."""
-        return self._live
+        self.live: dict[int, Sequence] = {}
 
     def get(self, request_id: int) -> Sequence:
         """The sequence of that id.
@@ -44,13 +35,9 @@ class SequenceTable:
             UnknownRequest: there is none.
         """
         try:
-            return self._live[request_id]
+            return self.live[request_id]
         except KeyError:
             raise UnknownRequest(f"no live request has the id {request_id}") from None
-
-    def add(self, request_id: int, sequence: Sequence) -> None:
-        """`sequence` begins."""
-        self._live[request_id] = sequence
 
     # ---------------------------------------------------------------- growing and shrinking
 
@@ -146,7 +133,7 @@ class SequenceTable:
         self._end(request_id, num_valid_tokens)
 
     def _end(self, request_id: int, num_valid: int) -> None:
-        sequence = self._live.pop(request_id)
+        sequence = self.live.pop(request_id)
         self._publisher.finish(sequence, num_valid)
         for held in sequence.held:
             private = sequence.hand_over(held, held.first, held.stop)

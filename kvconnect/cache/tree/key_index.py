@@ -24,9 +24,6 @@ class KeyIndex:
         for root in roots:
             self.named(root)
 
-    def __len__(self) -> int:
-        return len(self._first)
-
     def find(self, keys: Sequence[BlockKey]) -> tuple[Segment, int] | None:
         """The deepest segment on the path of `keys`, and how many of them lead there."""
         found: Segment | None = None
@@ -101,13 +98,15 @@ class KeyIndex:
 
     def joining(self, upper: Segment, lower: Segment) -> None:
         """`lower`, which has keys only if all of `upper` have some, takes in `upper`."""
-        self._forget(lower)
+        self.removed(lower)
         if upper.keys and self._first.get(_first_key(upper)) is upper:
             self._first[_first_key(upper)] = lower
 
     def removed(self, segment: Segment) -> None:
         """`segment` left the tree."""
-        self._forget(segment)
+        # Callers that give two namespaces one chain root make equal keys: the first stays.
+        if segment.keys and self._first.get(_first_key(segment)) is segment:
+            del self._first[_first_key(segment)]
 
     def check(self, segments: Sequence[Segment]) -> None:
         """Raise `AssertionError` unless just the first keys of `segments` are here."""
@@ -115,11 +114,6 @@ class KeyIndex:
         right = all(_first_key(segment) == key for key, segment in self._first.items())
         if not right or self._first.keys() != expected:
             raise AssertionError("the key index has the first key of every segment, and no other")
-
-    def _forget(self, segment: Segment) -> None:
-        # Callers that give two namespaces one chain root make equal keys: the first stays.
-        if segment.keys and self._first.get(_first_key(segment)) is segment:
-            del self._first[_first_key(segment)]
 
     def _hash(self, segment: Segment, count: int) -> None:
         known = len(segment.keys) // KEY_NBYTES

@@ -24,6 +24,7 @@ class RadixTree:
     It moves segments; what their state means is the pools' affair.
 
     Attributes:
+        roots: of each namespace that has something published; only the tree changes it.
         index: finds segments by block key, once a search by key was made.
         on_split: called with the upper and the lower part of every segment that is divided, before
             the caller of `split` sees them.
@@ -37,21 +38,16 @@ class RadixTree:
         self.on_split: list[Callable[[Segment, Segment], None]] = []
         self.on_join: list[Callable[[Segment], None]] = []
         self._num_pools = num_pools
-        self._roots: dict[Namespace, Root] = {}
-
-    @property
-    def roots(self) -> dict[Namespace, Root]:
-        """The root of each namespace that has something published. Not to be changed."""
-        return self._roots
+        self.roots: dict[Namespace, Root] = {}
 
     def root(self, namespace: Namespace, chain_root: BlockKey | None = None) -> Root:
         """The namespace's root, made if need be; it goes with its last child.
 
         The first `chain_root` that is given is the key before its first blocks.
         """
-        root = self._roots.get(namespace)
+        root = self.roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Root(namespace, self._num_pools)
+            root = self.roots[namespace] = Root(namespace, self._num_pools)
         if root.chain_root is None and chain_root is not None:
             root.chain_root = chain_root
             if self.index is not None:
@@ -61,7 +57,7 @@ class RadixTree:
     def segments(self) -> Iterator[Segment]:
         """All segments, parents before children; nothing may be changed meanwhile."""
         waiting: list[Segment] = []
-        for root in self._roots.values():
+        for root in self.roots.values():
             waiting.extend(root.children.values())
         while waiting:
             segment = waiting.pop()
@@ -70,7 +66,7 @@ class RadixTree:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._roots.clear()
+        self.roots.clear()
         if self.index is not None:
             self.index = KeyIndex((), self.tokens_per_block)
 
@@ -169,7 +165,7 @@ class RadixTree:
         upper.pools = list(segment.pools)  # replaced by the pools' own parts, below
         upper.keys = segment.keys
         if segment.parent is not None:
-            segment.parent.children.replace(bytes(segment.tokens[: self.stride]), upper)
+            segment.parent.children[bytes(segment.tokens[: self.stride])] = upper
         segment.parent, segment.start = upper, at
         segment.tokens = upper.tokens[cut:]
         segment.keys = upper.keys[count * KEY_NBYTES :]
@@ -202,7 +198,7 @@ class RadixTree:
         lower.tokens = upper.tokens + lower.tokens
         lower.keys = upper.keys + lower.keys
         lower.start, lower.parent = upper.start, upper.parent
-        upper.parent.children.replace(bytes(upper.tokens[: self.stride]), lower)
+        upper.parent.children[bytes(upper.tokens[: self.stride])] = lower
         for absorbed in self.on_join:
             absorbed(upper)
 
@@ -233,7 +229,7 @@ class RadixTree:
             parent = segment.parent
             if parent is None:
                 if isinstance(segment, Root):
-                    self._roots.pop(segment.namespace, None)
+                    self.roots.pop(segment.namespace, None)
                 return
             if self.index is not None:
                 self.index.removed(segment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
 
@@ -24,6 +25,7 @@ def new_ids() -> BlockIds:
     return _NO_IDS[:]  # half the time of making one
 
 
+@dataclass(slots=True, eq=False)
 class Residence:
     """Where the blocks of a segment are in one pool, and what is known of them there.
 
@@ -40,26 +42,14 @@ class Residence:
         resident_below: child segments with blocks in primary or secondary.
     """
 
-    __slots__ = (
-        "expires",
-        "host_ids",
-        "ids",
-        "primary_below",
-        "references",
-        "resident_below",
-        "retention",
-        "stamp",
-    )
-
-    def __init__(self) -> None:
-        self.ids: BlockIds | None = None
-        self.host_ids: BlockIds | None = None
-        self.references = 0
-        self.retention: Retention = DEFAULT_RETENTION
-        self.expires = inf
-        self.stamp = 0
-        self.primary_below = 0
-        self.resident_below = 0
+    ids: BlockIds | None = None
+    host_ids: BlockIds | None = None
+    references: int = 0
+    retention: Retention = DEFAULT_RETENTION
+    expires: float = inf
+    stamp: int = 0
+    primary_below: int = 0
+    resident_below: int = 0
 
     @property
     def is_resident(self) -> bool:

@@ -62,10 +62,6 @@ class Children(dict[bytes, "Segment"]):
         if self.recent is not None:
             self.recent[key] = None
 
-    def replace(self, key: bytes, segment: Segment) -> None:
-        """`segment` replaces the child that `key` names."""
-        self[key] = segment
-
     def remove(self, key: bytes) -> None:
         """`key` must be there."""
         del self[key]
