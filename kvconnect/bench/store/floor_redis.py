@@ -7,8 +7,13 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from urllib.parse import unquote, urlsplit
 
-__all__ = ["RawRedis"]
+from kvconnect.backends.disk.direct_io import view
+from kvconnect.bench.store.floor import Floor, median_seconds
+from kvconnect.bench.store.payloads import Payloads
+
+__all__ = ["RawRedis", "RedisFloor"]
 
 _WINDOWS = (1, 2)
 _LOCAL_SEND_NBYTES = 208 << 10  # faster than what the system takes between processes of one host
@@ -113,11 +118,46 @@ class RawRedis:
     def _get(self, window: int) -> None:
         requests = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(one), one) for one in self._names]
         self._sock.sendall(b"".join(requests[:window]))
-        for number, view in enumerate(self._targets):
-            _expect(self._sock, b"$%d\r\n" % view.nbytes)
+        for number, target in enumerate(self._targets):
+            _expect(self._sock, b"$%d\r\n" % target.nbytes)
             self._sock.sendall(b"".join(requests[number + window : number + window + 1]))
-            _receive(self._sock, view)
+            _receive(self._sock, target)
             _expect(self._sock, b"\r\n")
+
+
+class RedisFloor(Floor):
+    """Raw sockets: one connection, requests written by hand."""
+
+    name = "raw sockets"
+
+    def __init__(self, payloads: Payloads, url: str) -> None:
+        super().__init__(payloads)
+        parts = urlsplit(url)
+        self._raw = RawRedis(
+            parts.hostname or "localhost",
+            parts.port or 6379,
+            [view(block.data) for block in payloads.blocks],
+            [view(data) for data in payloads.into],
+            password=None if parts.password is None else unquote(parts.password),
+            username=unquote(parts.username or "default"),
+            db=int(parts.path.strip("/") or 0),
+        )
+
+    def put(self) -> list[float]:
+        """SET of all values under names that are free."""
+        return [self._raw.put()]
+
+    def get(self) -> list[float]:
+        """GET of all values."""
+        return [self._raw.get()]
+
+    def lookup(self, keys: int) -> float:
+        """EXISTS of each key, sent together."""
+        return median_seconds(lambda: self._raw.lookup(keys))
+
+    def close(self) -> None:
+        """Delete the values."""
+        self._raw.close()
 
 
 def _receive(sock: socket.socket, view: memoryview) -> None:

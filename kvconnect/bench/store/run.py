@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from kvconnect.backend import Backend
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.url import StoreUrl
-from kvconnect.bench.store.floor import Floor, checksum_seconds, fastest, make_floor
+from kvconnect.bench.store.floor import Floor, checksum_seconds, fastest
+from kvconnect.bench.store.floors import make_floor
 from kvconnect.bench.store.payloads import Payloads, StorePlan
 from kvconnect.bench.store.report import StoreFigure, median_ratio, percentile
 from kvconnect.errors import ConfigurationError

@@ -1,0 +1,50 @@
+"""What memory can do: copies between two places of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvconnect.bench.store.floor import Floor, median_seconds, seconds_on_threads
+from kvconnect.bench.store.payloads import Payloads
+
+__all__ = ["MemoryFloor"]
+
+
+class MemoryFloor(Floor):
+    """Copying between two places of memory that were touched before, on one thread or two."""
+
+    name = "memcpy"
+
+    def __init__(self, payloads: Payloads) -> None:
+        super().__init__(payloads)
+        whole = np.ones(payloads.total, np.uint8)
+        self._kept = [whole[at : at + payloads.nbytes] for at in self._starts()]
+        self._index = {key: number for number, key in enumerate(payloads.keys)}
+
+    def put(self) -> list[float]:
+        """All values, one after the other."""
+        sources = [block.data.numpy() for block in self.payloads.blocks]
+        return self._copy(sources, self._kept)
+
+    def get(self) -> list[float]:
+        """The same back."""
+        return self._copy(self._kept, [data.numpy() for data in self.payloads.into])
+
+    def lookup(self, keys: int) -> float:
+        """In a dict."""
+        asked = (self.payloads.keys * keys)[:keys]
+        return median_seconds(lambda: [self._index.get(key) for key in asked])
+
+    def _starts(self) -> range:
+        return range(0, self.payloads.total, self.payloads.nbytes)
+
+    @staticmethod
+    def _copy(
+        sources: list[np.ndarray[Any, Any]], targets: list[np.ndarray[Any, Any]]
+    ) -> list[float]:
+        pairs = list(zip(targets, sources, strict=True))
+        return [
+            seconds_on_threads(threads, lambda pair: np.copyto(*pair), pairs) for threads in (1, 2)
+        ]
