@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -55,8 +55,7 @@ class PagedKv:
         key_dim, value_dim: elements of a row.
         dtype, device: of all planes.
         pinned: whether it is page-locked host memory.
-        planes: int64 ``[planes, 5]``: address, strides of block, token and head, bytes of a row.
-        plane_bytes: the same as plain numbers.
+        planes: where each of `views` lies; offsets are addresses.
         memories: the storages that the planes lie in, as bytes.
         spans: where in each of them, first and last address, by the address of the storage.
     """
@@ -76,7 +75,6 @@ class PagedKv:
         "num_layers",
         "per_layer",
         "pinned",
-        "plane_bytes",
         "planes",
         "spans",
         "tokens",
@@ -98,18 +96,17 @@ class PagedKv:
         self.dtype, self.device = first.dtype, first.device
         self.pinned = first.device.type == "cpu" and torch.cuda.is_available() and first.is_pinned()
         size = first.element_size()
-        table = [
-            (view.data_ptr(), *(view.stride(axis) * size for axis in (0, token, head, 3)))
-            for view in self.views
-        ]
-        self.planes: npt.NDArray[np.int64] = np.array(table, np.int64).reshape(-1, 5)
-        self.planes[:, 4] = [view.shape[3] * size for view in self.views]
-        self.memories, places = _memories(self.views)
-        self.plane_bytes = tuple(
-            PlaneBytes(offset, block, token, head, row, memory)
-            for (offset, block, token, head, row), memory in zip(
-                self.planes.tolist(), places, strict=True
+        self.memories, numbers = _memories(self.views)
+        self.planes = tuple(
+            PlaneBytes(
+                offset=view.data_ptr(),
+                block=view.stride(0) * size,
+                token=view.stride(token) * size,
+                head=view.stride(head) * size,
+                row=view.shape[3] * size,
+                memory=memory,
             )
+            for view, memory in zip(self.views, numbers, strict=True)
         )
         self.spans = _spans(self.views)
         self._slot_arrays: dict[int, list[npt.NDArray[np.void]]] = {}
@@ -184,12 +181,13 @@ class PagedKv:
     def _shift_to(self, other: PagedKv) -> int | None:
         if other is self:
             return 0
-        steps = (self.planes[:, 1:] == other.planes[:, 1:]).all()
-        distance = other.planes[:, 0] - self.planes[:, 0]
-        step = int(self.planes[0, 1])
-        if not steps or (distance != distance[0]).any() or not step or distance[0] % step:
+        distance, step = other.planes[0].offset - self.planes[0].offset, self.planes[0].block
+        if not step or distance % step:
             return None
-        shift = int(distance[0]) // step
+        for mine, theirs in zip(self.planes, other.planes, strict=True):
+            if replace(mine, offset=mine.offset + distance, memory=theirs.memory) != theirs:
+                return None
+        shift = distance // step
         return shift if -other.num_blocks < shift < self.num_blocks else None
 
     def layers_nbytes(self, num_layers: int) -> int:
@@ -247,7 +245,7 @@ class PagedKv:
         return known
 
     def _part(self, start: int, stop: int) -> Sequence[PlaneBytes]:
-        return self.plane_bytes[start * self.per_layer : stop * self.per_layer]
+        return self.planes[start * self.per_layer : stop * self.per_layer]
 
     def _rows(self, start: int, stop: int, step: int) -> Sequence[PlaneBytes]:
         """The same planes in a contiguous buffer."""
@@ -280,7 +278,7 @@ class PagedKv:
             tokens_first=self.layout == "NHD",
             by_token=by_token,
         )
-        return RunTable.of(strips)
+        return RunTable(strips)
 
 
 def _slot_array(view: Tensor) -> npt.NDArray[np.void]:
@@ -308,7 +306,7 @@ def _memories(views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[int]]:
     """The storages that `views` lie in, as 1-D bytes, and which of them each one is in."""
     found: dict[int, int] = {}
     memories: list[Tensor] = []
-    places = []
+    numbers = []
     for view in views:
         storage = view.untyped_storage()
         index = found.setdefault(storage.data_ptr(), len(memories))
@@ -317,8 +315,8 @@ def _memories(views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[int]]:
             with torch.inference_mode(mode=False):
                 memory = torch.empty(0, dtype=torch.uint8, device=view.device)
                 memories.append(memory.set_(storage))
-        places.append(index)
-    return tuple(memories), places
+        numbers.append(index)
+    return tuple(memories), numbers
 
 
 def bound(views: Sequence[Tensor], layout: str, per_layer: int) -> PagedKv:

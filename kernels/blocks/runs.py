@@ -2,76 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnect.kernels.blocks.strips import Strip
 
-__all__ = ["RunTable"]
+__all__ = ["RUN", "RunTable", "Runs"]
+
+RUN = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *("source_offset", "target_offset", "source_step", "target_step"),
+            *("nbytes", "first_token", "token_nbytes"),
+        )
+    ]
+)
+"""One run: where it lies in block 0, bytes from block to block, its bytes, its first token."""
+
+Runs: TypeAlias = npt.NDArray[np.void]
+"""``[runs]`` of `RUN`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class RunTable:
-    """All runs of a pair of blocks.
+    """All runs of a pair of blocks. Thread-safe.
+
+    Args:
+        strips: the runs as the host copies them.
+        runs: the same one by one; made of `strips` when first asked for if not given.
 
     Attributes:
-        strips: them, for the host.
-        nbytes: of all of them.
+        nbytes: of all of `strips`.
         num_runs: how many.
-        device, host, few: what a device, and the host's copies, keep beside it.
+        kept: what the host and devices keep beside the table, by their own keys.
     """
 
-    strips: tuple[Strip, ...]
-    nbytes: int
-    num_runs: int
-    device: dict[object, object] = field(default_factory=dict)
-    host: list[object] = field(default_factory=list)
-    few: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-    _rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    _prefixes: dict[int, RunTable] = field(default_factory=dict)
-
-    @staticmethod
-    def of(strips: Sequence[Strip]) -> RunTable:
-        """A table of these."""
-        return RunTable(
-            tuple(strips),
-            sum(strip.count * strip.nbytes for strip in strips),
-            sum(strip.count for strip in strips),
-        )
+    def __init__(self, strips: Iterable[Strip], runs: Runs | None = None) -> None:
+        self.strips = tuple(strips)
+        self.nbytes = sum(strip.count * strip.nbytes for strip in self.strips)
+        self.num_runs = sum(strip.count for strip in self.strips)
+        self.kept: dict[object, object] = {}
+        self._prefixes: dict[int, RunTable] = {}
+        if runs is not None:
+            self.runs = runs
 
     def prefix(self, num_tokens: int) -> RunTable:
         """The runs of the first `num_tokens` (at least 1) tokens; of a table made for that."""
         table = self._prefixes.get(num_tokens)
         if table is None:
-            table = RunTable.of([strip.prefix(num_tokens) for strip in self.strips])
+            table = RunTable(strip.prefix(num_tokens) for strip in self.strips)
             self._prefixes[num_tokens] = table
         return table
 
-    @property
-    def rows(self) -> npt.NDArray[np.int64]:
-        """``[runs, 7]``: offsets of source and target, their steps, bytes, token, token bytes.
+    @cached_property
+    def runs(self) -> Runs:
+        """Every run, in the order of the strips."""
+        runs = np.empty(self.num_runs, RUN)
+        start = 0
+        for strip in self.strips:
+            part = runs[start : start + strip.count]
+            start += strip.count
+            index = np.arange(strip.count)
+            part["source_offset"] = strip.source.offset + index * strip.source.spacing
+            part["target_offset"] = strip.target.offset + index * strip.target.spacing
+            part["source_step"] = strip.source.step
+            part["target_step"] = strip.target.step
+            part["nbytes"] = strip.nbytes
+            part["first_token"] = index if strip.across else 0
+            part["token_nbytes"] = strip.token_nbytes
+        return runs
 
-        The token is the first of the run. Made when first asked for.
-        """
-        if not self._rows:
-            self._rows.append(_rows(self.strips))
-        return self._rows[0]
-
-
-def _rows(strips: Sequence[Strip]) -> npt.NDArray[np.int64]:
-    parts = []
-    for strip in strips:
-        index = np.arange(strip.count, dtype=np.int64)
-        part = np.empty((strip.count, 7), np.int64)
-        part[:, 0] = strip.source.offset + index * strip.source.spacing
-        part[:, 1] = strip.target.offset + index * strip.target.spacing
-        part[:, 2] = strip.source.step
-        part[:, 3] = strip.target.step
-        part[:, 4] = strip.nbytes
-        part[:, 5] = index if strip.across else 0
-        part[:, 6] = strip.token_nbytes
-        parts.append(part)
-    return np.concatenate(parts) if parts else np.empty((0, 7), np.int64)
+    @cached_property
+    def run_list(self) -> list[tuple[int, ...]]:
+        """`runs` as plain numbers."""
+        numbers: list[tuple[int, ...]] = self.runs.tolist()
+        return numbers

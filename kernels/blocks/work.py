@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.strips import PlaneBytes
 
 __all__ = ["AppendWork", "BlockCopy", "Ids", "QuantizeWork", "TransposeWork", "UpdateWork"]
 
@@ -20,8 +21,10 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopy:
-    """Run ``r`` of pair ``i`` goes from ``source + rows[r, 0] + source_ids[i] * rows[r, 2]`` to
-    ``target + rows[r, 1] + target_ids[i] * rows[r, 3]``.
+    """A copy of blocks, run by run.
+
+    Run ``r`` of pair ``i`` goes from ``source + r.source_offset + source_ids[i] * r.source_step``
+    to ``target + r.target_offset + target_ids[i] * r.target_step``.
 
     Attributes:
         table: the runs. With `num_tokens` they are whole tokens, of one plane each.
@@ -29,7 +32,8 @@ class BlockCopy:
         source_ids, target_ids: ``[pairs]`` in range, without padding; on the device also int32, and
             out of range or -1: those pairs are skipped.
         num_tokens: ``[pairs]``; of run ``r`` the first
-            ``clamp(num_tokens[i] - rows[r, 5], 0, rows[r, 4] / rows[r, 6])`` tokens; ``None``: all.
+            ``clamp(num_tokens[i] - r.first_token, 0, r.nbytes / r.token_nbytes)`` tokens;
+            ``None``: all.
         nbytes: what is copied in all.
         source_device, target_device: where the memory is.
         source_pinned, target_pinned: whether it is page-locked host memory.
@@ -37,7 +41,7 @@ class BlockCopy:
         stable_source: the host wrote the source before the call and leaves it alone until the
             `Transfer` is done, so that it may be read at once.
         keep: what keeps the memory alive.
-    """  # noqa: D205 (two formulas do not fit on a line)
+    """
 
     table: RunTable
     source: int
@@ -98,7 +102,7 @@ class AppendWork:
         sources: addresses of the new keys, and of the new values unless the cache has none:
             ``[tokens, heads, row]``.
         source_strides: of token and head, for each source.
-        planes: ``[sources, 5]`` int64, as `PagedKv.planes`: where they go.
+        planes: where each of them goes; offsets are addresses.
         slots: ``[tokens]`` int32 or int64, block times tokens per block plus token; -1 is skipped.
             On the host they are valid; on the device others are skipped and counted.
         num_tokens: new tokens.
@@ -109,7 +113,7 @@ class AppendWork:
 
     sources: tuple[int, ...]
     source_strides: tuple[tuple[int, int], ...]
-    planes: npt.NDArray[np.int64]
+    planes: tuple[PlaneBytes, ...]
     slots: Tensor
     num_tokens: int
     block_tokens: int
@@ -149,7 +153,7 @@ class QuantizeWork:
     """Blocks to values of one byte and scales, or back; see `kvconnect.kernels.quantize`.
 
     Attributes:
-        planes: ``[planes, 5]`` int64, as `PagedKv.planes`; rows are in elements of `dtype`.
+        planes: where the elements of `dtype` are; offsets are addresses.
         tokens, heads: of a block.
         tokens_first: the order of rows in values and scales: NHD, else HND.
         block_ids: ``[n]`` in range, without padding.
@@ -164,7 +168,7 @@ class QuantizeWork:
         keep: what keeps the memory alive.
     """
 
-    planes: npt.NDArray[np.int64]
+    planes: tuple[PlaneBytes, ...]
     tokens: int
     heads: int
     tokens_first: bool

@@ -78,7 +78,7 @@ def _scattered(source: torch.Tensor, target: torch.Tensor, run_nbytes: int) -> B
     random = np.random.default_rng(0)
     strip = Strip(Side(0, 0, 2 * run_nbytes), Side(0, 0, 2 * run_nbytes), 1, run_nbytes, run_nbytes)
     return BlockCopy(
-        table=RunTable.of([strip]),
+        table=RunTable([strip]),
         source=source.data_ptr(),
         target=target.data_ptr(),
         source_ids=random.permutation(count),

@@ -20,14 +20,14 @@ def describe(copy: BlockCopy) -> Descriptors:
         copy: with its ids on the host.
     """
     source_ids, target_ids = copy.source_ids, copy.target_ids
-    rows = copy.table.rows
-    sources = copy.source + rows[:, 0] + source_ids[:, None] * rows[:, 2]
-    targets = copy.target + rows[:, 1] + target_ids[:, None] * rows[:, 3]
+    runs = copy.table.runs
+    sources = copy.source + runs["source_offset"] + source_ids[:, None] * runs["source_step"]
+    targets = copy.target + runs["target_offset"] + target_ids[:, None] * runs["target_step"]
     if copy.num_tokens is None:
-        sizes = np.broadcast_to(rows[:, 4], sources.shape)
+        sizes = np.broadcast_to(runs["nbytes"], sources.shape)
     else:
-        tokens = copy.num_tokens[:, None] - rows[:, 5]
-        sizes = np.clip(tokens * rows[:, 6], 0, rows[:, 4])
+        tokens = copy.num_tokens[:, None] - runs["first_token"]
+        sizes = np.clip(tokens * runs["token_nbytes"], 0, runs["nbytes"])
     return _merged(Descriptors(sources.ravel(), targets.ravel(), sizes.ravel()))
 
 

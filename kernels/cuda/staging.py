@@ -5,20 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.runs import Runs, RunTable
 from kvconnect.kernels.blocks.transfer import CopyEvent
 from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.cuda.copy_policy import Direction
 from kvconnect.kernels.cuda.driver.interface import Memory
 
 __all__ = ["Ring", "Slot", "Staging", "staging_of"]
-
-_SOURCE, _TARGET, _SOURCE_STEP, _TARGET_STEP, _NBYTES = range(5)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,26 +38,21 @@ class Staging:
 
 def staging_of(copy: BlockCopy, direction: Direction) -> Staging:
     """The two tables for the table of `copy`, kept beside it."""
-    kept = copy.table.device.get(direction)
-    if isinstance(kept, Staging):
-        return kept
-    made = _make(copy.table, _SOURCE if direction is Direction.LOAD else _TARGET)
-    copy.table.device[direction] = made
-    return made
+    kept = copy.table.kept.get(direction)
+    if kept is None:
+        on_host = "source_offset" if direction is Direction.LOAD else "target_offset"
+        kept = copy.table.kept.setdefault(direction, _staging(copy.table.runs, on_host))
+    return cast("Staging", kept)
 
 
-def _make(table: RunTable, host_offset: int) -> Staging:
-    rows = table.rows[np.argsort(table.rows[:, host_offset], kind="stable")]
-    sizes = rows[:, _NBYTES]
+def _staging(runs: Runs, on_host: str) -> Staging:
+    runs = runs[np.argsort(runs[on_host], kind="stable")]
+    sizes = runs["nbytes"]
     in_buffer, total = np.cumsum(sizes) - sizes, int(sizes.sum())
-    first, second = rows.copy(), rows.copy()
-    first[:, _TARGET], first[:, _TARGET_STEP] = in_buffer, total
-    second[:, _SOURCE], second[:, _SOURCE_STEP] = in_buffer, total
-    return Staging(_table(first, total), _table(second, total), total)
-
-
-def _table(rows: npt.NDArray[np.int64], nbytes: int) -> RunTable:
-    return RunTable((), nbytes, len(rows), _rows=[rows])
+    first, second = runs.copy(), runs.copy()
+    first["target_offset"], first["target_step"] = in_buffer, total
+    second["source_offset"], second["source_step"] = in_buffer, total
+    return Staging(RunTable((), first), RunTable((), second), total)
 
 
 class Slot:

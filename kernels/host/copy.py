@@ -68,24 +68,18 @@ def _copy_few(
 ) -> None:
     origin = source.data_ptr() if isinstance(source, Tensor) else 0
     destination = target.data_ptr() if isinstance(target, Tensor) else 0
-    for from_offset, to_offset, from_step, to_step, nbytes in _run_list(table):
+    for from_offset, to_offset, from_step, to_step, nbytes, _, _ in table.run_list:
         start, first = origin + from_offset, destination + to_offset
         for from_id, to_id in zip(source_ids, target_ids, strict=True):
             ctypes.memmove(first + to_id * to_step, start + from_id * from_step, nbytes)
 
 
-def _run_list(table: RunTable) -> list[tuple[int, int, int, int, int]]:
-    kept = table.few
-    if not kept:
-        kept.extend((a, b, c, d, n) for a, b, c, d, n, _, _ in table.rows.tolist())
-    return kept
-
-
 def _host_strips(table: RunTable, source: Rows, target: Rows) -> list[_HostStrip]:
-    kept = cast("list[_HostStrip]", table.host)
-    if not kept:
-        kept.extend(_HostStrip(strip, source, target) for strip in table.strips)
-    return kept
+    kept = table.kept.get("host")
+    if kept is None:
+        made = [_HostStrip(strip, source, target) for strip in table.strips]
+        kept = table.kept.setdefault("host", made)
+    return cast("list[_HostStrip]", kept)
 
 
 class _HostStrip:

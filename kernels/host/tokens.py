@@ -40,7 +40,7 @@ def append(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) 
 def _write_few(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
     slots, places = placed.ids.tolist(), placed.places.tolist()
     size, first = kv.dtype.itemsize, layer * kv.per_layer
-    planes = kv.plane_bytes[first : first + kv.per_layer]
+    planes = kv.planes[first : first + kv.per_layer]
     for state, plane in zip(states, planes, strict=True):
         origin, row, heads = state.data_ptr(), plane.row, kv.heads
         token_step, head_step = state.stride(0) * size, state.stride(1) * size

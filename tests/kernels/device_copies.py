@@ -62,7 +62,7 @@ class HostCopy:
         self.pitch = pitch
         self.pairs, self.tokens = pairs, tokens
         self.copy = BlockCopy(
-            table=RunTable.of(strips),
+            table=RunTable(strips),
             source=ends[0],
             target=ends[1],
             source_ids=np.array(ids[0], np.int64),

@@ -31,10 +31,9 @@ def test_the_planes_are_where_the_views_say(shape):
     )
     assert (kv.dtype, kv.layout, kv.device.type) == (shape.dtype, shape.layout, "cpu")
     token, head = (1, 2) if shape.layout == "NHD" else (2, 1)
-    for row, plane in zip(kv.planes.tolist(), cache.planes, strict=True):
-        address, block_step, token_step, head_step, width = row
-        assert (address, width) == (plane.data_ptr(), plane.shape[3])
-        for axis, step in ((0, block_step), (token, token_step), (head, head_step)):
+    for found, plane in zip(kv.planes, cache.planes, strict=True):
+        assert (found.offset, found.row) == (plane.data_ptr(), plane.shape[3])
+        for axis, step in ((0, found.block), (token, found.token), (head, found.head)):
             assert plane.shape[axis] == 1 or step == plane.stride(axis)
     assert kv.block_nbytes == cache.row(0).numel()
 
@@ -46,7 +45,7 @@ def test_the_runs_of_a_gather_cover_a_row_once_and_the_block_once(shape):
     kv = cache.kv
     table = kv.gather_table(0, kv.num_layers, kv.block_nbytes)
     covered = np.zeros(kv.block_nbytes, int)
-    for source, target, _, _, nbytes, first_token, token_nbytes in table.rows.tolist():
+    for source, target, _, _, nbytes, first_token, token_nbytes in table.run_list:
         covered[target : target + nbytes] += 1
         assert (first_token, token_nbytes) == (0, nbytes)
         start = source - cache.memory.data_ptr()
@@ -55,7 +54,7 @@ def test_the_runs_of_a_gather_cover_a_row_once_and_the_block_once(shape):
         )
     assert (covered == 1).all()
     assert table.nbytes == kv.block_nbytes
-    assert table.num_runs == len(table.rows)
+    assert table.num_runs == len(table.runs)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +78,11 @@ def test_what_is_contiguous_on_both_sides_is_one_run(form, gaps, runs):
 
 def test_runs_of_whole_tokens_are_not_merged_beyond_a_plane():
     kv = Shape("pool", "NHD", torch.float16, 3, 5, 16, 2, 8, 8).make(0).kv
-    rows = kv.copy_table(kv, 0, 3, by_token=True).rows
-    assert rows[:, 4:].tolist() == [[16 * 2 * 16, 0, 2 * 16]] * 6
+    rows = kv.copy_table(kv, 0, 3, by_token=True).run_list
+    assert [row[4:] for row in rows] == [(16 * 2 * 16, 0, 2 * 16)] * 6
     heads = Shape("stacked", "HND", torch.float16, 1, 5, 16, 2, 8, 8).make(0).kv
-    rows = heads.copy_table(heads, 0, 1, by_token=True).rows
-    assert rows[:, 4:].tolist() == [[16 * 16, 0, 16]] * 4
+    rows = heads.copy_table(heads, 0, 1, by_token=True).run_list
+    assert [row[4:] for row in rows] == [(16 * 16, 0, 16)] * 4
 
 
 def test_it_keeps_the_memory_and_dies_with_its_last_user():
@@ -169,7 +168,7 @@ def test_a_pool_may_come_with_its_axes_and_its_layout():
     pool = torch.rand(3, 2, 2, 4, 2, 8)
     flat = PagedKv.from_pool(pool.flatten(3), LAYOUT)
     for other in (PagedKv.from_pool(pool, LAYOUT), PagedKv.from_pool(pool)):
-        assert (other.planes == flat.planes).all()
+        assert other.planes == flat.planes
 
 
 def test_every_even_form_has_the_same_shape():

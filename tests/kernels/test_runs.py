@@ -48,17 +48,17 @@ def test_every_byte_goes_where_its_plane_says_for_every_number_of_tokens(
     sides = [data.draw(memories(rows, tokens, heads, tokens_first)) for _ in range(2)]
     pairs = [PlanePair(*pair) for pair in zip(*sides, strict=True)]
     strips = make_strips(pairs, tokens, heads, tokens_first=tokens_first, by_token=by_token)
-    table = RunTable.of(strips)
+    table = RunTable(strips)
     for count in range(1, tokens + 1) if by_token else [tokens]:
         part = table.prefix(count) if by_token else table
         assert copied(part) == expected(pairs, count, heads)
-    assert table.num_runs == len(table.rows)
+    assert table.num_runs == len(table.runs)
     assert table.nbytes == sum(rows) * tokens * heads
     if by_token:
         clamped = [
             min(max(count - first, 0), nbytes // size) * size
             for count in range(1, tokens + 1)
-            for *_, nbytes, first, size in table.rows.tolist()
+            for *_, nbytes, first, size in table.run_list
         ]
         assert sum(clamped) == sum(table.prefix(count).nbytes for count in range(1, tokens + 1))
 
@@ -113,11 +113,11 @@ def test_planes_that_follow_each_other_with_other_distances_are_apart():
         [PlaneBytes(0, 100, 6, 3, 2), PlaneBytes(12, 100, 8, 4, 2)],
     ]
     pairs = [PlanePair(*pair) for pair in zip(*sides, strict=True)]
-    table = RunTable.of(make_strips(pairs, 2, 2, tokens_first=True, by_token=False))
+    table = RunTable(make_strips(pairs, 2, 2, tokens_first=True, by_token=False))
     assert copied(table) == expected(pairs, 2, 2)
 
 
 def test_even_distances_on_one_side_are_not_enough():
     pair = PlanePair(PlaneBytes(0, 100, 8, 4, 2), PlaneBytes(0, 100, 8, 2, 2))
-    table = RunTable.of(make_strips([pair], 2, 2, tokens_first=True, by_token=False))
+    table = RunTable(make_strips([pair], 2, 2, tokens_first=True, by_token=False))
     assert copied(table) == expected([pair], 2, 2)

@@ -30,7 +30,7 @@ def rows(count, seed=1):
 def copy_of(source, target, source_ids, target_ids, num_tokens=None):
     strip = Strip(Side(0, 0, NBYTES), Side(0, 0, NBYTES), 1, NBYTES, NBYTES // 4)
     return BlockCopy(
-        table=RunTable.of([strip]),
+        table=RunTable([strip]),
         source=source.data_ptr(),
         target=target.data_ptr(),
         source_ids=source_ids,
@@ -151,9 +151,9 @@ def test_a_table_is_uploaded_once(shim):
     copy = copy_of(source, target, ids, ids)
     with device.driven_by(driver, policy):
         device.submit_copy(copy, path="kernel")
-        addresses = {copy.table.device[driver][0].runs.address}
+        addresses = {copy.table.kept[driver][0].runs.address}
         device.submit_copy(replace(copy, source_ids=ids[::-1].copy()), path="kernel")
-        addresses.add(copy.table.device[driver][0].runs.address)
+        addresses.add(copy.table.kept[driver][0].runs.address)
     assert len(addresses) == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvconnect.kernels.blocks.work import QuantizeWork
@@ -25,6 +26,11 @@ __all__ = ["launch_quantize"]
 _ELEMENT_BITS: Final = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 """What the source calls them."""
 
+_PLANE = np.dtype(
+    [(name, np.int64) for name in ("base", "block", "outer", "inner", "values", "scales")]
+)
+"""Its address, its strides, and where its values and scales begin in those of a block."""
+
 _UNROLL = 4
 _WARP = 32
 
@@ -41,28 +47,23 @@ def launch_quantize(launcher: Launcher, work: QuantizeWork, grid: Grid) -> tuple
     blocks = launcher.ids(work.block_ids, work.num_blocks, grid.stream)
     places = launcher.ids(work.places, int(work.places.max(initial=-1)) + 1, grid.stream)
     keep: list[object] = [work.keep, blocks, places]
-    row_nbytes = work.planes[:, 4]
-    table = _plane_table(work)
-    for nbytes in np.unique(row_nbytes):
-        planes = np.ascontiguousarray(table[row_nbytes == nbytes])
+    for row_nbytes, planes in _planes_by_row(work).items():
         memory = launcher.driver.upload(planes, grid.stream)
         keep.append(memory)
-        part = _Part(memory, planes, int(nbytes))
-        _launch(launcher, work, part, blocks, places, grid)
+        _launch(launcher, work, _Part(memory, planes, row_nbytes), blocks, places, grid)
     return tuple(keep)
 
 
 class _Part:
     """Planes with rows of one length."""
 
-    def __init__(
-        self, memory: Memory, planes: np.ndarray[tuple[int, int]], row_nbytes: int
-    ) -> None:
+    def __init__(self, memory: Memory, planes: npt.NDArray[np.void], row_nbytes: int) -> None:
         self.memory = memory
         self.count = len(planes)
         self.row_nbytes = row_nbytes
-        self.alignment = int(np.bitwise_or.reduce(planes[:, :4], axis=None)) | row_nbytes
-        self.values_alignment = int(np.bitwise_or.reduce(planes[:, 4]))
+        limits = [planes[name] for name in ("base", "block", "outer", "inner")]
+        self.alignment = int(np.bitwise_or.reduce(limits, axis=None)) | row_nbytes
+        self.values_alignment = int(np.bitwise_or.reduce(planes["values"]))
 
 
 def _launch(
@@ -110,14 +111,14 @@ def _launch(
         launcher.driver.launch(kernel, ctas, filled, grid.stream)
 
 
-def _plane_table(work: QuantizeWork) -> np.ndarray[tuple[int, int]]:
-    # Base, strides of block, outer and inner, offsets of its values and scales in a block's.
-    planes = work.planes
+def _planes_by_row(work: QuantizeWork) -> dict[int, npt.NDArray[np.void]]:
+    """Bytes of a row: the planes with such rows, as `_PLANE`."""
+    found: dict[int, list[tuple[int, ...]]] = {}
     rows = work.tokens * work.heads
-    elements = planes[:, 4] // work.dtype.itemsize * rows
-    table = np.empty((len(planes), 6), np.int64)
-    table[:, :2] = planes[:, :2]
-    table[:, 2:4] = planes[:, 2:4] if work.tokens_first else planes[:, [3, 2]]
-    table[:, 4] = np.cumsum(elements) - elements
-    table[:, 5] = np.arange(len(planes)) * rows * 4
-    return table
+    values = 0
+    for number, plane in enumerate(work.planes):
+        strides = (plane.token, plane.head) if work.tokens_first else (plane.head, plane.token)
+        line = (plane.offset, plane.block, *strides, values, number * rows * 4)
+        found.setdefault(plane.row, []).append(line)
+        values += plane.row // work.dtype.itemsize * rows
+    return {row: np.array(planes, _PLANE) for row, planes in found.items()}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.runs import Runs, RunTable
 from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.cuda.compile.sources import vector_nbytes
 from kvconnect.kernels.cuda.driver.interface import Memory
@@ -23,7 +22,9 @@ INLINE_PAIRS = 128
 
 _INLINE_NBYTES = 8 * INLINE_PAIRS
 _NOTHING = bytes(_INLINE_NBYTES)
-_NBYTES, _FIRST_TOKEN, _TOKEN_NBYTES = 4, 5, 6
+_ALIKE = ["nbytes", "token_nbytes", "source_step", "target_step"]
+_COLUMNS = np.dtype([(name, np.int64) for name in ("source_offset", "target_offset", "skipped")])
+"""A run in memory of the device: ``RunColumn`` of the source."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +32,7 @@ class _Group:
     """Runs of a table that one launch can copy: of equal length and steps.
 
     Attributes:
-        runs: int64 ``[runs, 3]`` on the device: offsets of source and target, bytes of the tokens
-            before.
+        runs: ``[runs]`` of `_COLUMNS` on the device.
         num_runs: how many.
         nbytes, token_nbytes: of each run, and of the tokens in it.
         source_step, target_step: from block to block.
@@ -137,33 +137,33 @@ def _part(copy: BlockCopy, start: int, stop: int) -> BlockCopy:
 
 def _groups(launcher: Launcher, table: RunTable) -> tuple[_Group, ...]:
     # Kept beside the table, which lives as long as the layout that is copied from or to.
-    kept = table.device.get(launcher.driver)
+    kept = table.kept.get(launcher.driver)
     if kept is None:
-        kept = table.device.setdefault(launcher.driver, _upload(launcher, table.rows))
-    groups: tuple[_Group, ...] = kept  # type: ignore[assignment]
-    return groups
+        kept = table.kept.setdefault(launcher.driver, _upload(launcher, table.runs))
+    return cast("tuple[_Group, ...]", kept)
 
 
-def _upload(launcher: Launcher, rows: npt.NDArray[np.int64]) -> tuple[_Group, ...]:
+def _upload(launcher: Launcher, runs: Runs) -> tuple[_Group, ...]:
     groups = []
-    alike = rows[:, [_NBYTES, _TOKEN_NBYTES, 2, 3]]
-    for values in np.unique(alike, axis=0):
-        some = rows[(alike == values).all(axis=1)]
-        nbytes, token_nbytes, source_step, target_step = map(int, values)
-        offsets = np.ascontiguousarray(some[:, [0, 1, _FIRST_TOKEN]])
-        offsets[:, 2] *= token_nbytes
-        alignment = reduce(or_, map(int, np.bitwise_or.reduce(offsets[:, :2], axis=0)))
-        alignment |= nbytes | source_step | target_step
+    for alike in np.unique(runs[_ALIKE]):
+        some = runs[runs[_ALIKE] == alike]
+        nbytes, token_nbytes, source_step, target_step = alike.tolist()
+        columns = np.empty(len(some), _COLUMNS)
+        columns["source_offset"] = some["source_offset"]
+        columns["target_offset"] = some["target_offset"]
+        columns["skipped"] = some["first_token"] * token_nbytes
+        offsets = some["source_offset"] | some["target_offset"]
+        alignment = nbytes | source_step | target_step | int(np.bitwise_or.reduce(offsets))
         groups.append(
             _Group(
-                launcher.driver.constant(offsets),
-                len(some),
-                nbytes,
-                token_nbytes,
-                source_step,
-                target_step,
-                alignment,
-                alignment | token_nbytes,
+                runs=launcher.driver.constant(columns),
+                num_runs=len(some),
+                nbytes=nbytes,
+                token_nbytes=token_nbytes,
+                source_step=source_step,
+                target_step=target_step,
+                alignment=alignment,
+                token_alignment=alignment | token_nbytes,
             )
         )
     return tuple(groups)

@@ -53,7 +53,7 @@ def launch_append(launcher: Launcher, work: AppendWork, grid: Grid) -> tuple[obj
     num_slots = work.num_blocks * work.block_tokens
     slots = launcher.ids(work.slots, num_slots, grid.stream)
     sides = list(range(len(work.sources)))
-    together = len({int(work.planes[side, 4]) for side in sides}) == 1
+    together = len({plane.row for plane in work.planes}) == 1
     errors = launcher.driver.error_word
     for some in [sides] if together else [[side] for side in sides]:
         _append(launcher, work, some, slots, errors, grid)
@@ -71,9 +71,10 @@ def _append(
 ) -> None:
     numbers: list[int] = []
     for side in sides:
-        target, block, token, head, _ = map(int, work.planes[side])
-        numbers += (work.sources[side], *work.source_strides[side], target, block, token, head)
-    row = int(work.planes[sides[0], 4])
+        to = work.planes[side]
+        numbers += (work.sources[side], *work.source_strides[side])
+        numbers += (to.offset, to.block, to.token, to.head)
+    row = work.planes[sides[0]].row
     bits = work.block_tokens.bit_length() - 1
     if work.block_tokens != 1 << bits:
         bits = -1
