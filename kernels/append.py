@@ -9,11 +9,10 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.block_ids import Placed, check_integers, check_targets, host_ids, kept
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.work import AppendWork
-from kvconnect.kernels.cuda import device
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.tokens import append
 from kvconnect.kernels.library import register
-from kvconnect.kernels.submit import note_missing
+from kvconnect.kernels.submit import tried
 
 __all__ = ["reshape_and_cache"]
 
@@ -50,12 +49,8 @@ def reshape_and_cache(
     if not slot_mapping.shape[0]:
         return
     placed = _placed(slot_mapping, kv.num_blocks * kv.tokens) if slot_mapping.is_cpu else None
-    if device.wanted(kv.device):
-        try:
-            device.submit_append(_work(states, kv, slot_mapping, layer))
-            return
-        except device.NoDevice as error:
-            note_missing(error)
+    if tried(kv.device, lambda device: device.append(AppendWork(states, kv, layer, slot_mapping))):
+        return
     if placed is not None and kv.device.type == "cpu":
         append(states, kv, placed, layer)
         return
@@ -98,22 +93,6 @@ def _placed(slot_mapping: Tensor, limit: int) -> Placed:
     placed = kept(slots)
     check_targets("slot_mapping", placed.ids, noun="slot ")
     return placed
-
-
-def _work(states: tuple[Tensor, ...], kv: PagedKv, slots: Tensor, layer: int) -> AppendWork:
-    size = kv.dtype.itemsize
-    return AppendWork(
-        sources=tuple(state.data_ptr() for state in states),
-        source_strides=tuple((state.stride(0) * size, state.stride(1) * size) for state in states),
-        planes=kv.planes[layer * kv.per_layer : (layer + 1) * kv.per_layer],
-        slots=slots,
-        num_tokens=slots.shape[0],
-        block_tokens=kv.tokens,
-        heads=kv.heads,
-        num_blocks=kv.num_blocks,
-        device=kv.device,
-        keep=(*states, kv, slots),
-    )
 
 
 def _append_op(

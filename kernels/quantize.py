@@ -9,23 +9,21 @@ with an element that is not finite comes back as NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError, nearest
-from kvconnect.kernels.blocks.block_ids import BlockIds, Placed, check_targets, host_ids, kept
+from kvconnect.kernels.blocks.block_ids import BlockIds, check_targets, host_ids, kept
 from kvconnect.kernels.blocks.buffers import typed_rows
 from kvconnect.kernels.blocks.paged import PagedKv, bound
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.blocks.work import QuantizeWork
-from kvconnect.kernels.cuda import device
 from kvconnect.kernels.host import reference
-from kvconnect.kernels.host.quantize import CHUNK_ELEMENTS, quantize_rows
+from kvconnect.kernels.host.quantize import convert_blocks
 from kvconnect.kernels.library import register
-from kvconnect.kernels.submit import note_missing, run_plainly
+from kvconnect.kernels.submit import run_plainly, tried
 
 __all__ = ["CODES", "dequantize_blocks", "quantize_blocks"]
 
@@ -67,9 +65,7 @@ def quantize_blocks(
         ids = torch.as_tensor(block_ids)
         _quantize(list(kv.views), ids, out_values, out_scales, kv.layout, kv.per_layer, dtype)
         return DONE
-    names = ("out_values", "out_scales")
-    job = _checked(kv, block_ids, out_values, out_scales, dtype, names)
-    return DONE if job is None else _run(job, stream, forward=True)
+    return _run(_work(kv, block_ids, out_values, out_scales, dtype, forward=True), stream)
 
 
 def dequantize_blocks(
@@ -99,32 +95,15 @@ def dequantize_blocks(
         ids = torch.as_tensor(block_ids)
         _dequantize(values, scales, list(kv.views), ids, kv.layout, kv.per_layer, dtype)
         return DONE
-    job = _checked(kv, block_ids, values, scales, dtype, ("values", "scales"))
-    if job is None:
-        return DONE
-    check_targets("block_ids", job.placed.ids)
-    return _run(job, stream, forward=False)
+    work = _work(kv, block_ids, values, scales, dtype, forward=False)
+    check_targets("block_ids", work.ids.ids)
+    return _run(work, stream)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Job:
-    """What is to be done, checked; values as bytes."""
-
-    kv: PagedKv
-    placed: Placed
-    values: Tensor
-    scales: Tensor
-    code: str
-
-
-def _checked(
-    kv: PagedKv,
-    block_ids: BlockIds,
-    values: Tensor,
-    scales: Tensor,
-    code: str,
-    names: tuple[str, str],
-) -> _Job | None:
+def _work(
+    kv: PagedKv, block_ids: BlockIds, values: Tensor, scales: Tensor, code: str, *, forward: bool
+) -> QuantizeWork:
+    names = ("out_values", "out_scales") if forward else ("values", "scales")
     if code not in CODES:
         raise ConfigurationError(f"dtype='{code}': {nearest(code, CODES)}")
     if kv.dtype not in _DTYPES:
@@ -139,79 +118,16 @@ def _checked(
     ids = host_ids("block_ids", block_ids, kv.num_blocks)
     elements = kv.block_nbytes // kv.dtype.itemsize
     as_bytes = typed_rows(names[0], values, len(ids), elements).view(torch.uint8)
-    rows = len(kv.views) * kv.tokens * kv.heads
-    as_rows = typed_rows(names[1], scales, len(ids), rows)
-    placed = kept(ids)
-    return _Job(kv, placed, as_bytes, as_rows, code) if len(placed.ids) else None
+    as_rows = typed_rows(names[1], scales, len(ids), len(kv.views) * kv.tokens * kv.heads)
+    return QuantizeWork(kv, kept(ids), as_bytes, as_rows, code, forward)
 
 
-def _run(job: _Job, stream: Any, *, forward: bool) -> Transfer:
-    if device.wanted(job.kv.device):
-        try:
-            return device.submit_quantize(_work(job, forward=forward), stream=stream)
-        except device.NoDevice as error:
-            note_missing(error)
-
-    def plainly() -> None:
-        (_quantize_plainly if forward else _dequantize_plainly)(job)
-
-    return run_plainly(plainly, job.kv.device, stream, (job,))
-
-
-def _quantize_plainly(job: _Job) -> None:
-    for ids, places in _chunks(job):
-        value, row = 0, 0
-        for view in job.kv.views:
-            values, scales = quantize_rows(view.index_select(0, ids), job.code)
-            next_value, next_row = value + values[0].numel(), row + scales[0].numel()
-            job.values[places, value:next_value] = values.flatten(1)
-            job.scales[places, row:next_row] = scales.flatten(1)
-            value, row = next_value, next_row
-
-
-def _dequantize_plainly(job: _Job) -> None:
-    for ids, places in _chunks(job):
-        value, row = 0, 0
-        for view in job.kv.views:
-            shape = (len(ids), *view.shape[1:])
-            next_value = value + view[0].numel()
-            next_row = row + view[0].numel() // view.shape[3]
-            values = job.values[places, value:next_value].view(shape)
-            scales = job.scales[places, row:next_row].view(shape[:3])
-            view.index_copy_(0, ids, reference.dequantize(values, scales, job.code, view.dtype))
-            value, row = next_value, next_row
-
-
-def _chunks(job: _Job) -> list[tuple[Tensor, Tensor]]:
-    """Ids and places, few enough at a time."""
-    size = max(1, CHUNK_ELEMENTS // job.kv.views[0][0].numel())
-    device_ = job.kv.device
-    ids, places = (
-        torch.from_numpy(part).to(device_) for part in (job.placed.ids, job.placed.places)
-    )
-    return list(zip(torch.split(ids, size), torch.split(places, size), strict=True))
-
-
-def _work(job: _Job, *, forward: bool) -> QuantizeWork:
-    kv = job.kv
-    return QuantizeWork(
-        planes=kv.planes,
-        tokens=kv.tokens,
-        heads=kv.heads,
-        tokens_first=kv.layout == "NHD",
-        block_ids=job.placed.ids,
-        places=job.placed.places,
-        values=job.values.data_ptr(),
-        scales=job.scales.data_ptr(),
-        values_step=job.values.stride(0),
-        scales_step=job.scales.stride(0) * 4,
-        dtype=kv.dtype,
-        code=job.code,
-        forward=forward,
-        num_blocks=kv.num_blocks,
-        device=kv.device,
-        keep=(kv, job.values, job.scales, job.placed),
-    )
+def _run(work: QuantizeWork, stream: Any) -> Transfer:
+    if not len(work.ids.ids):
+        return DONE
+    where = work.kv.device
+    done = tried(where, lambda device: device.quantize(work, stream))
+    return done or run_plainly(lambda: convert_blocks(work), where, stream, work)
 
 
 # ---------------------------------------------------------------------------- as torch sees them

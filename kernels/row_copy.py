@@ -10,6 +10,7 @@ from torch import Tensor
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.block_ids import (
     BlockIds,
+    Ids,
     check_integers,
     check_targets,
     host_ids,
@@ -20,7 +21,7 @@ from kvconnect.kernels.blocks.buffers import byte_rows, check_path
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
-from kvconnect.kernels.blocks.work import BlockCopy, Ids
+from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.copy import copy_runs
 from kvconnect.kernels.submit import is_host_work, submit_copy

@@ -11,11 +11,12 @@ import torch
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.cuda import device
+from kvconnect.kernels.cuda.device import DeviceWork
 from kvconnect.trace import warn_once
 
 _HOST = torch.device("cpu")
 
-__all__ = ["is_host_work", "note_missing", "run_plainly", "submit_copy"]
+__all__ = ["is_host_work", "run_plainly", "submit_copy", "tried"]
 
 
 def is_host_work(one: torch.device, other: torch.device) -> bool:
@@ -29,15 +30,26 @@ def submit_copy(copy: BlockCopy, stream: Any, path: str, plainly: Callable[[], N
     Raises:
         RuntimeError: there is no device for the path that was asked for.
     """
+    where = copy.source_device if copy.source_device.type == "cuda" else copy.target_device
     if path != "torch":
         try:
-            return device.submit_copy(copy, stream=stream, path=path)
+            return device.device_work(where).copy(copy, stream, path)
         except device.NoDevice as error:
             if path != "auto":
                 raise
-            note_missing(error)
-    where = copy.source_device if copy.source_device.type == "cuda" else copy.target_device
+            _note_missing(error)
     return run_plainly(plainly, where, stream, copy.keep)
+
+
+def tried(where: torch.device, submit: Callable[[DeviceWork], Transfer]) -> Transfer | None:
+    """What `submit` makes of the work of `where`; ``None``: it is the host's, or plain torch's."""
+    if not device.wanted(where):
+        return None
+    try:
+        return submit(device.device_work(where))
+    except device.NoDevice as error:
+        _note_missing(error)
+        return None
 
 
 def run_plainly(
@@ -53,6 +65,6 @@ def run_plainly(
     return Transfer(event, keep)
 
 
-def note_missing(error: Exception) -> None:
+def _note_missing(error: Exception) -> None:
     """Plain torch does what a kernel should."""
     warn_once("kernels.no_device", f"copies use plain torch, which is slow: {error}")

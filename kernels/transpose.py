@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.layers import check_layout
-from kvconnect.kernels.blocks.work import TransposeWork
-from kvconnect.kernels.cuda import device
+from kvconnect.kernels.blocks.transfer import Transfer
+from kvconnect.kernels.cuda.device import DeviceWork
 from kvconnect.kernels.library import register
-from kvconnect.kernels.submit import note_missing
+from kvconnect.kernels.submit import tried
 
 __all__ = ["transpose_blocks"]
 
@@ -47,15 +48,15 @@ def _transpose_op(src: Tensor, dst: Tensor, src_layout: str, dst_layout: str) ->
         return
     if src_layout != dst_layout:
         dst = dst.transpose(-3, -2)  # now both have the same axes
-    if device.wanted(src.device):
-        try:
-            for one, other in _pieces(src, dst):
-                device.submit_transpose(_work(one, other))
-            return
-        except device.NoDevice as error:
-            note_missing(error)
+    if tried(src.device, partial(_transpose_on, src, dst)):
+        return
     one, other = _words(src, dst)
     other.copy_(one)
+
+
+def _transpose_on(src: Tensor, dst: Tensor, device: DeviceWork) -> Transfer:
+    *_, last = [device.transpose(*piece) for piece in _pieces(src, dst)]
+    return last
 
 
 def _check_shapes(src: Tensor, dst: Tensor, *, swapped: bool) -> None:
@@ -107,26 +108,6 @@ def _pieces(src: Tensor, dst: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
                 yield from _pieces(one, other)
             return
     yield (src[None], dst[None]) if src.ndim == 3 else (src, dst)
-
-
-def _work(src: Tensor, dst: Tensor) -> TransposeWork:
-    size = src.element_size()
-    outer, tokens, heads, dim = src.shape
-    strides = [
-        (one.stride(0) * size, one.stride(1) * size, one.stride(2) * size) for one in (src, dst)
-    ]
-    return TransposeWork(
-        source=src.data_ptr(),
-        target=dst.data_ptr(),
-        source_strides=strides[0],
-        target_strides=strides[1],
-        outer=outer,
-        tokens=tokens,
-        heads=heads,
-        row_nbytes=dim * size,
-        device=src.device,
-        keep=(src, dst),
-    )
 
 
 def _words(src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:

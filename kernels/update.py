@@ -9,11 +9,10 @@ from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels.append import reshape_and_cache
 from kvconnect.kernels.blocks.update_checks import check_memory, check_shapes, check_values
 from kvconnect.kernels.blocks.work import UpdateWork
-from kvconnect.kernels.cuda import device
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.tokens import update_packed, update_padded
 from kvconnect.kernels.library import register
-from kvconnect.kernels.submit import note_missing
+from kvconnect.kernels.submit import tried
 
 __all__ = ["kv_cache_update", "reshape_and_cache"]
 
@@ -100,12 +99,9 @@ def _update_op(
         return
     if update.stride(-1) != 1:
         update = update.contiguous()
-    if device.wanted(cache.device):
-        try:
-            device.submit_update(_work(cache, update, write_indices, update_lengths, length))
-            return
-        except device.NoDevice as error:
-            note_missing(error)
+    work = UpdateWork(cache, update, write_indices, update_lengths)
+    if tried(cache.device, lambda device: device.update(work)):
+        return
     starts = write_indices.tolist() if starts is None else starts
     ends = update_lengths.tolist() if update_lengths is not None else None
     check_values(starts, ends, length, cache.shape[2])
@@ -124,35 +120,6 @@ def _write_plainly(
         reference.update_padded(cache, update, starts)
     else:
         reference.update_packed(cache, update, starts, ends)
-
-
-def _work(
-    cache: Tensor,
-    update: Tensor,
-    write_indices: Tensor,
-    update_lengths: Tensor | None,
-    length: int,
-) -> UpdateWork:
-    size = cache.element_size()
-    batch, heads, max_length, row = cache.shape
-    to_batch, to_head, to_row, _ = (stride * size for stride in cache.stride())
-    steps = tuple(stride * size for stride in update.stride()[:-1])
-    from_strides = (0, steps[1], steps[0]) if len(steps) == 2 else steps
-    return UpdateWork(
-        cache=cache.data_ptr(),
-        cache_strides=(to_batch, to_head, to_row),
-        update=update.data_ptr(),
-        update_strides=(from_strides[0], from_strides[1], from_strides[2]),
-        row_nbytes=row * size,
-        batch=batch,
-        heads=heads,
-        max_length=max_length,
-        length=length,
-        write_indices=write_indices,
-        update_lengths=update_lengths,
-        device=cache.device,
-        keep=(cache, update, write_indices, update_lengths),
-    )
 
 
 _update = register(

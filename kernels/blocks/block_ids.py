@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.blocks.work import Ids
 
 __all__ = [
     "BlockIds",
+    "Ids",
     "Placed",
     "check_integers",
     "check_targets",
@@ -23,6 +23,9 @@ __all__ = [
     "kept",
     "on_device",
 ]
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+"""Block ids on the host: 1-D int64, contiguous."""
 
 BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | Tensor
 """Integers, -1 for padding: a sequence, a NumPy array or a tensor."""

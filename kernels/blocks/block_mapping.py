@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.blocks.block_ids import BlockIds, check_targets, host_ids
+from kvconnect.kernels.blocks.block_ids import BlockIds, Ids, check_targets, host_ids
 from kvconnect.kernels.blocks.buffers import check_devices
 from kvconnect.kernels.blocks.paged import PagedKv
-from kvconnect.kernels.blocks.work import Ids
 
 __all__ = ["BlockPairs", "Some", "block_pairs", "split_mapping"]
 

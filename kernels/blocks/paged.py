@@ -178,6 +178,10 @@ class PagedKv:
         """The planes of these layers, which follow each other."""
         return list(self.views[layers.start * self.per_layer : layers.stop * self.per_layer])
 
+    def layer_planes(self, layer: int) -> Sequence[PlaneBytes]:
+        """Where this layer lies."""
+        return self._part(layer, layer + 1)
+
     def _shift_to(self, other: PagedKv) -> int | None:
         if other is self:
             return 0

@@ -1,22 +1,18 @@
-"""Validated work on its way to a device: plain numbers and addresses, and what keeps them valid."""
+"""Work on its way to a device, checked; it keeps alive what it is about."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvconnect.kernels.blocks.block_ids import Ids, Placed
+from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
-from kvconnect.kernels.blocks.strips import PlaneBytes
 
-__all__ = ["AppendWork", "BlockCopy", "Ids", "QuantizeWork", "TransposeWork", "UpdateWork"]
-
-Ids: TypeAlias = npt.NDArray[np.int64]
-"""Block ids on the host: 1-D int64, contiguous."""
+__all__ = ["AppendWork", "BlockCopy", "QuantizeWork", "UpdateWork"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,127 +56,56 @@ class BlockCopy:
     keep: tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class UpdateWork:
-    """One `kv_cache_update`. Strides are in bytes.
+class UpdateWork(NamedTuple):
+    """One `kv_cache_update`.
 
     Attributes:
-        cache: address of ``[batch, heads, max_length, row]``.
-        cache_strides: of batch, head and position.
-        update: address of ``[batch, heads, length, row]``, or packed ``[tokens, heads, row]``.
-        update_strides: of batch (packed: 0), head and token.
-        row_nbytes: of one head of one token.
-        batch, heads, max_length: of the cache.
-        length: of the update: tokens of each sequence; packed: of all together.
+        cache: ``[batch, heads, max_length, row]``.
+        update: ``[batch, heads, length, row]``, or packed ``[tokens, heads, row]``.
         write_indices: ``[batch]`` int32 or int64, on the device or the host. On the host they are
             valid; on the device they are clamped and counted in the error word.
         update_lengths: ``[batch + 1]`` cumulative, where the update is packed.
-        device: where cache and update are.
-        keep: what keeps the memory alive.
     """
 
-    cache: int
-    cache_strides: tuple[int, int, int]
-    update: int
-    update_strides: tuple[int, int, int]
-    row_nbytes: int
-    batch: int
-    heads: int
-    max_length: int
-    length: int
+    cache: Tensor
+    update: Tensor
     write_indices: Tensor
-    update_lengths: Tensor | None
-    device: torch.device
-    keep: tuple[object, ...]
+    update_lengths: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AppendWork:
-    """One `reshape_and_cache`. Strides are in bytes.
+class AppendWork(NamedTuple):
+    """One `reshape_and_cache`.
 
     Attributes:
-        sources: addresses of the new keys, and of the new values unless the cache has none:
+        states: the new keys, and the new values unless the cache has none:
             ``[tokens, heads, row]``.
-        source_strides: of token and head, for each source.
-        planes: where each of them goes; offsets are addresses.
+        kv: the cache.
+        layer: where they go.
         slots: ``[tokens]`` int32 or int64, block times tokens per block plus token; -1 is skipped.
             On the host they are valid; on the device others are skipped and counted.
-        num_tokens: new tokens.
-        block_tokens, heads, num_blocks: of the cache.
-        device: where all of it is.
-        keep: what keeps the memory alive.
     """
 
-    sources: tuple[int, ...]
-    source_strides: tuple[tuple[int, int], ...]
-    planes: tuple[PlaneBytes, ...]
+    states: tuple[Tensor, ...]
+    kv: PagedKv
+    layer: int
     slots: Tensor
-    num_tokens: int
-    block_tokens: int
-    heads: int
-    num_blocks: int
-    device: torch.device
-    keep: tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TransposeWork:
-    """Rows of ``[outer, tokens, heads]`` from one order of strides to another; all in bytes.
-
-    Attributes:
-        source, target: addresses.
-        source_strides, target_strides: of outer, token and head.
-        outer, tokens, heads: how many.
-        row_nbytes: contiguous on both sides.
-        device: where both are.
-        keep: what keeps the memory alive.
-    """
-
-    source: int
-    target: int
-    source_strides: tuple[int, int, int]
-    target_strides: tuple[int, int, int]
-    outer: int
-    tokens: int
-    heads: int
-    row_nbytes: int
-    device: torch.device
-    keep: tuple[object, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantizeWork:
+class QuantizeWork(NamedTuple):
     """Blocks to values of one byte and scales, or back; see `kvconnect.kernels.quantize`.
 
     Attributes:
-        planes: where the elements of `dtype` are; offsets are addresses.
-        tokens, heads: of a block.
-        tokens_first: the order of rows in values and scales: NHD, else HND.
-        block_ids: ``[n]`` in range, without padding.
-        places: ``[n]``: which row of values and scales belongs to each.
-        values, scales: addresses.
-        values_step, scales_step: bytes from one block's values (scales) to the next one's.
-        dtype: of the cache: float32, float16 or bfloat16.
+        kv: the cache: float32, float16 or bfloat16.
+        ids: which blocks, and which rows of `values` and `scales` belong to them; at least one.
+        values: uint8 ``[rows, elements of a block]``.
+        scales: float32 ``[rows, elements / dim]``.
         code: ``"fp8_e4m3"`` or ``"int8"``.
         forward: quantise; else dequantise.
-        num_blocks: of the cache.
-        device: where all of it is.
-        keep: what keeps the memory alive.
     """
 
-    planes: tuple[PlaneBytes, ...]
-    tokens: int
-    heads: int
-    tokens_first: bool
-    block_ids: Ids
-    places: Ids
-    values: int
-    scales: int
-    values_step: int
-    scales_step: int
-    dtype: torch.dtype
+    kv: PagedKv
+    ids: Placed
+    values: Tensor
+    scales: Tensor
     code: str
     forward: bool
-    num_blocks: int
-    device: torch.device
-    keep: tuple[object, ...]

@@ -6,8 +6,9 @@ Loading this module loads neither driver nor compiler; the first piece of work d
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,6 @@ from kvconnect.kernels.blocks.work import (
     AppendWork,
     BlockCopy,
     QuantizeWork,
-    TransposeWork,
     UpdateWork,
 )
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction, Route
@@ -39,11 +39,6 @@ __all__ = [
     "id_errors",
     "policy_of",
     "set_policy",
-    "submit_append",
-    "submit_copy",
-    "submit_quantize",
-    "submit_transpose",
-    "submit_update",
     "wanted",
 ]
 
@@ -65,7 +60,24 @@ class DeviceWork:
         self._routes = Routes(driver, self._launcher, self.policy)
 
     def copy(self, copy: BlockCopy, stream: Any, path: str) -> Transfer:
-        """See `submit_copy`."""
+        """Copy blocks.
+
+        Args:
+            copy: checked; one side at least is the device's.
+            stream: that the copy is ordered on; ``None``: the current one.
+            path: ``"auto"``, ``"kernel"``, ``"dma"`` or ``"staged"``. Pageable host memory goes
+                through page-locked buffers by ``"auto"`` and ``"dma"``, and the calling thread
+                copies with it.
+
+        Returns:
+            The copy; done from the start if a graph is captured, or a store went to pageable
+            memory.
+
+        Raises:
+            RuntimeError: that path cannot be had while a graph is captured, with ids on the
+                device, or with pageable memory; nothing was copied.
+            DriverError: some, all or none of the targets are written.
+        """
         if path not in PATHS:
             raise ConfigurationError(f"path: '{path}' is unknown; {nearest(path, PATHS)}")
         if not len(copy.source_ids) or not copy.nbytes:
@@ -89,28 +101,25 @@ class DeviceWork:
             return self._routes.by_dma(copy, direction, runs, stream)
         return self._routes.by_kernel(copy, direction, stream, capturing=False)
 
-    def update(self, work: UpdateWork) -> None:
-        """See `submit_update`."""
-        if work.length and work.batch and work.heads and work.row_nbytes:
-            self._run(lambda grid: launch_update(self._launcher, work, grid), None)
+    def update(self, work: UpdateWork) -> Transfer:
+        """`kv_cache_update`, on the current stream."""
+        if not work.update.numel():
+            return DONE
+        return self._run(partial(launch_update, self._launcher, work), None)
 
-    def append(self, work: AppendWork) -> None:
-        """See `submit_append`."""
-        if work.num_tokens:
-            self._run(lambda grid: launch_append(self._launcher, work, grid), None)
+    def append(self, work: AppendWork) -> Transfer:
+        """`reshape_and_cache`, on the current stream."""
+        return self._run(partial(launch_append, self._launcher, work), None)
 
-    def transpose(self, work: TransposeWork) -> None:
-        """See `submit_transpose`."""
-        if work.outer:
-            self._run(lambda grid: launch_transpose(self._launcher, work, grid), None)
+    def transpose(self, source: Tensor, target: Tensor) -> Transfer:
+        """One ``[outer, i, j, dim]`` to another, on the current stream."""
+        return self._run(partial(launch_transpose, self._launcher, (source, target)), None)
 
     def quantize(self, work: QuantizeWork, stream: Any) -> Transfer:
-        """See `submit_quantize`."""
-        if not len(work.block_ids):
-            return DONE
-        return self._run(lambda grid: launch_quantize(self._launcher, work, grid), stream)
+        """Quantise or dequantise blocks."""
+        return self._run(partial(launch_quantize, self._launcher, work), stream)
 
-    def _run(self, launch: Any, stream: Any) -> Transfer:
+    def _run(self, launch: Callable[[Grid], tuple[object, ...]], stream: Any) -> Transfer:
         if stream is None:
             stream = self.driver.current_stream()
         ctas = self.driver.multiprocessors * self.policy.ctas_per_multiprocessor
@@ -137,7 +146,7 @@ class DeviceWork:
 def _refuse(
     copy: BlockCopy, direction: Direction, path: str, *, capturing: bool, on_host: bool
 ) -> None:
-    """Raise what `submit_copy` raises for ways that cannot be gone."""
+    """Raise what `DeviceWork.copy` raises for ways that cannot be gone."""
     if path in {"dma", "staged"}:
         if capturing:
             raise RuntimeError(
@@ -244,45 +253,3 @@ def id_errors(device: torch.device) -> int:
         NoDevice: see `device_work`.
     """
     return device_work(device).driver.take_errors()
-
-
-def submit_copy(copy: BlockCopy, *, stream: Any = None, path: str = "auto") -> Transfer:
-    """Copy blocks.
-
-    Args:
-        copy: validated; one side at least is on a CUDA device.
-        stream: a `torch.cuda.Stream` that the copy is ordered on; ``None``: the current one.
-        path: ``"auto"``, ``"kernel"``, ``"dma"`` or ``"staged"``. Pageable host memory goes through
-            page-locked buffers by ``"auto"`` and ``"dma"``, and the calling thread copies with it.
-
-    Returns:
-        The copy; done from the start if a graph is captured, or a store went to pageable memory.
-
-    Raises:
-        NoDevice: see `device_work`; nothing was copied.
-        RuntimeError: that path cannot be had while a graph is captured, with ids on the device, or
-            with pageable memory; nothing was copied.
-        DriverError: some, all or none of the targets are written.
-    """
-    device = copy.target_device if copy.target_device.type == "cuda" else copy.source_device
-    return device_work(device).copy(copy, stream, path)
-
-
-def submit_update(work: UpdateWork) -> None:
-    """`kv_cache_update` on the current stream. Raises as `submit_copy` does."""
-    device_work(work.device).update(work)
-
-
-def submit_append(work: AppendWork) -> None:
-    """`reshape_and_cache` on the current stream. Raises as `submit_copy` does."""
-    device_work(work.device).append(work)
-
-
-def submit_transpose(work: TransposeWork) -> None:
-    """`transpose_blocks` on the current stream. Raises as `submit_copy` does."""
-    device_work(work.device).transpose(work)
-
-
-def submit_quantize(work: QuantizeWork, *, stream: Any = None) -> Transfer:
-    """Quantise or dequantise blocks. Raises as `submit_copy` does."""
-    return device_work(work.device).quantize(work, stream)

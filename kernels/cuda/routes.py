@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kvconnect.kernels.blocks.block_ids import Ids
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
-from kvconnect.kernels.blocks.work import BlockCopy, Ids
+from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction
 from kvconnect.kernels.cuda.dma import cut, describe, submit
 from kvconnect.kernels.cuda.driver.interface import AccessOrder, Descriptors, Driver

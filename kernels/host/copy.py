@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvconnect.kernels.blocks.block_ids import Ids
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.strips import Side, Strip
-from kvconnect.kernels.blocks.work import Ids
 
 __all__ = ["Rows", "copy_runs"]
 

@@ -1,13 +1,14 @@
-"""Rows quantised on the host, in few passes over memory that stays in the caches."""
+"""Rows and blocks quantised by torch, in few passes over memory that stays in the caches."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvconnect.kernels.host.reference import LIMITS
+from kvconnect.kernels.blocks.work import QuantizeWork
+from kvconnect.kernels.host.reference import LIMITS, dequantize
 
-__all__ = ["CHUNK_ELEMENTS", "quantize_rows"]
+__all__ = ["CHUNK_ELEMENTS", "convert_blocks", "quantize_rows"]
 
 CHUNK_ELEMENTS = 1 << 16
 """So many at a time, their float32 temporaries stay in the second-level cache."""
@@ -29,3 +30,26 @@ def quantize_rows(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
     exact.clamp_(-limit, limit)
     values = exact.to(torch.float8_e4m3fn) if code == "fp8_e4m3" else exact.round_().to(torch.int8)
     return values.view(torch.uint8), scales.squeeze(-1)
+
+
+def convert_blocks(work: QuantizeWork) -> None:
+    """Carry out `work`, on the device where its memory is."""
+    kv, value, row = work.kv, 0, 0
+    size = max(1, CHUNK_ELEMENTS // kv.views[0][0].numel())
+    ids, rows = (
+        torch.split(torch.from_numpy(part).to(kv.device), size)
+        for part in (work.ids.ids, work.ids.places)
+    )
+    for view in kv.views:
+        num_values, num_rows = view[0].numel(), view[0][..., 0].numel()
+        values = work.values[:, value : value + num_values]
+        scales = work.scales[:, row : row + num_rows]
+        for blocks, where in zip(ids, rows, strict=True):
+            if work.forward:
+                made, made_scales = quantize_rows(view.index_select(0, blocks), work.code)
+                values[where], scales[where] = made.flatten(1), made_scales.flatten(1)
+            else:
+                shape = (len(blocks), *view.shape[1:])
+                stored, factors = values[where].view(shape), scales[where].view(shape[:3])
+                view.index_copy_(0, blocks, dequantize(stored, factors, work.code, view.dtype))
+        value, row = value + num_values, row + num_rows

@@ -39,9 +39,8 @@ def append(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) 
 
 def _write_few(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
     slots, places = placed.ids.tolist(), placed.places.tolist()
-    size, first = kv.dtype.itemsize, layer * kv.per_layer
-    planes = kv.planes[first : first + kv.per_layer]
-    for state, plane in zip(states, planes, strict=True):
+    size = kv.dtype.itemsize
+    for state, plane in zip(states, kv.layer_planes(layer), strict=True):
         origin, row, heads = state.data_ptr(), plane.row, kv.heads
         token_step, head_step = state.stride(0) * size, state.stride(1) * size
         if head_step == plane.head == row:  # all heads of a token are one row

@@ -21,7 +21,7 @@ from shim_runs import FEW
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction
-from kvconnect.kernels.cuda.device import DeviceWork, NoDevice, device_work, driven_by, submit_copy
+from kvconnect.kernels.cuda.device import DeviceWork, NoDevice, device_work, driven_by
 from kvconnect.kernels.cuda.driver.interface import AccessOrder
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -252,10 +252,8 @@ def test_nothing_to_copy_is_done_at_once():
 
 
 def test_without_cuda_there_is_no_device_for_a_path():
-    made = HostCopy(Runs((64,)), PAIRS, LOAD)
-    cpu = torch.device("cpu")
     with pytest.raises(NoDevice, match="cpu"):
-        submit_copy(replace(made.copy, target_device=cpu), path="kernel")
+        device_work(torch.device("cpu"))
     if not torch.cuda.is_available():
         with pytest.raises(NoDevice, match=r"libcuda\.so\.1"):
             device_work(torch.device("cuda", 0))

@@ -48,6 +48,10 @@ def copy_of(source, target, source_ids, target_ids, num_tokens=None):
     )
 
 
+def submit(copy):
+    return device.device_work(copy.source_device).copy(copy, None, "kernel")
+
+
 def poisoned(count):
     return torch.full((count, NBYTES), POISON, dtype=torch.uint8)
 
@@ -60,7 +64,7 @@ def test_ids_on_the_device_that_are_no_blocks_are_skipped_and_counted(shim, dtyp
     driver, policy = driver_of(shim, ctas, reads=[source, ids], writes=[target])
     with device.driven_by(driver, policy):
         copy = copy_of(source, target, ids, np.arange(6, dtype=np.int64))
-        device.submit_copy(copy, path="kernel").wait()
+        submit(copy).wait()
         assert device.id_errors(torch.device("cpu")) == 2
         assert device.id_errors(torch.device("cpu")) == 0, "read and reset"
     expected = poisoned(6)
@@ -74,7 +78,7 @@ def test_a_target_id_on_the_device_never_touches_another_block(shim):
     driver, policy = driver_of(shim, 2, reads=[source, ids], writes=[target])
     with device.driven_by(driver, policy):
         copy = copy_of(source, target, np.arange(4, dtype=np.int64), ids)
-        device.submit_copy(copy, path="kernel").wait()
+        submit(copy).wait()
     expected = poisoned(5)
     expected[4] = source[3]
     assert torch.equal(target, expected)
@@ -139,7 +143,7 @@ def test_misaligned_bases_are_moved_in_what_they_allow(shim, shift, width, moved
     driver, policy = driver_of(shim, 2, reads=[source], writes=[target])
     ids = np.arange(3, dtype=np.int64)
     with device.driven_by(driver, policy):
-        device.submit_copy(copy_of(source, target, ids, ids), path="kernel")
+        submit(copy_of(source, target, ids, ids))
     assert set(widths(driver)) == {width}
     assert torch.equal(source, target)
 
@@ -150,9 +154,9 @@ def test_a_table_is_uploaded_once(shim):
     driver, policy = driver_of(shim, 2, reads=[source], writes=[target])
     copy = copy_of(source, target, ids, ids)
     with device.driven_by(driver, policy):
-        device.submit_copy(copy, path="kernel")
+        submit(copy)
         addresses = {copy.table.kept[driver][0].runs.address}
-        device.submit_copy(replace(copy, source_ids=ids[::-1].copy()), path="kernel")
+        submit(replace(copy, source_ids=ids[::-1].copy()))
         addresses.add(copy.table.kept[driver][0].runs.address)
     assert len(addresses) == 1
 

@@ -11,6 +11,7 @@ from shim_runs import driver_of, grids, in_two_lengths, same_bytes
 
 from kvconnect.kernels.append import reshape_and_cache
 from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.blocks.work import AppendWork, UpdateWork
 from kvconnect.kernels.copy import transpose_blocks
 from kvconnect.kernels.cuda import device
 from kvconnect.kernels.host import reference
@@ -80,10 +81,7 @@ def test_kv_cache_update_writes_just_the_new_tokens(shim, profile):
 
 def submit_unchecked(cache, update, starts, ends=None):
     """As if ids were on a device, where nobody looks at them before."""
-    from kvconnect.kernels.update import _work
-
-    length = update.shape[2] if ends is None else update.shape[0]
-    device.submit_update(_work(cache, update, starts, ends, length))
+    device.device_work(cache.device).update(UpdateWork(cache, update, starts, ends))
 
 
 @pytest.mark.parametrize("ctas", [1, 50])
@@ -197,10 +195,9 @@ def test_slots_on_the_device_that_are_none_are_skipped_and_counted_once(shim):
     slots = torch.tensor([12, -1, 11, -7])
     reads = [new_keys, new_values, slots]
     driver, policy = driver_of(shim, 2, reads=reads, writes=[keys, values])
-    from kvconnect.kernels.append import _work
-
     with device.driven_by(driver, policy):
-        device.submit_append(_work((new_keys, new_values), kv, slots, 0))
+        work = AppendWork((new_keys, new_values), kv, 0, slots)
+        device.device_work(kv.device).append(work)
     assert driver.take_errors() == 2
     assert len(driver.launched) == 2
     for plane in (keys, values):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.work import QuantizeWork
 from kvconnect.kernels.cuda.compile.sources import CompiledPart, Kernel, vector_nbytes
 from kvconnect.kernels.cuda.driver.interface import THREADS, Memory
@@ -44,10 +45,11 @@ def launch_quantize(launcher: Launcher, work: QuantizeWork, grid: Grid) -> tuple
     Raises:
         RuntimeError: a graph is captured, but the ids are on the host.
     """
-    blocks = launcher.ids(work.block_ids, work.num_blocks, grid.stream)
-    places = launcher.ids(work.places, int(work.places.max(initial=-1)) + 1, grid.stream)
-    keep: list[object] = [work.keep, blocks, places]
-    for row_nbytes, planes in _planes_by_row(work).items():
+    ids = work.ids
+    blocks = launcher.ids(ids.ids, work.kv.num_blocks, grid.stream)
+    places = launcher.ids(ids.places, len(work.values), grid.stream)
+    keep: list[object] = [work, blocks, places]
+    for row_nbytes, planes in _planes_by_row(work.kv).items():
         memory = launcher.driver.upload(planes, grid.stream)
         keep.append(memory)
         _launch(launcher, work, _Part(memory, planes, row_nbytes), blocks, places, grid)
@@ -74,29 +76,32 @@ def _launch(
     places: IdList,
     grid: Grid,
 ) -> None:
-    element_nbytes = work.dtype.itemsize
+    kv = work.kv
+    element_nbytes = kv.dtype.itemsize
+    values_step, scales_step = work.values.stride(0), work.scales.stride(0) * 4
+    values_at = work.values.data_ptr()
     # Values are a byte each, so what limits them limits accesses of elements times their size.
-    values = (work.values | work.values_step | part.values_alignment) * element_nbytes
-    width = vector_nbytes(part.alignment, values)
+    limits = (values_at | values_step | part.values_alignment) * element_nbytes
+    width = vector_nbytes(part.alignment, limits)
     vectors = part.row_nbytes // width
     lanes = min(_WARP, 1 << (-(-vectors // _UNROLL) - 1).bit_length())
-    outer, inner = (work.tokens, work.heads) if work.tokens_first else (work.heads, work.tokens)
-    num_rows = len(work.block_ids) * part.count * work.tokens * work.heads
+    outer, inner = (kv.tokens, kv.heads) if kv.layout == "NHD" else (kv.heads, kv.tokens)
+    num_rows = len(work.ids.ids) * part.count * kv.tokens * kv.heads
     divisor(num_rows)
     params = Params(
         (
             part.memory.address,
             *blocks.params,
             *places.params,
-            len(work.block_ids),
-            *(work.values, work.values_step, work.scales, work.scales_step),
+            len(work.ids.ids),
+            *(values_at, values_step, work.scales.data_ptr(), scales_step),
             *(vectors, lanes, launcher.driver.error_word),
         ),
         (*divisor(inner), *divisor(outer), *divisor(part.count)),
     )
     defines = (
         ("VECTOR_NBYTES", width),
-        ("ELEMENT_BITS", _ELEMENT_BITS[work.dtype]),
+        ("ELEMENT_BITS", _ELEMENT_BITS[kv.dtype]),
         ("E4M3", int(work.code == "fp8_e4m3")),
     )
     kernel = Kernel(CompiledPart("quantize", defines), "quantize" if work.forward else "dequantize")
@@ -111,14 +116,14 @@ def _launch(
         launcher.driver.launch(kernel, ctas, filled, grid.stream)
 
 
-def _planes_by_row(work: QuantizeWork) -> dict[int, npt.NDArray[np.void]]:
+def _planes_by_row(kv: PagedKv) -> dict[int, npt.NDArray[np.void]]:
     """Bytes of a row: the planes with such rows, as `_PLANE`."""
     found: dict[int, list[tuple[int, ...]]] = {}
-    rows = work.tokens * work.heads
+    rows = kv.tokens * kv.heads
     values = 0
-    for number, plane in enumerate(work.planes):
-        strides = (plane.token, plane.head) if work.tokens_first else (plane.head, plane.token)
+    for number, plane in enumerate(kv.planes):
+        strides = (plane.token, plane.head) if kv.layout == "NHD" else (plane.head, plane.token)
         line = (plane.offset, plane.block, *strides, values, number * rows * 4)
         found.setdefault(plane.row, []).append(line)
-        values += plane.row // work.dtype.itemsize * rows
+        values += plane.row // kv.dtype.itemsize * rows
     return {row: np.array(planes, _PLANE) for row, planes in found.items()}
