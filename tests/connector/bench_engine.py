@@ -27,7 +27,7 @@ from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.errors import OutOfBlocks
-from kvconnect.keys import Namespace, root_key
+from kvconnect.keys import Namespace, Shard, root_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import (
     ExternalMatcher,
@@ -163,7 +163,11 @@ class PlainKv(BaseKVCacheManager):
 
 
 def llm_args(
-    store: str | Backend | KvCacheConnectorConfig, *, enable_block_reuse: bool = True, **settings
+    store: str | Backend | KvCacheConnectorConfig,
+    *,
+    enable_block_reuse: bool = True,
+    shard: Shard = Shard(),
+    **settings,
 ) -> LlmArgs:
     """What a connector for `LAYOUT` is built with."""
     if isinstance(store, str):
@@ -173,7 +177,7 @@ def llm_args(
     else:
         config = store
     cache = KvCacheConfig(tokens_per_block=T, enable_block_reuse=enable_block_reuse)
-    return LlmArgs("model", cache, config, (LAYOUT,), DIGEST)
+    return LlmArgs("model", cache, config, (LAYOUT,), DIGEST, shard)
 
 
 class BenchEngine:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import pytest
 import recording
 from bench_engine import BenchEngine, PlainKv, T, llm_args
+from ranks import Meeting, Rank
 from recording import Recorder, RecordingWorker, Script
 
 from kvconnect.connector.communicator import LoadOrder, Report, SingleProcess, agreed
@@ -21,39 +22,6 @@ from kvconnect.errors import ConnectorContractError, RankDivergence, UsageError
 from kvconnect.request import LlmRequest
 
 PROMPT = list(range(1, 4 * T + 2))
-
-
-class Meeting:
-    """Where the ranks of one process exchange values, in turn."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.values: list[Any] = [None] * size
-        self.exchanges = 0
-        self._barrier = threading.Barrier(size, action=self._count, timeout=10)
-
-    def _count(self) -> None:
-        self.exchanges += 1
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self.values[rank] = value
-        self._barrier.wait()
-        values = list(self.values)
-        self._barrier.wait()
-        return values
-
-
-class Rank:
-    """One rank's end of a meeting."""
-
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self.rank, self.size = meeting, rank, meeting.size
-
-    def broadcast(self, value: Any) -> Any:
-        return self._meeting.exchange(self.rank, value)[0]
-
-    def allgather(self, value: Any) -> list[Any]:
-        return self._meeting.exchange(self.rank, value)
 
 
 class Ranks:
@@ -74,7 +42,7 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         for bench in self.benches:
-            bench.close()
+            bench.manager.shutdown()
         self.threads.shutdown()
 
     def both(self, do: Callable[[BenchEngine], Any]) -> list[Any]:
