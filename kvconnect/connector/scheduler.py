@@ -29,6 +29,23 @@ class KvCacheConnectorScheduler(ABC):
         The result must be picklable (it goes to every rank's worker); ``None`` is legal.
         """
 
+    def build_idle_meta(self) -> object | None:
+        """*Ours.* What the workers are to do in a step without a batch; picklable.
+
+        Called in every such step. Unless it is ``None``, `bind_connector_meta` gets it before
+        `get_finished` on every rank.
+        """
+        return None
+
+    def update_from_workers(self, metas: Sequence[object]) -> None:
+        """*Ours.* What the ranks' `build_worker_meta` returned in this step, but for ``None``.
+
+        Called once a step, idle steps too, before anything of the step is sampled or ends.
+
+        Args:
+            metas: by rank, often empty; each one came through the communicator.
+        """
+
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int

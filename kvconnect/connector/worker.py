@@ -101,6 +101,25 @@ class KvCacheConnectorWorker(ABC):
         """*Ours.* Transfers that will not finish; asked after each forward, before sampling."""
         return []
 
+    def build_worker_meta(self) -> object | None:
+        """*Ours.* What this rank tells the scheduler, for `update_from_workers`; picklable.
+
+        Called once a step, after `get_failed`; must not block. ``None``: there is nothing to tell.
+        """
+        return None
+
+    def request_reset(self, request_id: int, num_committed: int) -> None:
+        """*Ours.* The blocks of a request that was preempted or sent back go when this returns.
+
+        Called between two forward passes. As after `wait_for_save`, every byte that is read from
+        the blocks has left them then, or the stream of the forward passes waits for that.
+
+        Args:
+            request_id: whose; it may come again, with other blocks.
+            num_committed: its leading tokens that are valid. Of a sliding window it holds only the
+                blocks that this position needs.
+        """
+
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """*Ours.* `wakeup` may be called from any thread when something finished.
 

@@ -115,6 +115,8 @@ class Engine:
                 self._inbox.wait(self._connector.wait_seconds())
         for live in list(self._live.values()):
             self._finish(live, "abort")
+        if self._connector.expects_news():  # tell the workers what these have left to save
+            self._settle(self._connector.end_step())
 
     def step(self) -> bool:
         """One step of the engine; False if nothing came of it, so that there is time to sleep."""

@@ -386,14 +386,15 @@ def test_what_fails_to_load_is_offered_to_the_store_again() -> None:
         assert checked(bench) == len(PROMPT) - 1
 
 
-def test_nothing_is_saved_from_a_step_whose_load_failed() -> None:
+@pytest.mark.parametrize("save_on", ["full", "finish"])
+def test_nothing_is_saved_from_a_step_whose_load_failed(save_on: str) -> None:
     """Its KV is wrong, and would be stored under a right key."""
     store = filled(inline=True)
     # So much is new that the step fills blocks beyond those the store has.
     prompt = PROMPT + list(range(100, 100 + 14 * T))
     bad = next(iter(store.frames))
     store.frames[bad][frame.HEADER_NBYTES] ^= 1
-    with BenchEngine(llm_args(store)) as bench:
+    with BenchEngine(llm_args(store, save_on=save_on)) as bench:
         assert bench.answer(prompt, 3) == reference(prompt, 3)
     with BenchEngine(llm_args(store)) as bench:
         assert bench.answer(prompt, 3) == reference(prompt, 3)
@@ -571,6 +572,6 @@ def test_thousands_of_requests_leave_nothing_behind() -> None:
         assert not scheduler._states
         assert not worker._leaving
         assert not worker._loads._running
-        assert not scheduler._store.finishing
-        assert not scheduler._store.dropped
+        assert not worker._held
+        assert not worker._missing
         assert worker._staging.num_free == worker._staging.num_slots

@@ -20,8 +20,7 @@ from kvconnect.request import ExternalMatch, LlmRequest
 
 PROMPT = list(range(1, 4 * T + 2))  # four blocks and a token
 SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
-RED = pytest.mark.xfail(strict=True, reason="the pair talks through a shared object")
-BOTH = pytest.mark.parametrize("save_on", ["full", pytest.param("finish", marks=RED)])
+BOTH = pytest.mark.parametrize("save_on", ["full", "finish"])
 
 
 class Relay:
@@ -121,6 +120,7 @@ class Pair:
             worker = bench.manager._worker
             assert bench.kv.get_num_free_blocks() == len(bench.kv.pool)
             assert not worker._leaving
+            assert not worker._held
 
 
 @pytest.fixture(params=[False, True], ids=["own", "shared"])
@@ -150,8 +150,7 @@ def test_every_rank_saves_every_block_and_loads_it_again(
         assert [bench.store_tokens[again] for bench in pair.benches] == [4 * T, 4 * T]
 
 
-@RED
-@pytest.mark.parametrize("save_on", ["full", "finish"])
+@BOTH
 def test_every_rank_saves_the_tail(save_on: str) -> None:
     stores = [DictStore(), DictStore()]
     with Pair(stores, save_on=save_on) as pair:
@@ -189,7 +188,6 @@ def test_every_rank_saves_a_preempted_request_before_its_blocks_go(
         assert pair.answer(request) == [reference(PROMPT)] * 2
 
 
-@RED
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_drop_on_any_rank_ends_the_saves_until_the_end(
     stores: list[DictStore], rank: int
@@ -212,7 +210,6 @@ def test_a_drop_on_any_rank_ends_the_saves_until_the_end(
         pair.nothing_is_left()
 
 
-@RED
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_that_fails_on_any_rank_is_made_up_for_at_the_end(
     stores: list[DictStore], rank: int
@@ -234,7 +231,7 @@ def test_a_save_that_fails_on_any_rank_is_made_up_for_at_the_end(
 
 
 @BOTH
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=RED)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_behind_a_backlog_of_any_rank_no_blocks_are_kept(rank: int, save_on: str) -> None:
     stores = [DictStore(enumerable=False), DictStore(enumerable=False)]
     stores[rank].at_save.shut()

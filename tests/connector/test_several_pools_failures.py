@@ -101,14 +101,15 @@ def test_a_store_that_raises_on_lookup_is_a_miss(store: DictStore) -> None:
     assert run(store, FULL_AND_WINDOW) == (ANSWER, 0)
 
 
-def test_what_is_computed_behind_a_load_that_fails_is_not_saved() -> None:
+@pytest.mark.parametrize("save_on", ["full", "finish"])
+def test_what_is_computed_behind_a_load_that_fails_is_not_saved(save_on: str) -> None:
     """In the step of the load, as windows may give it up after it."""
     store = DictStore(inline=True, enumerable=False)
     half = PROMPT[: 5 * T + 1]
     run(store, FULL_AND_WINDOW, half, 1)
     flipped(store, store_key(keys_of(PROMPT, FULL_AND_WINDOW)[4], 1))
     saves = len(store.saves)
-    with WindowEngine(llm_args(store, FULL_AND_WINDOW)) as bench:
+    with WindowEngine(llm_args(store, FULL_AND_WINDOW, save_on=save_on)) as bench:
         request = bench.submit(PROMPT, GENERATE)
         bench.step()
         assert bench.outcomes[-1].requeue == {request.request_id}

@@ -1,13 +1,22 @@
-"""What the built-in scheduler tells the built-in worker. Picklable."""
+"""What the built-in scheduler and the built-in workers tell each other. Picklable."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvconnect.keys import BlockKey
 from kvconnect.tokens import TokenArray
 
-__all__ = ["BlockLoad", "BlockSave", "LoadBlocks", "OffloadMeta", "SaveOrder"]
+__all__ = [
+    "BlockLoad",
+    "BlockSave",
+    "LoadBlocks",
+    "OffloadMeta",
+    "RequestEnd",
+    "SaveOrder",
+    "WorkerMeta",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +103,47 @@ class SaveOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadMeta:
-    """A step's orders."""
+class RequestEnd:
+    """A request that ended and whose blocks are kept until they are staged.
 
-    loads: tuple[LoadBlocks, ...] = field(default=())
-    saves: tuple[SaveOrder, ...] = field(default=())
+    Attributes:
+        request_id: whose.
+        num_tokens: its leading valid tokens.
+        rest: what was not ordered before.
+        waits: for room in the staging memory; what has none at once is dropped otherwise.
+    """
+
+    request_id: int
+    num_tokens: int
+    rest: SaveOrder | None
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadMeta:
+    """What the scheduler tells every worker in a step.
+
+    Attributes:
+        loads: to be started.
+        saves: blocks that this step fills.
+        ended: requests whose last blocks are to be staged.
+        forgotten: ended requests of which nothing more is to be staged.
+    """
+
+    loads: tuple[LoadBlocks, ...] = ()
+    saves: tuple[SaveOrder, ...] = ()
+    ended: tuple[RequestEnd, ...] = ()
+    forgotten: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMeta:
+    """What a worker tells the scheduler in a step.
+
+    Attributes:
+        missing: for requests the number of the first block that was dropped or could not be stored.
+        backlogged: ended requests wait for room in the staging memory.
+    """
+
+    missing: Mapping[int, int] = field(default_factory=dict)
+    backlogged: bool = False

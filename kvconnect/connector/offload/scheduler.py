@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
 from kvconnect.connector.offload.budget import Patience
 from kvconnect.connector.offload.lookup import Hit, Query, look_up
-from kvconnect.connector.offload.messages import BlockLoad, LoadBlocks, OffloadMeta, SaveOrder
+from kvconnect.connector.offload.messages import (
+    BlockLoad,
+    LoadBlocks,
+    OffloadMeta,
+    RequestEnd,
+    SaveOrder,
+    WorkerMeta,
+)
 from kvconnect.connector.offload.save_plan import SavePlan
 from kvconnect.connector.offload.store import OffloadStore
 from kvconnect.connector.offload.window import blocks_needed
@@ -31,6 +38,7 @@ class _State:
         lookup: the question to the store, running or answered.
         hit: the answer, once it was looked at.
         offer: tokens ``start..end`` promised for this admission, until their load is ordered.
+        num_held: blocks that the workers hold until the request's end.
     """
 
     request: LlmRequest
@@ -38,6 +46,7 @@ class _State:
     lookup: Future[Hit]
     hit: Hit | None = None
     offer: tuple[int, int] | None = None
+    num_held: int = 0
 
 
 class OffloadScheduler(KvCacheConnectorScheduler):
@@ -48,11 +57,11 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     After that nobody waits until the store answers in time again.
     Loads run in the background unless the backend is ``inline``.
 
-    A block is ordered into the store in the step that fills it, or at its request's end with
-    ``save_on="finish"``. A block that is dropped or below ``min_priority`` ends its sequence's
-    saves: without it, what follows cannot be found. Dropped ones are offered again at the request's
-    end, and by any other request that uses them. No record of what is stored outlives a request:
-    the store itself is asked.
+    A block is ordered into the store in the step that fills it; with ``save_on="finish"`` the
+    workers stage it at its request's end, or when that is preempted. A block that is dropped or
+    below ``min_priority`` ends its sequence's saves: without it, what follows cannot be found.
+    Dropped ones are offered again at the request's end, and by any other request that uses them.
+    No record of what is stored outlives a request: the store itself is asked.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:
@@ -66,6 +75,9 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         shard = llm_args.shard
         self._alone = shard.tp_size * shard.pp_size == 1
         self._states: dict[int, _State] = {}
+        self._ended: list[RequestEnd] = []  # and the next are for the next step's metadata
+        self._forgotten: list[int] = []
+        self._backlogged = False
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
         self._patience = Patience(
             self._config.lookup_timeout_ms / 1000, self._store.backend, self._store.submit
@@ -146,13 +158,8 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._states[request.request_id].saves.hold(block_ids)
 
     def request_reset(self, request: LlmRequest) -> None:
-        """Its blocks go in a moment: stage what has room, and look it up again."""
-        self._take_drops()
-        state = self._states.pop(request.request_id)
-        orders = self._remaining(state, tail=False)
-        if orders and self._store.backend.available:
-            self._store.save_now(orders)
-        state.lookup.cancel()
+        """Look it up again. What was not ordered of it is when it comes again."""
+        self._states.pop(request.request_id).lookup.cancel()
         self.on_new_request(request)
 
     def request_aborted(self, request: LlmRequest) -> None:
@@ -164,48 +171,44 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
         """Its end: True if blocks, dropped ones among them, or its tail are still to be saved."""
-        self._take_drops()
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
         state.saves.hold(cache_block_ids)
-        orders = self._remaining(
-            state, tail=self._store.enumerable and self._config.save_partial_tails
-        )
+        end = self._end(state)
         state.lookup.cancel()
-        if not orders:
+        num_blocks = state.num_held + (0 if end.rest is None else len(end.rest.blocks))
+        if not num_blocks:
             return False
         if not self._store.backend.available:
-            count("connector.save.lost", blocks=sum(len(order.blocks) for order in orders))
-            return False
-        if self._config.on_backlog == "drop" and self._is_backlogged(orders):
-            count("connector.save.dropped", blocks=sum(len(order.blocks) for order in orders))
-            return False
-        self._store.finishing[request.request_id] = orders
-        return True
+            count("connector.save.lost", blocks=num_blocks)
+        elif self._backlogged and self._config.on_backlog == "drop":
+            count("connector.save.dropped", blocks=num_blocks)
+        else:
+            self._ended.append(end)
+            return True
+        if state.num_held:
+            self._forgotten.append(request.request_id)
+        return False
 
-    def _is_backlogged(self, orders: Sequence[SaveOrder]) -> bool:
-        # A store that does not answer would only keep the blocks from the requests to come.
-        num_blocks = sum(len(order.blocks) for order in orders)
-        return self._store.backlogged or (self._patience.lost and self._store.room() < num_blocks)
-
-    def _remaining(self, state: _State, *, tail: bool) -> tuple[SaveOrder, ...]:
+    def _end(self, state: _State) -> RequestEnd:
         """What the store lacks of the valid part of a request that gives its blocks back."""
         saves, request = state.saves, state.request
         saves.reopen()
         self._learn(state, patient=False)
         size = self._tokens_per_block
         valid = min(request.num_computed_tokens, request.num_tokens, saves.num_blocks * size)
-        ends_inside = tail and valid % size
-        order = saves.order(valid // size, valid, valid if ends_inside else None)
-        return () if order is None else (order,)
+        with_tail = self._store.enumerable and self._config.save_partial_tails and valid % size
+        rest = saves.order(valid // size, valid, valid if with_tail else None)
+        # A store that does not answer would only keep the blocks from the requests to come.
+        waits = self._config.on_backlog == "wait" or not self._patience.lost
+        return RequestEnd(request.request_id, valid, rest, waits)
 
     # ------------------------------------------------------------------ one step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMeta | None:
         """The loads and saves of this step; ``None`` if there are none."""
         self._patience.start_step()
-        self._take_drops()
         loads: list[LoadBlocks] = []
         saves: list[SaveOrder] = []
         for data in scheduler_output.loading_requests:
@@ -226,7 +229,31 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                 plan = self._states[data.request_id].saves
                 plan.extend(_by_group(data), data.priorities)
             self._order_save(data, saves, data.computed_position)
-        return OffloadMeta(tuple(loads), tuple(saves)) if loads or saves else None
+        return self._meta(loads, saves)
+
+    def build_idle_meta(self) -> OffloadMeta | None:
+        """Which requests ended, if any did."""
+        return self._meta((), ())
+
+    def _meta(self, loads: Sequence[LoadBlocks], saves: Sequence[SaveOrder]) -> OffloadMeta | None:
+        if not (loads or saves or self._ended or self._forgotten):
+            return None
+        ended, forgotten = tuple(self._ended), tuple(self._forgotten)
+        self._ended.clear()
+        self._forgotten.clear()
+        return OffloadMeta(tuple(loads), tuple(saves), ended, forgotten)
+
+    def update_from_workers(self, metas: Sequence[object]) -> None:
+        """What did not reach the store on any rank ends its request's saves until `reopen`."""
+        self._backlogged = False
+        for meta in metas:
+            if not isinstance(meta, WorkerMeta):
+                continue
+            self._backlogged |= meta.backlogged
+            for request_id, block in meta.missing.items():
+                if (state := self._states.get(request_id)) is not None:
+                    state.saves.note_missing(block)
+                    state.saves.close()
 
     def _order_load(
         self, data: RequestData, loads: list[LoadBlocks], *, is_async: bool
@@ -266,7 +293,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         # Proposed tokens may be rejected: only those that the request has are certain.
         end = min(valid + data.num_scheduled_tokens, state.request.num_tokens)
         num_full = end // self._tokens_per_block
-        if self._config.save_on == "finish" or not state.saves.is_due(num_full):
+        if not state.saves.is_due(num_full):
             return
         if not self._store.backend.available:
             return  # what is due stays due
@@ -274,6 +301,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         order = state.saves.order(num_full, data.computed_position)
         if order is not None:
             saves.append(order)
+            state.num_held += len(order.blocks) if self._config.save_on == "finish" else 0
 
     def _learn(self, state: _State, *, patient: bool) -> None:
         """What the store has need not be saved. With `patient`, only once it has answered."""
@@ -284,17 +312,6 @@ class OffloadScheduler(KvCacheConnectorScheduler):
             return
         hit = hit or Hit()
         state.saves.note_stored(hit.num_stored, hit.tail)
-
-    def _take_drops(self) -> None:
-        dropped = self._store.dropped
-        if not dropped:
-            return
-        for request_id, block in dropped.items():
-            state = self._states.get(request_id)
-            if state is not None:
-                state.saves.note_missing(block)
-                state.saves.close()
-        dropped.clear()
 
     # ------------------------------------------------------------------ the end
 

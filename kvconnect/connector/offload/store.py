@@ -1,9 +1,9 @@
-"""What the built-in scheduler and worker of one process share: the store and its loop."""
+"""What the built-in scheduler and worker of one process share: the open store and its loop."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -13,7 +13,6 @@ from kvconnect.backends.url import without_passwords
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.offload.daemon_threads import DaemonThreads
 from kvconnect.connector.offload.io_loop import IoLoop
-from kvconnect.connector.offload.messages import SaveOrder
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.trace import warn_once
 
@@ -40,14 +39,6 @@ class OffloadStore:
         backend: guarded; to be used on the loop only.
         inline, enumerable: as the backend says.
         copying: threads that copy into the pool.
-        finishing: what is left to save of ended requests. The scheduler puts it here, the worker
-            takes it when the runtime passes the id in.
-        dropped: for each live request the first block that was dropped or could not be stored. The
-            worker adds, the scheduler takes.
-        backlogged: ended requests wait for room in the staging memory.
-        save_now: stages what there is room for, at once: the blocks are about to be handed on.
-        room: how many blocks it could stage now. It and the four before it belong to the engine's
-            thread.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:
@@ -56,11 +47,6 @@ class OffloadStore:
         if source is None:
             raise ConfigurationError("KvCacheConnectorConfig: url or backend is needed")
         self.llm_args = llm_args
-        self.finishing: dict[int, tuple[SaveOrder, ...]] = {}
-        self.dropped: dict[int, int] = {}
-        self.backlogged = False
-        self.save_now: Callable[[Sequence[SaveOrder]], None] = lambda _: None
-        self.room: Callable[[], int] = lambda: 0
         # Every operation may take as long as the longer of the two; each direction has its own
         # deadline on top, see the worker.
         deadline_s = max(config.load_timeout_s, config.save_timeout_s)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvconnect.connector.data import Direction, KvCachePool, LlmArgs, TransferFailure
 from kvconnect.connector.offload.background_loads import BackgroundLoads
-from kvconnect.connector.offload.messages import LoadBlocks, OffloadMeta, SaveOrder
+from kvconnect.connector.offload.held_saves import HeldSaves
+from kvconnect.connector.offload.messages import LoadBlocks, OffloadMeta, SaveOrder, WorkerMeta
 from kvconnect.connector.offload.pool_copier import PoolCopier, PoolCopiers
 from kvconnect.connector.offload.save_queue import SaveQueue
 from kvconnect.connector.offload.staging import StagingPool
@@ -34,9 +35,14 @@ _OWN_SHARE = 0.9
 class _Leaving:
     """What is left to stage of an ended request, and until when it is tried."""
 
-    orders: Sequence[SaveOrder]
+    order: SaveOrder | None
     deadline: float
-    staged: int = 0  # blocks of orders[0]
+    staged: int = 0
+
+    @property
+    def missing(self) -> int:
+        """Blocks that are not staged."""
+        return 0 if self.order is None else len(self.order.blocks) - self.staged
 
 
 def _silent() -> None:
@@ -65,6 +71,8 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._ended: deque[tuple[int, TransferFailure | None]] = deque()
         self._failed: list[TransferFailure] = []
         self._leaving: dict[int, _Leaving] = {}
+        self._missing: dict[int, int] = {}
+        self._held = HeldSaves(llm_args.layouts)
         self._step_load: StepLoad | None = None
         self._saves: SaveQueue | None = None
         self._hide_gauges: Callable[[], None] = _silent
@@ -100,13 +108,26 @@ class OffloadWorker(KvCacheConnectorWorker):
         )
         self._saves = SaveQueue(store, staging, self._copiers, shard=shard)
         staging.on_free(self._slots_freed)
-        store.save_now = self._save_now
-        store.room = lambda: staging.available(Direction.SAVE)
         self._hide_gauges = metrics.add_gauges(staging.sizes)
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called from the store's thread."""
         self._wakeup = wakeup
+
+    def bind_connector_meta(self, metadata: object) -> None:
+        """Take in which requests ended: the runtime passes them to this step's `get_finished`."""
+        super().bind_connector_meta(metadata)
+        if not isinstance(metadata, OffloadMeta):
+            return
+        for request_id in metadata.forgotten:
+            self._held.forget(request_id)
+        patience_s = _OWN_SHARE * self._config.save_timeout_s
+        for end in metadata.ended:
+            if end.rest is not None:
+                self._held.add(end.rest)
+            order = self._held.take(end.request_id, end.num_tokens)
+            deadline = time.monotonic() + patience_s if end.waits else 0.0
+            self._leaving[end.request_id] = _Leaving(order, deadline)
 
     # ------------------------------------------------------------------ loads
 
@@ -154,7 +175,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         """Nothing: whole blocks are copied at the end of the forward pass."""
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """Stage what the step filled, behind its work; wait for its loads to be over."""
+        """Stage or hold what the step filled, behind its work; wait for its loads to be over."""
         wrong: set[int] = set()
         if self._step_load is not None:
             failures = self._step_load.finish()
@@ -167,7 +188,11 @@ class OffloadWorker(KvCacheConnectorWorker):
             deadline = time.monotonic() + patience  # of all of them together
             for order in meta.saves:
                 # What was computed behind a load that failed is not what its keys say.
-                if order.request_id not in wrong:
+                if order.request_id in wrong:
+                    continue
+                if self._config.save_on == "finish":
+                    self._held.add(order)
+                else:
                     self._stage(order, stream, max(0.0, deadline - time.monotonic()))
 
     def _stage(self, order: SaveOrder, stream: torch.cuda.Stream | None, patience_s: float) -> None:
@@ -177,17 +202,17 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._note_missing(order.request_id, order.blocks[staged].number)
             self._count_dropped(missing)
 
-    def _save_now(self, orders: Sequence[SaveOrder]) -> None:
-        """For blocks that are about to be handed on, outside of a step."""
-        stream = self._current_stream()
-        for order in orders:
-            missing = len(order.blocks) - self._queue.stage(order, stream=stream)
-            if missing:
-                self._count_dropped(missing)
+    def request_reset(self, request_id: int, num_committed: int) -> None:
+        """Stage what was held of it, as far as there is room."""
+        order = self._held.take(request_id, num_committed)
+        if order is None:
+            return
+        staged = self._queue.stage(order, stream=self._current_stream())
+        if missing := len(order.blocks) - staged:
+            self._count_dropped(missing)
 
     def _note_missing(self, request_id: int, block: int) -> None:
-        dropped = self._store.dropped
-        dropped[request_id] = min(block, dropped.get(request_id, block))
+        self._missing[request_id] = min(block, self._missing.get(request_id, block))
 
     def _count_dropped(self, num_blocks: int) -> None:
         count("connector.save.dropped", blocks=num_blocks)
@@ -210,12 +235,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         """What ended since the last call; stages what ended requests have left. Does not block."""
         for request_id, block in self._queue.take_lost():
             self._note_missing(request_id, block)
-        now = time.monotonic()
-        for request_id in finished_gen_req_ids:
-            orders = self._store.finishing.pop(request_id, ())
-            deadline = now + _OWN_SHARE * self._config.save_timeout_s
-            self._leaving[request_id] = _Leaving(list(orders), deadline)
-        saved = self._stage_leaving(now) if self._leaving else []
+        saved = self._stage_leaving() if self._leaving else []
         loaded = []
         while self._ended:
             request_id, failure = self._ended.popleft()
@@ -232,33 +252,31 @@ class OffloadWorker(KvCacheConnectorWorker):
         failed, self._failed = self._failed, []
         return failed
 
-    def _stage_leaving(self, now: float) -> list[int]:
+    def build_worker_meta(self) -> WorkerMeta | None:
+        """What did not reach the store, and whether ended requests wait for room."""
+        if not (self._missing or self._leaving):
+            return None
+        missing, self._missing = self._missing, {}
+        return WorkerMeta(missing, bool(self._leaving))
+
+    def _stage_leaving(self) -> list[int]:
         """Requests all of whose blocks have left the pool."""
-        stream = self._current_stream()
+        stream, now = self._current_stream(), time.monotonic()
         saved: list[int] = []
         for request_id, leaving in list(self._leaving.items()):
-            if self._all_staged(leaving, stream):
+            if leaving.order is not None:
+                leaving.staged += self._queue.stage(leaving.order, leaving.staged, stream=stream)
+            missing = leaving.missing
+            if not missing:
                 saved.append(request_id)
             elif now >= leaving.deadline:
-                missing = sum(len(order.blocks) for order in leaving.orders) - leaving.staged
                 self._count_dropped(missing)
                 reason = f"no room in the staging memory for {missing} blocks"
                 self._failed.append(TransferFailure(request_id, Direction.SAVE, reason=reason))
             else:
                 continue
             del self._leaving[request_id]
-        self._store.backlogged = bool(self._leaving)
         return saved
-
-    def _all_staged(self, leaving: _Leaving, stream: torch.cuda.Stream | None) -> bool:
-        while leaving.orders:
-            order = leaving.orders[0]
-            leaving.staged += self._queue.stage(order, leaving.staged, stream=stream)
-            if leaving.staged < len(order.blocks):
-                return False
-            leaving.orders = leaving.orders[1:]
-            leaving.staged = 0
-        return True
 
     def _current_stream(self) -> torch.cuda.Stream | None:
         """The engine's, outside of a step."""
@@ -276,20 +294,15 @@ class OffloadWorker(KvCacheConnectorWorker):
             return
         if self._saves is not None:
             self._drain(self._saves, store)
-        store.save_now = lambda _: None
         self._hide_gauges()
         store.release()
 
     def _drain(self, queue: SaveQueue, store: OffloadStore) -> None:
         deadline = time.monotonic() + self._config.save_timeout_s
-        for request_id, orders in store.finishing.items():
-            self._leaving[request_id] = _Leaving(list(orders), deadline)
-        store.finishing.clear()
         for leaving in self._leaving.values():
-            for order in leaving.orders:
+            if leaving.order is not None:
                 left = max(0.0, deadline - time.monotonic())
-                queue.stage(order, leaving.staged, patience_s=left)
-                leaving.staged = 0
+                queue.stage(leaving.order, leaving.staged, patience_s=left)
         self._leaving.clear()
         if not queue.flush(max(0.0, deadline - time.monotonic())):
             warn_once("connector.drain", f"{store.backend.name}: not everything staged was saved")

@@ -118,8 +118,9 @@ class TransferLedger:
         worker = self._worker
         saved, loaded = checked_finished(worker, worker.get_finished(list(saving), list(loading)))
         failures = checked_failures(worker, worker.get_failed())
+        meta = worker.build_worker_meta()
         if not (saved or loaded or failures or self.loads or self.saves):
-            return Report(step)
+            return Report(step, worker_meta=meta)
         now = time.monotonic()
         error = (
             self._unexpected(self.saves, saved)
@@ -133,6 +134,7 @@ class TransferLedger:
             tuple(failures),
             self._expired(self.loads, loaded, now),
             self._expired(self.saves, saved, now),
+            meta,
             error,
         )
 

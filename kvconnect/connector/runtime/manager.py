@@ -191,6 +191,7 @@ class KvCacheConnectorManager:
         if record is None or not record.holds_blocks:
             return
         self._cancel(record)
+        self._worker.request_reset(request.request_id, request.num_computed_tokens)
         if self._scheduler is not None:
             self._scheduler.request_reset(request)
         record.evicted()
@@ -260,13 +261,16 @@ class KvCacheConnectorManager:
             RankDivergence: ranks are in different steps.
         """
         if self._instructions is None:
-            self._step += 1
-            self._exchange(None, ())
+            self._begin_idle_step()
         begun, self._instructions = self._begun, None
-        self._worker.clear_connector_meta()
         loading = tuple(load.request_id for load in begun.loads if load.is_async)
         report = self._ledger.collect(begun.step, begun.saving, loading)
-        outcome = self._ledger.settle(agreed(self._communicator, report), self._load_failed)
+        self._worker.clear_connector_meta()
+        reports = agreed(self._communicator, report)
+        if self._scheduler is not None:
+            metas = [one.worker_meta for one in reports if one.worker_meta is not None]
+            self._scheduler.update_from_workers(metas)
+        outcome = self._ledger.settle(reports, self._load_failed)
         if self._scheduler is None:
             self._release_refused(begun, outcome)
         for request_id in outcome.saved:
@@ -327,6 +331,12 @@ class KvCacheConnectorManager:
         start = min(match.position, request.num_computed_tokens)
         start -= start % self._tokens_per_block
         return LoadOrder(request.request_id, start, match.end, match.is_async)
+
+    def _begin_idle_step(self) -> None:
+        self._step += 1
+        self._exchange(None if self._scheduler is None else self._scheduler.build_idle_meta(), ())
+        if self._begun.metadata is not None:
+            self._worker.bind_connector_meta(self._begun.metadata)
 
     def _exchange(self, metadata: object, loads: tuple[LoadOrder, ...]) -> None:
         mine = Instructions(
