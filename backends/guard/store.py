@@ -128,8 +128,9 @@ class GuardedBackend(Backend):
         self._take_labels()
         if self._framed is not None:
             self._framed.set_layouts(layouts)
+        what_for = {} if access == "store" else {"access": access}
         with self._trace("open"):
-            await self._calls.run_always("open", lambda _: self.inner.open(layouts, access=access))
+            await self._calls.run_always("open", lambda _: self.inner.open(layouts, **what_for))
         self._layouts = tuple(layouts)
         self._gauges.show(asyncio.get_running_loop(), self._labels)
 
