@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -49,6 +50,8 @@ class Lane:
                 )
                 thread.start()
                 self._threads.append(thread)
+                # Of a lane that is forgotten, as of one that is ended, no thread is left.
+                weakref.finalize(self, self._queue.put, None).atexit = False
         except RuntimeError as error:
             self.end()
             raise BackendUnavailable(f"{name}: {error}; allow this process more threads") from error

@@ -75,10 +75,10 @@ class FramedStore:
             return await self._save_unsealed(blocks, call)
         saved = 0
         seal = self.framing.seal
-        async with self.framing.lane() as lane:
+        async with self.framing.scratch() as scratch:
             # Nobody waits any more for a call whose turn comes after its deadline.
             parts = [] if call.abandoned else list(pieces([block.data for block in blocks]))
-            sealed = await seal(blocks[parts[0]] if parts else (), lane, 0)
+            sealed = await seal(blocks[parts[0]] if parts else (), scratch, 0)
             for number, part in enumerate(parts):
                 last = call.abandoned or number + 1 == len(parts)
                 if last:
@@ -86,7 +86,7 @@ class FramedStore:
                 else:
                     ahead = blocks[parts[number + 1]]
                     stored, sealed = await together(
-                        self._store(sealed), seal(ahead, lane, number + 1)
+                        self._store(sealed), seal(ahead, scratch, number + 1)
                     )
                 saved += stored
                 if stored < part.stop - part.start or last:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
@@ -15,8 +13,8 @@ from kvconnect import frame
 from kvconnect.backend import Child, StoredBlock
 from kvconnect.backends.guard.calls import together
 from kvconnect.backends.guard.codecs import Codecs
-from kvconnect.backends.guard.scratch import Lane, Scratch
-from kvconnect.backends.lanes import running_threads
+from kvconnect.backends.guard.scratch import Scratch, ScratchPair
+from kvconnect.backends.lanes import Lane
 from kvconnect.errors import (
     BackendUnavailable,
     BadFrame,
@@ -73,7 +71,7 @@ class Framing:
         self._by_fingerprint: dict[bytes, _Known] = {}
         self._cut: dict[int, int] = {}
         self._scratch = Scratch()
-        self._threads: ThreadPoolExecutor | None = None
+        self._lane: Lane | None = None
         self._closed = False
 
     def set_layouts(self, layouts: Sequence[KvCacheLayout], *, variable_length: bool) -> None:
@@ -97,37 +95,37 @@ class Framing:
         self._cut = cut
 
     def close(self) -> None:
-        """End the threads once they have nothing to do."""
+        """End the threads; calls that were given up are not begun any more."""
         self._closed = True
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
+        if self._lane is not None:
+            self._lane.end()
         self._scratch.clear()
 
     # ------------------------------------------------------------------ to the store
 
     @asynccontextmanager
-    async def lane(self) -> AsyncIterator[Lane | None]:
+    async def scratch(self) -> AsyncIterator[ScratchPair | None]:
         """Memory for the frames of one save, if they are encoded; waits for its turn."""
         if not self.codecs:
             yield None
             return
-        async with self._scratch.lane() as lane:
-            yield lane
+        async with self._scratch.pair() as pair:
+            yield pair
 
     async def seal(
-        self, blocks: Sequence[StoredBlock], lane: Lane | None, number: int
+        self, blocks: Sequence[StoredBlock], scratch: ScratchPair | None, number: int
     ) -> list[StoredBlock]:
-        """`blocks` as the store gets them: sealed in place, or encoded in memory of `lane`.
+        """`blocks` as the store gets them: sealed in place, or encoded in memory of `scratch`.
 
         Args:
             blocks: with the frame of a payload as `data`.
-            lane: for what is encoded; ``None`` if nothing is.
+            scratch: for what is encoded; ``None`` if nothing is.
             number: of the piece; the memory of the piece before the last one is used again.
         """
         nbytes = sum(block.data.numel() for block in blocks)
-        if lane is None:
+        if scratch is None:
             return await self._on_thread(lambda: [self._seal(one, None) for one in blocks], nbytes)
-        memory = lane.room(number, nbytes)
+        memory = scratch.room(number, nbytes)
         rooms = list(_split(memory, [block.data.numel() for block in blocks]))
 
         def sealed(part: slice) -> Callable[[], list[StoredBlock]]:
@@ -281,9 +279,9 @@ class Framing:
             return work()
         if self._closed:
             raise BackendUnavailable(f"{self.name}: is closed")
-        if self._threads is None:  # many stores never need them
-            self._threads = running_threads(_THREADS, "kvconnect-frames")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        if self._lane is None:  # many stores never need it
+            self._lane = Lane("kvconnect-frames", _THREADS)
+        return await self._lane.run(work)
 
 
 def _header(block: StoredBlock, known: _Known) -> FrameHeader:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvconnect.frame import ALIGNMENT
 
-__all__ = ["Lane", "Scratch"]
+__all__ = ["Scratch", "ScratchPair"]
 
-_LANES = 2
+_PAIRS = 2
 
 
-class Lane:
+class ScratchPair:
     """Two pieces of memory: one is filled while the other is being written to the store."""
 
     def __init__(self) -> None:
@@ -32,25 +32,25 @@ class Lane:
 
 
 class Scratch:
-    """At most two savers have a lane at a time; others wait for their turn.
+    """At most two savers have a pair at a time; others wait for their turn.
 
     So it never holds more than four pieces, whatever hangs: a save that the store does not end
-    keeps its lane. Belongs to one event loop.
+    keeps its pair. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
-        self._turns = asyncio.Semaphore(_LANES)
-        self._idle: list[Lane] = []
+        self._turns = asyncio.Semaphore(_PAIRS)
+        self._idle: list[ScratchPair] = []
 
     @asynccontextmanager
-    async def lane(self) -> AsyncIterator[Lane]:
-        """A lane for the time of one save."""
+    async def pair(self) -> AsyncIterator[ScratchPair]:
+        """One for the time of one save."""
         async with self._turns:
-            lane = self._idle.pop() if self._idle else Lane()
+            pair = self._idle.pop() if self._idle else ScratchPair()
             try:
-                yield lane
+                yield pair
             finally:
-                self._idle.append(lane)
+                self._idle.append(pair)
 
     def clear(self) -> None:
         """Let go of the memory that nobody uses."""

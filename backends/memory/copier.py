@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from kvconnect.backends.lanes import running_threads
+from kvconnect.backends.lanes import Lane
 from kvconnect.backends.memory.fused_copy import Bytes, FusedCopy, ValueCopy, fused_copy
 from kvconnect.frame import HEADER_NBYTES, FrameChecksum
 
-__all__ = ["Copy", "MemoryCopier"]
+__all__ = ["Copy", "copy_all"]
 
 # Copying less than this takes less time than handing it to a thread.
 _INLINE_NBYTES = 1 << 20
@@ -93,58 +90,24 @@ class Copy:
         return Copy(first), Copy([])
 
 
-class MemoryCopier:
-    """Two threads that copy, in the order of the calls.
+async def copy_all(copies: Sequence[Copy], lane: Lane) -> None:
+    """Do all of `copies` on `lane`, each call in two halves for its two threads.
 
-    Each call is halved: one thread alone does not get all that memory gives. What is in the queue
-    keeps both busy while a call's end reaches the event loop, and the next call comes from there.
+    One thread alone does not get all that memory gives. What is in the queue keeps both busy while
+    a call's end reaches the event loop, and the next call comes from there.
+
+    Raises:
+        BackendUnavailable: the lane was closed; not all was copied.
     """
-
-    def __init__(self) -> None:
-        self._threads = running_threads(2, "kvconnect-memory")
-
-    async def copy(self, copies: Sequence[Copy]) -> None:
-        """Do all of `copies`. If this is cancelled, they go on."""
-        nbytes = sum(one.nbytes for one in copies)
-        if nbytes <= _INLINE_NBYTES:
-            _run(copies, None)
-            return
-        ended = _Ended(asyncio.get_running_loop(), 2)
-        fused = fused_copy()
-        for half in _halves(copies, nbytes // 2):
-            self._threads.submit(_run, half, fused).add_done_callback(ended)
-        await ended.future
-
-    def close(self) -> None:
-        """End the threads once nothing is left to copy, which is soon."""
-        self._threads.shutdown()
-
-
-class _Ended:
-    """Tells the event loop once that all of `left` pieces have ended; that is what costs time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
-        self.future: asyncio.Future[None] = loop.create_future()
-        self._loop = loop
-        self._left = left
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, piece: Future[Any]) -> None:
-        with self._lock:
-            self._left -= 1
-            self._error = piece.exception() or self._error
-            if self._left:
-                return
-        self._loop.call_soon_threadsafe(self._tell)
-
-    def _tell(self) -> None:
-        if self.future.done():
-            return  # cancelled
-        if self._error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(self._error)
+    nbytes = sum(one.nbytes for one in copies)
+    if nbytes <= _INLINE_NBYTES:
+        _run(copies, None)
+        return
+    fused = fused_copy()
+    halves = _halves(copies, nbytes // 2)
+    for result in await lane.run_all([partial(_run, half, fused) for half in halves]):
+        if result is not None:
+            raise result
 
 
 def _halves(copies: Sequence[Copy], left: int) -> tuple[Sequence[Copy], Sequence[Copy]]:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
-from kvconnect.backends.memory.copier import Copy, MemoryCopier
+from kvconnect.backends.lanes import Lane
+from kvconnect.backends.memory.copier import Copy, copy_all
 from kvconnect.backends.memory.index import MemoryBlock, MemoryIndex
 from kvconnect.backends.memory.region import MemoryRegion
 from kvconnect.backends.url import StoreUrl, format_size
@@ -60,7 +61,7 @@ class MemoryBackend(Backend):
         self._short_values = short_values
         self._index: MemoryIndex | None = None
         self._region: MemoryRegion | None = None
-        self._copier: MemoryCopier | None = None
+        self._copying: Lane | None = None
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Reserve the region.
@@ -82,14 +83,15 @@ class MemoryBackend(Backend):
             )
         self._region = MemoryRegion(self.capacity, unit)
         self._index = MemoryIndex(self._region.num_units)
-        self._copier = MemoryCopier()
+        self._copying = Lane("kvconnect-memory", 2)
 
     async def close(self) -> None:
         """Let go of the region, as soon as copies in flight have ended."""
-        copier, self._copier = self._copier, None
+        copying, self._copying = self._copying, None
         self._index = self._region = None
-        if copier is not None:
-            copier.close()
+        if copying is not None:
+            await copying.close()
+            copying.join()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are present; they count as used now."""
@@ -108,7 +110,7 @@ class MemoryBackend(Backend):
     async def _load(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        index, region, copier = self._opened()
+        index, region, copying = self._opened()
         blocks = index.use(keys)
         for number, (block, buffer) in enumerate(zip(blocks, into, strict=False)):
             if block.nbytes > buffer.numel():
@@ -122,7 +124,7 @@ class MemoryBackend(Backend):
         ]
         index.hold(blocks)
         try:
-            await copier.copy(copies)
+            await copy_all(copies, copying)
         finally:
             index.release(blocks)
         return len(blocks)
@@ -138,7 +140,7 @@ class MemoryBackend(Backend):
         return await self._save(blocks, checksums)
 
     async def _save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
-        index, region, copier = self._opened()
+        index, region, copying = self._opened()
         now = index.tick()
         new: list[MemoryBlock] = []
         copies: list[Copy] = []
@@ -155,7 +157,7 @@ class MemoryBackend(Backend):
             present += 1
 
         try:
-            await copier.copy(copies)
+            await copy_all(copies, copying)
         except BaseException:
             for reserved in new:
                 index.cancel(reserved)
@@ -190,10 +192,10 @@ class MemoryBackend(Backend):
         used = index.units_used * region.unit
         return {"blocks": len(index), "bytes": used, "capacity": self.capacity}
 
-    def _opened(self) -> tuple[MemoryIndex, MemoryRegion, MemoryCopier]:
-        if self._index is None or self._region is None or self._copier is None:
+    def _opened(self) -> tuple[MemoryIndex, MemoryRegion, Lane]:
+        if self._index is None or self._region is None or self._copying is None:
             raise BackendUnavailable("memory store: is not open")
-        return self._index, self._region, self._copier
+        return self._index, self._region, self._copying
 
 
 def _array(buffer: Tensor, checksum: FrameChecksum | None) -> NDArray[np.uint8]:

@@ -581,7 +581,7 @@ async def test_encoding_happens_off_the_event_loop_and_piece_by_piece(kit, monke
     real = Codecs.encode
 
     def encode(*args):
-        ran_on.add(threading.current_thread().name.rpartition("_")[0])
+        ran_on.add(threading.current_thread().name.rpartition("-")[0])
         order.append("encode")
         return real(*args)
 
@@ -606,14 +606,14 @@ async def test_encoding_happens_off_the_event_loop_and_piece_by_piece(kit, monke
 async def test_scratch_memory_is_bounded_whatever_hangs(kit, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 2 * FRAME)
     taken = []
-    real = framing.Lane.room
+    real = framing.ScratchPair.room
 
-    def room(lane, number, nbytes):
-        memory = real(lane, number, nbytes)
+    def room(pair, number, nbytes):
+        memory = real(pair, number, nbytes)
         taken.append((memory.untyped_storage().data_ptr(), memory.untyped_storage().nbytes()))
         return memory
 
-    monkeypatch.setattr(framing.Lane, "room", room)
+    monkeypatch.setattr(framing.ScratchPair, "room", room)
     release = asyncio.Event()
 
     class Hangs(Values):

@@ -159,6 +159,16 @@ async def test_an_idle_thread_keeps_nothing_of_its_last_work_alive(lane):
     assert gone() is None
 
 
+def test_a_lane_that_is_forgotten_leaves_no_thread():
+    forgotten = Lane("forgotten", 2)
+    ran, threads = forgotten.submit(int), forgotten._threads
+    del forgotten
+    for thread in threads:
+        thread.join(10)
+    assert ran.result() == 0
+    assert not any(thread.is_alive() for thread in threads)
+
+
 async def test_one_lane_does_not_wait_for_another():
     lanes = Lanes("kind", big=1, small=1)
     held = Held()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 from kvconnect import frame
+from kvconnect.backends.lanes import Lane
 from kvconnect.backends.memory import copier as memory_copier
-from kvconnect.backends.memory.copier import Copy, MemoryCopier
+from kvconnect.backends.memory.copier import Copy
 from kvconnect.backends.memory.fused_copy import fused_copy
-from kvconnect.errors import BackendUnavailable, BadFrame
+from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.errors import BadFrame
 from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey
 
@@ -31,10 +34,11 @@ def way(request, monkeypatch):
 
 
 @pytest.fixture
-def copier(way):
-    one = MemoryCopier()
-    yield one
-    one.close()
+def copy_all(way):
+    lane = Lane("copies", 2)
+    yield partial(memory_copier.copy_all, lane=lane)
+    lane.end()
+    lane.join()
 
 
 @pytest.mark.parametrize(
@@ -52,11 +56,11 @@ def copier(way):
         [MIB] * 5,
     ],
 )
-async def test_every_byte_is_copied_and_no_other(copier, sizes):
+async def test_every_byte_is_copied_and_no_other(copy_all, sizes):
     rng = np.random.default_rng(0)
     sources = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
     targets = [np.full(size + 2, 0xC5, np.uint8) for size in sizes]
-    await copier.copy([Copy([(s, t[1:-1])]) for s, t in zip(sources, targets, strict=True)])
+    await copy_all([Copy([(s, t[1:-1])]) for s, t in zip(sources, targets, strict=True)])
     for source, target in zip(sources, targets, strict=True):
         assert np.array_equal(source, target[1:-1])
         assert (target[0], target[-1]) == (0xC5, 0xC5)
@@ -68,13 +72,13 @@ CUTS = [[], [4096], [65536, 131072], [3 * MIB // 2]]
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("count", [1, 3])
-async def test_values_are_sealed_as_they_are_read_and_hashed_as_they_arrive(copier, cuts, count):
+async def test_values_are_sealed_as_they_are_read_and_hashed_as_they_arrive(copy_all, cuts, count):
     payload = 2 * MIB - 200
     frames = [framed(payload, number) for number in range(count)]
     kept = [np.zeros(frame_nbytes(payload), np.uint8) for _ in frames]
     sealing = [frame.address(data, header) for data, header in frames]
     assert not any(is_sound(data, header) for data, header in frames)
-    await copier.copy(
+    await copy_all(
         [
             Copy(cut(data.numpy(), target, cuts), checksum, seals=True)
             for (data, _), target, checksum in zip(frames, kept, sealing, strict=True)
@@ -82,7 +86,7 @@ async def test_values_are_sealed_as_they_are_read_and_hashed_as_they_arrive(copi
     )
     into = [torch.full_like(data, 0xEE) for data, _ in frames]
     taken = [FrameChecksum(data) for data in into]
-    await copier.copy(
+    await copy_all(
         [
             Copy(cut(source, data.numpy(), cuts), checksum)
             for source, data, checksum in zip(kept, into, taken, strict=True)
@@ -114,20 +118,20 @@ def is_sound(data, header):
         return False
 
 
-async def test_memory_with_gaps_is_copied_as_it_is(copier):
+async def test_memory_with_gaps_is_copied_as_it_is(copy_all):
     data, _ = framed(2 * MIB - 128, 0)
     source = np.repeat(data.numpy(), 2)[::2]
     into = [torch.zeros_like(data) for _ in range(2)]
     copies = [Copy([(source, one.numpy())], FrameChecksum(one)) for one in into]
     assert copies[0].fusable is None
-    await copier.copy(copies)
+    await copy_all(copies)
     assert all(torch.equal(one, data) for one in into)
 
 
 # What a store may hold under a key: no header, a header that says more or less than there is.
 @pytest.mark.parametrize("length", [0, 100, 128, 4095, 4096, 2 * MIB - 4096])
 @pytest.mark.parametrize("says", [0, MIB, 2 * MIB - 128, 1 << 63])
-async def test_a_value_that_is_no_sound_frame_is_none_afterwards(copier, length, says):
+async def test_a_value_that_is_no_sound_frame_is_none_afterwards(copy_all, length, says):
     value = np.random.default_rng(1).integers(0, 256, length, np.uint8)
     data, header = framed(2 * MIB - 128, 0)
     frame.seal(data, header)
@@ -139,7 +143,7 @@ async def test_a_value_that_is_no_sound_frame_is_none_afterwards(copier, length,
     into = torch.full((2 * MIB,), 0xEE, dtype=torch.uint8)
     taken = FrameChecksum(into)
     other = torch.full((2 * MIB,), 0xEE, dtype=torch.uint8)  # so that the call has two halves
-    await copier.copy(
+    await copy_all(
         [
             Copy([(value, into.numpy()[:length])] if length else [], taken),
             Copy([(whole, other.numpy())], FrameChecksum(other)),
@@ -151,7 +155,7 @@ async def test_a_value_that_is_no_sound_frame_is_none_afterwards(copier, length,
         frame.check(into, header.key, None, taken)
 
 
-async def test_call_ends_only_when_both_halves_have(copier, monkeypatch, way):
+async def test_call_ends_only_when_both_halves_have(copy_all, monkeypatch, way):
     gates = {0: threading.Event(), 1: threading.Event()}
 
     def copy(source, target):
@@ -167,7 +171,7 @@ async def test_call_ends_only_when_both_halves_have(copier, monkeypatch, way):
     monkeypatch.setattr(memory_copier, "fused_copy", lambda: Fused() if way == "fused" else None)
     source = np.repeat(np.array([0, 1], np.uint8), MIB)
     for order in ([0, 1], [1, 0]):
-        call = asyncio.create_task(copier.copy([Copy([(source, np.empty_like(source))])]))
+        call = asyncio.create_task(copy_all([Copy([(source, np.empty_like(source))])]))
         gates[order[0]].set()
         assert not (await asyncio.wait({call}, timeout=0.2))[0]
         gates[order[1]].set()
@@ -176,59 +180,49 @@ async def test_call_ends_only_when_both_halves_have(copier, monkeypatch, way):
             gate.clear()
 
 
-async def test_error_of_a_half_is_the_call_s(copier):
+async def test_error_of_a_half_is_the_call_s(copy_all):
     longer = np.empty(2 * MIB, np.uint8)
     with pytest.raises(ValueError, match=r"broadcast|cannot be copied"):
-        await copier.copy([Copy([(np.empty(2 * MIB - 1, np.uint8), longer)])])
+        await copy_all([Copy([(np.empty(2 * MIB - 1, np.uint8), longer)])])
 
 
-async def test_cancelled_call_disturbs_no_other(copier):
+async def test_cancelled_call_ends_when_nothing_is_copied_any_more(copy_all, monkeypatch):
+    gate, copied = threading.Event(), []
+
+    def run(copies, fused):
+        assert gate.wait(60)
+        copied.append(copies)
+
+    monkeypatch.setattr(memory_copier, "_run", run)
     source = np.ones(4 * MIB, np.uint8)
-    target = np.zeros_like(source)
-    call = asyncio.create_task(copier.copy([Copy([(source, target)])]))
-    await asyncio.sleep(0)
+    call = asyncio.create_task(copy_all([Copy([(source, np.zeros_like(source))])]))
+    await asyncio.sleep(0.05)  # both halves are on their threads
     call.cancel()
+    assert not (await asyncio.wait({call}, timeout=0.1))[0]
+    gate.set()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await copier.copy([Copy([(source, target)])])
-    assert target.all()
+    assert len(copied) == 2
 
 
-def test_closed_one_leaves_no_thread():
+def test_closed_store_leaves_no_thread(kit):
     async def use():
-        copier = MemoryCopier()
-        source = np.ones(4 * MIB, np.uint8)
-        await copier.copy([Copy([(source, np.zeros_like(source))])])
-        copier.close()
-        copier.close()
+        for _ in range(2):
+            async with kit.opened(MemoryBackend(8 * MIB)) as store:
+                await store.save([kit.block(kit.key("large"), nbytes=4 * MIB)])
+                await store.close()
 
     before = set(threading.enumerate())
     asyncio.run(use())
     assert set(threading.enumerate()) <= before
 
 
-async def test_threads_that_run_out_later_harm_no_copy(copier, monkeypatch):
+async def test_threads_that_run_out_later_harm_no_copy(copy_all, monkeypatch):
     def refused(thread):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     source = np.ones(4 * MIB, np.uint8)
     target = np.zeros_like(source)
-    await copier.copy([Copy([(source, target)])])
+    await copy_all([Copy([(source, target)])])
     assert target.all()
-
-
-def test_copier_without_threads_is_refused_and_leaves_none(monkeypatch):
-    start, started = threading.Thread.start, []
-
-    def only_one(thread):
-        if started:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", only_one)
-    with pytest.raises(BackendUnavailable, match="more threads"):
-        MemoryCopier()
-    assert len(started) == 1
-    assert not started[0].is_alive()
