@@ -101,6 +101,19 @@ class StoredEntry:
     model: bytes = b""
     group: int = 0
 
+    def block(self, data: Tensor) -> StoredBlock:
+        """It, with `data`, on its way to another store."""
+        return StoredBlock(
+            key=self.key,
+            data=data,
+            parent=self.parent,
+            tokens=self.tokens,
+            priority=self.priority,
+            namespace=self.namespace,
+            model=self.model,
+            group=self.group,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:

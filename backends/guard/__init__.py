@@ -2,5 +2,6 @@
 
 Imports the vocabulary, `kvconnect.backends.url`, `kvconnect.backends.lanes` and the kernels that
 quantise; never a store. Begin with `store` (`GuardedBackend`, the order in which a call passes
-through the rest), then `calls`, `framed_store`, `frames`.
+through the rest), then `calls` and `breaker` (time), `framed_store`, `pieces` and `frames` (what is
+stored), `codecs`, `compression` and `encryption`; `labels` and `gauges` tell of it.
 """

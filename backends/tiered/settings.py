@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from kvconnect.backends.url import StoreUrl, parse_duration, without_passwords
 from kvconnect.errors import ConfigurationError, nearest
 
-if TYPE_CHECKING:
-    from kvconnect.backends.tiered.tier import Write
+__all__ = ["TieredSettings", "Write", "parse_tiered"]
 
-__all__ = ["TieredSettings", "parse_tiered"]
+Write = Literal["through", "behind"]
 
 _MAX_TIERS = 8
 _EXAMPLE = "tiered:?tiers=memory:,disk:/var/cache/kv"

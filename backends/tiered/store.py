@@ -24,7 +24,7 @@ from kvconnect.backends.guard.calls import raise_any
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.tiered.find import TierLookups
 from kvconnect.backends.tiered.settings import TieredSettings, parse_tiered
-from kvconnect.backends.tiered.tier import Tier, Write
+from kvconnect.backends.tiered.tier import Tier
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, ConfigurationError
 from kvconnect.keys import BlockKey
@@ -76,7 +76,7 @@ class TieredBackend(Backend):
         writes = settings.write_of_each(len(stores))
         names = names or [_short_name(store) for store in stores]
         self.tiers = tuple(
-            self._make_tier(store, name, write, place)
+            Tier(store, name, settings, write=write, place=place or name)
             for store, name, write, place in zip(
                 stores, _unique(names), writes, places, strict=True
             )
@@ -281,19 +281,6 @@ class TieredBackend(Backend):
             reasons = "; ".join(str(error) for error in opened if error is not None)
             raise BackendUnavailable(f"tiered store: no tier can be reached: {reasons}")
 
-    def _make_tier(self, store: Backend, name: str, write: Write, place: str) -> Tier:
-        settings = self._settings
-        return Tier(
-            store,
-            name,
-            write=write,
-            patience_s=settings.patience_s,
-            deadline_s=settings.deadline_s,
-            queue_nbytes=settings.queue_nbytes,
-            verify_frames=settings.verify_frames,
-            place=place or name,
-        )
-
     def _declare(self) -> None:
         # What holds whichever tier a block is in, or comes from.
         every = [tier.guard.capabilities for tier in self.tiers]
@@ -333,26 +320,13 @@ async def _promote(
     blocks = []
     for key, data, entry in zip(keys, frames, known, strict=True):
         if entry is not None:
-            blocks.append(_block(key, entry, data))
+            blocks.append(entry.block(data[: entry.nbytes]))
         elif not source.capabilities.variable_length:
             blocks.append(StoredBlock(key, data))
         else:
             with suppress(BadFrame):  # no frame: nothing says how long the value is
                 blocks.append(StoredBlock(key, frame.whole(data)))
     await asyncio.gather(*(tier.backlog.add(blocks) for tier in faster))
-
-
-def _block(key: BlockKey, entry: StoredEntry, data: Tensor) -> StoredBlock:
-    return StoredBlock(
-        key,
-        data[: entry.nbytes],
-        entry.parent,
-        entry.tokens,
-        entry.priority,
-        entry.namespace,
-        entry.model,
-        entry.group,
-    )
 
 
 def _decisive(tiers: Sequence[Tier]) -> list[Tier]:

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Literal
 
 from torch import Tensor
 
@@ -15,15 +14,14 @@ from kvconnect.backend import Access, Backend, StoredBlock
 from kvconnect.backends.guard.pieces import load_pieces
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.tiered.backlog import Backlog
+from kvconnect.backends.tiered.settings import TieredSettings, Write
 from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, ConfigurationError
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count, warn_once
 
-__all__ = ["Tier", "Write"]
-
-Write = Literal["through", "behind"]
+__all__ = ["Tier"]
 
 # Hashing less than this takes less time than handing it to a thread.
 _INLINE_NBYTES = 256 << 10
@@ -46,32 +44,29 @@ class Tier:
     Args:
         store: not open yet.
         name: unique among the tiers.
+        settings: of the whole.
         write: whether `save` of the whole waits for this tier.
-        patience_s: what an answer may take before the tier counts as slow.
-        deadline_s: of each call.
-        queue_nbytes: what may wait to be written in the background.
-        verify_frames: whether a value that is no sound frame of its key is deleted and not loaded.
         place: where the store is, for what is counted.
+
+    Attributes:
+        verify_frames: whether a value that is no sound frame of its key is deleted and not loaded.
     """
 
     def __init__(
         self,
         store: Backend,
         name: str,
+        settings: TieredSettings,
         *,
         write: Write,
-        patience_s: float,
-        deadline_s: float,
-        queue_nbytes: int,
-        verify_frames: bool,
         place: str,
     ) -> None:
-        self.guard = GuardedBackend(store, deadline_s=deadline_s, raw=True, place=place)
+        self.guard = GuardedBackend(store, deadline_s=settings.deadline_s, raw=True, place=place)
         self.name = name
         self.write: Write = write
-        self.verify_frames = verify_frames
+        self.verify_frames = settings.verify_frames
         self.prompt = False
-        self._patience_s = patience_s
+        self._patience_s = settings.patience_s
         self._alive = asyncio.Event()
         self._layouts: tuple[KvCacheLayout, ...] = ()
         self._access: Access = "store"
@@ -84,7 +79,7 @@ class Tier:
             save=self.save,
             delete=self.guard.delete,
             ready=self._ready,
-            limit=queue_nbytes,
+            limit=settings.queue_nbytes,
         )
 
     @property

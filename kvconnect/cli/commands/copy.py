@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from kvconnect.backend import StoredBlock, StoredEntry
+from kvconnect.backend import StoredEntry
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.cli.command import Subparsers
@@ -19,7 +19,6 @@ from kvconnect.cli.progress import Progress
 from kvconnect.cli.selection import Selection
 from kvconnect.cli.visit import add_url, listed, visit, visiting
 from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
-from kvconnect.keys import BlockKey
 
 __all__ = ["add_parser", "parents_first", "run"]
 
@@ -180,7 +179,7 @@ async def _without_present(
 async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], outcome: _Outcome) -> None:
     outcome.bad += sum(bool(one.problem) for one in batch)
     outcome.gone += sum(one.gone for one in batch)
-    blocks = [_block(one) for one in batch if not one.problem and not one.gone]
+    blocks = [one.entry.block(one.data) for one in batch if not one.problem and not one.gone]
     limit = target.capabilities.max_value_bytes
     if limit is not None and (long := max((b.data.numel() for b in blocks), default=0)) > limit:
         raise ConfigurationError(
@@ -198,20 +197,6 @@ async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], outcome: _O
         if not stored:
             raise BackendUnavailable("TARGET takes no more blocks; give it more room, then go on")
         blocks = blocks[stored:]
-
-
-def _block(one: ReadFrame) -> StoredBlock:
-    entry = one.entry
-    return StoredBlock(
-        BlockKey(entry.key),
-        one.data,
-        entry.parent,
-        entry.tokens,
-        entry.priority,
-        entry.namespace,
-        entry.model,
-        entry.group,
-    )
 
 
 async def _warn_if_too_small(target: GuardedBackend, nbytes: int) -> None:
