@@ -1,12 +1,26 @@
-"""What redis-py is told when it makes a connection."""
+"""Connections to a server, which redis-py makes, and what it is told for that."""
 
 from __future__ import annotations
 
+import select
+import socket
 from typing import Any
 
-from kvconnect.backends.redis.settings import RedisSettings
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import AbstractConnection
+from redis.retry import Retry
 
-__all__ = ["connection_options", "transport_options"]
+from kvconnect.backends.redis.settings import Address, RedisSettings
+
+__all__ = [
+    "connection_options",
+    "connection_to",
+    "end",
+    "is_idle",
+    "socket_of",
+    "transport_options",
+]
 
 
 def connection_options(settings: RedisSettings) -> dict[str, Any]:
@@ -37,3 +51,34 @@ def transport_options(settings: RedisSettings) -> dict[str, Any]:
         "socket_keepalive": True,
         "protocol": 2,
     }
+
+
+def connection_to(address: Address, settings: RedisSettings) -> AbstractConnection:
+    """A connection that is not made yet."""
+    options = {**connection_options(settings), "retry": Retry(NoBackoff(), 0)}
+    if not address.port:
+        del options["socket_keepalive"]  # of TCP
+        return redis.UnixDomainSocketConnection(  # type: ignore[abstract, no-untyped-call]
+            path=address.host, **options
+        )
+    kind = redis.Connection if settings.tls is None else redis.SSLConnection
+    return kind(host=address.host, port=address.port, **options)
+
+
+def end(connection: AbstractConnection) -> None:
+    """Close it, whatever state it is in."""
+    connection.disconnect()  # type: ignore[no-untyped-call]
+
+
+def socket_of(connection: AbstractConnection) -> Any:
+    """Its socket; ``None``: it has none yet."""
+    return connection._sock  # noqa: SLF001  there is no public way to it
+
+
+def is_idle(sock: socket.socket | None) -> bool:
+    """Whether nothing is unread on `sock`, and neither end has closed it."""
+    if sock is None or sock.fileno() < 0:
+        return False
+    poll = select.poll()
+    poll.register(sock, select.POLLIN | select.POLLRDHUP)
+    return not poll.poll(0)

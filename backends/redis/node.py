@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
-import redis
-from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection
-from redis.retry import Retry
 
 from kvconnect.backends.lanes import Lanes
-from kvconnect.backends.redis.client import connection_options
+from kvconnect.backends.redis.client import connection_to, end, is_idle, socket_of
 from kvconnect.backends.redis.settings import Address, RedisSettings
 from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable
@@ -67,7 +63,7 @@ class _Hold:
         """Nothing is received for the work any more once this returns, and its thread ends."""
         with self._lock:
             self._aborted = True
-            sock = None if self._connection is None else _socket_of(self._connection)
+            sock = None if self._connection is None else socket_of(self._connection)
             if sock is not None:
                 with suppress(OSError):  # it is gone already
                     # Not SSLSocket's: that one makes it a plain socket under the reader's hands.
@@ -154,7 +150,7 @@ class RedisNode:
             if ended_well:
                 self._idle.append(link)
             else:
-                _end(link.connection)
+                end(link.connection)
             if self._closed:  # asked after the append: `close` may have looked before it
                 self._end_idle()
         return result
@@ -162,17 +158,19 @@ class RedisNode:
     def _linked(self, hold: _Hold) -> _Link:
         """A connection on which nothing is unread, and `hold` holds it."""
         link = self._reused()
-        connection = self._made() if link is None else link.connection
+        connection = (
+            connection_to(self.address, self._settings) if link is None else link.connection
+        )
         try:
             hold.attach(connection)
             if link is None:
                 connection.connect()  # type: ignore[no-untyped-call]
                 hold.attach(connection)  # it may have been aborted when there was no socket to end
-                wire = Wire(_socket_of(connection), self._settings.timeout, self._fetches_alone)
+                wire = Wire(socket_of(connection), self._settings.timeout, self._fetches_alone)
                 link = _Link(connection, wire)
         except BaseException:
             hold.detach()
-            _end(connection)
+            end(connection)
             raise
         return link
 
@@ -181,44 +179,17 @@ class RedisNode:
 
     def _reused(self) -> _Link | None:
         while (link := self._popped()) is not None:
-            if _is_quiet(_socket_of(link.connection)):
+            if is_idle(socket_of(link.connection)):
                 return link
-            _end(link.connection)
+            end(link.connection)
         return None
 
     def _end_idle(self) -> None:
         while (link := self._popped()) is not None:
-            _end(link.connection)
+            end(link.connection)
 
     def _popped(self) -> _Link | None:
         try:
             return self._idle.pop()
         except IndexError:  # no `if`: another thread may be faster
             return None
-
-    def _made(self) -> AbstractConnection:
-        options = {**connection_options(self._settings), "retry": Retry(NoBackoff(), 0)}
-        if not self.address.port:
-            del options["socket_keepalive"]  # of TCP
-            return redis.UnixDomainSocketConnection(  # type: ignore[abstract, no-untyped-call]
-                path=self.address.host, **options
-            )
-        kind = redis.Connection if self._settings.tls is None else redis.SSLConnection
-        return kind(host=self.address.host, port=self.address.port, **options)
-
-
-def _end(connection: AbstractConnection) -> None:
-    connection.disconnect()  # type: ignore[no-untyped-call]
-
-
-def _socket_of(connection: AbstractConnection) -> Any:
-    return connection._sock  # noqa: SLF001  there is no public way to it
-
-
-def _is_quiet(sock: socket.socket | None) -> bool:
-    """Whether nothing is unread on `sock`, and neither end has closed it."""
-    if sock is None or sock.fileno() < 0:
-        return False
-    poll = select.poll()
-    poll.register(sock, select.POLLIN | select.POLLRDHUP)
-    return not poll.poll(0)
