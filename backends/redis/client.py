@@ -25,11 +25,21 @@ __all__ = [
 
 def connection_options(settings: RedisSettings) -> dict[str, Any]:
     """Of connections to the servers that hold the keys, but for TLS's class of connection."""
-    options: dict[str, Any] = {
+    return {
         "db": settings.db,
         "username": settings.username,
         "password": settings.password,
         **transport_options(settings),
+    }
+
+
+def transport_options(settings: RedisSettings) -> dict[str, Any]:
+    """The part of these that is the same for any server, sentinels too."""
+    options: dict[str, Any] = {
+        "socket_timeout": settings.timeout,
+        "socket_connect_timeout": settings.timeout,
+        "socket_keepalive": True,
+        "protocol": 2,
     }
     tls = settings.tls
     if tls is not None:
@@ -41,16 +51,6 @@ def connection_options(settings: RedisSettings) -> dict[str, Any]:
             "ssl_check_hostname": tls.verify,
         }
     return options
-
-
-def transport_options(settings: RedisSettings) -> dict[str, Any]:
-    """The part of these that is the same for any server."""
-    return {
-        "socket_timeout": settings.timeout,
-        "socket_connect_timeout": settings.timeout,
-        "socket_keepalive": True,
-        "protocol": 2,
-    }
 
 
 def connection_to(address: Address, settings: RedisSettings) -> AbstractConnection:

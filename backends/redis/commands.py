@@ -27,6 +27,7 @@ __all__ = [
     "Stored",
     "Want",
     "ask",
+    "call",
     "command",
     "head_command",
     "look",
@@ -36,10 +37,6 @@ __all__ = [
 ]
 
 _ASK_WINDOW = 512
-_TOUCHING = {
-    touching: b"*3\r\n$6\r\nCLIENT\r\n$8\r\nNO-TOUCH\r\n$%d\r\n%s\r\n" % (len(word), word)
-    for touching, word in {True: b"OFF", False: b"ON"}.items()
-}
 ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _GET_HEAD = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%s\r\n$1\r\n0\r\n$%d\r\n%d\r\n" % (
     len(str(HEAD_NBYTES - 1)),
@@ -157,6 +154,12 @@ def command(*words: bytes | int | str) -> bytes:
     return packed
 
 
+def call(wire: Wire, *words: bytes | int | str) -> Reply:
+    """The answer to one command; an error is one, too."""
+    wire.send([command(*words)])
+    return wire.replies(1)[0]
+
+
 def sound(reply: Reply) -> Reply:
     """`reply`, if it is no error.
 
@@ -206,11 +209,9 @@ def look(
     wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
 ) -> list[Reply | Redirect]:
     """As `ask`; what is read does not count as used, if the server has that (Redis 7.2)."""
-    wire.send([_TOUCHING[False]])
-    wire.replies(1)
+    call(wire, b"CLIENT", b"NO-TOUCH", b"ON")
     found = ask(wire, asks, server, asking=asking)
-    wire.send([_TOUCHING[True]])
-    wire.replies(1)
+    call(wire, b"CLIENT", b"NO-TOUCH", b"OFF")
     return found
 
 

@@ -98,14 +98,7 @@ class Head(NamedTuple):
 
     def pack(self) -> bytes:
         """As bytes."""
-        return _HEAD.pack(
-            _MAGIC,
-            self.metadata_nbytes,
-            self.frame_nbytes,
-            self.part_nbytes,
-            self.nonce,
-            self.created_at,
-        )
+        return _HEAD.pack(_MAGIC, *self)
 
     @property
     def num_parts(self) -> int:

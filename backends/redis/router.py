@@ -48,12 +48,6 @@ class _Target:
     asking: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    target: _Target
-    numbers: list[int]
-
-
 class RedisRouter:
     """The servers of one store. Belongs to the event loop."""
 
@@ -122,14 +116,18 @@ class RedisRouter:
         groups = self._group(items)
         for _ in range(_MAX_REDIRECTS):
             jobs = [
-                _Job(target, numbers)
+                (target, numbers)
                 for target, group in groups.items()
                 for numbers in self._stripes(items, group)
             ]
-            results = await all_ended([self._do(work, items, job, kind) for job in jobs])
+            calls = [
+                self._do(work, [items[n] for n in numbers], target, kind)
+                for target, numbers in jobs
+            ]
+            results = await all_ended(calls)
             groups = {}
-            for job, found in zip(jobs, results, strict=True):
-                for number, answer in zip(job.numbers, found, strict=True):
+            for (_, numbers), found in zip(jobs, results, strict=True):
+                for number, answer in zip(numbers, found, strict=True):
                     if isinstance(answer, Redirect):
                         groups.setdefault(self._follow(answer), []).append(number)
                     else:
@@ -149,13 +147,13 @@ class RedisRouter:
             groups.setdefault(self._topology.address_of(item.name), []).append(number)
         return {_Target(address): numbers for address, numbers in groups.items()}
 
-    async def _do(self, work: Callable[..., R], items: Sequence[Item], job: _Job, kind: Kind) -> R:
-        some = [items[number] for number in job.numbers]
-        asking = job.target.asking
+    async def _do(
+        self, work: Callable[..., R], items: Sequence[Item], target: _Target, kind: Kind
+    ) -> R:
         return await self.on(
-            job.target.address,
-            lambda wire, server: work(wire, some, server, asking=asking),
-            kind=kind,
+            target.address,
+            lambda wire, server: work(wire, items, server, asking=target.asking),
+            kind,
         )
 
     def _follow(self, redirect: Redirect) -> _Target:
@@ -164,7 +162,7 @@ class RedisRouter:
         return _Target(redirect.address, redirect.asking)
 
     async def on(
-        self, address: Address, work: Callable[[Wire, Address], R], *, kind: Kind = "ask"
+        self, address: Address, work: Callable[[Wire, Address], R], kind: Kind = "ask"
     ) -> R:
         """The result of `work` on a connection to one server."""
         if self._closed:

@@ -227,10 +227,6 @@ class RedisWriter:
     async def _send(self, puts: Sequence[Put]) -> list[Refused | Outcome]:
         """What became of `puts`; servers that refuse are remembered."""
         results: list[Refused | Outcome] = await self._router.run(put, puts, "store")
-        self._note(results)
-        return results
-
-    def _note(self, results: Sequence[Refused | Outcome]) -> None:
         for refusal in results:
             if not isinstance(refusal, Refused) or refusal.server in self._refused:
                 continue
@@ -240,6 +236,7 @@ class RedisWriter:
             self._refused[server] = reason
             if reason.startswith("READONLY"):
                 self._router.suspect()
+        return results
 
 
 def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = False) -> list[Stored]:

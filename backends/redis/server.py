@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 
 import hiredis
 
-from kvconnect.backends.redis.commands import REFUSALS, command, sound
+from kvconnect.backends.redis.commands import REFUSALS, call, command, sound
 from kvconnect.backends.redis.errors import permissions
 from kvconnect.backends.redis.format import Names
 from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
@@ -54,8 +54,7 @@ def takes_writes(names: Names, nbytes: int, wire: Wire, server: Address) -> bool
 
     As far as it tells: servers that drop old keys for new ones may, and so may those of a cluster.
     """
-    wire.send([command(b"SET", names.probe, b"", b"PX", 1)])
-    (reply,) = wire.replies(1)
+    reply = call(wire, b"SET", names.probe, b"", b"PX", 1)
     if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(REFUSALS):
         return False
     memory = _info(wire, "memory")
@@ -76,8 +75,7 @@ def survey(names: Names, wire: Wire, server: Address) -> dict[str, int]:
 
     The first two are estimated from `_SURVEYED` keys where there are more; no limit is 0.
     """
-    wire.send([command(b"DBSIZE")])
-    total = sound(wire.replies(1)[0])
+    total = sound(call(wire, b"DBSIZE"))
     seen = blocks = nbytes = cursor = 0
     while True:
         cursor, found = _step(wire, b"", cursor)
@@ -135,38 +133,21 @@ def _check_kind(server: dict[str, str], address: Address, settings: RedisSetting
 
 def _info(wire: Wire, section: str) -> dict[str, str]:
     """What a server says of itself; empty if the user may not ask."""
-    wire.send([command(b"INFO", section)])
-    (reply,) = wire.replies(1)
+    reply = call(wire, b"INFO", section)
     if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOPERM"):
         return {}
-    return dict(_pairs(_text(reply).decode("utf-8", "replace")))
-
-
-def _text(reply: Reply) -> bytes:
     answer = sound(reply)
     if not isinstance(answer, bytes):
         raise BackendUnavailable(f"Redis: {answer!r} where bytes were due")
-    return answer
-
-
-def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    for line in text.splitlines():
-        name, colon, value = line.partition(":")
-        if colon:
-            yield name, value
+    lines = answer.decode("utf-8", "replace").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
 def _step(wire: Wire, stem: bytes, cursor: int) -> tuple[int, list[bytes]]:
-    words: list[bytes | int] = [b"SCAN", cursor, b"COUNT", _PAGE]
-    if stem:
-        words += [b"MATCH", _escaped(stem) + b"*"]
-    wire.send([command(*words)])
-    reply: Reply = sound(wire.replies(1)[0])
+    pattern = re.sub(rb"([*?[\]\\^-])", rb"\\\1", stem) + b"*"
+    only = (b"MATCH", pattern) if stem else ()
+    reply = sound(call(wire, b"SCAN", cursor, b"COUNT", _PAGE, *only))
     match reply:
         case [bytes() as after, list() as found] if after.isdigit():
             return int(after), [name for name in found if isinstance(name, bytes)]
     raise BackendUnavailable(f"Redis: {reply!r} is no answer to SCAN")
-
-
-def _escaped(text: bytes) -> bytes:
-    return b"".join(b"\\%c" % byte if byte in b"*?[]\\^-" else b"%c" % byte for byte in text)

@@ -140,9 +140,8 @@ class _Sentinels(Topology):
             "username": settings.sentinel_username,
             "password": settings.sentinel_password,
             "retry": Retry(NoBackoff(), 0),
+            "ssl": settings.tls is not None,
         }
-        if settings.tls is not None:
-            options |= {**_tls_only(settings), "ssl": True}
         sentinel = Sentinel(hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
         try:
             with explained(settings, str(settings)):
@@ -286,8 +285,3 @@ def _sound_slots(response: Any, **_: Any) -> Any:
 
 def _is_node(entry: object) -> bool:
     return isinstance(entry, list) and len(entry) >= 2
-
-
-def _tls_only(settings: RedisSettings) -> dict[str, Any]:
-    options = connection_options(settings)
-    return {name: value for name, value in options.items() if name.startswith("ssl_")}
