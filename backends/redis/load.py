@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
 
 import hiredis
@@ -79,15 +80,10 @@ class RedisReader:
                 if result in {Outcome.ABSENT, Outcome.BROKEN}:
                     broken.add(keys[number])
         if broken:
-            await self._drop(sorted(broken))
+            count("redis.broken", blocks=len(broken))
+            with suppress(BackendUnavailable):  # those before are good; it costs another try
+                await self._finder.delete(sorted(broken))
         return good
-
-    async def _drop(self, keys: Sequence[BlockKey]) -> None:
-        count("redis.broken", blocks=len(keys))
-        try:
-            await self._finder.delete(keys)
-        except BackendUnavailable:
-            return  # the blocks before are good; this one costs another try if it is asked for
 
 
 def fetch(

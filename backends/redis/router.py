@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -40,12 +39,8 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where to try; `asking`: only this once, the key is on its way there."""
-
-    address: Address
-    asking: bool = False
+_Target: TypeAlias = tuple[Address, bool]
+"""Where to try, and whether only this once: the key is on its way there."""
 
 
 class RedisRouter:
@@ -141,25 +136,24 @@ class RedisRouter:
     def _group(self, items: Sequence[Item]) -> dict[_Target, list[int]]:
         servers = self.servers
         if len(servers) == 1:
-            return {_Target(servers[0]): list(range(len(items)))}
-        groups: dict[Address, list[int]] = {}
+            return {(servers[0], False): list(range(len(items)))}
+        groups: dict[_Target, list[int]] = {}
         for number, item in enumerate(items):
-            groups.setdefault(self._topology.address_of(item.name), []).append(number)
-        return {_Target(address): numbers for address, numbers in groups.items()}
+            groups.setdefault((self._topology.address_of(item.name), False), []).append(number)
+        return groups
 
     async def _do(
         self, work: Callable[..., R], items: Sequence[Item], target: _Target, kind: Kind
     ) -> R:
+        address, asking = target
         return await self.on(
-            target.address,
-            lambda wire, server: work(wire, items, server, asking=target.asking),
-            kind,
+            address, lambda wire, server: work(wire, items, server, asking=asking), kind
         )
 
     def _follow(self, redirect: Redirect) -> _Target:
         if not redirect.asking:
             self._topology.moved(redirect.slot, redirect.address)
-        return _Target(redirect.address, redirect.asking)
+        return redirect.address, redirect.asking
 
     async def on(
         self, address: Address, work: Callable[[Wire, Address], R], kind: Kind = "ask"

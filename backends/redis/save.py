@@ -53,13 +53,16 @@ _WINDOW_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Writing:
-    """A block that is about to be stored."""
+    """A block that is about to be stored.
 
-    block: StoredBlock
-    head: Head
-    metadata: bytes
-    parts: tuple[bytes, ...]
-    checksum: FrameChecksum | None
+    Attributes:
+        first: the value that makes it a block, with the head.
+        parts: its other values.
+    """
+
+    key: BlockKey
+    first: Put
+    parts: tuple[Put, ...]
 
 
 class RedisWriter:
@@ -114,30 +117,43 @@ class RedisWriter:
         return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
 
     def _writing(self, block: StoredBlock, checksum: FrameChecksum | None) -> _Writing:
+        names, view = self._finder.names, block.data.numpy().data
         metadata = BlockMetadata.of(block).to_bytes()
-        head = Head.of(block.data.numel(), len(metadata), secrets.token_bytes(NONCE_NBYTES))
-        parts = tuple(self._finder.names.parts(block.key, head))
-        return _Writing(block, head, metadata, parts, checksum)
+        head = Head.of(len(view), len(metadata), secrets.token_bytes(NONCE_NBYTES))
+        ttl_ms = _ORPHAN_TTL_MS if self._ttl_ms is None else self._ttl_ms + _PART_SLACK_MS
+        parts = tuple(
+            Put(name, (view[head.part(number)],), ttl_ms)
+            for number, name in enumerate(names.parts(block.key, head), 1)
+        )
+        first = Put(
+            names.block(block.key),
+            (head.pack() + metadata, view[head.part(0)]),
+            self._ttl_ms,
+            replace=not parts,
+            look_first=not parts,
+            checksum=checksum,
+        )
+        return _Writing(block.key, first, parts)
 
     async def _save_single(self, writings: Sequence[_Writing]) -> set[BlockKey]:
         """Those of `writings`, of one value each, that are there now."""
-        results = await self._send([self._put(one, look_first=True) for one in writings])
-        pairs = list(zip(writings, results, strict=True))
-        stored = {one.block.key for one, r in pairs if r in {Outcome.DONE, Outcome.THERE}}
-        broken = [one for one, result in pairs if result is Outcome.BROKEN]
-        if broken:
-            await self._finder.delete([one.block.key for one in broken])
-            results = await self._send([self._put(one) for one in broken])
-            pairs = list(zip(broken, results, strict=True))
-            stored |= {one.block.key for one, result in pairs if result is Outcome.DONE}
+        stored: set[BlockKey] = set()
+        for _ in range(2):  # the second time those that were damaged, once these are deleted
+            results = await self._send([one.first for one in writings])
+            pairs = list(zip(writings, results, strict=True))
+            stored |= {one.key for one, r in pairs if r in {Outcome.DONE, Outcome.THERE}}
+            writings = [one for one, result in pairs if result is Outcome.BROKEN]
+            if not writings:
+                break
+            await self._finder.delete([one.key for one in writings])
         return stored
 
     async def _save_parted(self, writings: Sequence[_Writing]) -> set[BlockKey]:
         """Those of `writings`, of several values each, that are there now."""
-        keys = [one.block.key for one in writings]
+        keys = [one.key for one in writings]
         pairs = list(zip(writings, await self._finder.states(keys), strict=True))
-        await self._finder.delete([one.block.key for one, s in pairs if s is Outcome.BROKEN])
-        stored = {one.block.key for one, state in pairs if isinstance(state, Head)}
+        await self._finder.delete([one.key for one, s in pairs if s is Outcome.BROKEN])
+        stored = {one.key for one, state in pairs if isinstance(state, Head)}
         return stored | await self._write([one for one, s in pairs if not isinstance(s, Head)])
 
     async def _write(self, writings: Sequence[_Writing]) -> set[BlockKey]:
@@ -145,68 +161,51 @@ class RedisWriter:
         whole = await self._write_parts(writings)
         done, there = await self._complete(whole)
         if there:
-            keys = [one.block.key for one in there]
+            keys = [one.key for one in there]
             pairs = list(zip(there, await self._finder.states(keys), strict=True))
             # An empty value passes for none when it is looked for.
             junk = [one for one, state in pairs if not isinstance(state, Head)]
-            await self._finder.unlink([self._finder.names.block(one.block.key) for one in junk])
+            await self._finder.unlink([one.first.name for one in junk])
             more, _ = await self._complete(junk)
             done += more
             # Another writer was faster: its block is as good, our parts have no name.
             there = [one for one, state in pairs if isinstance(state, Head)]
-            await self._finder.unlink([name for one in there for name in one.parts])
-        return {one.block.key for one in (*there, *await self._keep_parts(done))}
+            await self._unlink_parts(there)
+        return {one.key for one in (*there, *await self._keep_parts(done))}
 
     async def _complete(
         self, writings: Sequence[_Writing]
     ) -> tuple[list[_Writing], list[_Writing]]:
         """Make blocks of parts; those that are blocks now, and those whose name was taken."""
-        results = await self._send([self._put(one) for one in writings])
+        results = await self._send([one.first for one in writings])
         pairs = list(zip(writings, results, strict=True))
         done = [one for one, result in pairs if result is Outcome.DONE]
         there = [one for one, result in pairs if result is Outcome.THERE]
         refused = [one for one, result in pairs if result not in {Outcome.DONE, Outcome.THERE}]
-        await self._finder.unlink([name for one in refused for name in one.parts])
+        await self._unlink_parts(refused)
         return done, there
 
     async def _write_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
         """Store all parts but the first; those of `writings` that may be completed."""
-        ttl_ms = _ORPHAN_TTL_MS if self._ttl_ms is None else self._ttl_ms + _PART_SLACK_MS
-        puts: list[tuple[int, Put]] = []
-        for at, one in enumerate(writings):
-            view = one.block.data.numpy().data
-            for part, name in enumerate(one.parts, 1):
-                puts.append((at, Put(name, (view[one.head.part(part)],), ttl_ms)))
-        results = await self._send([single for _, single in puts])
+        puts = [(at, put) for at, one in enumerate(writings) for put in one.parts]
+        results = await self._send([put for _, put in puts])
         pairs = zip(puts, results, strict=True)
         missing = {at for (at, _), result in pairs if result is not Outcome.DONE}
-        useless = [name for at in missing for name in writings[at].parts]
-        await self._finder.unlink(useless)
+        await self._unlink_parts([writings[at] for at in missing])
         return [one for at, one in enumerate(writings) if at < min(missing, default=len(writings))]
 
     async def _keep_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
         """Those of `writings` whose parts are there for as long as what names them."""
         if self._ttl_ms is not None:
             return list(writings)
-        names = [(at, name) for at, one in enumerate(writings) for name in one.parts]
+        names = [(at, part.name) for at, one in enumerate(writings) for part in one.parts]
         asks = [Ask(name, command(b"PERSIST", name)) for _, name in names]
-        replies = await self._router.ask(asks)
-        pairs = zip(names, replies, strict=True)
+        pairs = zip(names, await self._router.ask(asks), strict=True)
         gone = {at for (at, _), reply in pairs if sound(reply) != 1}
         return [one for at, one in enumerate(writings) if at not in gone]
 
-    def _put(self, one: _Writing, *, look_first: bool = False) -> Put:
-        data = one.block.data.numpy().data[one.head.part(0)]
-        name = self._finder.names.block(one.block.key)
-        start = one.head.pack() + one.metadata
-        return Put(
-            name,
-            (start, data),
-            self._ttl_ms,
-            replace=not one.parts,
-            look_first=look_first,
-            checksum=one.checksum,
-        )
+    async def _unlink_parts(self, writings: Sequence[_Writing]) -> None:
+        await self._finder.unlink([part.name for one in writings for part in one.parts])
 
     async def _takes_writes(self, nbytes: int) -> bool:
         """Whether servers that refused a write may take one of `nbytes` now."""
