@@ -125,6 +125,11 @@ class Lane:
         if self._waiting:
             await asyncio.wait(self._waiting)
 
+    async def idle(self) -> None:
+        """Return once no work of `run` and `run_all` is left."""
+        while self._waiting:
+            await asyncio.wait(self._waiting)
+
     def end(self) -> None:
         """Take no more work, forget what was not begun; its threads end by themselves.
 
@@ -190,6 +195,11 @@ class Lanes:
         for lane in self._lanes.values():
             await lane.close()
 
+    async def idle(self) -> None:
+        """`Lane.idle` of all."""
+        for lane in self._lanes.values():
+            await lane.idle()
+
     def end(self) -> None:
         """`Lane.end` of all."""
         for lane in self._lanes.values():
@@ -200,6 +210,11 @@ class Lanes:
         self.end()
         for lane in self._lanes.values():
             lane.abort()
+
+    def join(self) -> None:
+        """`Lane.join` of all."""
+        for lane in self._lanes.values():
+            lane.join()
 
 
 _Work = tuple[Future[Any], Callable[[], Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,7 @@ class IndexReader:
             entries.update((row[1], _entry(*row[1:])) for row in rows if _sound(row))
         return [entries.get(key) for key in keys]
 
-    def totals(self) -> Mapping[str, float]:
+    def totals(self) -> dict[str, float]:
         """``blocks``, their ``bytes`` in slots, and ``file_bytes`` of all data files."""
         ((blocks, nbytes),) = self._rows("SELECT count(*), coalesce(sum(size), 0) FROM blocks", ())
         ((files,),) = self._rows("SELECT coalesce(sum(size * slots), 0) FROM segments", ())

@@ -21,6 +21,7 @@ __all__ = [
     "check_format",
     "connect",
     "connect_read_only",
+    "empty_index",
     "has_model_column",
     "index_nbytes",
     "log_file_nbytes",
@@ -120,13 +121,11 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
             if _version(db) == 0:
                 db.execute("BEGIN IMMEDIATE")
                 if _version(db) == 0:
-                    for statement in _SCHEMA.rstrip().split(";\n"):
-                        db.execute(statement)
+                    _make_schema(db)
                     db.execute(
                         "INSERT INTO sqlite_sequence VALUES('segments', ?)",
                         (secrets.randbelow(_FIRST_SEGMENTS),),
                     )
-                    db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
                 db.execute("COMMIT")
             _expect_version(db)
             _add_model_column(db)
@@ -175,9 +174,22 @@ def _connect_read_only(directory: Path, mode: str) -> sqlite3.Connection | None:
     return db
 
 
+def empty_index() -> sqlite3.Connection:
+    """An index in memory, in which nothing is stored."""
+    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    _make_schema(db)
+    return db
+
+
 def has_model_column(db: sqlite3.Connection) -> bool:
     """Whether blocks have a model. Not if only an older version has written to the index."""
     return any(name == "model" for _, name, *_ in db.execute("PRAGMA table_info(blocks)"))
+
+
+def _make_schema(db: sqlite3.Connection) -> None:
+    for statement in _SCHEMA.rstrip().split(";\n"):
+        db.execute(statement)
+    db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
 
 
 def _start_log(db: sqlite3.Connection) -> None:

@@ -7,9 +7,9 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, wait
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -23,45 +23,40 @@ from kvconnect.backends.disk.direct_io import (
     write_at,
 )
 from kvconnect.backends.disk.errors import SegmentLost
+from kvconnect.backends.disk.lifetime import Lifetime
+from kvconnect.backends.disk.part_queue import PartQueue
 from kvconnect.backends.disk.runs import Place, Run, parts
-from kvconnect.backends.lanes import running_pools
+from kvconnect.backends.lanes import Lanes
 from kvconnect.frame import FrameChecksum
 
 __all__ = ["SegmentFiles"]
 
 _NAME = re.compile(r"segment-(\d+)-(\d+)\.slots")
-# The parts of calls are read by so many threads and written by as many others, each in the order of
-# the calls: enough to keep the disk busy, no load waits behind saves, and a call that came first
-# ends first. What follows its I/O, a commit or a checksum, then happens during the next call's I/O;
-# calls that share the disk evenly would all end at once, and leave it idle.
-_THREADS = 3
 
 
-class _File:
-    """An open segment; closed when the last user is done with it."""
-
-    __slots__ = ("fd", "retired", "users")
+class _File(Lifetime):
+    """An open segment."""
 
     def __init__(self, fd: int) -> None:
+        super().__init__(lambda: os.close(fd))
         self.fd = fd
-        self.users = 0
-        self.retired = False
 
 
 class SegmentFiles:
     """The segment files in `directory`. Thread-safe; every method blocks on the disk.
 
     Which slots hold what is the index's business.
+
+    Args:
+        lanes: on a thread of ``loads`` is read, and on one of ``saves`` written.
     """
 
-    def __init__(self, directory: Path, *, writable: bool) -> None:
+    def __init__(self, directory: Path, lanes: Lanes, *, writable: bool) -> None:
         self._directory = directory
         self._writable = writable
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
-        self._readers, self._writers = running_pools(
-            {"kvconnect-disk-reads": _THREADS, "kvconnect-disk-writes": _THREADS}
-        )
+        self._reads, self._writes = PartQueue(lanes["loads"]), PartQueue(lanes["saves"])
 
     def create(self, segment: int, size: int, slots: int) -> None:
         """Make the file of `segment` with all its bytes allocated.
@@ -142,7 +137,7 @@ class SegmentFiles:
             SegmentLost: a file is gone or too short; `buffers` are undefined.
             OSError: the same.
         """
-        _move(self._readers, self._read, parts(places, buffers))
+        self._reads.run([partial(self._read, part) for part in parts(places, buffers)])
 
     def write(
         self,
@@ -156,7 +151,7 @@ class SegmentFiles:
             SegmentLost: a file is gone.
             OSError: any of the slots may have been written in part.
         """
-        _move(self._writers, self._write, parts(places, buffers, checksums))
+        self._writes.run([partial(self._write, part) for part in parts(places, buffers, checksums)])
 
     def sync(self, places: Collection[Place]) -> None:
         """Return once what was written to `places` survives a power failure."""
@@ -165,10 +160,8 @@ class SegmentFiles:
                 os.fsync(fd)
 
     def close(self) -> None:
-        """Close all files, those in use as soon as they are not. Nothing moves any more."""
+        """Close all files, those in use as soon as they are not."""
         self.keep_only(())
-        self._readers.shutdown()
-        self._writers.shutdown()
 
     def _read(self, part: Sequence[Run]) -> None:
         for run in part:
@@ -203,21 +196,16 @@ class SegmentFiles:
 
     @contextmanager
     def _using(self, place: Place) -> Iterator[int]:
-        with self._lock:
-            file = self._files.get(place.segment)
-            if file is None:
-                file = self._files[place.segment] = self._open(place)
-            file.users += 1
-        try:
+        with ExitStack() as using:
+            with self._lock:
+                file = self._files.get(place.segment)
+                if file is None:
+                    file = self._files[place.segment] = self._open(place)
+                using.enter_context(file.in_use())
             # Who deleted the file died before its index knew: what is in it is lost to all others.
             if not os.fstat(file.fd).st_nlink:
                 raise SegmentLost(place.segment)
             yield file.fd
-        finally:
-            with self._lock:
-                file.users -= 1
-                if file.retired and not file.users:
-                    os.close(file.fd)
 
     def _open(self, place: Place) -> _File:
         flags = os.O_RDWR if self._writable else os.O_RDONLY
@@ -231,23 +219,7 @@ class SegmentFiles:
             for segment in segments:
                 file = self._files.pop(segment, None)
                 if file is not None:
-                    file.retired = True
-                    if not file.users:
-                        os.close(file.fd)
-
-
-def _move(
-    threads: Executor, move: Callable[[Sequence[Run]], None], all_parts: Iterable[Sequence[Run]]
-) -> None:
-    work = list(all_parts)
-    if len(work) <= 1:
-        for part in work:
-            move(part)
-        return
-    moving = [threads.submit(move, part) for part in work]
-    wait(moving)  # for all, though one fails: the buffers are the caller's again afterwards
-    for moved in moving:
-        moved.result()
+                    file.end()
 
 
 def _allocate(fd: int, nbytes: int) -> None:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
@@ -17,7 +16,7 @@ from kvconnect.backends.disk.log import IndexLog
 from kvconnect.backends.disk.owner import Owner, owners
 from kvconnect.backends.disk.runs import Place
 from kvconnect.backends.disk.segments import SegmentFiles
-from kvconnect.backends.disk.settings import Durability
+from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
 from kvconnect.keys import BlockKey
 
@@ -74,26 +73,22 @@ class IndexWriter:
 
     def __init__(
         self,
-        directory: Path,
+        settings: DiskSettings,
         files: SegmentFiles,
         *,
         capacity: int,
-        durability: Durability,
-        ttl: float | None,
-        frame_sizes: Collection[int] = (),
         at: Callable[[str], None],
     ) -> None:
-        self._directory = directory
+        self._directory = directory = settings.path
+        self._settings = settings
         self._files = files
-        self._ttl = ttl
-        self._frame_sizes = frame_sizes
         self._at = at
         self._lock = threading.Lock()
         self._saves = 0
         log = log_nbytes(capacity)
         make_index(directory)
         self.identity = identity(directory)
-        self._db = connect(directory, durability, log)
+        self._db = connect(directory, settings.durability, log)
         self.log_identity = log_identity(directory)
         self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
         self._log = IndexLog(self._db, directory, log)
@@ -200,7 +195,7 @@ class IndexWriter:
         for part in _parts(keys):
             rows = self._db.execute(
                 "SELECT b.key" + READABLE + marks(part),
-                (oldest_valid(self._ttl), *part),
+                (oldest_valid(self._settings.ttl), *part),
             )
             present.update(key for (key,) in rows)
         return present
@@ -211,7 +206,7 @@ class IndexWriter:
         for at, block in enumerate(blocks):
             if block.key not in present and block.key not in new:
                 new[block.key] = (at, block)
-                size = slot_size(block.data.numel(), self._frame_sizes)
+                size = slot_size(block.data.numel(), self._settings.frame_sizes)
                 by_size.setdefault(size, []).append(block.key)
         # Expired, or unusable in another way: in the way of what is stored now.
         self._forget(list(new))
@@ -235,8 +230,8 @@ class IndexWriter:
 
     def _drop_expired(self, limit: int) -> None:
         # Lookups pass over what has expired; this is about its slots.
-        if self._ttl is not None:
-            self._slots.drop_expired(oldest_valid(self._ttl), limit)
+        if self._settings.ttl is not None:
+            self._slots.drop_expired(oldest_valid(self._settings.ttl), limit)
 
     def _forget(self, keys: Sequence[BlockKey]) -> None:
         for part in _parts(keys):

@@ -14,6 +14,7 @@ from s3_server import BUCKET, S3Server
 from kvconnect.backend import Access, Backend
 from kvconnect.backends import GuardedBackend, open_backend
 from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.lanes import Lanes
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.s3.store import S3Backend
@@ -119,6 +120,15 @@ def make_disk(tmp_path: Path) -> Callable[..., DiskBackend]:
         return DiskBackend(tmp_path / "store", **{"capacity": 64 << 20, **options})  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    """What a part of a disk store needs of its threads."""
+    lanes = Lanes("kvconnect-disk", loads=1, saves=1)
+    yield lanes
+    lanes.end()
+    lanes.join()
 
 
 @pytest.fixture

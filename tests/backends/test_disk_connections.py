@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.backends import lanes as running_threads
+from kvconnect.backends import lanes as backend_lanes
 from kvconnect.backends.disk import find as disk_index
 from kvconnect.backends.disk import owner as disk_owner
+from kvconnect.backends.disk import store as disk_store
 from kvconnect.backends.disk.directory import DiskDirectory
 from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
+from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.errors import BackendUnavailable
 
@@ -74,7 +76,10 @@ def settings(tmp_path):
 
 
 def watched(store):
-    return [WatchedLock(store._directory._reader), WatchedLock(store._directory._writer)]
+    return [
+        WatchedLock(store._client.directory.reader),
+        WatchedLock(store._client.directory.writer),
+    ]
 
 
 def descriptors():
@@ -126,29 +131,29 @@ async def test_no_cursor_outlives_the_lock_of_a_transaction_that_fails(opened, k
 
     async with opened(capacity=2 << 20) as store:
         locks = watched(store)
-        store._directory._writer._at = store._directory._writer._slots._at = fail
+        store._client.directory.writer._at = store._client.directory.writer._slots._at = fail
         with pytest.raises(BackendUnavailable, match="fails here"):
             await save_many(store, kit)
         assert [lock.cursors for lock in locks] == [0, 0]
 
 
 @pytest.mark.slow
-def test_threads_that_save_at_once_lose_no_connection(kit, settings):
-    directory = DiskDirectory(settings)
+def test_threads_that_save_at_once_lose_no_connection(kit, settings, lanes):
+    directory = DiskDirectory(settings, lanes)
     failed = []
 
-    def save(who):
+    def save_some(who):
         for turn in range(3000):
             keys = kit.keys(who, turn, count=2)
             try:
-                assert directory.save(kit.chain(keys)) == 2
+                assert save(directory, kit.chain(keys)) == 2
                 directory.delete(keys)
             except IndexConnectionLost as error:
                 failed.append(error)
             if failed:
                 return
 
-    threads = [threading.Thread(target=save, args=(who,)) for who in range(4)]
+    threads = [threading.Thread(target=save_some, args=(who,)) for who in range(4)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -166,7 +171,7 @@ def test_threads_that_save_at_once_lose_no_connection(kit, settings):
 
 
 class Hanging:
-    """In place of a method of `DiskDirectory`: ends when it may, and then fails."""
+    """In place of what a call does in a directory: ends when it may, and then fails."""
 
     def __init__(self):
         self.calls = threading.Semaphore(0)
@@ -185,7 +190,7 @@ class Hanging:
 @pytest.fixture
 def hanging(monkeypatch):
     hanging = Hanging()
-    monkeypatch.setattr(DiskDirectory, "load", hanging)
+    monkeypatch.setattr(disk_store, "load", hanging)
     monkeypatch.setattr(DiskDirectory, "lookup", hanging)
     yield hanging
     hanging.goes_on.set()
@@ -195,7 +200,7 @@ async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hangin
     files = descriptors()
     store = make_disk()
     await store.open([kit.layout])
-    pools = store._threads
+    lanes = store._client.lanes
     loading = asyncio.create_task(store.load(kit.keys("loaded", count=1), kit.buffers(1)))
     await hanging.reached()
     closing = asyncio.create_task(store.close())
@@ -205,8 +210,7 @@ async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hangin
         await closing
     hanging.goes_on.set()
     await asyncio.wait([loading])
-    for pool in pools.values():
-        await asyncio.to_thread(pool.shutdown)
+    await asyncio.to_thread(lanes.join)
     assert names(store.path, "owner-*") == []
     assert descriptors() <= files + 1  # another loop's thread may have come
 
@@ -216,7 +220,7 @@ async def test_loads_do_not_wait_for_saves(make_disk, kit, monkeypatch):
     async with kit.opened(make_disk()) as store:
         keys = kit.keys("there", count=1)
         assert await store.save(kit.chain(keys)) == 1
-        monkeypatch.setattr(DiskDirectory, "save", saves)
+        monkeypatch.setattr(disk_store, "save", saves)
         chains = [kit.chain(kit.keys("saved", number, count=1)) for number in range(8)]
         saving = [asyncio.create_task(store.save(chain)) for chain in chains]
         await saves.reached(4)  # as many as there are threads
@@ -227,27 +231,28 @@ async def test_loads_do_not_wait_for_saves(make_disk, kit, monkeypatch):
 
 @pytest.mark.parametrize("lane", [2, 3])
 async def test_store_that_gets_too_few_threads_keeps_none(make_disk, kit, monkeypatch, lane):
-    def some(count, name):
-        made.append(name)
-        if len(made) == lane:
-            raise BackendUnavailable("no more threads")
-        return start(count, name)
+    class Scarce(backend_lanes.Lane):
+        def __init__(self, name, threads):
+            made.append(name)
+            if len(made) == lane:
+                raise BackendUnavailable("no more threads")
+            super().__init__(name, threads)
 
-    made, start = [], running_threads.running_threads
-    monkeypatch.setattr(running_threads, "running_threads", some)
+    made = []
+    monkeypatch.setattr(backend_lanes, "Lane", Scarce)
     store = make_disk()
     with pytest.raises(BackendUnavailable, match="no more threads"):
         await store.open([kit.layout])
     monkeypatch.undo()
-    left = {thread.name for thread in threading.enumerate()}
-    assert not [name for name in left if name.startswith("kvconnect-disk")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvconnect-disk"):
+            thread.join(10)
+            assert not thread.is_alive()
     async with kit.opened(store):
         pass
 
 
-async def test_call_that_nobody_waits_for_opens_nothing_after_close(
-    make_disk, kit, hanging, monkeypatch
-):
+async def test_call_that_outlives_a_close_opens_nothing(make_disk, kit, hanging, monkeypatch):
     closed = DiskDirectory.close
 
     def close(directory):
@@ -257,20 +262,24 @@ async def test_call_that_nobody_waits_for_opens_nothing_after_close(
     monkeypatch.setattr(DiskDirectory, "close", close)
     store = make_disk()
     await store.open([kit.layout])
+    client = store._client
     looking = asyncio.create_task(store.lookup(kit.keys("looked up", count=1)))
     await hanging.reached()
-    looking.cancel()
-    await asyncio.wait([looking])
-    await store.close()
-    assert store._directory is None
+    closing = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(BackendUnavailable, match="is not open"):
+        await looking
+    await asyncio.to_thread(client.lanes.join)
+    assert client.directory is None
     assert names(store.path, "owner-*") == []
 
 
 async def test_store_whose_close_was_given_up_can_be_opened_again(make_disk, kit, hanging):
     store = make_disk()
     await store.open([kit.layout])
-    pools = store._threads
-    keys = kit.keys("loaded", count=4)  # with which every thread is busy that could close it
+    lanes = store._client.lanes
+    keys = kit.keys("loaded", count=4)
     loading = [asyncio.create_task(store.load([key], kit.buffers(1))) for key in keys]
     await hanging.reached(4)
     closing = asyncio.create_task(store.close())
@@ -280,8 +289,7 @@ async def test_store_whose_close_was_given_up_can_be_opened_again(make_disk, kit
     await store.open([kit.layout])
     hanging.goes_on.set()
     await asyncio.wait(loading)
-    for pool in pools.values():
-        await asyncio.to_thread(pool.shutdown)
+    await asyncio.to_thread(lanes.join)
     assert await store.save(kit.chain(keys)) == 4
     await store.close()
     assert names(store.path, "owner-*") == []
@@ -292,27 +300,27 @@ async def test_use_is_written_down_in_time_also_after_a_second_open(make_disk, k
     for _ in range(2):
         async with kit.opened(store):
             await store.lookup(kit.keys("used", count=1))
-            assert not store._flush_timer.cancelled()
+            assert not store._client._flush_timer.cancelled()
 
 
-def test_open_that_fails_closes_its_connections_at_once(settings, monkeypatch):
+def test_open_that_fails_closes_its_connections_at_once(settings, monkeypatch, lanes):
     def fails(db):
         raise sqlite3.OperationalError("disk I/O error")
 
-    DiskDirectory(settings).close()
+    DiskDirectory(settings, lanes).close()
     monkeypatch.setattr(disk_index, "has_model_column", fails)
     files = descriptors()
     with pytest.raises(Exception, match="I/O error") as raised:
-        DiskDirectory(settings)
+        DiskDirectory(settings, lanes)
     assert descriptors() == files
     del raised
 
 
-def test_index_that_is_given_up_is_closed(kit, settings):
-    directory = DiskDirectory(settings)
-    reader = directory._reader
+def test_index_that_is_given_up_is_closed(kit, settings, lanes):
+    directory = DiskDirectory(settings, lanes)
+    reader = directory.reader
     keys = kit.keys("given up", count=1)
-    assert directory.save(kit.chain(keys)) == 1
+    assert save(directory, kit.chain(keys)) == 1
     directory.give_up_index()
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         reader._db.execute("SELECT 1")
@@ -323,7 +331,7 @@ def test_index_that_is_given_up_is_closed(kit, settings):
 # ------------------------------------------------------------------------------- files and errors
 
 
-def test_index_is_opened_by_sqlite_alone(settings, monkeypatch):
+def test_index_is_opened_by_sqlite_alone(settings, monkeypatch, lanes):
     # Closing another descriptor of it drops the locks that this process has on it.
     paths = []
     opens = os.open
@@ -333,7 +341,7 @@ def test_index_is_opened_by_sqlite_alone(settings, monkeypatch):
         return opens(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", note)
-    DiskDirectory(settings).close()
+    DiskDirectory(settings, lanes).close()
     assert paths
     assert [path for path in paths if Path(path).name.startswith("index")] == []
     assert (settings.path / "index.sqlite3").stat().st_mode & 0o777 == 0o600

@@ -22,6 +22,7 @@ import torch
 
 from kvconnect.backends import open_backend
 from kvconnect.backends.disk import direct_io
+from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
@@ -195,12 +196,12 @@ async def test_row_that_disappears_while_its_slot_is_read_is_a_miss(store, kit, 
     readv = os.preadv
     other = DiskBackend(store._settings.path, capacity=64 << 20)
     await other.open([kit.layout])
-    directory = other._directory
+    directory = other._client.directory
 
     def overtaken(fd, buffers, offset):
         # Another process drops the block and fills its slot with another one.
         directory.delete(old)
-        assert directory.save(kit.chain(new)) == 2
+        assert save(directory, kit.chain(new)) == 2
         return readv(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", overtaken)
@@ -215,7 +216,7 @@ async def test_index_that_stays_locked_is_unavailable_in_bounded_time(kit, make_
     async with kit.opened(make_disk()) as store, kit.opened(make_disk()) as other:
         keys = kit.keys("locked", count=2)
         await store.save(kit.chain(keys))
-        with other._directory._writer._transaction():
+        with other._client.directory.writer._transaction():
             with pytest.raises(BackendUnavailable, match="lock"):
                 await store.save(kit.chain(kit.keys("more", count=2)))
             assert await kit.stored(store, keys) == [True, True]
@@ -279,7 +280,7 @@ class TestMounted:
         run("mount", "-o", f"remount,{mode}", path)
 
     async def test_full_filesystem_works_again_when_there_is_space(self, kit, mounted, monkeypatch):
-        monkeypatch.setattr("kvconnect.backends.disk.store._RETRY_S", 0.0)
+        monkeypatch.setattr("kvconnect.backends.disk.client._RETRY_S", 0.0)
         ballast = mounted / "ballast"
         with pytest.raises(OSError, match="No space"):
             write_until_full(ballast)
@@ -294,7 +295,7 @@ class TestMounted:
     async def test_read_only_directory_is_read_and_saves_store_nothing(
         self, kit, mounted, caplog, monkeypatch
     ):
-        monkeypatch.setattr("kvconnect.backends.disk.store._RETRY_S", 0.0)
+        monkeypatch.setattr("kvconnect.backends.disk.client._RETRY_S", 0.0)
         keys, more = kit.keys("read only", count=4), kit.keys("more", count=2)
         async with kit.opened(DiskBackend(mounted / "store", capacity=1 << 20)) as store:
             await store.save(kit.chain(keys))
@@ -347,7 +348,7 @@ class TestMounted:
 async def test_vanished_data_file_is_a_miss_and_lookups_stop_saying_yes(store, kit, tmp_path):
     keys = kit.keys("data file", count=4)
     await store.save(kit.chain(keys))
-    store._directory._files.keep_only(())  # as if the blocks came from another process
+    store._client.directory.files.keep_only(())  # as if the blocks came from another process
     for file in (tmp_path / "store").glob("segment-*"):
         file.unlink()
     assert await store.load(keys, kit.buffers(4)) == 0
@@ -442,11 +443,11 @@ async def test_failed_open_leaves_nothing_open(kit, tmp_path, monkeypatch):
     await store.close()
 
 
-@pytest.mark.parametrize("part", ["_reader", "_writer"])
+@pytest.mark.parametrize("part", ["reader", "writer"])
 async def test_lost_connection_to_the_index_is_no_damage(store, kit, caplog, part):
     keys = kit.keys("connection", count=3)
     await store.save([kit.block(key) for key in keys[:2]])
-    getattr(store._directory, part)._db.close()
+    getattr(store._client.directory, part)._db.close()
     await store.save([kit.block(keys[2])])
     assert await store.lookup(keys) == 3
     assert "opened again" in caplog.text

@@ -39,8 +39,8 @@ async def test_save_into_a_file_that_was_deleted_stores_nothing(make_disk, kit):
         assert await kit.stored(other, more) == [True] * 4
 
 
-def test_file_has_no_name_any_more_when_its_bytes_go(tmp_path, monkeypatch):
-    files = SegmentFiles(tmp_path, writable=True)
+def test_file_has_no_name_any_more_when_its_bytes_go(tmp_path, monkeypatch, lanes):
+    files = SegmentFiles(tmp_path, lanes, writable=True)
     files.create(1, 4096, 2)
     (path,) = tmp_path.glob("segment-*")
     there = []
@@ -55,8 +55,8 @@ def test_file_has_no_name_any_more_when_its_bytes_go(tmp_path, monkeypatch):
     files.close()
 
 
-def test_data_files_that_vanish_while_they_are_counted_count_nothing(tmp_path, monkeypatch):
-    files = SegmentFiles(tmp_path, writable=True)
+def test_data_files_that_vanish_while_they_are_counted_count_nothing(tmp_path, monkeypatch, lanes):
+    files = SegmentFiles(tmp_path, lanes, writable=True)
     files.create(1, 4096, 2)
     files.create(2, 4096, 2)
     listed = list(tmp_path.iterdir())

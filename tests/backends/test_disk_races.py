@@ -82,9 +82,9 @@ def locks_alone(path):
         os.close(fd)
 
 
-def test_no_index_is_replaced_while_it_is_opened_or_closed(path, settings, monkeypatch):
+def test_no_index_is_replaced_while_it_is_opened_or_closed(path, settings, monkeypatch, lanes):
     """SQLite opens and deletes the log by its name: it would be that of another index."""
-    DiskDirectory(settings).close()
+    DiskDirectory(settings, lanes).close()
     replaceable = []
 
     class Watched(sqlite3.Connection):
@@ -97,11 +97,16 @@ def test_no_index_is_replaced_while_it_is_opened_or_closed(path, settings, monke
             super().close()
 
     connect = sqlite3.connect
-    monkeypatch.setattr(sqlite3, "connect", lambda *a, **o: connect(*a, factory=Watched, **o))
-    directory = DiskDirectory(settings)
+
+    def watched(index, **options):
+        kind = sqlite3.Connection if index == ":memory:" else Watched
+        return connect(index, factory=kind, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", watched)
+    directory = DiskDirectory(settings, lanes)
     assert replaceable
     opened, replaceable[:] = set(replaceable), []
-    directory._writer.touch({})
+    directory.writer.touch({})
     assert replaceable
     assert {free for _, free in replaceable} == {True}
     replaceable.clear()
@@ -112,9 +117,9 @@ def test_no_index_is_replaced_while_it_is_opened_or_closed(path, settings, monke
     assert locks_alone(path)
 
 
-def test_who_cannot_replace_an_index_says_so_in_time(path, settings, monkeypatch):
+def test_who_cannot_replace_an_index_says_so_in_time(path, settings, monkeypatch, lanes):
     monkeypatch.setattr(disk_identity, "_OTHERS_S", 0.05)
-    DiskDirectory(settings).close()
+    DiskDirectory(settings, lanes).close()
     seen = identity(path)
     with held(path), pytest.raises(BackendUnavailable, match="opens or replaces it"):
         replace_index(path, seen, IndexDamaged("as if"))
@@ -123,7 +128,7 @@ def test_who_cannot_replace_an_index_says_so_in_time(path, settings, monkeypatch
         held(path, alone=True),
         pytest.raises(BackendUnavailable, match="opens or replaces it"),
     ):
-        DiskDirectory(settings)
+        DiskDirectory(settings, lanes)
     replace_index(path, seen, IndexDamaged("as if"))
     assert identity(path) is None
 
@@ -230,8 +235,8 @@ async def test_store_that_cannot_write_sees_the_index_that_another_has_made(
             assert await reads.lookup(keys) == 2
 
 
-def test_index_whose_locks_are_held_is_not_read_without_them(path, settings, monkeypatch):
-    DiskDirectory(settings).close()
+def test_index_whose_locks_are_held_is_not_read_without_them(path, settings, monkeypatch, lanes):
+    DiskDirectory(settings, lanes).close()
     monkeypatch.setattr(disk_schema, "_BUSY_S", 0.05)
     with closing(sqlite3.connect(path / INDEX_NAME, isolation_level=None)) as other:
         other.execute("PRAGMA locking_mode=EXCLUSIVE")
@@ -241,8 +246,8 @@ def test_index_whose_locks_are_held_is_not_read_without_them(path, settings, mon
             connect_read_only(path)
 
 
-def test_log_that_vanishes_while_it_is_looked_for_is_none(path, settings, monkeypatch):
-    DiskDirectory(settings).close()
+def test_log_that_vanishes_while_it_is_looked_for_is_none(path, settings, monkeypatch, lanes):
+    DiskDirectory(settings, lanes).close()
     log = path / f"{INDEX_NAME}-wal"
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda self: self == log or exists(self))
@@ -258,12 +263,12 @@ def test_directory_that_is_removed_while_it_is_made_may_be_made_later(path, monk
         unwritable(path)
 
 
-def test_probe_of_a_process_that_died_is_removed(path, settings, monkeypatch):
+def test_probe_of_a_process_that_died_is_removed(path, settings, monkeypatch, lanes):
     with monkeypatch.context() as patched:
         patched.setattr(Path, "unlink", lambda self, **options: None)
         unwritable(path)
     assert len(list(path.glob("probe-*"))) == 1
-    DiskDirectory(settings).close()
+    DiskDirectory(settings, lanes).close()
     assert list(path.glob("probe-*")) == []
 
 

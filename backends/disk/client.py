@@ -1,0 +1,187 @@
+"""The directory that a disk store's calls work on: opened, and opened anew where that helps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+from kvconnect.backends.disk.directory import DiskDirectory
+from kvconnect.backends.disk.errors import IndexConnectionLost, IndexDamaged, IndexReadOnly
+from kvconnect.backends.disk.format import INDEX_NAME
+from kvconnect.backends.disk.identity import identity, replace_index, warn_damaged
+from kvconnect.backends.disk.settings import DiskSettings
+from kvconnect.backends.lanes import Lanes
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+
+__all__ = ["DiskClient", "not_open"]
+
+logger = logging.getLogger("kvconnect")
+
+T = TypeVar("T")
+
+# Seconds after which use is written down, so that other processes drop the right blocks.
+_FLUSH_S = 5.0
+# Seconds between two attempts to write to a directory that could not be written to.
+_RETRY_S = 5.0
+
+
+def not_open(settings: DiskSettings) -> BackendUnavailable:
+    """What a call raises before the store is open and after it is closed."""
+    return BackendUnavailable(f"disk store {settings.path}: is not open")
+
+
+class DiskClient:
+    """A disk store from its opening to its closing. Belongs to an event loop.
+
+    Args:
+        settings: of the store.
+        at: called with the name of the point of a save that is reached.
+
+    Attributes:
+        lanes: the store's threads. A lookup does not wait for loads, nor a load, which a prompt
+            waits for, for saves.
+        directory: what is open now, if anything is.
+
+    Raises:
+        BackendUnavailable: there are not so many threads to be had; none is left.
+    """
+
+    def __init__(self, settings: DiskSettings, at: Callable[[str], None]) -> None:
+        self.lanes = Lanes("kvconnect-disk", index=1, loads=5, saves=4)
+        self.directory: DiskDirectory | None = None
+        self._settings = settings
+        self._at = at
+        self._lock = threading.Lock()
+        self._closed = False
+        self._retry_at = 0.0
+        self._flush_timer: asyncio.TimerHandle | None = None
+
+    async def run(self, lane: str, work: Callable[[DiskDirectory], T]) -> T:
+        """What `work` returns of the directory, on a thread of `lane`.
+
+        Where the directory was replaced, or its index is damaged or lost, `work` runs once more,
+        with what is there then.
+
+        Raises:
+            BackendUnavailable: the disk failed, or what is there then is damaged, too.
+            ConfigurationError: there is nothing that this store may open.
+        """
+        try:
+            return await self.lanes[lane].run(lambda: self._work(work))
+        finally:
+            self._flush_later()
+
+    async def close(self) -> None:
+        """Wait for calls in flight, write down what was used, close everything.
+
+        If it is cancelled, everything is closed all the same once the calls in flight have ended.
+        """
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        try:
+            await self.lanes.idle()
+        finally:
+            closing = self.lanes["saves"].submit(self._close)
+            closing.add_done_callback(lambda _: self.lanes.end())
+        await asyncio.to_thread(self.lanes.join)
+        closing.result()
+
+    def retry_read_only(self) -> None:
+        """Open a directory again that could not be written to, if it was not tried just now."""
+        directory = self.directory if self._settings.access == "store" else None
+        if directory is not None and directory.read_only and time.monotonic() >= self._retry_at:
+            self._retry_at = time.monotonic() + _RETRY_S
+            directory.forget()
+
+    def _flush_later(self) -> None:
+        if self._flush_timer is None:
+            loop = asyncio.get_running_loop()
+            self._flush_timer = loop.call_later(_FLUSH_S, self._start_flush)
+
+    def _start_flush(self) -> None:
+        self._flush_timer = None
+        self.lanes["saves"].submit(self._flush)
+
+    # From here on threads of the lanes.
+
+    def _flush(self) -> None:
+        directory = self.directory
+        if directory is not None:
+            with directory.in_use():
+                directory.flush()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            directory, self.directory = self.directory, None
+        if directory is not None:
+            directory.close()
+
+    def _work(self, work: Callable[[DiskDirectory], T], *, again: bool = True) -> T:
+        try:
+            with self._opened() as directory:
+                try:
+                    return work(directory)
+                except (IndexDamaged, IndexReadOnly, IndexConnectionLost) as error:
+                    if not again:
+                        raise
+                    self._mend(directory, error)
+        except (BackendUnavailable, ConfigurationError):
+            raise
+        except (OSError, IndexDamaged) as error:
+            raise BackendUnavailable(f"disk store {self._settings.path}: {error}") from error
+        return self._work(work, again=False)
+
+    @contextmanager
+    def _opened(self) -> Iterator[DiskDirectory]:
+        with ExitStack() as using:
+            with self._lock:
+                if self._closed:  # a call that outlived a `close` that was cancelled
+                    raise not_open(self._settings)
+                if self.directory is not None and not self.directory.current:
+                    self.directory.retire()
+                    self.directory = None
+                if self.directory is None:
+                    self.directory = self._open()
+                directory = self.directory
+                using.enter_context(directory.in_use())
+            yield directory
+
+    def _open(self) -> DiskDirectory:
+        seen = identity(self._settings.path)
+        try:
+            return DiskDirectory(self._settings, self.lanes, at=self._at)
+        except (IndexDamaged, IndexReadOnly) as error:
+            self._must_replace(error)
+            replace_index(self._settings.path, seen, error)
+        return DiskDirectory(self._settings, self.lanes, at=self._at)
+
+    def _mend(self, directory: DiskDirectory, error: Exception) -> None:
+        if isinstance(error, IndexConnectionLost):
+            logger.warning("%s; it is opened again", error)
+            directory.forget()
+            return
+        self._must_replace(error)
+        if directory.read_only:
+            warn_damaged(self._settings.path, error)
+            directory.give_up_index()
+        else:
+            replace_index(self._settings.path, directory.identity, error)
+
+    def _must_replace(self, error: Exception) -> None:
+        """Raise if the index is not damaged but read-only, or is not this store's to replace."""
+        path = self._settings.path
+        # SQLite also says "read-only" of a file whose header is damaged.
+        if isinstance(error, IndexReadOnly) and not os.access(path / INDEX_NAME, os.W_OK):
+            raise error
+        if self._settings.access != "store":
+            raise BackendUnavailable(
+                f"disk store {path}: the index is damaged ({error}); an engine that opens it "
+                f"starts it anew"
+            ) from error

@@ -1,0 +1,39 @@
+"""How the disk store loads: find the slots, read them, see whether they were reused meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvconnect.backends.disk.directory import DiskDirectory
+from kvconnect.backends.disk.errors import SegmentLost
+from kvconnect.keys import BlockKey
+
+__all__ = ["load"]
+
+
+def load(directory: DiskDirectory, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+    """Fill `into`; return how many leading ones are filled. Blocks on the disk.
+
+    Raises:
+        OSError: the disk failed; `into` is undefined.
+    """
+    found = directory.find(keys)
+    for at, (block, buffer) in enumerate(zip(found, into, strict=False)):
+        if block.length > buffer.numel():
+            del found[at:]
+            break
+    buffers = [buffer[: block.length] for block, buffer in zip(found, into, strict=False)]
+    try:
+        directory.files.read([block.place for block in found], buffers)
+    except SegmentLost as lost:
+        if directory.writer is not None:
+            directory.writer.drop_lost(lost.segment)
+        intact = next(at for at, block in enumerate(found) if block.place.segment == lost.segment)
+        return load(directory, keys[:intact], into[:intact])
+    # A slot may have been given to another block while it was read. Its row goes first: if the row
+    # is still there, the slot was not touched before now.
+    del found[directory.reader.alive(found) :]
+    directory.note_use(found)
+    return len(found)

@@ -1,0 +1,70 @@
+"""How the disk store saves: reserve slots, write to them, then commit all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvconnect.backend import StoredBlock
+from kvconnect.backends.disk.directory import DiskDirectory
+from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged, IndexFull, SegmentLost
+from kvconnect.backends.disk.writer import IndexWriter, Reservation
+from kvconnect.frame import FrameChecksum
+from kvconnect.trace import count, warn_once
+
+__all__ = ["save"]
+
+
+def save(
+    directory: DiskDirectory,
+    blocks: Sequence[StoredBlock],
+    checksums: Sequence[FrameChecksum] = (),
+) -> int:
+    """Store `blocks`, sealed by `checksums` if any; return how many leading ones are.
+
+    Blocks on the disk. Fewer are stored where there is no space, or where nothing can be written.
+
+    Raises:
+        OSError: the disk failed; none of the new blocks is stored.
+    """
+    writer = directory.writer
+    if writer is None:
+        return len(directory.find([block.key for block in blocks]))
+    try:
+        directory.flush()
+        reservation = writer.reserve(blocks)
+        return _store(directory, writer, reservation, checksums)
+    except SegmentLost as lost:
+        writer.drop_lost(lost.segment)
+    except OSError as error:
+        if error.errno not in NO_SPACE and not isinstance(error, IndexFull):
+            raise
+        count("store.disk.full")
+        warn_once(
+            f"disk.full.{directory.path}",
+            f"disk store {directory.path}: {error}; blocks are not saved until there is space",
+        )
+    return 0
+
+
+def _store(
+    directory: DiskDirectory,
+    writer: IndexWriter,
+    reservation: Reservation,
+    checksums: Sequence[FrameChecksum],
+) -> int:
+    if not reservation.new:
+        return reservation.count
+    try:
+        buffers = [block.data for _, block, _ in reservation.new]
+        seals = [checksums[at] for at, _, _ in reservation.new] if checksums else ()
+        directory.files.write(reservation.places, buffers, seals)
+        if directory.settings.durability == "power":
+            directory.files.sync(reservation.places)
+        directory.at("written")
+        return writer.commit(reservation)
+    except BaseException:
+        # Where this fails, too, the slots stay reserved until this process ends.
+        with suppress(OSError, IndexDamaged):
+            writer.release(reservation)
+        raise
