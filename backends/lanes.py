@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["Lane", "Lanes", "running_pools", "running_threads"]
+__all__ = ["Lane", "Lanes", "running_pools", "running_threads", "settled"]
 
 T = TypeVar("T")
 
@@ -215,6 +215,20 @@ class Lanes:
         """`Lane.join` of all."""
         for lane in self._lanes.values():
             lane.join()
+
+
+async def settled(futures: Sequence[asyncio.Future[T]]) -> list[T | BaseException]:
+    """Results or errors of all `futures`, once all have ended, also if this is cancelled."""
+    ended = asyncio.gather(*futures, return_exceptions=True)
+    cancelled: asyncio.CancelledError | None = None
+    while not ended.done():
+        try:
+            await asyncio.wait([ended])  # which cancels none of them
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return ended.result()
 
 
 _Work = tuple[Future[Any], Callable[[], Any]]

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 
 from kvconnect.backend import MAX_CHILDREN, Child
 from kvconnect.backends.entries import child_from_json, child_to_json
+from kvconnect.backends.lanes import Lanes, settled
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.cache import AnswerCache
 from kvconnect.backends.s3.format import BadRecord, pack, unpack
-from kvconnect.backends.s3.jobs import Jobs, settled
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
@@ -38,10 +38,10 @@ _Change: TypeAlias = Callable[[list[Child]], list[Child]]
 class S3Children:
     """The lists of children. Belongs to one event loop."""
 
-    def __init__(self, bucket: S3Bucket, settings: S3Settings, jobs: Jobs) -> None:
-        self._bucket = bucket
+    def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
         self._settings = settings
-        self._jobs = jobs
+        self._bucket = bucket
+        self._lane = lanes["requests"]
         self._cache: AnswerCache[BlockKey | None, list[Child]] = AnswerCache(_MOST_CACHED)
         self._changes = 0
         self._waiting: dict[BlockKey | None, tuple[list[_Change], asyncio.Task[None]]] = {}
@@ -58,7 +58,7 @@ class S3Children:
         if remembered is not None:
             return remembered
         changes = self._changes
-        children, _ = await self._jobs.run(lambda: self._read(parent))
+        children, _ = await self._lane.run(lambda: self._read(parent))
         if changes == self._changes:
             ttl = self._settings.lookup_ttl_s if children else self._settings.miss_ttl_s
             self._cache.put(parent, children, ttl)
@@ -110,7 +110,7 @@ class S3Children:
         async with lock:
             del self._waiting[parent]
             try:
-                await self._jobs.run(lambda: self._rewrite(parent, changes))
+                await self._lane.run(lambda: self._rewrite(parent, changes))
             finally:
                 self._changes += 1
                 self._cache.drop(parent)

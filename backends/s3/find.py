@@ -12,10 +12,11 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvconnect.backend import Child, StoredEntry
+from kvconnect.backends.lanes import Lanes, settled
 from kvconnect.backends.s3.bucket import Fetched, S3Bucket
 from kvconnect.backends.s3.cache import AnswerCache
 from kvconnect.backends.s3.format import BadRecord, Member, Record, record_nbytes
-from kvconnect.backends.s3.jobs import Jobs, settled
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.keys import BlockKey
 
@@ -94,10 +95,10 @@ def _entry(fetched: Fetched, nbytes: int, settings: S3Settings, key: BlockKey) -
 class S3Finder:
     """Asks for blocks and remembers the answers. Belongs to one event loop."""
 
-    def __init__(self, bucket: S3Bucket, settings: S3Settings, jobs: Jobs) -> None:
-        self._bucket = bucket
+    def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
         self._settings = settings
-        self._jobs = jobs
+        self._bucket = bucket
+        self._lane = lanes["requests"]
         self._cache: AnswerCache[BlockKey, Found | Absent] = AnswerCache(_MOST_CACHED)
         self._asking: dict[BlockKey, asyncio.Task[Found | Absent]] = {}
         self._changes = 0
@@ -138,15 +139,27 @@ class S3Finder:
                 break
         return [*found, *(one for one in answers.values() if isinstance(one, Found))]
 
-    async def find(self, key: BlockKey) -> Found | None:
-        """`key`, if it is stored."""
-        found = await self.leading([key])
-        return found[0] if found else None
+    async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
+        """What is known of `keys`; of those that are remembered without asking again.
 
-    async def ask_now(self, key: BlockKey) -> Found | Absent:
-        """What the service says of `key` now, whatever is remembered."""
-        self._cache.drop(key)
-        return await self._jobs.run(lambda: fetch_entry(self._bucket, self._settings, key))
+        Raises:
+            BackendUnavailable: the service cannot be asked.
+        """
+        entries = {
+            one.member.key: one.member.entry(one.record.created_at)
+            for one in await self.present(keys)
+        }
+        return [entries.get(key) for key in keys]
+
+    async def children(self, key: BlockKey) -> list[Child]:
+        """The blocks with tokens that follow `key` in its own object.
+
+        Raises:
+            BackendUnavailable: the service cannot be asked.
+        """
+        return [
+            child for found in await self.leading([key]) for child in found.record.children(key)
+        ]
 
     def remembered(self, key: BlockKey) -> Found | Absent | None:
         """The answer for `key`, if it is remembered."""
@@ -209,7 +222,7 @@ class S3Finder:
 
     async def _answer(self, key: BlockKey) -> Found | Absent:
         changes = self._changes
-        answer = await self._jobs.run(lambda: fetch_entry(self._bucket, self._settings, key))
+        answer = await self._lane.run(lambda: fetch_entry(self._bucket, self._settings, key))
         # An answer that was on its way while something changed may be an old one.
         if changes == self._changes:
             self._remember(key, answer)

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from kvconnect.backend import StoredEntry
+from kvconnect.backends.lanes import Lanes
 from kvconnect.backends.s3.bucket import Listed, S3Bucket
 from kvconnect.backends.s3.find import Found, fetch_entry
 from kvconnect.backends.s3.format import Record
-from kvconnect.backends.s3.jobs import Jobs
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.keys import BlockKey
 
@@ -27,10 +27,10 @@ _MOST_PAGES = 10
 class S3Listing:
     """Lists what a bucket holds. Belongs to one event loop."""
 
-    def __init__(self, bucket: S3Bucket, settings: S3Settings, jobs: Jobs) -> None:
-        self._bucket = bucket
+    def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
         self._settings = settings
-        self._jobs = jobs
+        self._bucket = bucket
+        self._lane = lanes["requests"]
         self._prefix = settings.name("k", "")
 
     async def entries(self) -> AsyncIterator[list[StoredEntry]]:
@@ -41,13 +41,13 @@ class S3Listing:
         """
         pages = self._bucket.pages(self._prefix)
         records: OrderedDict[BlockKey, Record] = OrderedDict()
-        while page := await self._jobs.run(lambda: next(pages, None)):
+        while page := await self._lane.run(lambda: next(pages, None)):
             for start in range(0, len(page), _AT_ONCE):
                 yield await self._described(page[start : start + _AT_ONCE], records)
 
     async def totals(self) -> dict[str, float]:
         """``blocks`` and ``bytes`` of all objects; nothing if there are too many to list."""
-        return await self._jobs.run(self._count)
+        return await self._lane.run(self._count)
 
     def _count(self) -> dict[str, float]:
         blocks = nbytes = 0
@@ -64,7 +64,7 @@ class S3Listing:
     ) -> list[StoredEntry]:
         listed = {key: one for one in page if (key := self._key(one)) is not None}
         unknown = [key for key in listed if key not in records]
-        results = await self._jobs.run_all(
+        results = await self._lane.run_all(
             [partial(fetch_entry, self._bucket, self._settings, key) for key in unknown]
         )
         for result in results:

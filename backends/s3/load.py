@@ -8,9 +8,9 @@ from functools import partial
 
 from torch import Tensor
 
+from kvconnect.backends.lanes import Lanes
 from kvconnect.backends.s3.bucket import Gone, S3Bucket
 from kvconnect.backends.s3.find import Found, S3Finder, fetch_entry
-from kvconnect.backends.s3.jobs import Jobs
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
@@ -43,11 +43,11 @@ class S3Reader:
     """Loads blocks that a `S3Finder` finds. Belongs to one event loop."""
 
     def __init__(
-        self, bucket: S3Bucket, settings: S3Settings, jobs: Jobs, finder: S3Finder
+        self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes, *, finder: S3Finder
     ) -> None:
-        self._bucket = bucket
         self._settings = settings
-        self._jobs = jobs
+        self._bucket = bucket
+        self._lane = lanes["transfers"]
         self._finder = finder
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
@@ -62,7 +62,7 @@ class S3Reader:
                 del found[number:]
                 break
         parts = self._parts(found, into)
-        results = await self._jobs.run_all(
+        results = await self._lane.run_all(
             [
                 partial(self._bucket.read, part.name, part.start, part.views, part.etag)
                 for part in parts
@@ -125,7 +125,7 @@ class S3Reader:
             if found.record.payload is not None
             for member in found.record.members
         ]
-        results = await self._jobs.run_all(
+        results = await self._lane.run_all(
             [partial(self._unpoint, key, payload) for key, payload in dict.fromkeys(pointing)]
         )
         for result in results:

@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvconnect.backend import Child, StoredBlock
+from kvconnect.backends.lanes import Lanes, settled
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.children import S3Children
 from kvconnect.backends.s3.find import Absent, Found, S3Finder, fetch_entry
 from kvconnect.backends.s3.format import Member, Record
-from kvconnect.backends.s3.jobs import Jobs, settled
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
@@ -44,15 +44,16 @@ class S3Writer:
 
     def __init__(
         self,
-        bucket: S3Bucket,
         settings: S3Settings,
-        jobs: Jobs,
+        bucket: S3Bucket,
+        lanes: Lanes,
+        *,
         finder: S3Finder,
         children: S3Children,
     ) -> None:
-        self._bucket = bucket
         self._settings = settings
-        self._jobs = jobs
+        self._bucket = bucket
+        self._lane = lanes["transfers"]
         self._finder = finder
         self._children = children
 
@@ -110,7 +111,7 @@ class S3Writer:
         if payload is None:
             return await self._point(record, [head, *views])
         name = self._settings.name("g", payload)
-        await self._jobs.run(lambda: self._bucket.put(name, views, replaces=None))
+        await self._lane.run(lambda: self._bucket.put(name, views, replaces=None))
         found = await self._point(record, [head])
         lost = {one.member.key for one in found if one.record is not record}
         if lost:
@@ -122,7 +123,7 @@ class S3Writer:
 
     async def _point(self, record: Record, views: Sequence[memoryview | bytes]) -> list[Found]:
         """Write the objects that stand for the blocks of `record`; what stands there then."""
-        results = await self._jobs.run_all(
+        results = await self._lane.run_all(
             [partial(self._write_entry, record, member, views) for member in record.members]
         )
         return _all(results)
@@ -160,7 +161,7 @@ class S3Writer:
         unique = list(dict.fromkeys(keys))
         try:
             entries: list[Found | Absent] = _all(
-                await self._jobs.run_all(
+                await self._lane.run_all(
                     [partial(fetch_entry, self._bucket, self._settings, key) for key in unique]
                 )
             )
@@ -170,7 +171,7 @@ class S3Writer:
                 if isinstance(entry, Found) or entry.etag
             ]
             names = [self._settings.name("k", key.hex()) for key in there]
-            _all(await self._jobs.run_all([partial(self._bucket.remove, name) for name in names]))
+            _all(await self._lane.run_all([partial(self._bucket.remove, name) for name in names]))
             found = [entry for entry in entries if isinstance(entry, Found)]
             records = {one.record.payload: one.record for one in found}
             await self._shrink(
@@ -186,13 +187,13 @@ class S3Writer:
         for payload, record in records.items():
             left = [member.key for member in record.members if member.key not in gone]
             needed = _all(
-                await self._jobs.run_all(
+                await self._lane.run_all(
                     [partial(self._shrink_entry, key, payload, gone) for key in left]
                 )
             )
             if not any(needed):
                 name = self._settings.name("g", payload)
-                await self._jobs.run(partial(self._bucket.remove, name))
+                await self._lane.run(partial(self._bucket.remove, name))
 
     def _shrink_entry(self, key: BlockKey, payload: str, gone: Collection[BlockKey]) -> bool:
         """Whether the object of `key` still points to `payload`."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
 from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
-from kvconnect.backends.s3.jobs import Jobs
+from kvconnect.backends.lanes import Lanes
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import BackendUnavailable, MissingExtra
@@ -35,18 +34,6 @@ _WATCH_S = 1.0
 def from_url(url: StoreUrl) -> S3Backend:
     """``s3://bucket/prefix?endpoint_url=https://minio:9000&region=…&blocks_per_object=8``."""
     return S3Backend(S3Settings.from_url(url))
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    bucket: S3Bucket
-    requests: Jobs
-    transfers: Jobs
-    finder: S3Finder
-    children: S3Children
-    reader: S3Reader
-    writer: S3Writer
-    listing: S3Listing
 
 
 class S3Backend(Backend):
@@ -79,29 +66,17 @@ class S3Backend(Backend):
         """
         settings = self.settings
         # Lookups do not wait for loads and saves.
-        requests = Jobs(settings.concurrency, "kvconnect-s3-requests")
-        transfers = Jobs(settings.concurrency, "kvconnect-s3-transfers")
+        threads = settings.concurrency
+        lanes = Lanes("kvconnect-s3", requests=threads, transfers=threads)
         try:
-            bucket = await requests.run(partial(S3Bucket, settings))
+            bucket = await lanes["requests"].run(partial(S3Bucket, settings))
         except BaseException:
-            await requests.close()
-            await transfers.close()
+            await lanes.close()
             raise
-        finder = S3Finder(bucket, settings, requests)
-        children = S3Children(bucket, settings, requests)
-        self._parts = _Parts(
-            bucket,
-            requests,
-            transfers,
-            finder,
-            children,
-            S3Reader(bucket, settings, transfers, finder),
-            S3Writer(bucket, settings, transfers, finder, children),
-            S3Listing(bucket, settings, requests),
-        )
+        self._parts = _Parts(settings, bucket, lanes)
         self._watch_requests()
         try:
-            await requests.run(bucket.check)
+            await lanes["requests"].run(bucket.check)
         except BaseException:
             await self.close()
             raise
@@ -114,8 +89,7 @@ class S3Backend(Backend):
         if parts is None:
             return
         parts.bucket.close()
-        await parts.requests.close()
-        await parts.transfers.close()
+        await parts.lanes.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are present, or were a short while ago.
@@ -153,8 +127,7 @@ class S3Backend(Backend):
         """The stored blocks with tokens whose parent is `key`: at most two requests, no listing."""
         parts = self._opened()
         listed = await parts.children.get(key)
-        found = None if key is None else await parts.finder.find(key)
-        own = [] if found is None or key is None else found.record.children(key)
+        own = [] if key is None else await parts.finder.children(key)
         keys = {child.key for child in listed}
         return [*(child for child in own if child.key not in keys), *listed]
 
@@ -172,11 +145,7 @@ class S3Backend(Backend):
         Raises:
             BackendUnavailable: the service cannot be asked.
         """
-        found = {one.member.key: one for one in await self._opened().finder.present(keys)}
-        return [
-            None if (one := found.get(key)) is None else one.member.entry(one.record.created_at)
-            for key in keys
-        ]
+        return await self._opened().finder.describe(keys)
 
     async def stats(self) -> Mapping[str, float]:
         """``blocks`` and ``bytes``, unless there are too many to list them; ``remembered``."""
@@ -195,3 +164,16 @@ class S3Backend(Backend):
             parts.bucket.end_overdue()
             loop = asyncio.get_running_loop()
             self._watch = loop.call_later(_WATCH_S, self._watch_requests)
+
+
+class _Parts:
+    """What an open store is made of."""
+
+    def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
+        self.bucket = bucket
+        self.lanes = lanes
+        self.finder = finder = S3Finder(settings, bucket, lanes)
+        self.children = children = S3Children(settings, bucket, lanes)
+        self.reader = S3Reader(settings, bucket, lanes, finder=finder)
+        self.writer = S3Writer(settings, bucket, lanes, finder=finder, children=children)
+        self.listing = S3Listing(settings, bucket, lanes)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvconnect.backends.lanes import Lane, Lanes
+from kvconnect.backends.lanes import Lane, Lanes, settled
 from kvconnect.errors import BackendUnavailable
 
 
@@ -179,6 +179,25 @@ async def test_one_lane_does_not_wait_for_another():
     held.go.set()
     await call
     await lanes.close()
+
+
+async def test_who_waits_until_all_have_settled_is_cancelled_only_then():
+    one, other = asyncio.Future(), asyncio.Future()
+    call = asyncio.create_task(settled([one, other]))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        call.cancel()
+    one.set_exception(KeyError("x"))
+    await asyncio.sleep(0.01)
+    assert not call.done()
+    assert not other.cancelled()
+    other.set_result(3)
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    [error, value] = await settled([one, other])
+    assert isinstance(error, KeyError)
+    assert value == 3
+    assert await settled([]) == []
 
 
 @pytest.mark.parametrize("there_are", range(4))

@@ -487,7 +487,7 @@ async def test_cancelled_load_ends_only_when_nothing_writes_to_its_buffers(store
     frozen.thaw.set()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert store._parts.transfers.running == 0
+    assert store._parts.lanes["transfers"].running == 0
 
 
 async def test_block_that_another_process_saved_again_is_not_read_by_its_old_record(make_s3, kit):
