@@ -55,7 +55,7 @@ class Work:
 
 
 class FakeDevice:
-    """A `StreamDevice` that writes down what it is given.
+    """Stands for `CudaStreams` and writes down what it is given.
 
     `dropped` names waits that are left out, as (kind of the waiting stream, kind of the stream that
     the event is of): a planted fault.

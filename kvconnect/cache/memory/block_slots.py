@@ -40,20 +40,20 @@ class BlockSlots:
         ]
 
 
-def number_slots(pools: Sequence[Tensor], layouts: Sequence[KvCacheLayout]) -> list[BlockSlots]:
+def number_slots(pools: Sequence[tuple[Tensor, KvCacheLayout]]) -> list[BlockSlots]:
     """Slots for all of `pools`: blocks of any two that share a byte have a slot in common.
 
     Pools in one arena get slots of the largest block among them: blocks that only lie close to each
     other may then have one in common, too, which costs a wait and nothing else.
     """
     sizes: dict[int, int] = {}
-    for pool, layout in zip(pools, layouts, strict=True):
+    for pool, layout in pools:
         memory = pool.untyped_storage().data_ptr()
         sizes[memory] = max(sizes.get(memory, 1), layout.block_nbytes)
     firsts: dict[int, int] = {}
     next_slot = 0
     numbered = []
-    for pool, layout in zip(pools, layouts, strict=True):
+    for pool, layout in pools:
         storage = pool.untyped_storage()
         memory = storage.data_ptr()
         if memory not in firsts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -75,7 +75,7 @@ class TensorCopier:
         host_pools: Sequence[Tensor | None],
         layouts: Sequence[KvCacheLayout],
         *,
-        streams: CopyStreams[Any, Any] | None = None,
+        streams: CopyStreams | None = None,
     ) -> None:
         _check_pools(pools, host_pools, layouts)
         device = pools[0].device
@@ -83,18 +83,10 @@ class TensorCopier:
             streams = CopyStreams(CudaStreams(device))
         self._streams = streams
         self._layouts = tuple(layouts)
-        tiers_given = [
-            (pool, layout)
-            for pool, layout in zip(host_pools, layouts, strict=True)
-            if pool is not None
-        ]
-        numbered = number_slots(
-            [*pools, *(pool for pool, _ in tiers_given)],
-            [*layouts, *(layout for _, layout in tiers_given)],
-        )
-        self._pools = numbered[: len(pools)]
-        tiers = iter(numbered[len(pools) :])
-        self._host_pools = [None if pool is None else next(tiers) for pool in host_pools]
+        everything = [*zip(pools, layouts, strict=True), *zip(host_pools, layouts, strict=True)]
+        numbered = iter(number_slots([(pool, of) for pool, of in everything if pool is not None]))
+        self._pools = [next(numbered) for _ in pools]
+        self._host_pools = [None if pool is None else next(numbered) for pool in host_pools]
 
     def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
         """See `BlockCopier`."""

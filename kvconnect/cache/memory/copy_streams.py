@@ -17,83 +17,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from kvconnect.kernels.cuda.driver.streams import copy_streams
 
-__all__ = ["CopyStreams", "CudaStreams", "StreamDevice"]
-
-StreamT = TypeVar("StreamT")
-EventT = TypeVar("EventT")
-
-
-class StreamDevice(Protocol[StreamT, EventT]):
-    """What is needed of a device with streams; tests bring one that records."""
-
-    def new_stream(self, priority: int) -> StreamT:
-        """A stream of its own; a lower number goes first."""
-
-    def current_stream(self) -> StreamT:
-        """The stream that the calling thread computes on."""
-
-    def record(self, stream: StreamT) -> EventT:
-        """A new event behind all that `stream` was given so far."""
-
-    def wait(self, stream: StreamT, event: EventT) -> None:
-        """What `stream` is given from now on comes behind `event`."""
-
-    def launch(self, stream: StreamT, work: Callable[[], object]) -> None:
-        """Give `stream` the copies that `work` enqueues."""
+__all__ = ["CopyStreams", "CudaStreams"]
 
 
 class CudaStreams:
-    """The streams of a CUDA device."""
+    """The streams of a CUDA device; tests bring a device that records instead."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def new_stream(self, priority: int) -> torch.cuda.Stream:
-        """See `StreamDevice`. One of the device's two, which all copies share."""
+        """One of the device's two, which all copies share; below 0: the one that goes first."""
         pair = copy_streams(self._device)
         return pair.load if priority < 0 else pair.store
 
     def current_stream(self) -> torch.cuda.Stream:
-        """See `StreamDevice`."""
+        """The stream that the calling thread computes on."""
         return torch.cuda.current_stream(self._device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """See `StreamDevice`."""
+        """A new event behind all that `stream` was given so far."""
         event: torch.cuda.Event = stream.record_event()
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """See `StreamDevice`."""
+        """What `stream` is given from now on comes behind `event`."""
         stream.wait_event(event)
 
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
-        """See `StreamDevice`. `work` runs at once, with `stream` as the current stream."""
+        """Give `stream` the copies that `work` enqueues; it runs at once, on that stream."""
         with torch.cuda.stream(stream):
             work()
 
 
-class _CopyStream(Generic[StreamT, EventT]):
+class _CopyStream:
     """A copy stream, and what this batch gave it."""
 
-    def __init__(self, stream: StreamT) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
-        self.last: EventT | None = None
-        self._events: list[EventT] = []
+        self.last: torch.cuda.Event | None = None
+        self._events: list[torch.cuda.Event] = []
         self._users: dict[int, int] = {}
 
-    def launched(self, event: EventT, slots: Iterable[int]) -> None:
+    def launched(self, event: torch.cuda.Event, slots: Iterable[int]) -> None:
         """`event` is behind a copy that uses `slots`."""
         self._users.update(dict.fromkeys(slots, len(self._events)))
         self._events.append(event)
         self.last = event
 
-    def last_user(self, slots: Iterable[int]) -> EventT | None:
+    def last_user(self, slots: Iterable[int]) -> torch.cuda.Event | None:
         """The event of this batch behind all copies that use any of `slots`."""
         # Those of one stream happen in order, so the newest stands for all.
         newest = max((self._users.get(slot, -1) for slot in slots), default=-1)
@@ -105,18 +82,18 @@ class _CopyStream(Generic[StreamT, EventT]):
         self._users.clear()
 
 
-class CopyStreams(Generic[StreamT, EventT]):
+class CopyStreams:
     """The two copy streams of a device. Not thread-safe.
 
     A slot is a number for a stretch of memory, on the device or in the host tier: two copies that
     touch the same byte have a slot in common.
     """
 
-    def __init__(self, device: StreamDevice[StreamT, EventT]) -> None:
+    def __init__(self, device: CudaStreams) -> None:
         self._device = device
-        self._load: _CopyStream[StreamT, EventT] = _CopyStream(device.new_stream(-1))
-        self._store: _CopyStream[StreamT, EventT] = _CopyStream(device.new_stream(0))
-        self._compute: StreamT | None = None
+        self._load: _CopyStream = _CopyStream(device.new_stream(-1))
+        self._store: _CopyStream = _CopyStream(device.new_stream(0))
+        self._compute: torch.cuda.Stream | None = None
         self._depth = 0
         self._begun = False
 
@@ -151,8 +128,8 @@ class CopyStreams(Generic[StreamT, EventT]):
 
     def _launch(
         self,
-        copies: _CopyStream[StreamT, EventT],
-        other: _CopyStream[StreamT, EventT],
+        copies: _CopyStream,
+        other: _CopyStream,
         copy: Callable[[], object],
         slots: list[int],
     ) -> None:
@@ -185,7 +162,7 @@ class CopyStreams(Generic[StreamT, EventT]):
             copies.forget()
         self._begun = False
 
-    def _wait_for_copies(self, compute: StreamT) -> None:
+    def _wait_for_copies(self, compute: torch.cuda.Stream) -> None:
         for copies in (self._load, self._store):
             if copies.last is not None:
                 self._device.wait(compute, copies.last)
