@@ -41,7 +41,7 @@ def check_invariants(
         for sequence in sequences:
             _check_held(sequence, pool, tree)
         _check_blocks(segments, pool, sequences, pins)
-        _check_queue(segments, pool)
+        _check_candidates(segments, pool)
         _check_host(segments, pool)
     for sequence in sequences:
         _check_positions(sequence, tree)
@@ -193,44 +193,30 @@ def _private(held: HeldBlocks) -> Items[int]:
     return held.private_ids(0, len(held.ids))
 
 
-def _check_queue(segments: list[Segment], pool: BlockPool) -> None:
-    expected = set()
+def _check_candidates(segments: list[Segment], pool: BlockPool) -> None:
+    primary, redundant, sole = set(), set(), set()
     for segment in segments:
         state = segment.pools[pool.group]
-        leaf = pool.window is not None or not state.primary_below
-        if state.references == 0 and state.ids is not None and leaf:
-            expected.add(segment)
-    found = {segment for segment in segments if segment in pool.published.candidates.primary}
-    _require(found == expected, "every candidate can be reclaimed, and nothing else")
-    _require(
-        len(pool.published.candidates.primary) == len(expected), "no candidate is out of the tree"
-    )
+        in_window = pool.window is not None
+        free = state.references == 0
+        if state.ids is not None and free and (in_window or not state.primary_below):
+            primary.add(segment)
+        if state.host_ids is not None and state.ids is not None:
+            redundant.add(segment)
+        elif state.host_ids is not None and free and (in_window or not state.resident_below):
+            sole.add(segment)
+    candidates = pool.published.candidates
+    for queue, expected, rule in (
+        (candidates.primary, primary, "every candidate can be reclaimed, and nothing else"),
+        (candidates.redundant, redundant, "copies of what is in primary can go"),
+        (candidates.sole, sole, "what is only in secondary can go, leaf by leaf"),
+    ):
+        found = {segment for segment in segments if segment in queue}
+        _require(found == expected and len(queue) == len(expected), rule)
 
 
 def _check_host(segments: list[Segment], pool: BlockPool) -> None:
-    host = pool.host
-    if host is None:
-        copies = any(segment.pools[pool.group].host_ids for segment in segments)
-        _require(not copies, "without a host tier nothing is there")
-        return
-    states = [segment.pools[pool.group] for segment in segments]
-    ids = Counter(host.blank) + Counter(b for state in states for b in state.host_ids or ())
-    _require(ids == Counter(range(host.num_blocks)), "every host block is blank or holds a copy")
-    candidates = pool.published.candidates
-    redundant, sole = set(), set()
-    for segment, state in zip(segments, states, strict=True):
-        leaf = pool.window is not None or not state.resident_below
-        if state.host_ids is not None and state.ids is not None:
-            redundant.add(segment)
-        elif state.host_ids is not None and state.references == 0 and leaf:
-            sole.add(segment)
-    _require(
-        {segment for segment in segments if segment in candidates.redundant} == redundant
-        and len(candidates.redundant) == len(redundant),
-        "copies of what is in primary can go",
-    )
-    _require(
-        {segment for segment in segments if segment in candidates.sole} == sole
-        and len(candidates.sole) == len(sole),
-        "what is only in secondary can go, leaf by leaf",
-    )
+    copies = Counter(b for segment in segments for b in segment.pools[pool.group].host_ids or ())
+    ids = Counter(pool.host.blank) + copies
+    everything = Counter(range(pool.host.num_blocks))
+    _require(ids == everything, "every host block is blank or holds a copy")

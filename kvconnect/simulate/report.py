@@ -156,11 +156,9 @@ class Report:
         return "\n".join([*lines, evicted])
 
     def _moved(self, run: Run) -> str:
-        total = run.tally.total()
-        lines = [("moved", "tokens", "bytes")]
-        for name, tokens in self.moved_tokens(run, total):
-            lines.append((f"  {name}", f"{tokens:,}", self._bytes(tokens)))
-        return _table(lines)
+        moved = self.moved_tokens(run, run.tally.total())
+        rows = [(f"  {name}", f"{tokens:,}", self._bytes(tokens)) for name, tokens in moved]
+        return _table([("moved", "tokens", "bytes"), *rows])
 
     def _timeline(self, run: Run) -> str:
         lines = [("from", "requests", "prompt tokens", *run.tiers, "all", "evicted", "waiting")]
@@ -218,13 +216,9 @@ class Report:
 
 
 def _counts(counts: Counts) -> dict[str, float]:
-    rates = {f"{tier}_hit_rate": counts.hit_rate(tier) for tier in TIERS}
-    return {
-        **asdict(counts),
-        "saved_tokens": counts.saved_tokens,
-        **rates,
-        "hit_rate": counts.hit_rate(),
-    }
+    found = asdict(counts) | {"saved_tokens": counts.saved_tokens}
+    found |= {f"{tier}_hit_rate": counts.hit_rate(tier) for tier in TIERS}
+    return found | {"hit_rate": counts.hit_rate()}
 
 
 def _percent(share: float) -> str:

@@ -85,11 +85,6 @@ class Simulator:
         self._waiting: deque[TraceRequest] = deque()
         self._first_tokens: TokenArray | None = None  # of the first that waits, once made
 
-    @property
-    def num_open(self) -> int:
-        """Requests that wait or are served."""
-        return len(self._waiting) + self._num_running
-
     def arrive(self, request: TraceRequest) -> None:
         """Go on to the arrival of `request`, and admit it or let it wait.
 
@@ -241,13 +236,8 @@ class Simulator:
         )
         moved = _Moves(*map(sub, now, self._moves))
         self._moves = now
-        counts.evicted_blocks += moved.evicted_blocks
-        counts.offloaded_blocks += moved.offloaded_blocks
-        counts.onboarded_blocks += moved.onboarded_blocks
-        counts.host_copied_tokens += moved.host_copied_tokens
-        counts.device_copied_tokens += moved.device_copied_tokens
-        counts.saved_blocks += moved.saved_blocks
-        counts.external_evicted_blocks += moved.external_evicted_blocks
+        for name, count in moved._asdict().items():
+            setattr(counts, name, getattr(counts, name) + count)
         return moved
 
     def _count_load(self, counts: Counts, waited: float) -> None:

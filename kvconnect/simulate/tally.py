@@ -108,10 +108,7 @@ class Tally:
 
     def total(self) -> Counts:
         """All of it."""
-        total = Counts()
-        for bucket in self.buckets:
-            total.add(bucket)
-        return total
+        return self._merged(self.buckets)
 
     def rows(self, most: int) -> list[tuple[float, float, Counts]]:
         """Start and end in seconds, and counts, of at most `most` stretches of equal length."""

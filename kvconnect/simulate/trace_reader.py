@@ -21,7 +21,6 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Never, Self
 
 import numpy as np
@@ -76,12 +75,7 @@ class TraceReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._raw is not None:
             self._raw.close()
 

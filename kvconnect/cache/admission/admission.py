@@ -172,7 +172,7 @@ class Admission:
             if not state.is_resident:
                 continue
             held.inherited = pool.published.effective_retention(source)
-            if pool.host is not None or held.inherited != DEFAULT_RETENTION:
+            if pool.host.num_blocks or held.inherited != DEFAULT_RETENTION:
                 # Else it has the default anyway, and there is no copy for that to be set on.
                 sequence.plan.inherit(block)
             if self._copy:

@@ -33,7 +33,7 @@ class BlockPool:
         num_reclaimed: published ones that had to leave primary so far.
         private: those that are blank or private.
         published: those in the tree.
-        host: the secondary tier; ``None``: reclaimed blocks are dropped.
+        host: the secondary tier; without blocks, what is reclaimed is dropped.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class BlockPool:
         tree: RadixTree,
         private: PrivateBlocks,
         published: PublishedBlocks,
-        host: HostTier | None,
+        host: HostTier,
     ) -> None:
         self.group = published.group
         self.window = published.window
@@ -63,8 +63,7 @@ class BlockPool:
             ids = segment.pools[self.group].ids
             if ids is not None:
                 self.private.blank.extend(ids)
-            if self.host is not None:
-                self.host.release(segment)
+            self.host.release(segment)
         self.published.clear()
 
     def grow(self, ids: range) -> None:
@@ -110,8 +109,7 @@ class BlockPool:
         Its primary blocks, if it has some, are private now; a host copy becomes blank.
         """
         self.published.dereference(segment, self.published.next_moment())
-        if self.host is not None:
-            self.host.release(segment)
+        self.host.release(segment)
         return self.published.remove(segment)
 
     # ---------------------------------------------------------------- reclaiming
@@ -122,7 +120,7 @@ class BlockPool:
         count = min(most, segment.end - segment.start)
         if segment.pools[self.group].host_ids is not None:
             return self.published.evict(self._tree.last_blocks(segment, count))
-        copied = None if self.host is None else self.host.offload(segment, count)
+        copied = self.host.offload(segment, count)
         return self._drop(segment, count) if copied is None else self.published.evict(copied)
 
     def _drop(self, segment: Segment, count: int) -> BlockIds:
@@ -145,8 +143,7 @@ class BlockPool:
                 gone.append(below)
                 waiting.extend(below.children.values())
         for below in reversed(gone):
-            if self.host is not None:
-                self.host.release(below)
+            self.host.release(below)
             self.published.remove(below)
 
 
@@ -158,7 +155,7 @@ def make_pools(
     copier: BlockCopier | None,
     events: EventLog,
 ) -> Iterator[BlockPool]:
-    """The pools of a block manager, each with its host tier if that has blocks."""
+    """The pools of a block manager, each with its host tier."""
     for group, layout in enumerate(sizes.layouts):
         ids: Iterable[int] = range(sizes.num_blocks[group])
         if sizes.slabs is not None:
@@ -167,9 +164,6 @@ def make_pools(
         private = PrivateBlocks(ids)
         log = events if events.is_on else None
         published = PublishedBlocks(group, layout.window, tree, private, clock, log)
-        host = None
-        num_host = sizes.num_host_blocks[group]
-        if num_host:
-            priority = config.secondary_offload_min_priority
-            host = HostTier(published, num_host, priority, tree, copier)
+        least, num_host = config.secondary_offload_min_priority, sizes.num_host_blocks[group]
+        host = HostTier(published, num_host, least, tree, copier)
         yield BlockPool(tree, private, published, host)

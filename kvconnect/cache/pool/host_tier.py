@@ -17,7 +17,7 @@ class HostTier:
     """Gives host blocks to reclaimed primary ones, and takes them from what matters less.
 
     Attributes:
-        num_blocks: in all.
+        num_blocks: in all; 0: there is no such tier.
         min_priority: blocks below it are dropped instead of offloaded.
         blank: ids that hold nothing.
     """
@@ -42,7 +42,7 @@ class HostTier:
 
         Returns what was copied, divided off; ``None``: not even the last block may come here.
         """
-        if self._published.effective_priority(segment) < self.min_priority:
+        if not self.num_blocks or self._published.effective_priority(segment) < self.min_priority:
             return None
         host_ids = self._make_room(segment, count)
         if not host_ids:
