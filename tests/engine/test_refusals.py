@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconnect import LLM
+from kvconnect.engine.model.attention import AttentionInput
 from kvconnect.engine.model.seam import AttentionProbe
 from kvconnect.errors import UnsupportedModel, UsageError
 
@@ -80,7 +81,7 @@ def test_layers_out_of_order_are_refused():
     probe = AttentionProbe()
     tensor = torch.zeros(1, 2, 1, 4)
     with pytest.raises(UnsupportedModel, match="attention layer 1 ran when layer 0 was expected"):
-        probe.attend(1, tensor, tensor, tensor, scaling=None, window=None)
+        probe.attend(1, AttentionInput(tensor, tensor, tensor, None, None))
 
 
 def test_a_forward_pass_that_left_the_cache_out_is_noticed(llama, open_llm):

@@ -7,7 +7,7 @@ views: the heads that share a KV head become a dimension of their own, nothing i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -19,13 +19,32 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvconnect.engine.model.pages import LayerPages
 from kvconnect.errors import UsageError
 
-__all__ = ["BlockTable", "Chunk", "DecodeGroup", "attend_chunk", "attend_group", "held_blocks"]
+__all__ = ["AttentionInput", "BlockTable", "Chunk", "DecodeGroup", "held_blocks"]
 
 BlockTable: TypeAlias = npt.NDArray[np.int64]
 """Block ids of one request in one pool group, in order of its tokens; -1: not held."""
 
 _MAX_MASK = 1 << 24
 """Elements of a mask; longer chunks are computed in tiles."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionInput:
+    """What one layer attends with, of all tokens of the packed row.
+
+    Attributes:
+        query: ``[1, heads, tokens, dim]``.
+        key: ``[1, kv_heads, tokens, dim]``.
+        value: ``[1, kv_heads, tokens, value_dim]``.
+        scaling: of the scores.
+        window: how many tokens each one sees, itself included; ``None``: all.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float | None
+    window: int | None
 
 
 def held_blocks(table: BlockTable, first: int, stop: int) -> BlockTable:
@@ -80,26 +99,17 @@ class Chunk:
     keep_masks: bool = True
     _spans: dict[int | None, _Span] = field(default_factory=dict)
 
-    @staticmethod
-    def tiles(
-        first_row: int,
-        start: int,
-        count: int,
-        table: BlockTable,
-        tokens_per_block: int,
-        device: torch.device,
-    ) -> Iterator[Chunk]:
-        """Chunks of `count` tokens from `start` on, small enough for masks of bounded size."""
-        rows = max(1, _MAX_MASK // (start + count))
-        for offset in range(0, count, rows):
-            last = min(offset + rows, count)
-            yield Chunk(
-                rows=slice(first_row + offset, first_row + last),
-                start=start + offset,
-                table=table,
-                tokens_per_block=tokens_per_block,
-                device=device,
-                keep_masks=count <= rows,
+    def tiles(self) -> Iterator[Chunk]:
+        """The chunk in parts that are small enough for masks of bounded size."""
+        first, stop = self.rows.start, self.rows.stop
+        size = max(1, _MAX_MASK // self.end)
+        for row in range(first, stop, size):
+            yield replace(
+                self,
+                rows=slice(row, min(row + size, stop)),
+                start=self.start + row - first,
+                keep_masks=stop - first <= size,
+                _spans={},
             )
 
     @property
@@ -122,6 +132,34 @@ class Chunk:
         if self.keep_masks:
             self._spans[window] = span
         return span
+
+    def attend(self, given: AttentionInput, pages: LayerPages, out: Tensor) -> None:
+        """Attend from these tokens to those up to each of them; fills their rows of `out`.
+
+        Args:
+            given: of all tokens; the K/V of these is in the pool already.
+            pages: the layer's memory.
+            out: ``[tokens, heads, value_dim]``.
+        """
+        q = given.query[0, :, self.rows]
+        if self.start == 0 and (given.window is None or self.end <= given.window):
+            k, v, mask = given.key[0, :, self.rows], given.value[0, :, self.rows], None
+        else:
+            span = self.span(given.window, given.query.dtype)
+            k, v = (
+                both[span.first : span.last].transpose(0, 1) for both in pages.gather(span.pages)
+            )
+            mask = span.mask
+        kv_heads, groups = k.shape[0], q.shape[0] // k.shape[0]
+        attended = scaled_dot_product_attention(
+            q.reshape(kv_heads, groups, *q.shape[1:]),
+            k[:, None].expand(-1, groups, -1, -1),
+            v[:, None].expand(-1, groups, -1, -1),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=given.scaling,
+        )
+        out[self.rows] = attended.flatten(0, 1).transpose(0, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +185,21 @@ class DecodeGroup:
             self._spans[window] = self._make_span(window, dtype)
         return self._spans[window]
 
+    def attend(self, given: AttentionInput, pages: LayerPages, out: Tensor) -> None:
+        """Attend from each request's token to all before it and itself; see `Chunk.attend`."""
+        span = self.span(given.window, given.query.dtype)
+        count = len(self.lengths)
+        k, v = (
+            both.view(count, -1, *both.shape[1:])[:, span.first : span.last].transpose(1, 2)
+            for both in pages.gather(span.pages)
+        )
+        # The heads that share a KV head stand where queries of several positions would: they see
+        # the same keys.
+        q = given.query[0].index_select(1, self.rows).transpose(0, 1)
+        q = q.reshape(count, k.shape[1], -1, k.shape[3])
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=span.mask, scale=given.scaling)
+        out.index_copy_(0, self.rows, attended.flatten(1, 2))
+
     def _make_span(self, window: int | None, dtype: torch.dtype) -> _Span:
         size = self.tokens_per_block
         ends = np.array(self.lengths)
@@ -170,75 +223,6 @@ class DecodeGroup:
             torch.from_numpy(hidden), -torch.inf
         )
         return _Span(flat, 0, len(places), mask[:, None, None].to(device))
-
-
-def attend_chunk(
-    chunk: Chunk,
-    pages: LayerPages,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    *,
-    scaling: float | None,
-    window: int | None,
-) -> None:
-    """Attend from the chunk's tokens to those up to each of them; fills their rows of `out`.
-
-    Args:
-        chunk: which tokens; their K/V is in the pool already.
-        pages: the layer's memory.
-        query: ``[1, heads, tokens, dim]`` of the packed row.
-        key: ``[1, kv_heads, tokens, dim]``.
-        value: ``[1, kv_heads, tokens, value_dim]``.
-        out: ``[tokens, heads, value_dim]``.
-        scaling: of the scores.
-        window: how many tokens each one sees, itself included; ``None``: all.
-    """
-    q = query[0, :, chunk.rows]
-    if chunk.start == 0 and (window is None or chunk.end <= window):
-        k, v, mask = key[0, :, chunk.rows], value[0, :, chunk.rows], None
-    else:
-        span = chunk.span(window, query.dtype)
-        k, v = (
-            gathered[span.first : span.last].transpose(0, 1)
-            for gathered in pages.gather(span.pages)
-        )
-        mask = span.mask
-    kv_heads, groups = k.shape[0], q.shape[0] // k.shape[0]
-    attended = scaled_dot_product_attention(
-        q.reshape(kv_heads, groups, *q.shape[1:]),
-        k[:, None].expand(-1, groups, -1, -1),
-        v[:, None].expand(-1, groups, -1, -1),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-    )
-    out[chunk.rows] = attended.flatten(0, 1).transpose(0, 1)
-
-
-def attend_group(
-    group: DecodeGroup,
-    pages: LayerPages,
-    query: Tensor,
-    out: Tensor,
-    *,
-    scaling: float | None,
-    window: int | None,
-) -> None:
-    """Attend from each request's token to all before it and itself; see `attend_chunk`."""
-    span = group.span(window, query.dtype)
-    count = len(group.lengths)
-    k, v = (
-        gathered.view(count, -1, *gathered.shape[1:])[:, span.first : span.last].transpose(1, 2)
-        for gathered in pages.gather(span.pages)
-    )
-    # The heads that share a KV head stand where queries of several positions would: they see the
-    # same keys.
-    kv_heads, key_dim = k.shape[1], k.shape[3]
-    q = query[0].index_select(1, group.rows).transpose(0, 1).reshape(count, kv_heads, -1, key_dim)
-    attended = scaled_dot_product_attention(q, k, v, attn_mask=span.mask, scale=scaling)
-    out.index_copy_(0, group.rows, attended.flatten(1, 2))
 
 
 def _causal_mask(

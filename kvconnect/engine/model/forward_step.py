@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvconnect.engine.model.attention import AttentionInput
 from kvconnect.engine.model.group_step import GroupStep, RequestSlice
 from kvconnect.engine.model.pages import LayerPages
 from kvconnect.errors import UsageError
@@ -97,25 +98,13 @@ class ForwardStep:
         size = layers[0].pages.keys.shape[1]
         self._groups = [GroupStep(slices, table, size, device) for table in tables]
 
-    def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Write one layer's keys and values, and attend over all that is cached.
 
         Args:
             layer_idx: layers come in ascending order.
-            query: ``[1, heads, tokens, dim]``.
-            key: ``[1, kv_heads, tokens, dim]``.
-            value: ``[1, kv_heads, tokens, value_dim]``.
-            scaling: of the scores.
-            window: the model's own; the layer's is this one or a shorter one that was asked for.
+            given: with the model's own window; the layer's is this one or a shorter one that was
+                asked for.
 
         Returns:
             ``[1, tokens, heads, value_dim]``.
@@ -129,9 +118,10 @@ class ForwardStep:
         layer = self._layers[layer_idx]
         pages, group = layer.pages, self._groups[layer.group]
         # Attention sees what a later request would read, also of tokens that are not read back.
-        key, value = pages.as_stored(key), pages.as_stored(value)
+        key, value = pages.as_stored(given.key), pages.as_stored(given.value)
         group.write(pages, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        out = group.attend(pages, query, key, value, scaling=scaling, window=layer.window)
+        given = AttentionInput(given.query, key, value, given.scaling, layer.window)
+        out = group.attend(given, pages)
         self._hooks.save_kv_layer(layer_idx)
         self._layers_done += 1
         return out[None]

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from kvconnect.engine.model.attention import (
+    AttentionInput,
     BlockTable,
     Chunk,
     DecodeGroup,
-    attend_chunk,
-    attend_group,
     held_blocks,
 )
 from kvconnect.engine.model.pages import LayerPages
@@ -66,15 +65,19 @@ class GroupStep:
         held = [np.asarray(tables[part.request.request_id], np.int64) for part in slices]
         self._slots = self._written_slots(slices, held)
         self._blank = self._blank_slots(slices, held)
-        self._chunks = [
+        self._parts: list[Chunk | DecodeGroup] = [
             tile
             for part, table in zip(slices, held, strict=True)
             if part.count > 1
-            for tile in Chunk.tiles(
-                part.first_row, part.start, part.count, table, tokens_per_block, device
-            )
+            for tile in Chunk(
+                rows=slice(part.first_row, part.first_row + part.count),
+                start=part.start,
+                table=table,
+                tokens_per_block=tokens_per_block,
+                device=device,
+            ).tiles()
         ]
-        self._groups = self._decode_groups(slices, held)
+        self._parts += self._decode_groups(slices, held)
 
     def write(self, pages: LayerPages, key: Tensor, value: Tensor) -> None:
         """Put each token's key and value (``[tokens, kv_heads, dim]``) at its slot."""
@@ -82,23 +85,12 @@ class GroupStep:
         if self._blank is not None:
             pages.blank(*self._blank)
 
-    def attend(
-        self,
-        pages: LayerPages,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, given: AttentionInput, pages: LayerPages) -> Tensor:
         """Attend over what is cached; see `ForwardStep.attend`."""
-        _, heads, tokens, _ = query.shape
-        out = query.new_empty(tokens, heads, value.shape[-1])
-        for chunk in self._chunks:
-            attend_chunk(chunk, pages, query, key, value, out, scaling=scaling, window=window)
-        for group in self._groups:
-            attend_group(group, pages, query, out, scaling=scaling, window=window)
+        _, heads, tokens, _ = given.query.shape
+        out = given.query.new_empty(tokens, heads, given.value.shape[-1])
+        for part in self._parts:
+            part.attend(given, pages, out)
         return out
 
     def _written_slots(

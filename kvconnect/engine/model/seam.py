@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from kvconnect.engine.model.attention import AttentionInput
 from kvconnect.errors import UnsupportedModel
 
 __all__ = ["ATTENTION", "AttentionProbe", "KvStep", "LayerShape"]
@@ -27,16 +28,7 @@ _HARMLESS = frozenset({"dropout", "position_ids", "is_causal", "position_embeddi
 class KvStep(Protocol):
     """What models are called with as ``kv=``."""
 
-    def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Attention of one layer; see `ForwardStep.attend`."""
 
 
@@ -55,8 +47,7 @@ def _attention(
     layer_idx: Any = module.layer_idx
     if isinstance(kv, AttentionProbe):
         kv.check(module, attention_mask, extra)
-    out = kv.attend(layer_idx, query, key, value, scaling=scaling, window=sliding_window)
-    return out, None
+    return kv.attend(layer_idx, AttentionInput(query, key, value, scaling, sliding_window)), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -84,25 +75,17 @@ class AttentionProbe:
     def __init__(self) -> None:
         self.layers: list[LayerShape] = []
 
-    def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Record the layer; its output is zero."""
         if layer_idx != len(self.layers):
             raise UnsupportedModel(
                 f"attention layer {layer_idx} ran when layer {len(self.layers)} was expected: "
                 "every layer must attend exactly once, in order (hybrid models are not served)"
             )
-        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], window)
-        self.layers.append(shape)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        key, value = given.key.shape, given.value.shape
+        self.layers.append(LayerShape(key[1], key[3], value[3], given.window))
+        _, heads, tokens, _ = given.query.shape
+        return given.query.new_zeros(1, tokens, heads, value[3])
 
     def check(self, module: nn.Module, mask: Tensor | None, extra: Mapping[str, Any]) -> None:
         """Refuse what changes the scores in a way that the paged attention does not follow.
