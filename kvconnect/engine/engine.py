@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -44,11 +43,6 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Close:
     """End everything now."""
-
-
-class _Run(NamedTuple):
-    live: LiveRequest
-    run: TokenRun
 
 
 class Engine:
@@ -136,8 +130,8 @@ class Engine:
         # sample: append tokens, publish what they filled, stream them, finish
         runs = self._sample(batch, logits)
         self._kv.update_resources(batch)
-        for live, run in runs:
-            self._emit(live, run)
+        for run in runs:
+            self._emit(run)
         # settle: loaded requests resume, saved ones let go
         self._settle(outcome)
         ended = bool(outcome.loaded or outcome.failed or outcome.saved)
@@ -213,7 +207,7 @@ class Engine:
 
     # ------------------------------------------------------------------ sample
 
-    def _sample(self, batch: ScheduledBatch, logits: Tensor | None) -> list[_Run]:
+    def _sample(self, batch: ScheduledBatch, logits: Tensor | None) -> list[TokenRun]:
         """The next tokens of those whose tokens are all computed: none after a failed load."""
         if logits is None:
             return []
@@ -234,7 +228,7 @@ class Engine:
         while start < len(requests):
             live = self._live[requests[start].request_id]
             stop = start + 1 + len(live.request.draft_tokens)
-            runs.append(_Run(live, self._take(live, tokens[start:stop])))
+            runs.append(self._take(live, tokens[start:stop]))
             start = stop
         return runs
 
@@ -248,18 +242,17 @@ class Engine:
         self.stats.accepted_tokens += len(run.tokens) - 1
         return run
 
-    def _emit(self, live: LiveRequest, run: TokenRun) -> None:
-        live.emit(run)
+    def _emit(self, run: TokenRun) -> None:
+        run.live.emit(run)
         if run.finish_reason is not None:
-            self._finish(live, run.finish_reason)
+            self._finish(run.live, run.finish_reason)
 
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
         """`live` is over: its waiter is told."""
-        rest = live.stops.abort() if reason == "abort" else ""
-        live.texts.append(rest)
         self._let_go(live, aborted=reason == "abort")
         self._count(live.request)
-        live.progress.finish(live.output(reason), rest)
+        live.finish(reason)
+        del self._live[live.request.request_id]  # not before: whoever is in there is told of errors
 
     def _let_go(self, live: LiveRequest, *, aborted: bool) -> None:
         """`live` leaves the engine: its blocks go, or stay until they are saved."""
@@ -278,7 +271,6 @@ class Engine:
             request.state = RequestState.FINISHED
             if holds_blocks:
                 self._kv.free_resources(request)
-        del self._live[request.request_id]
 
     # ------------------------------------------------------------------ settle
 
@@ -340,7 +332,8 @@ class Engine:
             f"{self._kv.get_num_free_blocks()} are free though no other request holds any"
         )
         self._let_go(live, aborted=True)
-        live.progress.fail(error)
+        live.fail(error)
+        del self._live[request.request_id]
         return True
 
     # ------------------------------------------------------------------ account
@@ -373,7 +366,7 @@ class Engine:
         late = error or EngineClosed("the engine was closed before the request was taken in")
         for message in left:
             if isinstance(message, LiveRequest):
-                message.progress.fail(late)
+                message.fail(late)
         for live in self._live.values():
-            live.progress.fail(late)
+            live.fail(late)
         self._live.clear()

@@ -26,7 +26,7 @@ from kvconnect.engine.engine import Abort, Close, Engine
 from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.pool_groups import CacheGeometry
-from kvconnect.engine.request.handle import RequestHandle, RequestProgress
+from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.engine.request.intake import Intake
 from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.engine.request.output import EngineStats, RequestOutput, StreamChunk
@@ -275,11 +275,11 @@ class LLM:
             next(self._ids), prompt, params, namespace, retention, kv_transfer_params
         )
         stops = StopChecker(params, self._model.eos_token_ids, self.tokenizer)
-        return LiveRequest(request, RequestProgress(), stops)
+        return LiveRequest(request, stops)
 
     def _post(self, live: LiveRequest) -> RequestHandle:
         self._inbox.post(live)
-        return RequestHandle(live.request.request_id, live.progress, self._abort)
+        return RequestHandle(live, self._abort)
 
     def _abort(self, request_id: int) -> None:
         with contextlib.suppress(EngineClosed):  # then it has ended already

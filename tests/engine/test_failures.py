@@ -101,9 +101,9 @@ def test_ctrl_c_in_a_waiting_caller_aborts_its_requests(open_llm, llama):
     llm = open_llm(llama)
     emit = llm._engine._emit
 
-    def emit_and_interrupt(live, token):
-        emit(live, token)
-        if live.request.num_generated_tokens == 3:
+    def emit_and_interrupt(run):
+        emit(run)
+        if run.live.request.num_generated_tokens == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
     llm._engine._emit = emit_and_interrupt

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kvconnect import SamplingParams
-from kvconnect.engine.request.handle import RequestHandle, RequestProgress
-from kvconnect.engine.request.output import RequestOutput
+from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.engine.request.live_request import LiveRequest, TokenRun
+from kvconnect.engine.request.stops import StopStatus
+from kvconnect.request import LlmRequest
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -175,18 +179,18 @@ def test_tokens_that_come_with_the_end_are_not_lost():
                 meanwhile.pop()()
 
     def end():
-        progress.add(2, "b")
-        progress.finish(output, "c")
+        live.emit(TokenRun(live, [2], [StopStatus("b", None)], 0))
+        live.finish("abort")
 
-    output = RequestOutput(7, (5,), (1, 2), "abc", "length", 1, 1, 0, 0, 1.0)
-    progress = RequestProgress()
-    progress.add(1, "a")
+    request = LlmRequest(7, np.array([5], np.int32), chain_root=bytes(32), tokens_per_block=4)
+    live = LiveRequest(request, SimpleNamespace(abort=lambda: "c"))
+    live.emit(TokenRun(live, [1], [StopStatus("a", None)], 0))
     meanwhile = [end]
-    progress._changed = Interrupted()
-    chunks = list(RequestHandle(7, progress, lambda _: None).stream())
+    live._changed = Interrupted()
+    chunks = list(RequestHandle(live, lambda _: None).stream())
     assert [chunk.token_ids for chunk in chunks] == [(1,), (2,)]
     assert "".join(chunk.text for chunk in chunks) == "abc"
-    assert [chunk.finish_reason for chunk in chunks] == [None, "length"]
+    assert [chunk.finish_reason for chunk in chunks] == [None, "abort"]
 
 
 def test_text_held_back_at_an_abort_reaches_the_stream(llm, prompts):
