@@ -1,17 +1,14 @@
-"""The engine's thread: one step after the other, as long as there is something to do."""
+"""One step of the engine after the other: what is computed, and what becomes of it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.engine.attachment import Attachment
-from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.model.forward_step import (
     CachedLayer,
     ForwardStep,
@@ -24,36 +21,21 @@ from kvconnect.engine.request.output import EngineStats
 from kvconnect.engine.request.stops import FinishReason
 from kvconnect.engine.sampler import Sampler
 from kvconnect.engine.scheduler import Scheduler
-from kvconnect.errors import EngineClosed, OutOfBlocks
+from kvconnect.errors import OutOfBlocks
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
-from kvconnect.trace import count, metrics
+from kvconnect.trace import count
 
-__all__ = ["Abort", "Close", "Engine"]
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End a request now."""
-
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """End everything now."""
+__all__ = ["Engine"]
 
 
 class Engine:
-    """Runs requests to their end. `run` is the body of a thread that owns everything in here.
+    """Runs requests to their end, step by step. One thread owns it, see `EngineThread`.
 
     Args:
         model: computes.
         kv: the cache manager.
         connector: told of every step.
         scheduler: over the same `kv`.
-        inbox: new requests, aborts and the order to close; rung when a transfer ended.
         layers: memory of `kv`.
     """
 
@@ -63,54 +45,18 @@ class Engine:
         kv: BaseKVCacheManager,
         connector: Attachment,
         scheduler: Scheduler,
-        inbox: Inbox[LiveRequest | Abort | Close],
         layers: Sequence[CachedLayer],
     ) -> None:
         self._model = model
         self._kv = kv
         self._connector = connector
         self._scheduler = scheduler
-        self._inbox = inbox
         self._layers = layers
         self._num_groups = 1 + max(layer.group for layer in layers)
         self._sampler = Sampler()
         self._live: dict[int, LiveRequest] = {}
-        self._closing = False
         self.stats = EngineStats(max_blocks=kv.get_max_resource_count())
         self._recount_blocks()
-
-    def run(self) -> None:
-        """Step until told to close, abort what still runs, drain the connector.
-
-        An error in a step ends the engine: every request in it fails with that error, which is
-        also the cause of the `EngineClosed` that later ones get.
-        """
-        error: BaseException | None = None
-        hide = metrics.add_gauges(self._sizes)
-        try:
-            self._step_until_closed()
-        except BaseException as caught:  # noqa: BLE001  handed to everybody who waits
-            error = caught
-            _log.error("the engine stopped: %s", caught, exc_info=caught)
-        try:
-            self._connector.shutdown()
-        except Exception as caught:  # noqa: BLE001  nobody else is there to take it
-            error = error or caught
-            _log.error("the connector did not shut down: %s", caught, exc_info=caught)
-        hide()
-        self._turn_away(error)
-
-    def _step_until_closed(self) -> None:
-        while True:
-            self._receive()
-            if self._closing:
-                break
-            if not self.step():
-                self._inbox.wait(self._connector.wait_seconds())
-        for live in list(self._live.values()):
-            self._finish(live, "abort")
-        if self._connector.expects_news():  # tell the workers what these have left to save
-            self._settle(self._connector.end_step())
 
     def step(self) -> bool:
         """One step of the engine; False if nothing came of it, so that there is time to sleep."""
@@ -141,18 +87,37 @@ class Engine:
 
     # ------------------------------------------------------------------ arrive
 
-    def _receive(self) -> None:
-        for message in self._inbox.take():
-            match message:
-                case LiveRequest():
-                    self._live[message.request.request_id] = message
-                    self._scheduler.waiting.append(message.request)
-                    self._connector.on_new_request(message.request)
-                case Abort():
-                    if live := self._live.get(message.request_id):
-                        self._finish(live, "abort")
-                case Close():
-                    self._closing = True
+    def admit(self, live: LiveRequest) -> None:
+        """Queue `live` for the next steps."""
+        self._live[live.request.request_id] = live
+        self._scheduler.waiting.append(live.request)
+        self._connector.on_new_request(live.request)
+
+    def abort(self, request_id: int) -> None:
+        """End a request now, if it has not ended yet."""
+        if live := self._live.get(request_id):
+            self._finish(live, "abort")
+
+    def abort_all(self) -> None:
+        """End every request now."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+        if self._connector.expects_news():  # tell the workers what these have left to save
+            self._settle(self._connector.end_step())
+
+    def fail_all(self, error: BaseException) -> None:
+        """End every request by `error`; nothing is given back, and no step may follow."""
+        for live in self._live.values():
+            live.fail(error)
+        self._live.clear()
+
+    def wait_seconds(self) -> float | None:
+        """How long to sleep after a step that brought nothing; ``None``: until there is news."""
+        return self._connector.wait_seconds()
+
+    def shutdown(self) -> None:
+        """Drain the connector; blocks."""
+        self._connector.shutdown()
 
     # ------------------------------------------------------------------ schedule
 
@@ -355,18 +320,7 @@ class Engine:
             store_tokens=request.reused_store_tokens,
         )
 
-    def _sizes(self) -> dict[str, float]:
-        """On any thread: as they were at the end of the last step."""
+    def sizes(self) -> dict[str, float]:
+        """Gauges, on any thread: as they were at the end of the last step."""
         free, most = self.stats.free_blocks, self.stats.max_blocks
         return {"engine.blocks.free": free, "engine.blocks.used": max(0, most - free)}
-
-    def _turn_away(self, error: BaseException | None) -> None:
-        """Nothing more is taken in; whoever still waits is told why."""
-        left = self._inbox.close(error)
-        late = error or EngineClosed("the engine was closed before the request was taken in")
-        for message in left:
-            if isinstance(message, LiveRequest):
-                message.fail(late)
-        for live in self._live.values():
-            live.fail(late)
-        self._live.clear()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +20,7 @@ from kvconnect.digest import model_digest
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Attachment, NoConnector
 from kvconnect.engine.drafts import NgramDrafter, NgramSpeculation, Speculation
-from kvconnect.engine.engine import Abort, Close, Engine
+from kvconnect.engine.engine import Engine
 from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.pool_groups import CacheGeometry
@@ -34,7 +32,8 @@ from kvconnect.engine.request.prompts import Prompt, as_prompts, one_each
 from kvconnect.engine.request.stops import StopChecker
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.engine.scheduler import Scheduler, SchedulingPolicy
-from kvconnect.errors import ConfigurationError, EngineClosed
+from kvconnect.engine.thread import EngineThread
+from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Namespace
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import SamplingParams
@@ -113,20 +112,15 @@ class LLM:
             policy=scheduling,
             drafter=None if drafts is None else _drafter(drafts, kv),
         )
-        self._inbox: Inbox[LiveRequest | Abort | Close] = Inbox()
+        inbox: Inbox[Any] = Inbox()
         self._intake = Intake(
             self._model, self.tokenizer, self.layouts, digest, kv.get_max_resource_count()
         )
-        attachment = _attach(
-            connector_config, config, directory, self.layouts, digest, kv, self._inbox
-        )
-        self._engine = Engine(self._model, kv, attachment, self._scheduler, self._inbox, layers)
+        attachment = _attach(connector_config, config, directory, self.layouts, digest, kv, inbox)
+        self._engine = Engine(self._model, kv, attachment, self._scheduler, layers)
         self._ids = itertools.count()
-        self._thread = threading.Thread(
-            target=self._engine.run, name="kvconnect-engine", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, _ask_to_close, self._inbox)
+        self._thread = EngineThread(self._engine, inbox)
+        weakref.finalize(self, self._thread.close, wait=False)
         close_at_exit(self)
 
     @property
@@ -249,8 +243,7 @@ class LLM:
 
     def close(self) -> None:
         """Abort what runs, drain the store, end the thread; blocks until then. Idempotent."""
-        _ask_to_close(self._inbox)
-        self._thread.join()
+        self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -278,12 +271,11 @@ class LLM:
         return LiveRequest(request, stops)
 
     def _post(self, live: LiveRequest) -> RequestHandle:
-        self._inbox.post(live)
+        self._thread.post(live)
         return RequestHandle(live, self._abort)
 
     def _abort(self, request_id: int) -> None:
-        with contextlib.suppress(EngineClosed):  # then it has ended already
-            self._inbox.post(Abort(request_id))
+        self._thread.abort(request_id)
 
 
 def _check_dtype(config: KvCacheConfig, model: Model) -> None:
@@ -336,11 +328,6 @@ def _attach(
         model_digest=digest,
     )
     return KvCacheConnectorManager(args, kv, wakeup=inbox.ring)
-
-
-def _ask_to_close(inbox: Inbox[Any]) -> None:
-    with contextlib.suppress(EngineClosed):
-        inbox.post(Close())
 
 
 def _abort_when_left(handle: RequestHandle) -> Iterator[StreamChunk]:

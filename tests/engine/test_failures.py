@@ -119,7 +119,7 @@ def test_an_engine_that_is_dropped_ends_its_thread(llama):
     from kvconnect import LLM, KvCacheConfig
 
     llm = LLM(llama, kv_cache=KvCacheConfig(max_tokens=256))
-    thread = llm._thread
+    thread = llm._thread._thread
     del llm
     gc.collect()
     thread.join(timeout=30)

@@ -85,7 +85,7 @@ def test_the_last_admitted_goes_when_blocks_are_held_back(llama, open_llm, refer
         elif held == [True] and len(engine._scheduler.running) == 0:
             engine._kv.blocks.abort(10**6, 0)
             held.append(False)
-            llm._inbox.ring()
+            llm._thread._inbox.ring()
         return worked
 
     engine.step = step_with_blocks_gone

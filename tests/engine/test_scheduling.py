@@ -102,7 +102,7 @@ def test_an_idle_engine_sleeps(open_llm, llama):
     steps: list[bool] = []
     step = llm._engine.step
     llm._engine.step = lambda: steps.append(True) or step()
-    llm._inbox.ring()
+    llm._thread._inbox.ring()
     llm.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
     # Two forward passes, and a look around after each ring of the bell: no polling.
     assert len(steps) <= 2 + 3

@@ -1,0 +1,115 @@
+"""The engine's thread: it steps as long as there is something to do, and takes in what comes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from dataclasses import dataclass
+
+from kvconnect.engine.engine import Engine
+from kvconnect.engine.inbox import Inbox
+from kvconnect.engine.request.live_request import LiveRequest
+from kvconnect.errors import EngineClosed
+from kvconnect.trace import metrics
+
+__all__ = ["EngineThread"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request now."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End everything now."""
+
+
+class EngineThread:
+    """The thread that owns an engine, and the way to it from any other; runs from the start.
+
+    Args:
+        engine: no other thread may use it from now on.
+        inbox: empty; rung when a transfer of the engine's connector ended.
+    """
+
+    def __init__(self, engine: Engine, inbox: Inbox[LiveRequest | Abort | Close]) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvconnect-engine", daemon=True)
+        self._thread.start()
+
+    def post(self, live: LiveRequest) -> None:
+        """Have the engine take in `live`.
+
+        Raises:
+            EngineClosed: it takes no more requests.
+        """
+        self._inbox.post(live)
+
+    def abort(self, request_id: int) -> None:
+        """Have the engine end a request; does nothing once that has ended."""
+        with contextlib.suppress(EngineClosed):
+            self._inbox.post(Abort(request_id))
+
+    def close(self, *, wait: bool = True) -> None:
+        """Have the engine abort what runs and drain its connector; blocks until then, or not."""
+        with contextlib.suppress(EngineClosed):
+            self._inbox.post(Close())
+        if wait:
+            self._thread.join()
+
+    def _run(self) -> None:
+        """Step until told to close, abort what still runs, drain the connector.
+
+        An error in a step ends the engine: every request in it fails with that error, which is
+        also the cause of the `EngineClosed` that later ones get.
+        """
+        error: BaseException | None = None
+        hide = metrics.add_gauges(self._engine.sizes)
+        try:
+            self._step_until_closed()
+        except BaseException as caught:  # noqa: BLE001  handed to all that wait
+            error = caught
+            _log.error("the engine stopped: %s", caught, exc_info=caught)
+        try:
+            self._engine.shutdown()
+        except Exception as caught:  # noqa: BLE001  no caller is there to take it
+            error = error or caught
+            _log.error("the connector did not shut down: %s", caught, exc_info=caught)
+        hide()
+        self._turn_away(error)
+
+    def _step_until_closed(self) -> None:
+        while True:
+            self._receive()
+            if self._closing:
+                break
+            if not self._engine.step():
+                self._inbox.wait(self._engine.wait_seconds())
+        self._engine.abort_all()
+
+    def _receive(self) -> None:
+        for message in self._inbox.take():
+            match message:
+                case LiveRequest():
+                    self._engine.admit(message)
+                case Abort():
+                    self._engine.abort(message.request_id)
+                case Close():
+                    self._closing = True
+
+    def _turn_away(self, error: BaseException | None) -> None:
+        """Take in nothing more, and tell what still waits why."""
+        left = self._inbox.close(error)
+        late = error or EngineClosed("the engine was closed before the request was taken in")
+        for message in left:
+            if isinstance(message, LiveRequest):
+                message.fail(late)
+        self._engine.fail_all(late)
