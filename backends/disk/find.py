@@ -5,9 +5,9 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,9 +18,19 @@ from kvconnect.backends.disk.runs import Place
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
 
-__all__ = ["READABLE", "IndexReader", "Located", "marks", "microseconds", "oldest_valid"]
+__all__ = [
+    "READABLE",
+    "IndexReader",
+    "Located",
+    "in_parts",
+    "marks",
+    "microseconds",
+    "oldest_valid",
+]
 
-_KEYS_PER_QUERY = 512
+T = TypeVar("T")
+
+_VALUES_PER_QUERY = 512
 _ROWS_PER_PAGE = 1024
 # What can be read of blocks `b`: a damaged row must not lead outside of its segment `s`.
 READABLE = (
@@ -47,6 +57,12 @@ class Located:
 def oldest_valid(ttl: float | None) -> int:
     """The earliest time of storing that has not expired yet."""
     return -(1 << 62) if ttl is None else microseconds() - int(ttl * 1e6)
+
+
+def in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """`values`, so many at a time as one query takes."""
+    for start in range(0, len(values), _VALUES_PER_QUERY):
+        yield values[start : start + _VALUES_PER_QUERY]
 
 
 def marks(values: Iterable[object]) -> str:
@@ -82,30 +98,25 @@ class IndexReader:
     def find(self, keys: Sequence[BlockKey]) -> list[Located]:
         """The leading ones of `keys` that are stored."""
         found: list[Located] = []
-        for start in range(0, len(keys), _KEYS_PER_QUERY):
-            part = keys[start : start + _KEYS_PER_QUERY]
+        for part in in_parts(keys):
             rows = self._rows(
                 "SELECT b.key, b.id, b.segment, b.slot, s.size, b.length" + READABLE + marks(part),
                 (oldest_valid(self._ttl), *part),
             )
-            by_key = {key: row for key, *row in rows}
+            by_key = {row[0]: Located(row[1], Place(*row[2:5]), row[5]) for row in rows}
             for key in part:
-                row = by_key.get(key)
-                if row is None:
+                if key not in by_key:
                     return found
-                block, segment, slot, size, length = row
-                found.append(Located(block, Place(segment, slot, size), length))
+                found.append(by_key[key])
         return found
 
     def alive(self, blocks: Sequence[Located]) -> int:
         """How many leading `blocks` still are the stored copies: none of their slots was reused."""
         ids = [block.id for block in blocks]
-        alive: set[int] = set()
-        for start in range(0, len(ids), _KEYS_PER_QUERY):
-            part = ids[start : start + _KEYS_PER_QUERY]
-            query = "SELECT id FROM blocks WHERE id IN " + marks(part)  # noqa: S608 - no values
-            rows = self._rows(query, part)
-            alive.update(block for (block,) in rows)
+        query = "SELECT id FROM blocks WHERE id IN "
+        alive = {
+            block for part in in_parts(ids) for (block,) in self._rows(query + marks(part), part)
+        }
         return next((at for at, block in enumerate(ids) if block not in alive), len(ids))
 
     def children(self, key: BlockKey | None) -> list[Child]:
@@ -115,11 +126,8 @@ class IndexReader:
             " WHERE parent IS ? AND tokens IS NOT NULL AND created >= ? ORDER BY id DESC LIMIT ?",
             (key, oldest_valid(self._ttl), MAX_CHILDREN),
         )
-        return [
-            Child(BlockKey(child), np.frombuffer(tokens, "<i4").astype(np.int32))
-            for child, tokens in rows
-            if isinstance(tokens, bytes) and len(tokens) % 4 == 0
-        ]
+        children = ((child, _tokens(tokens)) for child, tokens in rows)
+        return [Child(BlockKey(child), tokens) for child, tokens in children if tokens is not None]
 
     def page(self, after: int) -> tuple[int, list[StoredEntry]]:
         """Some blocks with an id above `after`, and the id to go on from."""
@@ -128,19 +136,19 @@ class IndexReader:
             " WHERE id > ? AND created >= ? ORDER BY id LIMIT ?",
             (after, oldest_valid(self._ttl), _ROWS_PER_PAGE),
         )
-        return (rows[-1][0] if rows else after), [_entry(*row[1:]) for row in rows if _sound(row)]
+        entries = [_entry(*row[1:]) for row in rows]
+        return (rows[-1][0] if rows else after), [entry for entry in entries if entry is not None]
 
     def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
         """What `page` would list of each of `keys`."""
-        entries: dict[BlockKey, StoredEntry] = {}
-        for start in range(0, len(keys), _KEYS_PER_QUERY):
-            part = keys[start : start + _KEYS_PER_QUERY]
+        entries: dict[BlockKey, StoredEntry | None] = {}
+        for part in in_parts(keys):
             rows = self._rows(
                 f"SELECT {self._entry_columns} FROM blocks"  # noqa: S608 - the same
                 " WHERE created >= ? AND key IN " + marks(part),
                 (oldest_valid(self._ttl), *part),
             )
-            entries.update((row[1], _entry(*row[1:])) for row in rows if _sound(row))
+            entries.update((row[1], _entry(*row[1:])) for row in rows)
         return [entries.get(key) for key in keys]
 
     def totals(self) -> dict[str, float]:
@@ -159,37 +167,28 @@ class IndexReader:
             return self._db.execute(query, values).fetchall()
 
 
-def _entry(
-    key: bytes,
-    length: int,
-    priority: int,
-    created: int,
-    used: int,
-    parent: object,
-    tokens: object,
-    namespace: object,
-    group: int,
-    model: object,
-) -> StoredEntry:
+def _entry(key: Any, *columns: Any) -> StoredEntry | None:
+    """What a row says of its block; ``None``: it is damaged, which must not end a listing."""
+    length, priority, created, used, parent, tokens, namespace, group, model = columns
+    numbers = (length, priority, created, used, group)
+    if not _is_key(key) or not all(isinstance(number, int) for number in numbers):
+        return None
     return StoredEntry(
-        BlockKey(key),
-        length,
-        priority,
-        created / 1e6,
-        used / 1e6,
-        BlockKey(parent) if isinstance(parent, bytes) and len(parent) == KEY_NBYTES else None,
-        _tokens(tokens),
-        namespace if isinstance(namespace, bytes) else b"",
-        model if isinstance(model, bytes) else b"",
-        group,
+        key=BlockKey(key),
+        nbytes=length,
+        priority=priority,
+        created_at=created / 1e6,
+        used_at=used / 1e6,
+        parent=BlockKey(parent) if _is_key(parent) else None,
+        tokens=_tokens(tokens),
+        namespace=namespace if isinstance(namespace, bytes) else b"",
+        model=model if isinstance(model, bytes) else b"",
+        group=group,
     )
 
 
-def _sound(row: Sequence[object]) -> bool:
-    # A damaged row must not end a listing.
-    _, key, *numbers = row[:6]
-    whole = isinstance(key, bytes) and len(key) == KEY_NBYTES
-    return whole and all(isinstance(number, int) for number in (*numbers, row[9]))
+def _is_key(stored: object) -> bool:
+    return isinstance(stored, bytes) and len(stored) == KEY_NBYTES
 
 
 def _tokens(stored: object) -> TokenArray | None:

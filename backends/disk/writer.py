@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
-from kvconnect.backends.disk.find import READABLE, marks, microseconds, oldest_valid
+from kvconnect.backends.disk.find import READABLE, in_parts, marks, microseconds, oldest_valid
 from kvconnect.backends.disk.format import connect, log_nbytes, make_index
 from kvconnect.backends.disk.identity import identity, log_identity
 from kvconnect.backends.disk.log import IndexLog
@@ -22,7 +22,6 @@ from kvconnect.keys import BlockKey
 
 __all__ = ["IndexWriter", "Reservation"]
 
-_KEYS_PER_QUERY = 512
 _EXPIRED_PER_SAVE = 256
 _EXPIRED_AT_OPEN = 16384
 _INSERT = (
@@ -191,14 +190,12 @@ class IndexWriter:
         return self._db.execute("SELECT id, size, slots FROM segments").fetchall()
 
     def _present(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        present: set[BlockKey] = set()
-        for part in _parts(keys):
-            rows = self._db.execute(
-                "SELECT b.key" + READABLE + marks(part),
-                (oldest_valid(self._settings.ttl), *part),
-            )
-            present.update(key for (key,) in rows)
-        return present
+        query, oldest = "SELECT b.key" + READABLE, oldest_valid(self._settings.ttl)
+        return {
+            key
+            for part in in_parts(keys)
+            for (key,) in self._db.execute(query + marks(part), (oldest, *part)).fetchall()
+        }
 
     def _take(self, blocks: Sequence[StoredBlock], present: Collection[BlockKey]) -> Reservation:
         new: dict[BlockKey, tuple[int, StoredBlock]] = {}
@@ -234,7 +231,7 @@ class IndexWriter:
             self._slots.drop_expired(oldest_valid(self._settings.ttl), limit)
 
     def _forget(self, keys: Sequence[BlockKey]) -> None:
-        for part in _parts(keys):
+        for part in in_parts(keys):
             query = "DELETE FROM blocks WHERE key IN " + marks(part)  # noqa: S608 - question marks
             self._slots.free(self._db.execute(query + " RETURNING segment, slot", part).fetchall())
 
@@ -262,11 +259,6 @@ class IndexWriter:
                         self._db.execute("ROLLBACK")
                 raise
             self._log.bound()
-
-
-def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
-    for start in range(0, len(keys), _KEYS_PER_QUERY):
-        yield keys[start : start + _KEYS_PER_QUERY]
 
 
 def _row(now: int, at: int, block: StoredBlock, place: Place) -> tuple[object, ...]:
