@@ -1,5 +1,6 @@
 """A Hugging Face causal LM on a paged KV cache.
 
-Imports the vocabulary and `kvconnect.kernels`. Begin with `model`, then `seam` (where transformers
-calls us), `forward_step`, `attention` and `pages`.
+Imports the vocabulary, `kvconnect.kernels` and the interface of cache managers; nothing else of the
+engine. Begin with `model`, then `seam` (where transformers calls us), `forward_step`, `attention`
+and `pages`.
 """
