@@ -9,10 +9,10 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.block_ids import Placed, check_integers, check_targets, host_ids, kept
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.work import AppendWork
+from kvconnect.kernels.fallback import tried
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.tokens import append
 from kvconnect.kernels.library import register
-from kvconnect.kernels.submit import tried
 
 __all__ = ["reshape_and_cache"]
 

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvconnect.kernels.block_copy import move_blocks
 from kvconnect.kernels.blocks.block_ids import BlockIds
-from kvconnect.kernels.blocks.block_mapping import split_mapping
 from kvconnect.kernels.blocks.buffers import layer_range
+from kvconnect.kernels.blocks.moves import pair_moves, row_moves, split_mapping
 from kvconnect.kernels.blocks.paged import PagedKv, bound
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.library import register
-from kvconnect.kernels.pair_copy import copy_pairs
-from kvconnect.kernels.row_copy import copy_rows
 from kvconnect.kernels.transpose import transpose_blocks
 
 __all__ = ["copy_blocks", "gather_blocks", "scatter_blocks", "transpose_blocks"]
@@ -60,7 +59,7 @@ def gather_blocks(
     if torch.compiler.is_compiling():
         _gather(kv.layer_views(numbers), torch.as_tensor(block_ids), out, kv.layout, kv.per_layer)
         return DONE
-    return copy_rows(kv, block_ids, "out", out, numbers, stream, path, gathers=True)
+    return move_blocks(row_moves(kv, block_ids, out, numbers, gathers=True), stream, path)
 
 
 def scatter_blocks(
@@ -95,9 +94,8 @@ def scatter_blocks(
     if torch.compiler.is_compiling():
         _scatter(src, kv.layer_views(numbers), torch.as_tensor(block_ids), kv.layout, kv.per_layer)
         return DONE
-    return copy_rows(
-        kv, block_ids, "src", src, numbers, stream, path, gathers=False, stable=stable_source
-    )
+    moves = row_moves(kv, block_ids, src, numbers, gathers=False)
+    return move_blocks(moves, stream, path, stable_source=stable_source)
 
 
 def copy_blocks(
@@ -137,18 +135,10 @@ def copy_blocks(
         _copy_traced(src_kv, dst_kv, block_mapping, num_tokens, numbers)
         return DONE
     sources, targets, some = split_mapping(block_mapping)
-    return copy_pairs(
-        src_kv,
-        dst_kv,
-        sources,
-        targets,
-        num_tokens,
-        some=some,
-        layers=numbers,
-        stream=stream,
-        path=path,
-        stable_source=stable_source,
+    moves = pair_moves(
+        (src_kv, dst_kv), (sources, targets), numbers, num_tokens=num_tokens, some=some
     )
+    return move_blocks(moves, stream, path, stable_source=stable_source)
 
 
 # ---------------------------------------------------------------------------- as torch sees them

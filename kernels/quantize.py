@@ -20,10 +20,10 @@ from kvconnect.kernels.blocks.buffers import typed_rows
 from kvconnect.kernels.blocks.paged import PagedKv, bound
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.blocks.work import QuantizeWork
+from kvconnect.kernels.fallback import run_plainly, tried
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.quantize import convert_blocks
 from kvconnect.kernels.library import register
-from kvconnect.kernels.submit import run_plainly, tried
 
 __all__ = ["CODES", "dequantize_blocks", "quantize_blocks"]
 

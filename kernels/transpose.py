@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.blocks.extents import overlap, shares_elements
 from kvconnect.kernels.blocks.layers import check_layout
 from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.kernels.cuda.device import DeviceWork
+from kvconnect.kernels.fallback import tried
 from kvconnect.kernels.library import register
-from kvconnect.kernels.submit import tried
 
 __all__ = ["transpose_blocks"]
 
@@ -79,23 +80,12 @@ def _check_memory(src: Tensor, dst: Tensor) -> None:
             )
     if not src.numel():
         return
-    span = 1
-    for stride, length in sorted(zip(dst.stride(), dst.shape, strict=True)):
-        if length > 1:
-            if stride < span:
-                raise ConfigurationError(
-                    f"dst: strides {dst.stride()} of {tuple(dst.shape)} make elements share memory"
-                )
-            span += stride * (length - 1)
-    if src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr():
-        ends = [
-            tensor.data_ptr()
-            + tensor.element_size()
-            * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
-            for tensor in (src, dst)
-        ]
-        if src.data_ptr() < ends[1] and dst.data_ptr() < ends[0]:
-            raise ConfigurationError("dst: shares memory with src")
+    if shares_elements(dst):
+        raise ConfigurationError(
+            f"dst: strides {dst.stride()} of {tuple(dst.shape)} make elements share memory"
+        )
+    if overlap(src, dst):
+        raise ConfigurationError("dst: shares memory with src")
 
 
 def _pieces(src: Tensor, dst: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

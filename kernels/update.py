@@ -9,10 +9,10 @@ from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels.append import reshape_and_cache
 from kvconnect.kernels.blocks.update_checks import check_memory, check_shapes, check_values
 from kvconnect.kernels.blocks.work import UpdateWork
+from kvconnect.kernels.fallback import tried
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.tokens import update_packed, update_padded
 from kvconnect.kernels.library import register
-from kvconnect.kernels.submit import tried
 
 __all__ = ["kv_cache_update", "reshape_and_cache"]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ from torch import Tensor
 from kvconnect.errors import ConfigurationError
 
 __all__ = [
+    "SMALL",
     "BlockIds",
     "Ids",
     "Placed",
@@ -30,12 +30,11 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | Tensor
 """Integers, -1 for padding: a sequence, a NumPy array or a tensor."""
 
-_SMALL = 64
+SMALL = 64
 """Up to so many, Python's own minimum is faster than NumPy's."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class Placed(NamedTuple):
     """The ids that are no padding, and where they stood.
 
     Attributes:
@@ -48,7 +47,7 @@ class Placed:
     in_order: bool
 
 
-def on_device(ids: object) -> bool:
+def on_device(ids: object) -> TypeGuard[Tensor]:
     """Whether these are a tensor on a device, whose values cannot be seen without waiting."""
     return isinstance(ids, Tensor) and not ids.is_cpu
 
@@ -87,7 +86,7 @@ def host_ids(
         raise TypeError(f"{name}: integers are needed, these are {array.dtype}")
     if array.ndim != ndim:
         raise ConfigurationError(f"{name}: shape {array.shape}; {ndim} dimensions are needed")
-    if array.size <= _SMALL:
+    if array.size <= SMALL:
         values = (array if ndim == 1 else array.ravel()).tolist()
         low, high = min(values), max(values)
     else:
@@ -101,9 +100,9 @@ def host_ids(
 def kept(ids: Ids) -> Placed:
     """Without padding."""
     count = len(ids)
-    if count <= _SMALL:
+    if count <= SMALL:
         if -1 not in ids.tolist():
-            return Placed(ids, _arange(count), in_order=True)
+            return Placed(ids, _COUNTS[count], in_order=True)
     elif int(ids.min()) >= 0:
         return Placed(ids, np.arange(count), in_order=True)
     places = np.flatnonzero(ids >= 0)
@@ -116,7 +115,7 @@ def check_targets(name: str, ids: Ids, *, noun: str = "block ") -> None:
     Raises:
         ValueError: one is given twice.
     """
-    if len(ids) <= _SMALL:
+    if len(ids) <= SMALL:
         values = ids.tolist()
         if len(set(values)) == len(values):
             return
@@ -125,11 +124,7 @@ def check_targets(name: str, ids: Ids, *, noun: str = "block ") -> None:
         raise ConfigurationError(f"{name}: {noun}{twice[0]} is given twice")
 
 
-_COUNTS = [np.arange(count) for count in range(_SMALL + 1)]
-
-
-def _arange(count: int) -> Ids:
-    return _COUNTS[count]
+_COUNTS = [np.arange(count) for count in range(SMALL + 1)]
 
 
 def check_integers(name: str, ids: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.kernels.blocks.extents import shares_elements
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["KvLayer", "Planes", "check_layout", "layer_planes", "pool_planes"]
@@ -147,15 +148,10 @@ def _check_strides(name: str, view: Tensor) -> None:
         raise ConfigurationError(
             f"{name}: strides {strides}: the last axis must be contiguous; call contiguous() on it"
         )
-    # Sorted by stride every axis must step over all that the ones below it span.
-    span = 1
-    for stride, length in sorted(zip(strides, shape, strict=True)):
-        if length > 1:
-            if stride < span:
-                raise ConfigurationError(
-                    f"{name}: strides {strides} of {tuple(shape)} make elements share memory"
-                )
-            span = stride * (length - 1) + span
+    if shares_elements(view):
+        raise ConfigurationError(
+            f"{name}: strides {strides} of {tuple(shape)} make elements share memory"
+        )
 
 
 def _with_unit_rows(view: Tensor) -> Tensor:

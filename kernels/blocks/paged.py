@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -12,27 +11,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvconnect.kernels.blocks.extents import extent
 from kvconnect.kernels.blocks.layers import KvLayer, Planes, check_layout, layer_planes, pool_planes
 from kvconnect.kernels.blocks.runs import RunTable
-from kvconnect.kernels.blocks.strips import PlaneBytes, PlanePair, make_strips
+from kvconnect.kernels.blocks.strips import PlaneBytes
 from kvconnect.kernels.blocks.transfer import CopyEvent, Transfer
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["CopyEvent", "KvLayer", "PagedKv", "Partner", "Transfer", "bound"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Partner:
-    """Two caches between which blocks are copied.
-
-    Attributes:
-        shift: block i of the target is block ``i + shift`` of the source; ``None``: they share no
-            block.
-        tables: the runs, by layers and kind.
-    """
-
-    shift: int | None
-    tables: dict[tuple[int, int, bool], RunTable] = field(default_factory=dict)
+__all__ = ["CopyEvent", "KvLayer", "PagedKv", "Transfer", "bound"]
 
 
 class PagedKv:
@@ -58,13 +44,12 @@ class PagedKv:
         planes: where each of `views` lies; offsets are addresses.
         memories: the storages that the planes lie in, as bytes.
         spans: where in each of them, first and last address, by the address of the storage.
+        slot_arrays, tables, partners: what appends, copies to rows and copies to other caches found
+            out about it, and keep here.
     """
 
     __slots__ = (
         "__weakref__",
-        "_partners",
-        "_slot_arrays",
-        "_tables",
         "device",
         "dtype",
         "heads",
@@ -73,10 +58,13 @@ class PagedKv:
         "memories",
         "num_blocks",
         "num_layers",
+        "partners",
         "per_layer",
         "pinned",
         "planes",
+        "slot_arrays",
         "spans",
+        "tables",
         "tokens",
         "value_dim",
         "views",
@@ -109,9 +97,9 @@ class PagedKv:
             for view, memory in zip(self.views, numbers, strict=True)
         )
         self.spans = _spans(self.views)
-        self._slot_arrays: dict[int, list[npt.NDArray[np.void]]] = {}
-        self._tables: dict[tuple[object, ...], RunTable] = {}
-        self._partners: WeakKeyDictionary[PagedKv, Partner] = WeakKeyDictionary()
+        self.slot_arrays: dict[int, list[npt.NDArray[np.void]]] = {}
+        self.tables: dict[tuple[object, ...], RunTable] = {}
+        self.partners: WeakKeyDictionary[PagedKv, Any] = WeakKeyDictionary()
         _LIVE[_geometry(self.views, layout, self.per_layer)] = self
 
     @staticmethod
@@ -178,129 +166,20 @@ class PagedKv:
         """The planes of these layers, which follow each other."""
         return list(self.views[layers.start * self.per_layer : layers.stop * self.per_layer])
 
-    def layer_planes(self, layer: int) -> Sequence[PlaneBytes]:
-        """Where this layer lies."""
-        return self._part(layer, layer + 1)
-
-    def _shift_to(self, other: PagedKv) -> int | None:
-        if other is self:
-            return 0
-        distance, step = other.planes[0].offset - self.planes[0].offset, self.planes[0].block
-        if not step or distance % step:
-            return None
-        for mine, theirs in zip(self.planes, other.planes, strict=True):
-            if replace(mine, offset=mine.offset + distance, memory=theirs.memory) != theirs:
-                return None
-        shift = distance // step
-        return shift if -other.num_blocks < shift < self.num_blocks else None
+    def planes_of(self, layers: range) -> Sequence[PlaneBytes]:
+        """Where the planes of these layers lie."""
+        return self.planes[layers.start * self.per_layer : layers.stop * self.per_layer]
 
     def layers_nbytes(self, num_layers: int) -> int:
         """Bytes of so many layers of a block in a contiguous buffer."""
         width = (self.key_dim + self.value_dim) * self.dtype.itemsize
         return num_layers * self.tokens * self.heads * width
 
-    def slot_arrays(self, layer: int) -> list[npt.NDArray[np.void]]:
-        """A layer's planes as ``[num_blocks, T, heads]`` of one row each; host memory only."""
-        if (known := self._slot_arrays.get(layer)) is None:
-            known = [
-                _slot_array(view if self.layout == "NHD" else view.transpose(1, 2))
-                for view in self.layer_views(range(layer, layer + 1))
-            ]
-            self._slot_arrays[layer] = known
-        return known
-
-    # ------------------------------------------------------------------ runs
-
-    def gather_table(self, start: int, stop: int, step: int) -> RunTable:
-        """The runs of layers ``start..stop`` to a buffer whose blocks are `step` bytes apart."""
-        key = ("gather", start, stop, step)
-        if (table := self._tables.get(key)) is None:
-            table = self._make(self._part(start, stop), self._rows(start, stop, step))
-            self._tables[key] = table
-        return table
-
-    def scatter_table(self, start: int, stop: int, step: int) -> RunTable:
-        """The runs from such a buffer to layers ``start..stop``."""
-        key = ("scatter", start, stop, step)
-        if (table := self._tables.get(key)) is None:
-            table = self._make(self._rows(start, stop, step), self._part(start, stop))
-            self._tables[key] = table
-        return table
-
-    def copy_table(self, target: PagedKv, start: int, stop: int, *, by_token: bool) -> RunTable:
-        """The runs of layers ``start..stop`` to those of `target`; `by_token`: of whole tokens."""
-        key = (start, stop, by_token)
-        tables = self.partner(target).tables
-        if (table := tables.get(key)) is None:
-            table = self._make(
-                self._part(start, stop), target._part(start, stop), by_token=by_token
-            )
-            tables[key] = table
-        return table
-
-    def knows(self, target: PagedKv) -> bool:
-        """Whether it is known that blocks can be copied to `target`."""
-        return target in self._partners
-
-    def partner(self, target: PagedKv) -> Partner:
-        """What is known of copies from here to `target`."""
-        if (known := self._partners.get(target)) is None:
-            known = self._partners[target] = Partner(self._shift_to(target))
-        return known
-
-    def _part(self, start: int, stop: int) -> Sequence[PlaneBytes]:
-        return self.planes[start * self.per_layer : stop * self.per_layer]
-
-    def _rows(self, start: int, stop: int, step: int) -> Sequence[PlaneBytes]:
-        """The same planes in a contiguous buffer."""
-        planes = self._part(start, stop)
-        rows = self.tokens * self.heads
-        offsets = accumulate((rows * plane.row for plane in planes), initial=0)
-        return [
-            PlaneBytes(
-                offset,
-                step,
-                plane.row * self.heads if self.layout == "NHD" else plane.row,
-                plane.row if self.layout == "NHD" else plane.row * self.tokens,
-                plane.row,
-            )
-            for plane, offset in zip(planes, offsets, strict=False)
-        ]
-
-    def _make(
-        self,
-        sources: Sequence[PlaneBytes],
-        targets: Sequence[PlaneBytes],
-        *,
-        by_token: bool = False,
-    ) -> RunTable:
-        pairs = [PlanePair(*pair) for pair in zip(sources, targets, strict=True)]
-        strips = make_strips(
-            pairs,
-            self.tokens,
-            self.heads,
-            tokens_first=self.layout == "NHD",
-            by_token=by_token,
-        )
-        return RunTable(strips)
-
-
-def _slot_array(view: Tensor) -> npt.NDArray[np.void]:
-    with torch.inference_mode(mode=False):
-        rows = view.view(torch.uint8).numpy()
-    array: npt.NDArray[np.void] = rows.view(np.dtype((np.void, rows.shape[3])))[..., 0]
-    return array
-
 
 def _spans(views: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
     spans: dict[int, tuple[int, int]] = {}
     for view in views:
-        last = sum(
-            (length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True)
-        )
-        low = view.data_ptr()
-        high = low + (last + 1) * view.element_size()
-        key = view.untyped_storage().data_ptr()
+        key, (low, high) = view.untyped_storage().data_ptr(), extent(view)
         known = spans.get(key, (low, high))
         spans[key] = (min(known[0], low), max(known[1], high))
     return spans

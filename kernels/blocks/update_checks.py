@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.blocks.extents import overlap, shares_elements
 
 __all__ = ["OutsideCache", "check_memory", "check_shapes", "check_values"]
 
@@ -71,30 +72,10 @@ def check_memory(cache: Tensor, update: Tensor) -> None:
     strides, shape = cache.stride(), cache.shape
     if strides[3] != 1 and shape[3] > 1:
         raise ConfigurationError(f"cache: strides {strides}: the last axis must be contiguous")
-    if not cache.is_contiguous():
-        span = 1
-        for stride, length in sorted(zip(strides, shape, strict=True)):
-            if length > 1:
-                if stride < span:
-                    raise ConfigurationError(f"cache: strides {strides} make elements share memory")
-                span += stride * (length - 1)
-    if cache.untyped_storage().data_ptr() == update.untyped_storage().data_ptr() and _meet(
-        cache, update
-    ):
+    if not cache.is_contiguous() and shares_elements(cache):
+        raise ConfigurationError(f"cache: strides {strides} make elements share memory")
+    if overlap(cache, update):
         raise ConfigurationError("update: shares memory with the cache")
-
-
-def _meet(one: Tensor, other: Tensor) -> bool:
-    if not one.numel() or not other.numel():
-        return False
-    lows = [tensor.data_ptr() for tensor in (one, other)]
-    ends = [
-        low
-        + tensor.element_size()
-        * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
-        for low, tensor in zip(lows, (one, other), strict=True)
-    ]
-    return lows[0] < ends[1] and lows[1] < ends[0]
 
 
 def check_values(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -12,48 +12,72 @@ from kvconnect.kernels.blocks.block_ids import Ids, Placed
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 
-__all__ = ["AppendWork", "BlockCopy", "QuantizeWork", "UpdateWork"]
+__all__ = ["AppendWork", "BlockCopy", "End", "QuantizeWork", "UpdateWork"]
+
+
+class End(NamedTuple):
+    """One side of a copy of blocks.
+
+    Attributes:
+        address: that the offsets of runs count from.
+        ids: ``[pairs]``, its blocks, in range and without padding; on the device also int32, and
+            out of range or -1: those pairs are skipped.
+        num_blocks: ids are below it.
+        device: where the memory is.
+        pinned: whether it is page-locked host memory.
+    """
+
+    address: int
+    ids: Ids | Tensor
+    num_blocks: int
+    device: torch.device
+    pinned: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopy:
     """A copy of blocks, run by run.
 
-    Run ``r`` of pair ``i`` goes from ``source + r.source_offset + source_ids[i] * r.source_step``
-    to ``target + r.target_offset + target_ids[i] * r.target_step``.
+    Run ``r`` of pair ``i`` goes from ``source.address + r.source_offset +
+    source.ids[i] * r.source_step`` to ``target.address + r.target_offset +
+    target.ids[i] * r.target_step``.
 
     Attributes:
         table: the runs. With `num_tokens` they are whole tokens, of one plane each.
-        source, target: addresses that the offsets of the table count from.
-        source_ids, target_ids: ``[pairs]`` in range, without padding; on the device also int32, and
-            out of range or -1: those pairs are skipped.
+        source, target: where to read, and where to write.
         num_tokens: ``[pairs]``; of run ``r`` the first
             ``clamp(num_tokens[i] - r.first_token, 0, r.nbytes / r.token_nbytes)`` tokens;
             ``None``: all.
         nbytes: what is copied in all.
-        source_device, target_device: where the memory is.
-        source_pinned, target_pinned: whether it is page-locked host memory.
-        source_limit, target_limit: blocks on each side.
         stable_source: the host wrote the source before the call and leaves it alone until the
             `Transfer` is done, so that it may be read at once.
         keep: what keeps the memory alive.
     """
 
     table: RunTable
-    source: int
-    target: int
-    source_ids: Ids | Tensor
-    target_ids: Ids | Tensor
+    source: End
+    target: End
     num_tokens: Ids | None
     nbytes: int
-    source_device: torch.device
-    target_device: torch.device
-    source_pinned: bool
-    target_pinned: bool
-    source_limit: int
-    target_limit: int
     stable_source: bool
     keep: tuple[object, ...]
+
+    def __len__(self) -> int:
+        return len(self.source.ids)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the ids are."""
+        return not isinstance(self.source.ids, Tensor) and not isinstance(self.target.ids, Tensor)
+
+    def part(self, start: int, stop: int) -> BlockCopy:
+        """The same of the pairs from `start` to before `stop`."""
+        return replace(
+            self,
+            source=self.source._replace(ids=self.source.ids[start:stop]),
+            target=self.target._replace(ids=self.target.ids[start:stop]),
+            num_tokens=None if self.num_tokens is None else self.num_tokens[start:stop],
+        )
 
 
 class UpdateWork(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.strips import Side, Strip
-from kvconnect.kernels.blocks.work import BlockCopy
+from kvconnect.kernels.blocks.work import BlockCopy, End
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction, Route
 from kvconnect.kernels.cuda.device import DeviceWork
 
@@ -73,24 +73,20 @@ def _timed() -> torch.cuda.Event:
 
 
 def _scattered(source: torch.Tensor, target: torch.Tensor, run_nbytes: int) -> BlockCopy:
-    # Every other place of either side, in random order: nothing can be merged.
+    # Every other run's length of either side, in random order: nothing can be merged.
     count = _TOTAL // run_nbytes
     random = np.random.default_rng(0)
     strip = Strip(Side(0, 0, 2 * run_nbytes), Side(0, 0, 2 * run_nbytes), 1, run_nbytes, run_nbytes)
     return BlockCopy(
         table=RunTable([strip]),
-        source=source.data_ptr(),
-        target=target.data_ptr(),
-        source_ids=random.permutation(count),
-        target_ids=random.permutation(count),
+        source=End(
+            source.data_ptr(), random.permutation(count), count, source.device, source.is_pinned()
+        ),
+        target=End(
+            target.data_ptr(), random.permutation(count), count, target.device, target.is_pinned()
+        ),
         num_tokens=None,
         nbytes=count * run_nbytes,
-        source_device=source.device,
-        target_device=target.device,
-        source_pinned=source.is_pinned(),
-        target_pinned=target.is_pinned(),
-        source_limit=count,
-        target_limit=count,
         stable_source=True,
         keep=(source, target),
     )

@@ -29,7 +29,7 @@ from kvconnect.kernels.cuda.driver.streams import device_index
 from kvconnect.kernels.cuda.launch.launcher import Grid, Launcher
 from kvconnect.kernels.cuda.launch.quantize import launch_quantize
 from kvconnect.kernels.cuda.launch.tokens import launch_append, launch_transpose, launch_update
-from kvconnect.kernels.cuda.routes import HostIds, Routes
+from kvconnect.kernels.cuda.routes import Routes
 
 __all__ = [
     "DeviceWork",
@@ -80,21 +80,20 @@ class DeviceWork:
         """
         if path not in PATHS:
             raise ConfigurationError(f"path: '{path}' is unknown; {nearest(path, PATHS)}")
-        if not len(copy.source_ids) or not copy.nbytes:
+        if not len(copy) or not copy.nbytes:
             return DONE
         if stream is None:
             stream = self.driver.current_stream()
         direction = self._direction(copy)
         capturing = self.driver.capturing(stream)
-        ids = _host_ids(copy)
-        _refuse(copy, direction, path, capturing=capturing, on_host=ids is not None)
+        _refuse(copy, direction, path, capturing=capturing)
         within = direction is Direction.WITHIN and path == "auto"
-        if path == "kernel" or within or capturing or ids is None:
+        if path == "kernel" or within or capturing or not copy.on_host:
             return self._routes.by_kernel(copy, direction, stream, capturing=capturing)
         runs = describe(copy)
         route = self._route(copy, direction, path, runs)
         if route is Route.STAGED:
-            return self._routes.by_stage(copy, direction, ids, stream)
+            return self._routes.by_stage(copy, direction, stream)
         if route is Route.BOUNCE:
             return self._routes.by_bounce(copy, direction, runs, stream)
         if route is Route.DMA:
@@ -129,8 +128,8 @@ class DeviceWork:
         return Transfer(self.driver.record(stream), keep)
 
     def _direction(self, copy: BlockCopy) -> Direction:
-        source = self.driver.on_device(copy.source_device)
-        target = self.driver.on_device(copy.target_device)
+        source = self.driver.on_device(copy.source.device)
+        target = self.driver.on_device(copy.target.device)
         if source and target:
             return Direction.WITHIN
         return Direction.LOAD if target else Direction.STORE
@@ -143,9 +142,7 @@ class DeviceWork:
         return self.policy.choose(direction, runs.nbytes / max(1, len(runs)))
 
 
-def _refuse(
-    copy: BlockCopy, direction: Direction, path: str, *, capturing: bool, on_host: bool
-) -> None:
+def _refuse(copy: BlockCopy, direction: Direction, path: str, *, capturing: bool) -> None:
     """Raise what `DeviceWork.copy` raises for ways that cannot be gone."""
     if path in {"dma", "staged"}:
         if capturing:
@@ -153,11 +150,11 @@ def _refuse(
                 f"path: '{path}' cannot be part of a CUDA graph; take 'kernel' or 'auto' while one "
                 "is captured"
             )
-        if not on_host:
+        if not copy.on_host:
             raise RuntimeError(f"path: '{path}' needs block ids on the host")
         if path == "staged" and direction is Direction.WITHIN:
             raise RuntimeError("path: 'staged' is for copies from or to host memory")
-    only_kernels = capturing or not on_host or path in {"kernel", "staged"}
+    only_kernels = capturing or not copy.on_host or path in {"kernel", "staged"}
     if only_kernels and _pageable(copy, direction):
         raise RuntimeError(
             f"path: '{path}' with pageable host memory; give page-locked memory where a graph is "
@@ -168,13 +165,7 @@ def _refuse(
 def _pageable(copy: BlockCopy, direction: Direction) -> bool:
     if direction is Direction.WITHIN:
         return False
-    return not (copy.source_pinned if direction is Direction.LOAD else copy.target_pinned)
-
-
-def _host_ids(copy: BlockCopy) -> HostIds | None:
-    if isinstance(copy.source_ids, Tensor) or isinstance(copy.target_ids, Tensor):
-        return None
-    return HostIds(copy.source_ids, copy.target_ids)
+    return not (copy.source if direction is Direction.LOAD else copy.target).pinned
 
 
 _lock = threading.Lock()

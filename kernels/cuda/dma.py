@@ -19,10 +19,9 @@ def describe(copy: BlockCopy) -> Descriptors:
     Args:
         copy: with its ids on the host.
     """
-    source_ids, target_ids = copy.source_ids, copy.target_ids
-    runs = copy.table.runs
-    sources = copy.source + runs["source_offset"] + source_ids[:, None] * runs["source_step"]
-    targets = copy.target + runs["target_offset"] + target_ids[:, None] * runs["target_step"]
+    source, target, runs = copy.source, copy.target, copy.table.runs
+    sources = source.address + runs["source_offset"] + source.ids[:, None] * runs["source_step"]
+    targets = target.address + runs["target_offset"] + target.ids[:, None] * runs["target_step"]
     if copy.num_tokens is None:
         sizes = np.broadcast_to(runs["nbytes"], sources.shape)
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,7 @@ from kvconnect.kernels.cuda.launch.launcher import Grid, Launcher
 from kvconnect.kernels.cuda.launch.runs import launch_copy
 from kvconnect.kernels.cuda.staging import Ring, Slot, staging_of
 
-__all__ = ["HostIds", "Routes"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostIds:
-    """The ids of a copy whose ids are on the host."""
-
-    sources: Ids
-    targets: Ids
+__all__ = ["Routes"]
 
 
 class _Lane:
@@ -88,24 +79,21 @@ class Routes:
             submit(self._driver, runs, _order(copy, direction), lane.stream)
         return lane.transfer
 
-    def by_stage(
-        self, copy: BlockCopy, direction: Direction, ids: HostIds, stream: Any
-    ) -> Transfer:
+    def by_stage(self, copy: BlockCopy, direction: Direction, stream: Any) -> Transfer:
         """A kernel between blocks and buffer, and long copies between buffer and host memory."""
         staging = staging_of(copy, direction)
-        num_pairs = len(ids.sources)
         at_once = max(1, self._device_ring.slot_nbytes // staging.nbytes)
         # One after the other on one stream: the link is busy all the time but for the kernels,
         # which take a fraction of what the link takes.
         with self._beside(stream, direction) as lane, self._device_ring.lock:
             lane.keep.append(copy.keep)
-            for start in range(0, num_pairs, at_once):
-                stop = min(start + at_once, num_pairs)
-                slot = self._device_ring.take(staging.nbytes * (stop - start))
+            for start in range(0, len(copy), at_once):
+                part = copy.part(start, start + at_once)
+                slot = self._device_ring.take(staging.nbytes * len(part))
                 slot.wait_on_stream(lane.stream)
                 lane.keep.append(slot.memory)
                 try:
-                    first, second = self._halves(copy, direction, ids, slice(start, stop), slot)
+                    first, second = staging.halves(part, slot.memory.address)
                     if direction is Direction.LOAD:
                         self._move(first, Direction.LOAD, lane)
                         self._rearrange(second, lane)
@@ -160,30 +148,6 @@ class Routes:
             flying.append((slot, Descriptors(moved.targets, portion.targets, portion.sizes)))
         for slot, landing in flying:
             _land(slot, landing)
-
-    def _halves(
-        self, copy: BlockCopy, direction: Direction, ids: HostIds, part: slice, slot: Slot
-    ) -> tuple[BlockCopy, BlockCopy]:
-        staging = staging_of(copy, direction)
-        in_slot = np.arange(part.stop - part.start, dtype=np.int64)
-        tokens = None if copy.num_tokens is None else copy.num_tokens[part]
-        first = replace(
-            copy,
-            table=staging.first,
-            target=slot.memory.address,
-            source_ids=ids.sources[part],
-            target_ids=in_slot,
-            num_tokens=tokens,
-        )
-        second = replace(
-            copy,
-            table=staging.second,
-            source=slot.memory.address,
-            source_ids=in_slot,
-            target_ids=ids.targets[part],
-            num_tokens=tokens,
-        )
-        return first, second
 
     def _move(self, copy: BlockCopy, direction: Direction, lane: _Lane) -> None:
         runs = describe(copy)

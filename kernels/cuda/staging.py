@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -34,6 +34,16 @@ class Staging:
     first: RunTable
     second: RunTable
     nbytes: int
+
+    def halves(self, copy: BlockCopy, buffer: int) -> tuple[BlockCopy, BlockCopy]:
+        """Both copies of `copy`, with a buffer at that address."""
+        rows = np.arange(len(copy), dtype=np.int64)
+        target = copy.target._replace(address=buffer, ids=rows)
+        source = copy.source._replace(address=buffer, ids=rows)
+        return (
+            replace(copy, table=self.first, target=target),
+            replace(copy, table=self.second, source=source),
+        )
 
 
 def staging_of(copy: BlockCopy, direction: Direction) -> Staging:

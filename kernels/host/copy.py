@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from kvconnect.kernels.blocks.block_ids import Ids
+from kvconnect.kernels.blocks.moves import Blocks, Moves
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.strips import Side, Strip
 
-__all__ = ["Rows", "copy_runs"]
-
-Rows: TypeAlias = PagedKv | Tensor
-"""One side: paged memory, or uint8 ``[rows, nbytes]`` whose rows are contiguous."""
+__all__ = ["copy_moves"]
 
 _Opaque: TypeAlias = npt.NDArray[np.void]
 
@@ -34,37 +32,29 @@ _ROW_NBYTES = 1 << 14  # from here on a row costs more than the Python step
 _THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
 
 
-def copy_runs(
-    table: RunTable,
-    source: Rows,
-    target: Rows,
-    source_ids: Ids,
-    target_ids: Ids,
-    *,
-    in_order: bool,
-) -> None:
-    """Copy the runs of `table` for every pair of ids.
+def copy_moves(moves: Moves) -> None:
+    """Copy blocks between host memories. Blocks until it is done."""
+    counts = moves.num_tokens
+    source_ids, target_ids = cast("Ids", moves.source_ids), cast("Ids", moves.target_ids)
+    if counts is None:
+        _copy(moves, moves.table, source_ids, target_ids)
+        return
+    for count in set(counts.tolist()):
+        some = counts == count
+        _copy(moves, moves.table.prefix(count), source_ids[some], target_ids[some])
 
-    Nothing is checked: ids are in range, targets distinct and no source. Blocks until it is done.
 
-    Args:
-        table: made for both sides.
-        source: where to read, on the host.
-        target: where to write, on the host.
-        source_ids: ``[pairs]``; row numbers on a side that is rows.
-        target_ids: as many.
-        in_order: the ids of the side that is rows are 0 to ``pairs - 1``.
-    """
-    pairs = len(source_ids)
+def _copy(moves: Moves, table: RunTable, source_ids: Ids, target_ids: Ids) -> None:
+    source, target, pairs = moves.source, moves.target, len(source_ids)
     if pairs * table.num_runs <= _FEW_RUNS and pairs * table.nbytes < _FEW_NBYTES:
         _copy_few(table, source, target, source_ids.tolist(), target_ids.tolist())
         return
     for strip in _host_strips(table, source, target):
-        strip.copy(source, target, source_ids, target_ids, in_order=in_order)
+        strip.copy(source, target, source_ids, target_ids, in_order=moves.in_order)
 
 
 def _copy_few(
-    table: RunTable, source: Rows, target: Rows, source_ids: list[int], target_ids: list[int]
+    table: RunTable, source: Blocks, target: Blocks, source_ids: list[int], target_ids: list[int]
 ) -> None:
     origin = source.data_ptr() if isinstance(source, Tensor) else 0
     destination = target.data_ptr() if isinstance(target, Tensor) else 0
@@ -74,7 +64,7 @@ def _copy_few(
             ctypes.memmove(first + to_id * to_step, start + from_id * from_step, nbytes)
 
 
-def _host_strips(table: RunTable, source: Rows, target: Rows) -> list[_HostStrip]:
+def _host_strips(table: RunTable, source: Blocks, target: Blocks) -> list[_HostStrip]:
     kept = table.kept.get("host")
     if kept is None:
         made = [_HostStrip(strip, source, target) for strip in table.strips]
@@ -87,7 +77,7 @@ class _HostStrip:
 
     __slots__ = ("_opaque", "_source", "_target", "_target_opaque", "_words", "strip")
 
-    def __init__(self, strip: Strip, source: Rows, target: Rows) -> None:
+    def __init__(self, strip: Strip, source: Blocks, target: Blocks) -> None:
         self.strip = strip
         self._opaque = np.dtype((np.void, strip.nbytes))
         sides = (strip.source, strip.target)
@@ -98,9 +88,9 @@ class _HostStrip:
         self._target_opaque = None if self._target is None else self._as_opaque(self._target)
 
     def copy(
-        self, source: Rows, target: Rows, source_ids: Ids, target_ids: Ids, *, in_order: bool
+        self, source: Blocks, target: Blocks, source_ids: Ids, target_ids: Ids, *, in_order: bool
     ) -> None:
-        """The strip's part of `copy_runs`."""
+        """The strip's part of `copy_moves`."""
         strip, count = self.strip, len(source_ids)
         from_rows, to_rows, opaque = self._source, self._target, self._target_opaque
         if from_rows is None:
@@ -148,7 +138,7 @@ class _HostStrip:
         return array
 
 
-def _view(rows: Rows, side: Side, strip: Strip) -> Tensor:
+def _view(rows: Blocks, side: Side, strip: Strip) -> Tensor:
     """The strip's runs on one side, as bytes: ``[rows, nbytes]`` or ``[rows, runs, nbytes]``."""
     if isinstance(rows, PagedKv):
         memory = rows.memories[side.memory]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,16 +32,34 @@ def append(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) 
         _write_few(states, kv, placed, layer)
         return
     place = slots // kv.tokens, slots % kv.tokens
-    for state, plane in zip(states, kv.slot_arrays(layer), strict=True):
+    for state, plane in zip(states, _slot_arrays(kv, layer), strict=True):
         array = state.detach().numpy() if state.dtype in _KNOWN else as_bytes(state).numpy()
         rows = array.view(plane.dtype)[..., 0]
         plane[place] = rows if count == rows.shape[0] else rows[placed.places]
 
 
+def _slot_arrays(kv: PagedKv, layer: int) -> list[npt.NDArray[np.void]]:
+    """The layer's planes as ``[num_blocks, T, heads]`` of one row each."""
+    if (known := kv.slot_arrays.get(layer)) is None:
+        views = kv.layer_views(range(layer, layer + 1))
+        known = [
+            _slot_array(view if kv.layout == "NHD" else view.transpose(1, 2)) for view in views
+        ]
+        kv.slot_arrays[layer] = known
+    return known
+
+
+def _slot_array(view: Tensor) -> npt.NDArray[np.void]:
+    with torch.inference_mode(mode=False):
+        rows = view.view(torch.uint8).numpy()
+    array: npt.NDArray[np.void] = rows.view(np.dtype((np.void, rows.shape[3])))[..., 0]
+    return array
+
+
 def _write_few(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
     slots, places = placed.ids.tolist(), placed.places.tolist()
     size = kv.dtype.itemsize
-    for state, plane in zip(states, kv.layer_planes(layer), strict=True):
+    for state, plane in zip(states, kv.planes_of(range(layer, layer + 1)), strict=True):
         origin, row, heads = state.data_ptr(), plane.row, kv.heads
         token_step, head_step = state.stride(0) * size, state.stride(1) * size
         if head_step == plane.head == row:  # all heads of a token are one row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,8 +12,14 @@ from kv_cases import POISON, random_bytes
 
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.strips import Side, Strip
-from kvconnect.kernels.blocks.work import BlockCopy
+from kvconnect.kernels.blocks.work import BlockCopy, End
 from kvconnect.kernels.cuda.copy_policy import Direction
+
+
+def with_ids(copy: BlockCopy, source_ids, target_ids) -> BlockCopy:
+    """The same copy of other pairs."""
+    source, target = copy.source._replace(ids=source_ids), copy.target._replace(ids=target_ids)
+    return replace(copy, source=source, target=target)
 
 
 @dataclass(frozen=True)
@@ -63,18 +69,12 @@ class HostCopy:
         self.pairs, self.tokens = pairs, tokens
         self.copy = BlockCopy(
             table=RunTable(strips),
-            source=ends[0],
-            target=ends[1],
-            source_ids=np.array(ids[0], np.int64),
-            target_ids=np.array(ids[1], np.int64),
+            source=End(ends[0], np.array(ids[0], np.int64), 1 << 20, places[0], pinned and loads),
+            target=End(
+                ends[1], np.array(ids[1], np.int64), 1 << 20, places[1], pinned and not loads
+            ),
             num_tokens=None if tokens is None else np.array(tokens, np.int64),
             nbytes=sum(runs.sizes) * len(pairs),
-            source_device=places[0],
-            target_device=places[1],
-            source_pinned=pinned and loads,
-            target_pinned=pinned and not loads,
-            source_limit=1 << 20,
-            target_limit=1 << 20,
             stable_source=stable,
             keep=(self.planes, self.host),
         )

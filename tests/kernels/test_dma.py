@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from device_copies import HostCopy, Runs, host_copies
+from device_copies import HostCopy, Runs, host_copies, with_ids
 from fake_driver import FakeDriver, FakeStream
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,8 +103,8 @@ def test_portions_hold_all_bytes_and_are_no_larger_than_asked_for(sizes, max_nby
 def test_offsets_beyond_32_bits_are_described():
     made = HostCopy(Runs((64,)), [(0, 0)], Direction.STORE)
     ids = np.array([1 << 33, (1 << 33) + 2], np.int64)
-    runs = describe(replace(made.copy, source_ids=ids, target_ids=ids))
-    assert runs.sources.tolist() == [made.copy.source + i * 64 for i in ids.tolist()]
+    runs = describe(with_ids(made.copy, ids, ids))
+    assert runs.sources.tolist() == [made.copy.source.address + i * 64 for i in ids.tolist()]
 
 
 @pytest.mark.parametrize("tokens", [[0, 0], [0, 3]])

@@ -12,6 +12,8 @@ from caches import EVEN_FORMS, Shape, shapes
 from hypothesis import given, settings
 
 from kvconnect.kernels.blocks.paged import PagedKv, bound
+from kvconnect.kernels.blocks.tables import Partner, row_table
+from kvconnect.kernels.copy import copy_blocks
 from kvconnect.layout import KvCacheLayout
 
 
@@ -43,7 +45,7 @@ def test_the_planes_are_where_the_views_say(shape):
 def test_the_runs_of_a_gather_cover_a_row_once_and_the_block_once(shape):
     cache = shape.make(0)
     kv = cache.kv
-    table = kv.gather_table(0, kv.num_layers, kv.block_nbytes)
+    table = row_table(kv, range(kv.num_layers), kv.block_nbytes, gathers=True)
     covered = np.zeros(kv.block_nbytes, int)
     for source, target, _, _, nbytes, first_token, token_nbytes in table.run_list:
         covered[target : target + nbytes] += 1
@@ -55,6 +57,10 @@ def test_the_runs_of_a_gather_cover_a_row_once_and_the_block_once(shape):
     assert (covered == 1).all()
     assert table.nbytes == kv.block_nbytes
     assert table.num_runs == len(table.runs)
+
+
+def own_table(kv, *, by_token):
+    return Partner(kv, kv).table(kv, kv, range(kv.num_layers), by_token=by_token)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +78,16 @@ def test_the_runs_of_a_gather_cover_a_row_once_and_the_block_once(shape):
 )
 def test_what_is_contiguous_on_both_sides_is_one_run(form, gaps, runs):
     kv = Shape(form, "NHD", torch.float16, 3, 5, 16, 2, 8, 8, gaps).make(0).kv
-    assert kv.gather_table(0, 3, kv.block_nbytes).num_runs == runs
-    assert kv.copy_table(kv, 0, 3, by_token=False).num_runs == runs
+    assert row_table(kv, range(3), kv.block_nbytes, gathers=True).num_runs == runs
+    assert own_table(kv, by_token=False).num_runs == runs
 
 
 def test_runs_of_whole_tokens_are_not_merged_beyond_a_plane():
     kv = Shape("pool", "NHD", torch.float16, 3, 5, 16, 2, 8, 8).make(0).kv
-    rows = kv.copy_table(kv, 0, 3, by_token=True).run_list
+    rows = own_table(kv, by_token=True).run_list
     assert [row[4:] for row in rows] == [(16 * 2 * 16, 0, 2 * 16)] * 6
     heads = Shape("stacked", "HND", torch.float16, 1, 5, 16, 2, 8, 8).make(0).kv
-    rows = heads.copy_table(heads, 0, 1, by_token=True).run_list
+    rows = own_table(heads, by_token=True).run_list
     assert [row[4:] for row in rows] == [(16 * 16, 0, 16)] * 4
 
 
@@ -93,7 +99,7 @@ def test_it_keeps_the_memory_and_dies_with_its_last_user():
     gc.collect()
     assert torch.equal(kv.views[1], expected[:, 0, 1])
     other = PagedKv.from_pool(torch.rand(3, 1, 2, 2, 1, 4))
-    kv.copy_table(other, 0, 1, by_token=False)
+    copy_blocks(kv, other, [(0, 1)])
     gone = weakref.ref(other)
     del other
     gc.collect()

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from device_copies import HostCopy, Runs, host_copies
+from device_copies import HostCopy, Runs, host_copies, with_ids
 from fake_driver import FakeDriver, FakeStream
 from hypothesis import given
 from shim_runs import FEW
@@ -210,7 +210,7 @@ def test_ids_on_the_device_are_for_kernels():
     driver, work = work_of()
     driver.everything = True
     ids = torch.tensor([0, 5, 2])
-    copy = replace(made.copy, target_ids=ids)
+    copy = with_ids(made.copy, made.copy.source.ids, ids)
     driver.everything = False
     driver.on_device = lambda device: device.type == "cuda" or driver.everything
     for path in ("dma", "staged"):
@@ -219,13 +219,15 @@ def test_ids_on_the_device_are_for_kernels():
     assert not driver.works
     work.copy(copy, None, "auto")
     assert "batch" not in driver.kinds
+    pageable = replace(copy, source=copy.source._replace(pinned=False))
     with pytest.raises(RuntimeError, match="pageable"):
-        work.copy(replace(copy, source_pinned=False), None, "auto")
+        work.copy(pageable, None, "auto")
 
 
 def test_copies_within_the_device_are_kernels_and_cannot_be_staged():
     made = HostCopy(Runs((1 << 20,)), PAIRS, LOAD)
-    copy = replace(made.copy, source_device=made.copy.target_device)
+    source = made.copy.source._replace(device=made.copy.target.device)
+    copy = replace(made.copy, source=source)
     driver, work = work_of()
     work.copy(copy, None, "auto")
     assert driver.kinds == ["kernel"]
@@ -246,7 +248,7 @@ def test_nothing_to_copy_is_done_at_once():
     made = HostCopy(Runs((64,)), PAIRS, LOAD)
     driver, work = work_of()
     none = np.empty(0, np.int64)
-    assert work.copy(replace(made.copy, source_ids=none, target_ids=none), None, "auto").done()
+    assert work.copy(with_ids(made.copy, none, none), None, "auto").done()
     assert work.copy(replace(made.copy, nbytes=0), None, "auto").done()
     assert not driver.works
 

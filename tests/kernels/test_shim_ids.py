@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from device_copies import with_ids
 from fake_driver import FakeStream
 from kv_cases import POISON, random_bytes
 from shim_runs import driver_of, widths
@@ -14,7 +13,7 @@ from shim_runs import driver_of, widths
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.strips import Side, Strip
-from kvconnect.kernels.blocks.work import BlockCopy
+from kvconnect.kernels.blocks.work import BlockCopy, End
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
 from kvconnect.kernels.cuda import device
 from kvconnect.kernels.cuda.launch.launcher import Grid, Launcher
@@ -31,25 +30,17 @@ def copy_of(source, target, source_ids, target_ids, num_tokens=None):
     strip = Strip(Side(0, 0, NBYTES), Side(0, 0, NBYTES), 1, NBYTES, NBYTES // 4)
     return BlockCopy(
         table=RunTable([strip]),
-        source=source.data_ptr(),
-        target=target.data_ptr(),
-        source_ids=source_ids,
-        target_ids=target_ids,
+        source=End(source.data_ptr(), source_ids, len(source), torch.device("cpu"), pinned=False),
+        target=End(target.data_ptr(), target_ids, len(target), torch.device("cpu"), pinned=False),
         num_tokens=num_tokens,
         nbytes=1,
-        source_device=torch.device("cpu"),
-        target_device=torch.device("cpu"),
-        source_pinned=False,
-        target_pinned=False,
-        source_limit=len(source),
-        target_limit=len(target),
         stable_source=False,
         keep=(source, target),
     )
 
 
 def submit(copy):
-    return device.device_work(copy.source_device).copy(copy, None, "kernel")
+    return device.device_work(copy.source.device).copy(copy, None, "kernel")
 
 
 def poisoned(count):
@@ -156,7 +147,7 @@ def test_a_table_is_uploaded_once(shim):
     with device.driven_by(driver, policy):
         submit(copy)
         addresses = {copy.table.kept[driver][0].runs.address}
-        submit(replace(copy, source_ids=ids[::-1].copy()))
+        submit(with_ids(copy, ids[::-1].copy(), ids))
         addresses.add(copy.table.kept[driver][0].runs.address)
     assert len(addresses) == 1
 

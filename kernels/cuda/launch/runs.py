@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from kvconnect.kernels.blocks.runs import Runs, RunTable
 from kvconnect.kernels.blocks.work import BlockCopy
@@ -61,12 +60,11 @@ def launch_copy(launcher: Launcher, copy: BlockCopy, grid: Grid) -> tuple[object
     Raises:
         RuntimeError: a graph is captured, and only one side's ids are on the device.
     """
-    on_host = not isinstance(copy.source_ids, Tensor) and not isinstance(copy.target_ids, Tensor)
-    num_pairs = len(copy.source_ids)
+    num_pairs = len(copy)
     groups = _groups(launcher, copy.table)
-    if on_host and (num_pairs <= INLINE_PAIRS or launcher.driver.capturing(grid.stream)):
+    if copy.on_host and (num_pairs <= INLINE_PAIRS or launcher.driver.capturing(grid.stream)):
         for start in range(0, num_pairs, INLINE_PAIRS):
-            few = _part(copy, start, min(start + INLINE_PAIRS, num_pairs))
+            few = copy.part(start, start + INLINE_PAIRS) if num_pairs > INLINE_PAIRS else copy
             for group in groups:
                 _launch_inline(launcher, few, group, grid)
         return (copy.keep, groups)
@@ -76,7 +74,7 @@ def launch_copy(launcher: Launcher, copy: BlockCopy, grid: Grid) -> tuple[object
 def _launch_inline(launcher: Launcher, copy: BlockCopy, group: _Group, grid: Grid) -> None:
     raw = [
         _NOTHING if numbers is None else np.asarray(numbers).tobytes().ljust(_INLINE_NBYTES, b"\0")
-        for numbers in (copy.source_ids, copy.target_ids, _prefixes(copy, group))
+        for numbers in (copy.source.ids, copy.target.ids, _prefixes(copy, group))
     ]
     entry = "copy_inline" if copy.num_tokens is None else "copy_inline_prefixes"
     _launch(launcher, copy, group, entry, _params(copy, group, (), b"".join(raw)), grid)
@@ -85,8 +83,8 @@ def _launch_inline(launcher: Launcher, copy: BlockCopy, group: _Group, grid: Gri
 def _launch_listed(
     launcher: Launcher, copy: BlockCopy, groups: tuple[_Group, ...], grid: Grid
 ) -> tuple[object, ...]:
-    source = launcher.ids(copy.source_ids, copy.source_limit, grid.stream)
-    target = launcher.ids(copy.target_ids, copy.target_limit, grid.stream)
+    source = launcher.ids(copy.source.ids, copy.source.num_blocks, grid.stream)
+    target = launcher.ids(copy.target.ids, copy.target.num_blocks, grid.stream)
     errors = launcher.driver.error_word
     entry = "copy_listed" if copy.num_tokens is None else "copy_listed_prefixes"
     keep: list[object] = [source, target]
@@ -108,30 +106,19 @@ def _launch(
     launcher: Launcher, copy: BlockCopy, group: _Group, entry: str, params: Params, grid: Grid
 ) -> None:
     alignment = group.alignment if copy.num_tokens is None else group.token_alignment
-    width = vector_nbytes(alignment, copy.source, copy.target)
-    rows = Rows(len(copy.source_ids) * group.num_runs, group.nbytes, width)
+    width = vector_nbytes(alignment, copy.source.address, copy.target.address)
+    rows = Rows(len(copy) * group.num_runs, group.nbytes, width)
     launcher.rows(entry, "copy_runs", rows, params, grid)
 
 
 def _params(copy: BlockCopy, group: _Group, listed: tuple[int, ...], raw: bytes) -> Params:
     return Params(
         (
-            *(copy.source, group.source_step, copy.target, group.target_step),
-            *(group.runs.address, len(copy.source_ids)),
+            *(copy.source.address, group.source_step, copy.target.address, group.target_step),
+            *(group.runs.address, len(copy)),
         ),
         (*divisor(group.num_runs), *listed),
         raw,
-    )
-
-
-def _part(copy: BlockCopy, start: int, stop: int) -> BlockCopy:
-    if start == 0 and stop == len(copy.source_ids):
-        return copy
-    return replace(
-        copy,
-        source_ids=copy.source_ids[start:stop],
-        target_ids=copy.target_ids[start:stop],
-        num_tokens=None if copy.num_tokens is None else copy.num_tokens[start:stop],
     )
 
 

@@ -56,7 +56,7 @@ def launch_append(launcher: Launcher, work: AppendWork, grid: Grid) -> tuple[obj
     """`reshape_and_cache`: keys and values in one launch if their rows are equally long."""
     kv = work.kv
     slots = launcher.ids(work.slots, kv.num_blocks * kv.tokens, grid.stream)
-    sides = list(zip(work.states, kv.layer_planes(work.layer), strict=True))
+    sides = list(zip(work.states, kv.planes_of(range(work.layer, work.layer + 1)), strict=True))
     together = len({plane.row for _, plane in sides}) == 1
     errors = launcher.driver.error_word
     for some in [sides] if together else [[side] for side in sides]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvconnect.cache.memory.block_slots import BlockSlots, number_slots
 from kvconnect.cache.memory.copy_streams import CopyStreams, CudaStreams
 from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.transfer import Transfer
-from kvconnect.kernels.pair_copy import copy_pairs
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["BlockCopier", "TensorCopier"]

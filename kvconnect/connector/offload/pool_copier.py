@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvconnect.connector.offload.messages import BlockLoad
 from kvconnect.connector.offload.staging import Slot, StagingPool
+from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.kernels.cuda.driver.streams import copy_streams
-from kvconnect.kernels.pair_copy import copy_pairs
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["PoolCopier", "PoolCopiers", "clear_beyond", "copy_batches"]

@@ -1,4 +1,4 @@
-"""Where work goes: to the host's own loops, to a device, or to plain torch."""
+"""Plain torch in place of kernels, where there is no device to run them or no driver for it."""
 
 from __future__ import annotations
 
@@ -9,36 +9,11 @@ from typing import Any
 import torch
 
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
-from kvconnect.kernels.blocks.work import BlockCopy
 from kvconnect.kernels.cuda import device
 from kvconnect.kernels.cuda.device import DeviceWork
 from kvconnect.trace import warn_once
 
-_HOST = torch.device("cpu")
-
-__all__ = ["is_host_work", "run_plainly", "submit_copy", "tried"]
-
-
-def is_host_work(one: torch.device, other: torch.device) -> bool:
-    """Whether both memories are the host's, and no device was put in its place (for tests)."""
-    return one == other == _HOST and not device.wanted(one)
-
-
-def submit_copy(copy: BlockCopy, stream: Any, path: str, plainly: Callable[[], None]) -> Transfer:
-    """Have it copied on `path`; `plainly` does the same in plain torch.
-
-    Raises:
-        RuntimeError: there is no device for the path that was asked for.
-    """
-    where = copy.source_device if copy.source_device.type == "cuda" else copy.target_device
-    if path != "torch":
-        try:
-            return device.device_work(where).copy(copy, stream, path)
-        except device.NoDevice as error:
-            if path != "auto":
-                raise
-            _note_missing(error)
-    return run_plainly(plainly, where, stream, copy.keep)
+__all__ = ["note_missing", "run_plainly", "tried"]
 
 
 def tried(where: torch.device, submit: Callable[[DeviceWork], Transfer]) -> Transfer | None:
@@ -48,7 +23,7 @@ def tried(where: torch.device, submit: Callable[[DeviceWork], Transfer]) -> Tran
     try:
         return submit(device.device_work(where))
     except device.NoDevice as error:
-        _note_missing(error)
+        note_missing(error)
         return None
 
 
@@ -65,6 +40,6 @@ def run_plainly(
     return Transfer(event, keep)
 
 
-def _note_missing(error: Exception) -> None:
-    """Plain torch does what a kernel should."""
+def note_missing(error: Exception) -> None:
+    """Warns once that plain torch does what a kernel should."""
     warn_once("kernels.no_device", f"copies use plain torch, which is slow: {error}")

@@ -1,0 +1,203 @@
+"""Which block goes where: between two paged memories, or one and the rows of a buffer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.blocks.block_ids import (
+    SMALL,
+    BlockIds,
+    Ids,
+    check_integers,
+    check_targets,
+    host_ids,
+    kept,
+    on_device,
+)
+from kvconnect.kernels.blocks.buffers import byte_rows, check_devices
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.blocks.runs import RunTable
+from kvconnect.kernels.blocks.tables import Partner, row_table
+
+__all__ = ["Blocks", "Moves", "Some", "pair_moves", "row_moves", "split_mapping"]
+
+Blocks: TypeAlias = PagedKv | Tensor
+"""One side: paged memory, or uint8 ``[rows, nbytes]`` with a block in each contiguous row."""
+
+Some: TypeAlias = npt.NDArray[np.bool_]
+"""Which of several pairs."""
+
+_ANY = 1 << 62
+
+
+class Moves(NamedTuple):
+    """Blocks to be copied: checked, without padding, one at least.
+
+    Attributes:
+        source, target: one of them at least is paged memory.
+        source_ids, target_ids: ``[n]``; row numbers on a side that is rows. On the device, where
+            the caller's were: those out of range, -1 too, are to be skipped.
+        layers: that are copied.
+        table: their runs; with `num_tokens` of whole tokens.
+        num_tokens: ``[n]``, at least 1: first tokens of each block; ``None``: whole blocks.
+        in_order: the ids of a side that is rows are 0 to n - 1.
+    """
+
+    source: Blocks
+    target: Blocks
+    source_ids: Ids | Tensor
+    target_ids: Ids | Tensor
+    layers: range
+    table: RunTable
+    num_tokens: Ids | None = None
+    in_order: bool = False
+
+
+def row_moves(
+    kv: PagedKv, block_ids: BlockIds, buffer: Tensor, layers: range, *, gathers: bool
+) -> Moves | None:
+    """Blocks to the rows of `buffer`, or back; ``None`` if there are none.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as `gather_blocks` and `scatter_blocks`.
+    """
+    ids: Ids | Tensor
+    positions: Ids | Tensor
+    if on_device(block_ids):
+        count, in_order = _count(kv, block_ids), True
+        ids, positions = block_ids, torch.arange(count, device=kv.device)
+    else:
+        given = host_ids("block_ids", block_ids, kv.num_blocks)
+        count = len(given)
+        ids, positions, in_order = kept(given)
+    nbytes = kv.layers_nbytes(len(layers))
+    rows = byte_rows("out" if gathers else "src", buffer, kv, count, nbytes)
+    if not gathers and not isinstance(ids, Tensor):
+        check_targets("block_ids", ids)
+    if not len(ids) or not nbytes:
+        return None
+    table = row_table(kv, layers, rows.stride(0) if count > 1 else nbytes, gathers=gathers)
+    if gathers:
+        return Moves(kv, rows, ids, positions, layers, table, None, in_order)
+    return Moves(rows, kv, positions, ids, layers, table, None, in_order)
+
+
+def _count(kv: PagedKv, block_ids: Tensor) -> int:
+    """How many ids there are on the device: only the kernel sees their values."""
+    if block_ids.device != kv.device:
+        raise RuntimeError(f"block_ids: on {block_ids.device}, the cache is on {kv.device}")
+    check_integers("block_ids", block_ids)
+    if block_ids.ndim != 1:
+        raise ConfigurationError(f"block_ids: shape {tuple(block_ids.shape)}; one axis is needed")
+    return len(block_ids)
+
+
+def split_mapping(mapping: Any) -> tuple[Ids, Ids, Some | None]:
+    """Sources and targets of ``[n, 2]`` pairs, and which pairs were no padding (``None``: all).
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: of another shape.
+    """
+    pairs = host_ids("block_mapping", mapping, _ANY, ndim=2)
+    if pairs.shape[1] != 2:
+        raise ConfigurationError(f"block_mapping: shape {pairs.shape}; [n, 2] is needed")
+    sources, targets = pairs[:, 0], pairs[:, 1]
+    if pairs.size <= SMALL:
+        padded = any(low < 0 or high < 0 for low, high in pairs.tolist())
+    else:
+        padded = bool(pairs.min() < 0)
+    if padded:
+        some: Some = np.all(pairs >= 0, axis=1)
+        return sources[some], targets[some], some
+    return sources, targets, None
+
+
+def pair_moves(
+    kvs: tuple[PagedKv, PagedKv],
+    ids: tuple[BlockIds, BlockIds],
+    layers: range,
+    *,
+    num_tokens: BlockIds | None = None,
+    some: Some | None = None,
+) -> Moves | None:
+    """Blocks of the first of `kvs` to blocks of the second; ``None`` if there are none.
+
+    Args:
+        kvs: source and target.
+        ids: of each.
+        layers: that are copied.
+        num_tokens: as for `copy_blocks`.
+        some: which of `num_tokens` belong to these pairs, where padding was left out.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as `copy_blocks`.
+    """
+    source, target = kvs
+    partner = _partner(source, target)
+    source_ids = host_ids("source_ids", ids[0], source.num_blocks, padding=False)
+    target_ids = host_ids("target_ids", ids[1], target.num_blocks, padding=False)
+    if len(source_ids) != len(target_ids):
+        raise ConfigurationError(
+            f"target_ids: {len(target_ids)} blocks for {len(source_ids)} sources"
+        )
+    counts = None
+    if num_tokens is not None:
+        length = len(source_ids) if some is None else len(some)
+        counts = _token_counts(num_tokens, source.tokens, length)
+        counts = counts if some is None else counts[some]
+    check_targets("target_ids", target_ids)
+    if partner.shift is not None:
+        _check_apart(source_ids, target_ids + partner.shift if partner.shift else target_ids)
+    if counts is not None:
+        if (counts == source.tokens).all():
+            counts = None
+        elif not counts.all():
+            copied = counts > 0
+            source_ids, target_ids, counts = source_ids[copied], target_ids[copied], counts[copied]
+    if not len(source_ids) or not layers:
+        return None
+    table = partner.table(source, target, layers, by_token=counts is not None)
+    return Moves(source, target, source_ids, target_ids, layers, table, counts)
+
+
+def _partner(source: PagedKv, target: PagedKv) -> Partner:
+    known: Partner | None = source.partners.get(target)
+    if known is not None:
+        return known
+    if source.dtype != target.dtype:
+        raise TypeError(f"dst_kv: {target.dtype}, the source is {source.dtype}")
+    if source.shape != target.shape:
+        raise ConfigurationError(
+            f"dst_kv: {target.described()}; the source is {source.described()} "
+            "(transpose_blocks changes layouts)"
+        )
+    check_devices("dst_kv", source.device, target.device)
+    made: Partner = source.partners.setdefault(target, Partner(source, target))
+    return made
+
+
+def _token_counts(num_tokens: BlockIds, tokens: int, count: int) -> Ids:
+    try:
+        counts = host_ids("num_tokens", num_tokens, tokens + 1, padding=False, noun="")
+    except IndexError as error:
+        raise ConfigurationError(str(error)) from error
+    if len(counts) != count:
+        raise ConfigurationError(f"num_tokens: {len(counts)} for {count} pairs")
+    return counts
+
+
+def _check_apart(source_ids: Ids, target_ids: Ids) -> None:
+    """No target is a source: which of both copies came first would decide what it holds."""
+    if len(target_ids) <= SMALL:
+        both = set(source_ids.tolist()).intersection(target_ids.tolist())
+    else:
+        both = set(np.intersect1d(source_ids, target_ids).tolist())
+    if both:
+        raise ConfigurationError(f"target_ids: block {min(both)} is a source and a target")
