@@ -14,8 +14,8 @@ from kvconnect.backend import Backend
 from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig, KvCacheRetentionConfig
 from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.offload.store import stored_as
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
-from kvconnect.connector.runtime.stored_as import stored_as
 from kvconnect.digest import model_digest
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Attachment, NoConnector

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from kvconnect.connector.offload.daemon_threads import DaemonThreads
-from kvconnect.connector.offload.io_loop import IoLoop
+from kvconnect.connector.offload.io_loop import DaemonThreads, IoLoop
 from kvconnect.errors import UsageError
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from stores import DictStore
 
 from kvconnect.backend import StoredBlock
-from kvconnect.connector.offload.lookup import Hit, Query, look_up
-from kvconnect.connector.offload.window import blocks_needed
+from kvconnect.connector.offload.lookup import Hit, Query, blocks_needed, look_up
 from kvconnect.keys import chain_key
 
 Windows = tuple[int | None, ...]

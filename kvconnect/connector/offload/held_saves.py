@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.connector.offload.messages import SaveOrder
-from kvconnect.connector.offload.window import blocks_needed
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["HeldSaves"]

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Backend, Child
-from kvconnect.connector.offload.window import blocks_needed
 from kvconnect.keys import BlockKey, Shard, chain_key, store_key
 from kvconnect.request import LlmRequest
 from kvconnect.tokens import TokenArray, as_token_array
 
-__all__ = ["Hit", "Query", "look_up"]
+__all__ = ["Hit", "Query", "blocks_needed", "look_up"]
 
 _MOST_STEPS_BACK = 8
 
@@ -225,3 +224,14 @@ class _Windows:
             return 0
         keys = [self._query.store_key(self._path[number], group) for number in blocks]
         return await self._backend.lookup(keys)
+
+
+def blocks_needed(window: int | None, end: int, tokens_per_block: int) -> range:
+    """Numbers of the blocks without which tokens from `end` on cannot be computed.
+
+    With full attention (`window` is ``None``) every block of ``[0, end)``; else those that overlap
+    ``[end - window + 1, end)``, and the one that `end` is inside of. After a commit of `end` tokens
+    a running sequence holds no block before these.
+    """
+    first = 0 if window is None else max(0, end - window + 1) // tokens_per_block
+    return range(first, -(-end // tokens_per_block))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
 from kvconnect.connector.offload.budget import Patience
-from kvconnect.connector.offload.lookup import Hit, Query, look_up
+from kvconnect.connector.offload.lookup import Hit, Query, blocks_needed, look_up
 from kvconnect.connector.offload.messages import (
     BlockLoad,
     LoadBlocks,
@@ -19,7 +19,6 @@ from kvconnect.connector.offload.messages import (
 )
 from kvconnect.connector.offload.save_plan import SavePlan
 from kvconnect.connector.offload.store import OffloadStore
-from kvconnect.connector.offload.window import blocks_needed
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.errors import ConnectorContractError, UsageError
 from kvconnect.request import LlmRequest

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvconnect.backend import Backend
-from kvconnect.backends.registry import open_backend
+from kvconnect.backends.registry import codecs_of, open_backend
 from kvconnect.backends.url import without_passwords
+from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload.daemon_threads import DaemonThreads
-from kvconnect.connector.offload.io_loop import IoLoop
+from kvconnect.connector.offload.io_loop import DaemonThreads, IoLoop
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.trace import warn_once
 
-__all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "OffloadStore"]
+__all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "OffloadStore", "stored_as"]
 
 T = TypeVar("T")
 
@@ -153,3 +154,22 @@ class _Entry:
 
 _open_stores: dict[int, _Entry] = {}
 _lock = threading.Lock()
+
+
+def stored_as(model_digest: bytes, config: KvCacheConnectorConfig | None) -> bytes:
+    """`model_digest`, or another one where blocks come back from the store rounded, or encrypted.
+
+    So engines with another codec or another encryption key do not find these blocks at all, rather
+    than find and refuse them. Lossless compression makes no difference.
+
+    Raises:
+        ConfigurationError, MissingExtra: the codec, or its key file, cannot be used.
+    """
+    if config is None:
+        return model_digest
+    codecs = codecs_of(config.backend or config.url, codec=config.codec, key_file=config.key_file)
+    if not codecs.identity:
+        return model_digest
+    state = hashlib.blake2b(codecs.identity, digest_size=32, person=b"kvc-codecs")
+    state.update(model_digest)
+    return state.digest()

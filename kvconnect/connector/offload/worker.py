@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvconnect.connector.data import Direction, KvCachePool, LlmArgs, TransferFailure
-from kvconnect.connector.offload.background_loads import BackgroundLoads
+from kvconnect.connector.offload.background_load import BackgroundLoads
 from kvconnect.connector.offload.held_saves import HeldSaves
 from kvconnect.connector.offload.messages import LoadBlocks, OffloadMeta, SaveOrder, WorkerMeta
 from kvconnect.connector.offload.pool_copier import PoolCopier, PoolCopiers
