@@ -73,7 +73,7 @@ class Instructions:
         metadata: for the workers, from `build_connector_meta`.
         loads: that start now.
         saving: requests that ended and whose blocks are kept for a save that starts now.
-        cancelled: requests whose load nobody waits for any more.
+        cancelled: requests that do not wait for their load any more.
     """
 
     step: int

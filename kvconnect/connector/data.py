@@ -66,7 +66,7 @@ class RequestData:
         num_scheduled_tokens: tokens that this step computes; drafts count.
         block_keys: chained keys of the full blocks of the tokens so far.
         new_block_ids_by_group: the same of each pool group, `new_block_ids` being those of group 0;
-            -1 in places outside a window. Pools of windows get blocks for what is computed next
+            -1 where a window holds none. Pools of windows get blocks for what is computed next
             only, so the list of such a group may end before that of group 0 and go on later.
         cache_salt: the request's salt.
         priorities: retention priority of each new block.

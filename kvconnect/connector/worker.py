@@ -129,7 +129,7 @@ class KvCacheConnectorWorker(ABC):
     wakes: bool = False
 
     def cancel(self, request_id: int) -> None:
-        """*Ours.* Nobody waits for this request's load; `get_finished` still returns it."""
+        """*Ours.* No request waits for this load any more; `get_finished` still returns its id."""
 
     def shutdown(self) -> None:
         """*Ours.* Finish what is staged, release everything; idempotent."""

@@ -207,7 +207,7 @@ def test_all_requests_of_a_step_share_one_lookup_budget() -> None:
         elapsed = time.monotonic() - started
         assert 0.2 <= elapsed < 0.8  # not five times the budget
         assert all(request.tokens.view[-1] == ANSWER[0] for request in requests)
-        assert scheduler._patience.lost  # later ones wait no more, until it answers in time
+        assert scheduler._budget.suspended  # later ones wait no more, until it answers in time
         store.at_lookup.open()
 
 
@@ -480,7 +480,7 @@ def test_a_store_that_cannot_be_opened_is_named_without_its_password() -> None:
 def test_a_store_that_never_opens_is_an_error_within_the_deadline() -> None:
     store = DictStore()
 
-    async def forever(_layouts):
+    async def forever(_layouts, **_):
         await store.at_load.pass_through()
 
     store.at_load.shut()
@@ -551,7 +551,7 @@ def test_a_slow_load_from_a_store_that_answers_is_waited_for(monkeypatch) -> Non
 def test_opening_is_no_load_and_may_take_longer() -> None:
     store = DictStore()
 
-    async def slow(_layouts):
+    async def slow(_layouts, **_):
         await asyncio.sleep(0.1)
 
     store.open = slow

@@ -236,7 +236,7 @@ def test_an_unfinished_save_times_out_and_its_blocks_stay_until_it_is_over(scrip
 def test_blocks_of_a_late_save_are_hoped_for_as_long_as_a_save_may_take_or_longer(
     script: Script, monkeypatch: pytest.MonkeyPatch, at_least: float, hoped: float
 ) -> None:
-    monkeypatch.setattr("kvconnect.connector.runtime.ledger._HOPE_S", at_least)
+    monkeypatch.setattr("kvconnect.connector.runtime.ledger._GRACE_S", at_least)
     script.keep = lambda _: True
     script.finished = never
     with engine(load_timeout_s=0.01, save_timeout_s=0.2) as bench:

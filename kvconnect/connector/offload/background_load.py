@@ -70,7 +70,7 @@ class BackgroundLoads:
 
     A load ends without success at its deadline, or as soon as the store is left alone: the pieces
     to come would be refused, and those under way need not be waited for. While nothing arrives the
-    store is asked for a key that nobody has: one that is frozen is left alone after five such
+    store is asked for a key that is in no store: one that is frozen is left alone after five such
     questions, whether or not others have to do with it; one that is merely slow answers them.
 
     A failed or cancelled load reports its end only when nothing of it will be copied into the pool
@@ -111,7 +111,7 @@ class BackgroundLoads:
         self._store.submit(self._run(load))
 
     def cancel(self, request_id: int) -> None:
-        """Nobody waits for this load any more; it is done soon. On the engine's thread."""
+        """No request waits for this load any more; it ends soon. On the engine's thread."""
         self._store.io.call_soon(lambda: self._cancel(request_id))
 
     def _cancel(self, request_id: int) -> None:

@@ -12,7 +12,7 @@ from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.errors import RetryLater
 from kvconnect.trace import count
 
-__all__ = ["Patience"]
+__all__ = ["LookupBudget"]
 
 T = TypeVar("T")
 
@@ -23,8 +23,8 @@ _LAST_PAUSE_S = 1.0
 _PROBE_S = 2.0
 
 
-class Patience:
-    """A budget of waiting for each step; none once a lookup missed it, until one is in time again.
+class LookupBudget:
+    """How long a step may wait for its lookups; suspended once one was late, until one is in time.
 
     So a store that is frozen, or too slow, costs one request the budget, once. What others looked
     up meanwhile is used if it is there by the time they are admitted. Requests do not probe: an
@@ -50,7 +50,7 @@ class Patience:
         self._submit = submit
         self._left_s = budget_s
         self._probing: Future[None] | None = None
-        self.lost = False
+        self.suspended = False
 
     def start_step(self) -> None:
         """What is waited for from here on counts as another step's."""
@@ -58,23 +58,23 @@ class Patience:
 
     def wait(self, lookup: Future[Any]) -> None:
         """Block until `lookup` is done, at most for what is left of the step's budget."""
-        if self.lost or self._left_s <= 0 or lookup.done():
+        if self.suspended or self._left_s <= 0 or lookup.done():
             return
         started = time.monotonic()
         try:
             lookup.exception(self._left_s)
         except TimeoutError:
             self._left_s = 0.0
-            self._lose()
+            self._suspend()
         else:
             self._left_s -= time.monotonic() - started
 
     async def timed(self, lookup: Coroutine[Any, Any, T]) -> T:
-        """The result of `lookup`; an answer in time brings the patience back."""
+        """The result of `lookup`; an answer in time ends the suspension."""
         started = time.monotonic()
         answer = await lookup
-        if self.lost and time.monotonic() - started <= self._budget_s:
-            self.lost = False
+        if self.suspended and time.monotonic() - started <= self._budget_s:
+            self.suspended = False
             count("connector.patience.found")
         return answer
 
@@ -83,8 +83,8 @@ class Patience:
         if self._probing is not None:
             self._probing.cancel()
 
-    def _lose(self) -> None:
-        self.lost = True
+    def _suspend(self) -> None:
+        self.suspended = True
         count("connector.patience.lost")
         # One that is not done yet may have seen that it is over, just before this.
         self.end()
@@ -92,7 +92,7 @@ class Patience:
 
     async def _probe(self) -> None:
         pause = _FIRST_PAUSE_S
-        while self.lost:
+        while self.suspended:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
             try:

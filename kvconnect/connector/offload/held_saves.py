@@ -47,5 +47,5 @@ class HeldSaves:
         }
         if not blocks:
             return None
-        ordered = tuple(blocks[place] for place in sorted(blocks))
+        ordered = tuple(blocks[key] for key in sorted(blocks))
         return SaveOrder(request_id, ordered, orders[0].namespace)

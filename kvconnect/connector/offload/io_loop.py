@@ -103,7 +103,7 @@ class DaemonThreads(ThreadPoolExecutor):
         """Run ``fn(*args, **kwargs)`` on a thread; does not block.
 
         What is cancelled before its turn is forgotten at once: while all threads are stuck, work
-        that nobody waits for must not pile up.
+        that is of no use must not pile up.
 
         Raises:
             RuntimeError: the pool has ended, or there is not even one thread to be had; `fn` is not
@@ -116,7 +116,7 @@ class DaemonThreads(ThreadPoolExecutor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 (carried to whoever waits for the future)
+            except BaseException as error:  # noqa: BLE001 (raised where the future is waited for)
                 future.set_exception(error)
             else:
                 future.set_result(result)

@@ -127,7 +127,7 @@ def copy_batches(blocks: Sequence[BlockLoad]) -> Iterator[slice]:
 
 
 def clear_beyond(payload: Tensor, layout: KvCacheLayout, num_tokens: int) -> None:
-    """Zero what a block's bytes hold past its first `num_tokens`: KV of whoever had it before.
+    """Zero what a block's bytes hold past its first `num_tokens`: KV of its owner before.
 
     `payload` is a 1-D uint8 host tensor of ``layout.block_nbytes``; changed in place.
     """

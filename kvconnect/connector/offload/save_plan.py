@@ -80,7 +80,7 @@ class SavePlan:
         """The request holds exactly `block_ids` in group 0; the never reported do not count."""
         del self._priorities[len(block_ids) :]
         first = self._groups[0]
-        # A window's places that were given up stay what they were reported as: see `_held`.
+        # Ids of a window's blocks that were given up stay what they were reported as: see `_held`.
         if first.window is None:
             first.block_ids = list(block_ids[: len(self._priorities)])
         for group in self._groups:
@@ -109,11 +109,11 @@ class SavePlan:
         self._stored_tail = None
 
     def close(self) -> None:
-        """Nothing is offered until `reopen`: a block was dropped."""
+        """Nothing is ordered until `reopen`: a block was dropped."""
         self._open = False
 
     def reopen(self) -> None:
-        """Offer again what was dropped."""
+        """Order again what was dropped."""
         self._open = True
 
     def is_due(self, num_full: int) -> bool:

@@ -66,18 +66,18 @@ class SaveQueue:
         first: int = 0,
         *,
         stream: torch.cuda.Stream | None = None,
-        patience_s: float = 0.0,
+        timeout_s: float = 0.0,
     ) -> int:
         """Copy ``order.blocks[first:]`` to staging slots and have them written.
 
         When it returns the blocks copied may be handed on (on CUDA: `stream` waits for the copies).
-        Blocks up to `patience_s` for room.
+        Blocks up to `timeout_s` for room.
 
         Returns:
             How many leading ones of them there was room for.
         """
         blocks = order.blocks[first:]
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         staged = 0
         while staged < len(blocks):
             slots = self._staging.take(Direction.SAVE, len(blocks) - staged)

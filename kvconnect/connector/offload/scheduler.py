@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
-from kvconnect.connector.offload.budget import Patience
+from kvconnect.connector.offload.budget import LookupBudget
 from kvconnect.connector.offload.lookup import Hit, Query, blocks_needed, look_up
 from kvconnect.connector.offload.messages import (
     BlockLoad,
@@ -36,7 +36,8 @@ class _State:
         saves: what of it the store still lacks.
         lookup: the question to the store, running or answered.
         hit: the answer, once it was looked at.
-        offer: tokens ``start..end`` promised for this admission, until their load is ordered.
+        promised: tokens ``start..end`` that the store has for this admission, until their load is
+            ordered.
         num_held: blocks that the workers hold until the request's end.
     """
 
@@ -44,7 +45,7 @@ class _State:
     saves: SavePlan
     lookup: Future[Hit]
     hit: Hit | None = None
-    offer: tuple[int, int] | None = None
+    promised: tuple[int, int] | None = None
     num_held: int = 0
 
 
@@ -53,13 +54,13 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     Lookups start when a request arrives. At admission, all requests of one step together wait at
     most ``lookup_timeout_ms`` for answers: what is late is a miss, and may serve a later admission.
-    After that nobody waits until the store answers in time again.
+    After that no request waits until the store answers in time again.
     Loads run in the background unless the backend is ``inline``.
 
     A block is ordered into the store in the step that fills it; with ``save_on="finish"`` the
     workers stage it at its request's end, or when that is preempted. A block that is dropped or
     below ``min_priority`` ends its sequence's saves: without it, what follows cannot be found.
-    Dropped ones are offered again at the request's end, and by any other request that uses them.
+    Dropped ones are ordered again at the request's end, and by any other request that uses them.
     No record of what is stored outlives a request: the store itself is asked.
     """
 
@@ -78,7 +79,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._forgotten: list[int] = []
         self._backlogged = False
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
-        self._patience = Patience(
+        self._budget = LookupBudget(
             self._config.lookup_timeout_ms / 1000, self._store.backend, self._store.submit
         )
 
@@ -91,7 +92,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
         lookup: Future[Hit]
         if store.backend.available:
-            lookup = store.submit(self._patience.timed(look_up(store.backend, query)))
+            lookup = store.submit(self._budget.timed(look_up(store.backend, query)))
         else:
             lookup = Future()
             lookup.set_result(Hit())
@@ -102,13 +103,13 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     ) -> tuple[int, bool]:
         """What the store has beyond `num_computed_tokens`; waits within the step's budget."""
         state = self._states[request.request_id]
-        state.offer = None
+        state.promised = None
         # The last token is always computed.
         most = request.num_tokens - 1 - num_computed_tokens
         if most < self._min_tokens:
             return 0, False
         if state.hit is None:
-            self._patience.wait(state.lookup)
+            self._budget.wait(state.lookup)
         hit = self._hit(state)
         if hit is None:
             count("connector.lookup.late")
@@ -117,7 +118,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         num_tokens = hit.end - num_computed_tokens
         if not self._min_tokens <= num_tokens <= most:
             return 0, False
-        state.offer = (num_computed_tokens, hit.end)
+        state.promised = (num_computed_tokens, hit.end)
         return num_tokens, not self._loads_in_step
 
     @property
@@ -146,9 +147,9 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._states[request.request_id].saves.forget_blocks()
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
-        """What did not load is computed, and offered to the store anew."""
+        """What did not load is computed, and saved anew."""
         state = self._states[request.request_id]
-        state.offer = None
+        state.promised = None
         state.hit = Hit()
         state.saves.note_missing(num_valid_tokens // self._tokens_per_block)
 
@@ -200,14 +201,14 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         with_tail = self._store.enumerable and self._config.save_partial_tails and valid % size
         rest = saves.order(valid // size, valid, valid if with_tail else None)
         # A store that does not answer would only keep the blocks from the requests to come.
-        waits = self._config.on_backlog == "wait" or not self._patience.lost
+        waits = self._config.on_backlog == "wait" or not self._budget.suspended
         return RequestEnd(request.request_id, valid, rest, waits)
 
     # ------------------------------------------------------------------ one step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMeta | None:
         """The loads and saves of this step; ``None`` if there are none."""
-        self._patience.start_step()
+        self._budget.start_step()
         loads: list[LoadBlocks] = []
         saves: list[SaveOrder] = []
         for data in scheduler_output.loading_requests:
@@ -258,13 +259,13 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self, data: RequestData, loads: list[LoadBlocks], *, is_async: bool
     ) -> LoadBlocks | None:
         state = self._states[data.request_id]
-        offer, state.offer = state.offer, None
-        # An offer that reached no further than what the device has was not taken.
-        if offer is None or state.hit is None or data.computed_position >= offer[1]:
+        promised, state.promised = state.promised, None
+        # What reaches no further than what the device has was not taken.
+        if promised is None or state.hit is None or data.computed_position >= promised[1]:
             return None
         # The device may have kept less than it matched when the store was asked.
         held = data.computed_position - data.computed_position % self._tokens_per_block
-        start, end = min(offer[0], held), offer[1]
+        start, end = min(promised[0], held), promised[1]
         blocks = tuple(self._blocks_to_load(data, state.hit, start, end))
         load = LoadBlocks(data.request_id, start, end, blocks, is_async, self._divisible)
         loads.append(load)
@@ -319,7 +320,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         store, self._open_store = self._open_store, None
         if store is None:
             return
-        self._patience.end()
+        self._budget.end()
         for state in self._states.values():
             state.lookup.cancel()
         self._states.clear()

@@ -87,7 +87,7 @@ class StagingPool:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody uses."""
+        """Slots that are not used."""
         return len(self._free)
 
     def sizes(self) -> dict[str, float]:

@@ -89,7 +89,7 @@ class StepLoad:
         self._layerwise = layerwise
         self._deadline = time.monotonic() + timeout_s
         self._layers = _layers(copiers.layouts)
-        self._place = {layer.number: place for place, layer in enumerate(self._layers)}
+        self._index = {layer.number: index for index, layer in enumerate(self._layers)}
         self._ready = [threading.Event() for _ in self._layers]
         self._events: list[torch.cuda.Event | None] = [None] * len(self._layers)
         self._copy_lock = threading.Lock()
@@ -102,10 +102,10 @@ class StepLoad:
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None) -> None:
         """Block until `layer` is in its pool, or in front of `stream`, or never will be."""
-        place = self._place[layer]
-        if not self._ready[place].wait(self._left()):
+        index = self._index[layer]
+        if not self._ready[index].wait(self._left()):
             self._close(f"not done within {self._timeout_s:g} s")
-        event = self._events[place]
+        event = self._events[index]
         if event is not None and stream is not None:
             stream.wait_event(event)
 
@@ -217,13 +217,13 @@ class StepLoad:
         self._copied(pieces)
 
     def _copy_by_layer(self, pieces: Sequence[_Piece]) -> None:
-        for place, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._layers):
             own = [piece for piece in pieces if piece.block.group == layer.group]
             for batch in copy_batches([piece.block for piece in own]):
                 if not self._copy(own[batch], range(layer.index, layer.index + 1)):
                     return
-            self._events[place] = self._copiers[layer.group].mark_copies_in()
-            self._ready[place].set()
+            self._events[index] = self._copiers[layer.group].mark_copies_in()
+            self._ready[index].set()
         self._copied(pieces)
 
     def _copy(self, batch: Sequence[_Piece], layers: range | None = None) -> bool:

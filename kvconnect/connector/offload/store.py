@@ -33,7 +33,7 @@ SAVES_IN_FLIGHT = 3
 
 
 class OffloadStore:
-    """An open store with its I/O loop; made once per `LlmArgs` by whoever asks first.
+    """An open store with its I/O loop; made once per `LlmArgs` by the first that asks.
 
     Attributes:
         llm_args: whose.

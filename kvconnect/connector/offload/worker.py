@@ -46,7 +46,7 @@ class _Leaving:
 
 
 def _silent() -> None:
-    """Nobody wants to be woken yet, and there are no gauges to hide."""
+    """Stands for a callback that is not there yet."""
 
 
 class OffloadWorker(KvCacheConnectorWorker):
@@ -121,12 +121,12 @@ class OffloadWorker(KvCacheConnectorWorker):
             return
         for request_id in metadata.forgotten:
             self._held.forget(request_id)
-        patience_s = _OWN_SHARE * self._config.save_timeout_s
+        timeout_s = _OWN_SHARE * self._config.save_timeout_s
         for end in metadata.ended:
             if end.rest is not None:
                 self._held.add(end.rest)
             order = self._held.take(end.request_id, end.num_tokens)
-            deadline = time.monotonic() + patience_s if end.waits else 0.0
+            deadline = time.monotonic() + timeout_s if end.waits else 0.0
             self._leaving[end.request_id] = _Leaving(order, deadline)
 
     # ------------------------------------------------------------------ loads
@@ -184,8 +184,8 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._step_load = None
         meta = self._metadata
         if isinstance(meta, OffloadMeta) and meta.saves:
-            patience = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
-            deadline = time.monotonic() + patience  # of all of them together
+            timeout_s = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
+            deadline = time.monotonic() + timeout_s  # of all of them together
             for order in meta.saves:
                 # What was computed behind a load that failed is not what its keys say.
                 if order.request_id in wrong:
@@ -195,8 +195,8 @@ class OffloadWorker(KvCacheConnectorWorker):
                 else:
                     self._stage(order, stream, max(0.0, deadline - time.monotonic()))
 
-    def _stage(self, order: SaveOrder, stream: torch.cuda.Stream | None, patience_s: float) -> None:
-        staged = self._queue.stage(order, stream=stream, patience_s=patience_s)
+    def _stage(self, order: SaveOrder, stream: torch.cuda.Stream | None, timeout_s: float) -> None:
+        staged = self._queue.stage(order, stream=stream, timeout_s=timeout_s)
         missing = len(order.blocks) - staged
         if missing:
             self._note_missing(order.request_id, order.blocks[staged].number)
@@ -302,7 +302,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         for leaving in self._leaving.values():
             if leaving.order is not None:
                 left = max(0.0, deadline - time.monotonic())
-                queue.stage(leaving.order, leaving.staged, patience_s=left)
+                queue.stage(leaving.order, leaving.staged, timeout_s=left)
         self._leaving.clear()
         if not queue.flush(max(0.0, deadline - time.monotonic())):
             warn_once("connector.drain", f"{store.backend.name}: not everything staged was saved")

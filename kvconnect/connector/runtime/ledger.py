@@ -22,9 +22,9 @@ from kvconnect.trace import warn_once
 
 __all__ = ["BlockFate", "StepOutcome", "TransferLedger"]
 
-# Blocks in quarantine are hoped for at least so long, however short the deadlines are: a request
+# Blocks in quarantine are waited for at least so long, however short the deadlines are: a request
 # that waits for them is late, one that gives up has failed.
-_HOPE_S = 10.0
+_GRACE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -161,13 +161,13 @@ class TransferLedger:
     def next_deadline(self) -> float | None:
         """When something happens at the latest, on the monotonic clock; ``None``: perhaps never.
 
-        Blocks in quarantine are hoped for as long as their transfer may take, and for some seconds
-        if that is less; whoever still waits for them then waits in vain.
+        Blocks in quarantine have a grace period as long as their transfer may take, of some seconds
+        at least. A request that still waits for them then fails.
         """
-        hope = self.quarantine.hoped_until()
-        if hope is not None and hope < time.monotonic():
-            hope = None
-        deadlines = (self.loads.next_deadline(), self.saves.next_deadline(), hope)
+        grace = self.quarantine.grace_until()
+        if grace is not None and grace < time.monotonic():
+            grace = None
+        deadlines = (self.loads.next_deadline(), self.saves.next_deadline(), grace)
         return min((one for one in deadlines if one is not None), default=None)
 
     # ------------------------------------------------------------------ what one rank reports
@@ -180,7 +180,7 @@ class TransferLedger:
                 if self.quarantine.expects(direction, request_id):
                     continue
                 problem = "which was never passed in, or was returned before"
-            elif self._rank in transfer.quiet_ranks or returned.count(request_id) > 1:
+            elif self._rank in transfer.done_ranks or returned.count(request_id) > 1:
                 problem = "twice"
             else:
                 continue
@@ -208,7 +208,7 @@ class TransferLedger:
             for request_id in transfers.expired(now)
             if request_id not in returned
             and (one := transfers.get(request_id)) is not None
-            and self._rank not in one.quiet_ranks
+            and self._rank not in one.done_ranks
         )
 
     # ------------------------------------------------------------------ what all ranks reported
@@ -218,9 +218,9 @@ class TransferLedger:
 
     def _enter(self, rank: int, report: Report) -> None:
         for request_id in report.loaded:
-            self._quiet(rank, Direction.LOAD, request_id)
+            self._done(rank, Direction.LOAD, request_id)
         for request_id in report.saved:
-            self._quiet(rank, Direction.SAVE, request_id)
+            self._done(rank, Direction.SAVE, request_id)
         self._enter_failures(rank, report.failures)
         for request_id in report.expired_loads:
             self.loads.expire(request_id)
@@ -236,16 +236,16 @@ class TransferLedger:
             if transfer is not None:
                 transfer.fail(failure.num_valid_tokens, failure.reason)
             if failure.writes_ended:
-                self._quiet(rank, failure.direction, failure.request_id)
+                self._done(rank, failure.direction, failure.request_id)
         for load in self.loads:
             # A synchronous load ended with the forward pass, unless its worker says otherwise.
             if not load.is_async and load.request_id not in failed_loads:
-                load.quiet_ranks.add(rank)
+                load.done_ranks.add(rank)
 
-    def _quiet(self, rank: int, direction: Direction, request_id: int) -> None:
+    def _done(self, rank: int, direction: Direction, request_id: int) -> None:
         transfer = self._transfers(direction).get(request_id)
         if transfer is not None:
-            transfer.quiet_ranks.add(rank)
+            transfer.done_ranks.add(rank)
         elif self.quarantine.holds(direction, request_id):
             self.quarantine.returned(direction, request_id, rank)
         else:
@@ -258,7 +258,7 @@ class TransferLedger:
     def _settle_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
         if load.failed or load.timed_out:
             self._fail_load(load, outcome, load_failed)
-        elif load.quiet_ranks >= self._ranks:
+        elif load.done_ranks >= self._ranks:
             self.loads.finish(load, TransferState.COMPLETED)
             if load.is_async:
                 outcome.loaded[load.request_id] = load.end
@@ -276,7 +276,7 @@ class TransferLedger:
         )
         fate = BlockFate.KEPT if self._divisible else BlockFate.LOST
         record = self._records.get(request_id)
-        if load.quiet_ranks >= self._ranks:
+        if load.done_ranks >= self._ranks:
             self.quarantine.note_ended(Direction.LOAD, request_id)
         elif record is not None:
             num_valid -= num_valid % self._tokens_per_block
@@ -289,7 +289,7 @@ class TransferLedger:
 
     def _exchange_blocks(self, load: Transfer, record: RequestRecord, num_valid: int) -> BlockFate:
         request = record.request
-        if self._rank not in load.quiet_ranks:
+        if self._rank not in load.done_ranks:
             self._worker.cancel(request.request_id)
         handle: PinnedBlocks | None = None
         if self._divisible:
@@ -302,7 +302,7 @@ class TransferLedger:
         return fate
 
     def _settle_save(self, save: Transfer, outcome: StepOutcome) -> None:
-        done = save.quiet_ranks >= self._ranks
+        done = save.done_ranks >= self._ranks
         if not (save.failed or save.timed_out or done):
             return
         if save.failed:
@@ -326,12 +326,12 @@ class TransferLedger:
         outcome.saved.append(save.request_id)
 
     def _hold(self, transfer: Transfer, handle: PinnedBlocks, num_blocks: int) -> None:
-        loud = set(self._ranks - transfer.quiet_ranks)
+        pending = set(self._ranks - transfer.done_ranks)
         is_load = transfer.direction is Direction.LOAD
         timeout_s = self._config.load_timeout_s if is_load else self._config.save_timeout_s
-        patience_s = max(timeout_s, _HOPE_S)
+        grace_s = max(timeout_s, _GRACE_S)
         self.quarantine.hold(
-            transfer.direction, transfer.request_id, handle, num_blocks, loud, patience_s
+            transfer.direction, transfer.request_id, handle, num_blocks, pending, grace_s
         )
 
     def _num_blocks(self, load: Transfer, first_token: int) -> int:

@@ -135,10 +135,10 @@ class KvCacheConnectorManager:
         position = num_device_tokens - num_device_tokens % self._tokens_per_block
         nothing = ExternalMatch(position)
         record = self._record(request)
-        record.offer = None
+        record.match = None
         quarantine = self._ledger.quarantine
-        hopeless = not self._divisible and record.failed_loads >= _MOST_FAILED_LOADS
-        if hopeless or quarantine.full or quarantine.holds(Direction.LOAD, request.request_id):
+        given_up = not self._divisible and record.failed_loads >= _MOST_FAILED_LOADS
+        if given_up or quarantine.full or quarantine.holds(Direction.LOAD, request.request_id):
             return nothing
         scheduler = self._leader("match_external")
         answer = scheduler.get_num_new_matched_tokens(request, position)
@@ -148,7 +148,7 @@ class KvCacheConnectorManager:
         match = ExternalMatch(position, num_tokens, is_async)
         if match.end <= num_device_tokens:
             return nothing
-        record.offer = match
+        record.match = match
         return match
 
     def blocks_allocated(
@@ -227,7 +227,7 @@ class KvCacheConnectorManager:
         loads: list[LoadOrder] = []
         metadata: object = None
         if self._scheduler is not None:
-            loading = [one for one in batch.loading_requests if self._record(one).offer is not None]
+            loading = [one for one in batch.loading_requests if self._record(one).match is not None]
             for requests in (loading, batch.context_requests):
                 loads += [load for one in requests if (load := self._order(one)) is not None]
             output = self._reporter.report(batch, self._records, loading)
@@ -322,12 +322,12 @@ class KvCacheConnectorManager:
         return record
 
     def _order(self, request: LlmRequest) -> LoadOrder | None:
-        """The load that was offered for this admission, to be started now."""
+        """The load that was matched for this admission, to be started now."""
         record = self._record(request)
-        match, record.offer = record.offer, None
+        match, record.match = record.match, None
         if match is None:
             return None
-        # With windows a match that is cut to the position of the offer may be shorter than that.
+        # With windows a match may be cut to before the position that was asked for.
         start = min(match.position, request.num_computed_tokens)
         start -= start % self._tokens_per_block
         return LoadOrder(request.request_id, start, match.end, match.is_async)
@@ -355,7 +355,7 @@ class KvCacheConnectorManager:
         self._cancelled.clear()
 
     def _cancel(self, record: RequestRecord) -> None:
-        record.offer = None
+        record.match = None
         if self._ledger.cancel_load(record) and self._communicator.size > 1:
             self._cancelled.append(record.request.request_id)
 

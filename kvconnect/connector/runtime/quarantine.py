@@ -16,10 +16,10 @@ _REMEMBERED = 1024
 
 @dataclass(slots=True)
 class _Held:
-    hoped_until: float
+    grace_until: float
     handle: PinnedBlocks
     num_blocks: int
-    loud_ranks: set[int]
+    pending_ranks: set[int]
 
 
 class Quarantine:
@@ -43,9 +43,9 @@ class Quarantine:
         """Whether blocks of this transfer are held."""
         return (direction, request_id) in self._held
 
-    def hoped_until(self) -> float | None:
-        """How long blocks may be hoped for, on the monotonic clock; ``None``: it is empty."""
-        return max((held.hoped_until for held in self._held.values()), default=None)
+    def grace_until(self) -> float | None:
+        """When the last grace period ends, on the monotonic clock; ``None``: it is empty."""
+        return max((held.grace_until for held in self._held.values()), default=None)
 
     @property
     def full(self) -> bool:
@@ -58,15 +58,15 @@ class Quarantine:
         request_id: int,
         handle: PinnedBlocks,
         num_blocks: int,
-        loud_ranks: set[int],
-        patience_s: float,
+        pending_ranks: set[int],
+        grace_s: float,
     ) -> None:
-        """Keep `handle` until `returned` was called for every one of `loud_ranks`.
+        """Keep `handle` until `returned` was called for every one of `pending_ranks`.
 
-        It may be hoped for `patience_s` seconds that this happens.
+        For `grace_s` seconds it is worth waiting for that.
         """
-        hoped_until = time.monotonic() + patience_s
-        self._held[direction, request_id] = _Held(hoped_until, handle, num_blocks, loud_ranks)
+        grace_until = time.monotonic() + grace_s
+        self._held[direction, request_id] = _Held(grace_until, handle, num_blocks, pending_ranks)
         self.num_blocks += num_blocks
 
     def returned(self, direction: Direction, request_id: int, rank: int) -> None:
@@ -74,13 +74,13 @@ class Quarantine:
         held = self._held.get((direction, request_id))
         if held is None:
             return
-        held.loud_ranks.discard(rank)
-        if not held.loud_ranks:
+        held.pending_ranks.discard(rank)
+        if not held.pending_ranks:
             self._let_go((direction, request_id), held)
             self.note_ended(direction, request_id)
 
     def note_ended(self, direction: Direction, request_id: int) -> None:
-        """A worker may still return the id of this transfer, though nobody waits for it."""
+        """A worker may still return the id of this transfer, though no request waits for it."""
         self._ended[direction, request_id] = None
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)

@@ -19,16 +19,16 @@ class RequestRecord:
     Attributes:
         request: the engine's.
         holds_blocks: it was admitted and has not given its blocks back.
-        offer: what the connector supplies for this admission, until its load starts.
+        match: what the connector supplies for this admission, until its load starts.
         failed_loads: how many, over all admissions.
         reported: it was in `new_requests` since its blocks were allocated.
         num_tokens: how many were reported.
-        num_blocks: how many places of each pool group were reported.
+        num_blocks: how many block ids of each pool group were reported.
     """
 
     request: LlmRequest
     holds_blocks: bool = False
-    offer: ExternalMatch | None = None
+    match: ExternalMatch | None = None
     failed_loads: int = 0
     reported: bool = False
     num_tokens: int = 0
@@ -45,7 +45,7 @@ class RequestRecord:
         """It holds none any more."""
         self.admitted()
         self.holds_blocks = False
-        self.offer = None
+        self.match = None
 
 
 class StepReporter:
@@ -92,7 +92,7 @@ class StepReporter:
         return [int(block) for block in indices]
 
     def _reserved(self, request: LlmRequest, group: int) -> list[int]:
-        """Ids in `group` up to the last block that it holds there; -1 for places without one."""
+        """Ids in `group` up to the last block that it holds there; -1 where it holds none."""
         if group == 0:
             ids = self.block_ids(request)
         else:

@@ -33,7 +33,7 @@ class Transfer:
             is over with its step.
         start, end: the tokens that a load makes valid.
         num_valid: the smallest number of leading tokens that a rank called valid.
-        quiet_ranks: ranks whose worker touches the blocks no more.
+        done_ranks: ranks whose worker touches the blocks no more.
         failed: whether a rank reported failure.
         timed_out: whether a rank saw the deadline pass.
         reason: the first one, for the log.
@@ -45,7 +45,7 @@ class Transfer:
     start: int = 0
     end: int = 0
     num_valid: int = 0
-    quiet_ranks: set[int] = field(default_factory=set)
+    done_ranks: set[int] = field(default_factory=set)
     failed: bool = False
     timed_out: bool = False
     reason: str = ""

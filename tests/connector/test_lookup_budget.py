@@ -13,7 +13,7 @@ from bench_engine import LAYOUT, BenchEngine, T, llm_args, reference
 from stores import DictStore
 
 from kvconnect import frame
-from kvconnect.connector.offload.budget import Patience
+from kvconnect.connector.offload.budget import LookupBudget
 from kvconnect.connector.offload.io_loop import IoLoop
 from kvconnect.trace import metrics
 
@@ -43,8 +43,8 @@ def told_of(name: str) -> Iterator[threading.Event]:
         remove()
 
 
-def patience(bench):
-    return bench.manager._scheduler._patience
+def budget(bench):
+    return bench.manager._scheduler._budget
 
 
 def give_up_on(store, bench):
@@ -53,7 +53,7 @@ def give_up_on(store, bench):
     started = time.monotonic()
     bench.answer([7] * 5, 1)
     assert time.monotonic() - started >= BUDGET_S
-    assert patience(bench).lost
+    assert budget(bench).suspended
 
 
 def test_after_one_late_answer_nobody_waits(store: DictStore) -> None:
@@ -73,12 +73,12 @@ def test_a_store_that_answers_nobody_is_left_alone(store: DictStore, monkeypatch
     with told_of("store.breaker.opened") as opened, BenchEngine(llm_args(store, **config)) as bench:
         store.at_lookup.shut()
         bench.answer([7] * 5, 1)
-        assert patience(bench).lost
+        assert budget(bench).suspended
         assert opened.wait(10)
         store.open_doors()
 
 
-def test_patience_lost_just_as_the_last_question_is_answered_comes_back_again() -> None:
+def test_a_budget_suspended_just_as_the_last_question_is_answered_comes_back_again() -> None:
     answered, goes_on = threading.Event(), threading.Event()
     loop = IoLoop("test-io")
 
@@ -86,26 +86,26 @@ def test_patience_lost_just_as_the_last_question_is_answered_comes_back_again() 
         async def probe(self, within_s: float) -> None:
             loop.call_soon(lambda: answered.set() or goes_on.wait(10))
 
-    patience = Patience(0.01, Answering(), loop.submit)
-    patience.wait(Future())
+    budget = LookupBudget(0.01, Answering(), loop.submit)
+    budget.wait(Future())
     assert answered.wait(10)
-    assert not patience.lost
-    patience.start_step()
-    patience.wait(Future())
-    assert patience.lost
+    assert not budget.suspended
+    budget.start_step()
+    budget.wait(Future())
+    assert budget.suspended
     with told_of("connector.patience.found") as found:
         goes_on.set()
         assert found.wait(10)
-    patience.end()
+    budget.end()
     loop.close()
 
 
-def test_patience_comes_back_without_any_request(store: DictStore) -> None:
+def test_the_budget_comes_back_without_any_request(store: DictStore) -> None:
     with BenchEngine(llm_args(store, **BUDGET)) as bench:
         give_up_on(store, bench)
         store.open_doors()
-        patience(bench)._probing.result(10)
-        assert not patience(bench).lost
+        budget(bench)._probing.result(10)
+        assert not budget(bench).suspended
         request = bench.submit(PROMPT, 3)
         bench.run()
         assert bench.store_tokens[request.request_id] == len(PROMPT) - 1
@@ -120,7 +120,7 @@ def test_a_request_that_is_answered_in_time_brings_it_back(store: DictStore, mon
         request = bench.submit(PROMPT, 3)
         lookup = bench.manager._scheduler._states[request.request_id].lookup
         lookup.result(10)
-        assert not patience(bench).lost
+        assert not budget(bench).suspended
         bench.run()
 
 
@@ -133,15 +133,15 @@ def test_an_answer_that_is_too_late_does_not(store: DictStore, monkeypatch) -> N
         bench.step()
         store.open_doors()
         lookup.result(10)
-        assert patience(bench).lost
+        assert budget(bench).suspended
         bench.run()
 
 
-def test_failures_at_once_are_no_reason_to_lose_patience(store: DictStore) -> None:
+def test_failures_at_once_do_not_suspend_the_budget(store: DictStore) -> None:
     store.lookup_error = ConnectionRefusedError("nobody there")
     with BenchEngine(llm_args(store, **BUDGET)) as bench:
         assert bench.answer(PROMPT, 3) == reference(PROMPT, 3)
-        assert not patience(bench).lost
+        assert not budget(bench).suspended
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -157,7 +157,7 @@ def test_blocks_are_not_kept_for_a_store_that_does_not_answer(store: DictStore, 
             bench.step()
         assert not bench.queue
         assert not bench.running
-        assert patience(bench).lost is not answers
+        assert budget(bench).suspended is not answers
         assert bool(bench.saving) is answers
         store.open_doors()
         bench.run()
