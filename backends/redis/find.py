@@ -43,15 +43,7 @@ class RedisFinder:
 
     async def states(self, keys: Sequence[BlockKey]) -> list[State]:
         """Of every one of `keys`; those found count as used."""
-        heads = await self._heads(keys)
-        parts = [
-            (number, name)
-            for number, head in enumerate(heads)
-            if isinstance(head, Head)
-            for name in self.names.parts(keys[number], head)
-        ]
-        if not parts:
-            return heads
+        heads, parts = await self._heads(keys)
         touched = await self._router.ask([Ask(name, command(b"TOUCH", name)) for _, name in parts])
         for (number, _), reply in zip(parts, touched, strict=True):
             if sound(reply) != 1:
@@ -70,23 +62,15 @@ class RedisFinder:
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Forget `keys`: first their other parts, which nothing names any more afterwards."""
-        heads = await self._heads(keys)
-        parts = [
-            name
-            for key, head in zip(keys, heads, strict=True)
-            if isinstance(head, Head)
-            for name in self.names.parts(key, head)
-        ]
-        await self.unlink(parts)
+        heads, parts = await self._heads(keys)
+        await self.unlink([name for _, name in parts])
         there = zip(keys, heads, strict=True)
         await self.unlink([self.names.block(key) for key, h in there if h is not Outcome.ABSENT])
 
     async def unlink(self, names: Sequence[bytes]) -> None:
         """Forget values by their names."""
-        if names:
-            asks = [Ask(name, command(b"UNLINK", name)) for name in names]
-            for reply in await self._router.ask(asks):
-                sound(reply)
+        for reply in await self._router.ask([Ask(n, command(b"UNLINK", n)) for n in names]):
+            sound(reply)
 
     async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
         """What is known of each of `keys`; ``None``: it is not there, or is none of ours.
@@ -135,9 +119,17 @@ class RedisFinder:
             del numbers["maxmemory"]
         return numbers
 
-    async def _heads(self, keys: Sequence[BlockKey]) -> list[State]:
+    async def _heads(self, keys: Sequence[BlockKey]) -> tuple[list[State], list[tuple[int, bytes]]]:
+        """Returns what the first values of `keys` say, and the names of the others, numbered."""
         asks = [head_command(self.names.block(key)) for key in keys]
-        return [state_of(reply) for reply in await self._router.ask(asks)]
+        heads = [state_of(reply) for reply in await self._router.ask(asks)]
+        parts = [
+            (number, name)
+            for number, head in enumerate(heads)
+            if isinstance(head, Head)
+            for name in self.names.parts(keys[number], head)
+        ]
+        return heads, parts
 
 
 def leading_heads(results: Sequence[object]) -> list[Head]:
