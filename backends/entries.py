@@ -42,7 +42,7 @@ class BlockMetadata:
 
     @classmethod
     def of(cls, block: StoredBlock) -> BlockMetadata:
-        """That of `block`."""
+        """Returns that of `block`."""
         return cls(
             block.parent, block.tokens, block.priority, block.namespace, block.model, block.group
         )
@@ -50,7 +50,7 @@ class BlockMetadata:
     def entry(
         self, key: BlockKey, nbytes: int, *, created_at: float, used_at: float
     ) -> StoredEntry:
-        """As `Backend.scan` lists the block."""
+        """Returns the block as `Backend.scan` lists it."""
         return StoredEntry(
             key,
             nbytes,
@@ -65,7 +65,7 @@ class BlockMetadata:
         )
 
     def to_bytes(self) -> bytes:
-        """``fields | parent | namespace | model | tokens``."""
+        """Returns ``fields | parent | namespace | model | tokens``."""
         fields = _FIELDS.pack(
             self.priority,
             self.group,
@@ -79,7 +79,7 @@ class BlockMetadata:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BlockMetadata | None:
-        """What `to_bytes` was asked of; ``None`` if `data` is damaged."""
+        """Returns what `to_bytes` was called on; ``None`` if `data` is damaged."""
         if len(data) < _FIELDS.size:
             return None
         priority, group, has_parent, namespace, model, count = _FIELDS.unpack_from(data)
@@ -94,7 +94,7 @@ class BlockMetadata:
         return cls(parent, tokens, priority, pieces[1], pieces[2], group)
 
     def to_json(self) -> dict[str, str | int]:
-        """What there is, under the names of the fields; bytes in hexadecimal, tokens in base64."""
+        """Returns what is known, by field; bytes in hexadecimal, tokens in base64."""
         content: dict[str, str | int] = {"priority": self.priority}
         if self.parent is not None:
             content["parent"] = self.parent.hex()
@@ -110,7 +110,7 @@ class BlockMetadata:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> BlockMetadata:
-        """What `to_json` was asked of; other names in `content` are passed over.
+        """Returns what `to_json` was called on; other names in `content` are passed over.
 
         Raises:
             KeyError, TypeError, ValueError: `content` is damaged.
@@ -127,24 +127,24 @@ class BlockMetadata:
 
 
 def child_to_bytes(child: Child) -> bytes:
-    """``key | tokens``."""
+    """Returns ``key | tokens``."""
     return child.key + tokens_to_bytes(child.tokens)
 
 
 def child_from_bytes(data: bytes) -> Child | None:
-    """What `child_to_bytes` was given; ``None`` if `data` is damaged."""
+    """Returns what `child_to_bytes` was given; ``None`` if `data` is damaged."""
     if len(data) < KEY_NBYTES or len(data) % 4:
         return None
     return Child(BlockKey(data[:KEY_NBYTES]), tokens_from_bytes(data[KEY_NBYTES:]))
 
 
 def child_to_json(child: Child) -> dict[str, str]:
-    """Its key in hexadecimal, its tokens in base64."""
+    """Returns the key in hexadecimal and the tokens in base64."""
     return {"key": child.key.hex(), "tokens": _tokens_to_text(child.tokens)}
 
 
 def child_from_json(content: Mapping[str, Any]) -> Child:
-    """What `child_to_json` was given.
+    """Returns what `child_to_json` was given.
 
     Raises:
         KeyError, TypeError, ValueError: `content` is damaged.
@@ -153,7 +153,7 @@ def child_from_json(content: Mapping[str, Any]) -> Child:
 
 
 def key_from_text(text: str) -> BlockKey:
-    """The key of `text`, in hexadecimal.
+    """Returns the key that `text` writes in hexadecimal.
 
     Raises:
         ValueError: `text` is none.
@@ -165,12 +165,12 @@ def key_from_text(text: str) -> BlockKey:
 
 
 def tokens_to_bytes(tokens: TokenArray) -> bytes:
-    """`tokens` as little-endian int32."""
+    """Returns `tokens` as little-endian int32."""
     return tokens.astype("<i4", copy=False).tobytes()
 
 
 def tokens_from_bytes(data: bytes) -> TokenArray:
-    """What `tokens_to_bytes` was given."""
+    """Returns what `tokens_to_bytes` was given."""
     return np.frombuffer(data, "<i4").astype(np.int32)
 
 

@@ -1,9 +1,11 @@
 """``redis:`` and its kin: blocks in a Redis server or cluster, shared by many processes.
 
-Imports the vocabulary, ``url`` and ``lanes``; never another store, nor what stands
-around one. Begin with `settings` (what the URL says) and `store` (the `Backend`
-methods), then `find` and `save`, `format` (what is stored under which name), `router` (which server
-gets what) and `wire` (the bytes on a socket).
+Imports the vocabulary, ``url``, ``lanes`` and ``entries``; never another store, nor what stands
+around one. Read from the top: `settings` (what the URL says), `store` (the `Backend` methods),
+`find`, `load`, `save` and `children` (what they do), `format` (what is stored under which name).
+Below these: `router` (which server gets what), `topology` (which servers there are), `node` (one
+server's connections and threads), `server` (what is asked of a whole server), `commands` (what is
+asked about one key), `wire` (the bytes on a socket), `client` and `errors` (redis-py).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class RedisChildren:
         self._ttl_ms = round(1e3 * ttl_s)
 
     async def add(self, blocks: Sequence[StoredBlock]) -> None:
-        """List those of `blocks` whose tokens are known. A server that fails is warned of once."""
+        """Lists those of `blocks` whose tokens are known. A server that fails is warned of once."""
         asks = []
         for block in blocks:
             if block.tokens is None:
@@ -56,7 +56,7 @@ class RedisChildren:
             warn_once("redis.children", f"blocks are stored without the index of tails: {error}")
 
     async def get(self, parent: BlockKey | None) -> list[Child]:
-        """The listed blocks that are there, newest first."""
+        """Returns the listed blocks that are there, newest first."""
         name = self._finder.names.children(parent)
         found = Ask(name, command(b"ZREVRANGE", name, 0, MAX_CHILDREN - 1))
         (members,) = await self._router.ask([found])

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def connection_options(settings: RedisSettings) -> dict[str, Any]:
-    """Of connections to the servers that hold the keys, but for TLS's class of connection."""
+    """Returns the options of connections to the servers that hold the keys."""
     return {
         "db": settings.db,
         "username": settings.username,
@@ -34,7 +34,7 @@ def connection_options(settings: RedisSettings) -> dict[str, Any]:
 
 
 def transport_options(settings: RedisSettings) -> dict[str, Any]:
-    """The part of these that is the same for any server, sentinels too."""
+    """Returns those of these that are the same for any server, sentinels too."""
     options: dict[str, Any] = {
         "socket_timeout": settings.timeout,
         "socket_connect_timeout": settings.timeout,
@@ -54,7 +54,7 @@ def transport_options(settings: RedisSettings) -> dict[str, Any]:
 
 
 def connection_to(address: Address, settings: RedisSettings) -> AbstractConnection:
-    """A connection that is not made yet."""
+    """Returns a connection that is not made yet."""
     options = {**connection_options(settings), "retry": Retry(NoBackoff(), 0)}
     if not address.port:
         del options["socket_keepalive"]  # of TCP
@@ -66,17 +66,17 @@ def connection_to(address: Address, settings: RedisSettings) -> AbstractConnecti
 
 
 def end(connection: AbstractConnection) -> None:
-    """Close it, whatever state it is in."""
+    """Closes `connection`, whatever state it is in."""
     connection.disconnect()  # type: ignore[no-untyped-call]
 
 
 def socket_of(connection: AbstractConnection) -> Any:
-    """Its socket; ``None``: it has none yet."""
+    """Returns the socket of `connection`; ``None``: it has none yet."""
     return connection._sock  # noqa: SLF001  there is no public way to it
 
 
 def is_idle(sock: socket.socket | None) -> bool:
-    """Whether nothing is unread on `sock`, and neither end has closed it."""
+    """Returns whether nothing is unread on `sock`, and neither end has closed it."""
     if sock is None or sock.fileno() < 0:
         return False
     poll = select.poll()

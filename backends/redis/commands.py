@@ -54,9 +54,9 @@ class Outcome(enum.Enum):
     THERE = enum.auto()
     """There is one already; it was not replaced."""
     UNFIT = enum.auto()
-    """It is not as long as its place."""
+    """It is longer than the buffer."""
     BROKEN = enum.auto()
-    """It is no block of ours, or a damaged one."""
+    """It is no block, or a damaged one."""
     NOT_TRIED = enum.auto()
 
 
@@ -115,7 +115,7 @@ class Want:
 
     @property
     def nbytes(self) -> int:
-        """Of values that are moved."""
+        """Bytes to be received, at most."""
         return len(self.into)
 
 
@@ -140,7 +140,7 @@ class Put:
 
     @property
     def nbytes(self) -> int:
-        """Of values that are moved."""
+        """Bytes of the value."""
         return sum(len(piece) for piece in self.pieces)
 
 
@@ -149,19 +149,19 @@ Stored: TypeAlias = Refused | Outcome | Redirect
 
 
 def command(*words: bytes | int | str) -> bytes:
-    """A command as it is sent."""
+    """Returns a command as it is sent."""
     packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
     return packed
 
 
 def call(wire: Wire, *words: bytes | int | str) -> Reply:
-    """The answer to one command; an error is one, too."""
+    """Returns the answer to one command; an error is one, too. Blocks."""
     wire.send([command(*words)])
     return wire.replies(1)[0]
 
 
 def sound(reply: Reply) -> Reply:
-    """`reply`, if it is no error.
+    """Returns `reply`, if it is no error.
 
     Raises:
         BackendUnavailable: it is one.
@@ -172,12 +172,12 @@ def sound(reply: Reply) -> Reply:
 
 
 def head_command(name: bytes) -> Ask:
-    """Asks for what `state_of` reads; the value counts as used."""
+    """Returns what asks for the head that `state_of` reads; the value counts as used."""
     return Ask(name, _GET_HEAD % (len(name), name))
 
 
 def state_of(reply: Reply) -> Head | Outcome:
-    """The head of the value, ``ABSENT`` or ``BROKEN``.
+    """Returns the head of the value, ``ABSENT`` or ``BROKEN``.
 
     Raises:
         BackendUnavailable: the server does not say.
@@ -192,7 +192,7 @@ def state_of(reply: Reply) -> Head | Outcome:
 def ask(
     wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
 ) -> list[Reply | Redirect]:
-    """The answers to `asks`; errors are answers."""
+    """Returns the answers to `asks`; errors are answers. Blocks."""
     found: list[Reply | Redirect] = []
     for start in range(0, len(asks), _ASK_WINDOW):
         part = asks[start : start + _ASK_WINDOW]
@@ -208,7 +208,7 @@ def ask(
 def look(
     wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
 ) -> list[Reply | Redirect]:
-    """As `ask`; what is read does not count as used, if the server has that (Redis 7.2)."""
+    """Does as `ask`; what is read does not count as used, if the server has that (Redis 7.2)."""
     call(wire, b"CLIENT", b"NO-TOUCH", b"ON")
     found = ask(wire, asks, server, asking=asking)
     call(wire, b"CLIENT", b"NO-TOUCH", b"OFF")
@@ -216,7 +216,7 @@ def look(
 
 
 def redirected(reply: Reply, server: Address) -> Reply | Redirect:
-    """Where `reply` of `server` sends to; `reply` itself if nowhere."""
+    """Returns where `reply` of `server` sends to; `reply` itself if it does not."""
     if not isinstance(reply, hiredis.ReplyError):
         return reply
     words = str(reply).split()

@@ -19,7 +19,7 @@ _LOOK_AT_USER = "look at user and password in the URL (redis://user:password@hos
 
 @contextmanager
 def explained(settings: RedisSettings, server: Address | str) -> Iterator[None]:
-    """Whatever redis-py and sockets raise, as ours, with what to do about it.
+    """Raises errors of redis-py and of sockets as the errors here, with what to do about them.
 
     Raises:
         ConfigurationError: the server was reached and does not take these settings.
@@ -37,10 +37,10 @@ def explained(settings: RedisSettings, server: Address | str) -> Iterator[None]:
         OSError,
         UnicodeError,  # a host that cannot be one
     ) as error:
-        raise _ours(error, settings, server) from error
+        raise _translated(error, settings, server) from error
 
 
-def _ours(
+def _translated(
     error: Exception, settings: RedisSettings, server: Address | str
 ) -> ConfigurationError | BackendUnavailable:
     text = str(error) or type(error).__name__
@@ -65,7 +65,7 @@ def _ours(
 
 
 def _remedy(error: Exception, text: str, settings: RedisSettings) -> str | None:
-    """What to change in the URL; ``None`` if that would not help."""
+    """Returns what to change in the URL; ``None`` if that would not help."""
     if _caused_by(error, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in text:
         return "name the file with its authority in tls_ca=, or write tls_verify=no"
     if _caused_by(error, ssl.SSLError):
@@ -88,7 +88,7 @@ def _plain(settings: RedisSettings) -> str:
 
 
 def permissions(settings: RedisSettings) -> str:
-    """What to change in the server's access list."""
+    """Returns what to change in the server's access list."""
     cluster = " +cluster" if settings.mode is Mode.CLUSTER else ""
     return (
         f"the user needs ~{settings.prefix}* +@read +@write +@connection +@keyspace +info{cluster}"

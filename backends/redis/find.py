@@ -26,23 +26,23 @@ from kvconnect.keys import BlockKey
 
 __all__ = ["RedisFinder", "State", "leading_heads"]
 
-# Of one lookup: what is asked about keys behind the first absent one is asked in vain.
+# Keys of a lookup that are asked about at once: what is asked behind the first absent one is lost.
 _CHUNK = 256
 _HEAD_AND_METADATA = 4096  # most have less
 
 State: TypeAlias = Head | Outcome
-"""Of a block: `Head` if it is wholly there, else ``ABSENT`` or ``BROKEN``."""
+"""What is known of a block: `Head` if it is wholly there, else ``ABSENT`` or ``BROKEN``."""
 
 
 class RedisFinder:
-    """The blocks behind `router`. Belongs to the event loop."""
+    """Finds, describes and deletes blocks. Belongs to the event loop."""
 
     def __init__(self, settings: RedisSettings, router: RedisRouter) -> None:
         self._router = router
         self.names = Names(settings.prefix.encode())
 
     async def states(self, keys: Sequence[BlockKey]) -> list[State]:
-        """Of every one of `keys`; those found count as used."""
+        """Returns the state of every one of `keys`; those found count as used."""
         heads, parts = await self._heads(keys)
         touched = await self._router.ask([Ask(name, command(b"TOUCH", name)) for _, name in parts])
         for (number, _), reply in zip(parts, touched, strict=True):
@@ -51,7 +51,7 @@ class RedisFinder:
         return heads
 
     async def leading(self, keys: Sequence[BlockKey]) -> list[Head]:
-        """The heads of the leading `keys` that are wholly there."""
+        """Returns the heads of the leading `keys` that are wholly there."""
         found: list[Head] = []
         for start in range(0, len(keys), _CHUNK):
             chunk = keys[start : start + _CHUNK]
@@ -61,24 +61,24 @@ class RedisFinder:
         return found
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`: first their other parts, which nothing names any more afterwards."""
+        """Deletes `keys`: first their other values, whose names only the first one tells."""
         heads, parts = await self._heads(keys)
         await self.unlink([name for _, name in parts])
         there = zip(keys, heads, strict=True)
         await self.unlink([self.names.block(key) for key, h in there if h is not Outcome.ABSENT])
 
     async def unlink(self, names: Sequence[bytes]) -> None:
-        """Forget values by their names."""
+        """Deletes values by their names."""
         for reply in await self._router.ask([Ask(n, command(b"UNLINK", n)) for n in names]):
             sound(reply)
 
     async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
-        """What is known of each of `keys`; ``None``: it is not there, or is none of ours.
+        """Returns what is known of each of `keys`; ``None``: there is no such block.
 
         Counts as use only with servers that know no other way to read: Redis before 7.2.
         """
         stored = [self.names.block(key) for key in keys]
-        # First how long nobody used it: with such servers reading ends that.
+        # First how long it was not used: with such servers reading ends that.
         idle = [Ask(name, command(b"OBJECT", b"IDLETIME", name)) for name in stored]
         replies = await self._router.look(
             [*idle, *(_start(name, _HEAD_AND_METADATA) for name in stored)]
@@ -96,7 +96,7 @@ class RedisFinder:
         return [_entry(*one) for one in zip(keys, heads, starts, idles, strict=True)]
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """All blocks, a page at a time; those that come or go meanwhile may be missed."""
+        """Lists all blocks; see `RedisBackend.scan`."""
         await self._router.refresh()
         seen: set[BlockKey] = set()  # servers may list a key twice
         for server in self._router.servers:
@@ -111,7 +111,7 @@ class RedisFinder:
                         yield entry
 
     async def totals(self) -> dict[str, float]:
-        """See `RedisBackend.stats`."""
+        """Returns numbers of all servers; see `RedisBackend.stats`."""
         await self._router.refresh()
         surveys = await self._router.everywhere(partial(survey, self.names))
         numbers: dict[str, float] = {name: sum(one[name] for one in surveys) for name in surveys[0]}
@@ -133,7 +133,7 @@ class RedisFinder:
 
 
 def leading_heads(results: Sequence[object]) -> list[Head]:
-    """The heads before the first of `results` that is none."""
+    """Returns the heads before the first of `results` that is none."""
     heads: list[Head] = []
     for result in results:
         if not isinstance(result, Head):

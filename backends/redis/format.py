@@ -42,7 +42,7 @@ _HEAD = struct.Struct("<4sIQI8sd")
 HEAD_NBYTES = _HEAD.size
 NONCE_NBYTES = 8
 _MAX_METADATA_NBYTES = 1 << 20
-# Nobody has such blocks. A damaged head may say so, and what is asked about a block is asked about
+# No block is as long. A damaged head may say so, and what is asked about a block is asked about
 # every one of its parts.
 _MAX_FRAME_NBYTES = 4 << 30
 
@@ -65,7 +65,7 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, frame_nbytes: int, metadata_nbytes: int, nonce: bytes) -> Head:
-        """The head of a frame that is about to be stored.
+        """Returns the head of a frame that is about to be stored.
 
         Raises:
             ConfigurationError: it is too long.
@@ -81,7 +81,7 @@ class Head(NamedTuple):
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> Head | None:
-        """The head that `data` begins with; ``None`` if it is not a sound one."""
+        """Returns the head that `data` begins with; ``None`` if there is none or it is damaged."""
         if len(data) < HEAD_NBYTES:
             return None
         magic, *fields = _HEAD.unpack_from(data)
@@ -97,21 +97,21 @@ class Head(NamedTuple):
         return cls(*fields)
 
     def pack(self) -> bytes:
-        """As bytes."""
+        """Returns the bytes that `parse` reads."""
         return _HEAD.pack(_MAGIC, *self)
 
     @property
     def num_parts(self) -> int:
-        """Values that the frame takes, the one with the head included."""
+        """Values of the block, the one with the head included."""
         return max(1, -(-self.frame_nbytes // max(1, self.part_nbytes)))
 
     @property
     def value_nbytes(self) -> int:
-        """Of the value with the head."""
+        """Bytes of the value with the head."""
         return HEAD_NBYTES + self.metadata_nbytes + min(self.part_nbytes, self.frame_nbytes)
 
     def part(self, number: int) -> slice:
-        """The bytes of the frame that part `number` holds."""
+        """Returns which bytes of the frame part `number` holds."""
         start = number * self.part_nbytes
         return slice(start, min(start + self.part_nbytes, self.frame_nbytes))
 
@@ -124,24 +124,24 @@ class Names:
 
     @property
     def probe(self) -> bytes:
-        """Of no block: to try what the server takes."""
+        """Name of no block, for trying what a server takes."""
         return self.prefix + b"probe"
 
     def block(self, key: BlockKey) -> bytes:
-        """Of its value, or the first of them."""
+        """Returns the name of the block's value, or of the first of them."""
         return b"%sb:%s" % (self.prefix, key.hex().encode())
 
     def parts(self, key: BlockKey, head: Head) -> list[bytes]:
-        """Of its other values."""
+        """Returns the names of the block's other values."""
         stem = b"%sp:%s:%s:" % (self.prefix, key.hex().encode(), head.nonce.hex().encode())
         return [stem + b"%d" % number for number in range(1, head.num_parts)]
 
     def children(self, parent: BlockKey | None) -> bytes:
-        """Of the index of the blocks that follow `parent`."""
+        """Returns the name of the index of the blocks that follow `parent`."""
         return b"%sc:%s" % (self.prefix, b"-" if parent is None else parent.hex().encode())
 
     def key(self, name: bytes) -> BlockKey | None:
-        """The block whose value `name` is; ``None`` for other names."""
+        """Returns the block whose first value `name` is; ``None`` for other names."""
         stem = self.prefix + b"b:"
         if not name.startswith(stem) or len(name) != len(stem) + 2 * KEY_NBYTES:
             return None

@@ -1,4 +1,4 @@
-"""Blocks on their way from Redis, into the memory of who wants them."""
+"""Blocks read from Redis: values received into the caller's buffers, without a copy between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _AHEAD_NBYTES = 1 << 20
 
 
 class RedisReader:
-    """Reads blocks behind `router`. Belongs to the event loop."""
+    """Reads blocks into the caller's buffers. Belongs to the event loop."""
 
     def __init__(self, router: RedisRouter, finder: RedisFinder) -> None:
         self._router = router
@@ -43,7 +43,7 @@ class RedisReader:
     async def load(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """Fill leading buffers; those behind stay untouched unless blocks vanish meanwhile.
+        """Fills leading buffers; those behind stay untouched unless blocks vanish meanwhile.
 
         If there are `checksums`, each is told of the first part of its frame.
         """
@@ -89,12 +89,12 @@ class RedisReader:
 def fetch(
     wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool = False
 ) -> list[Fetched]:
-    """Fill what `wants` say, in order; blocks. Behind the first absent one nothing is touched."""
+    """Fills what `wants` say, in order; nothing is touched behind the first absent one. Blocks."""
     return _Fetch(wire, wants, server, asking=asking).run()
 
 
 class _Fetch:
-    """Values on their way from one server.
+    """Receives values from one server.
 
     Small ones are asked for ahead. A large one when the one before it begins to arrive: the server
     copies a value for every request that it has read, and does that while we receive. Where other

@@ -44,7 +44,7 @@ class _Hold:
         self._aborted = False
 
     def attach(self, connection: AbstractConnection) -> None:
-        """From now on `abort` ends `connection`, from when it has a socket.
+        """Has `abort` end `connection` from now on, as soon as it has a socket.
 
         Raises:
             BackendUnavailable: it was called before.
@@ -55,12 +55,12 @@ class _Hold:
             self._connection = connection
 
     def detach(self) -> None:
-        """`abort` ends nothing any more."""
+        """Has `abort` end nothing any more."""
         with self._lock:
             self._connection = None
 
     def abort(self) -> None:
-        """Nothing is received for the work any more once this returns, and its thread ends."""
+        """Ends the connection: nothing is received for the work any more once this returns."""
         with self._lock:
             self._aborted = True
             sock = None if self._connection is None else socket_of(self._connection)
@@ -102,7 +102,7 @@ class RedisNode:
         return not self._lanes.running
 
     async def run(self, work: Callable[[Wire], T], kind: Kind) -> T:
-        """The result of `work` on a connection.
+        """Returns the result of `work` on a connection.
 
         Ends only when nothing can touch what `work` uses, also when it is cancelled: then the
         connection is ended under it.
@@ -123,7 +123,7 @@ class RedisNode:
             self._fetching -= kind == "fetch"
 
     def close(self) -> Awaitable[None]:
-        """End all work, connections and threads. Threads that still connect end by themselves.
+        """Ends all work, connections and threads. Threads that still connect end by themselves.
 
         Only threads are waited for, and not for long: all else is done when this returns what is
         to be awaited, so that nothing stays open if it never is.
@@ -156,7 +156,7 @@ class RedisNode:
         return result
 
     def _linked(self, hold: _Hold) -> _Link:
-        """A connection on which nothing is unread, and `hold` holds it."""
+        """Returns a connection on which nothing is unread; `hold` holds it."""
         link = self._reused()
         connection = (
             connection_to(self.address, self._settings) if link is None else link.connection

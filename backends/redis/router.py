@@ -58,11 +58,11 @@ class RedisRouter:
         return self._topology.servers
 
     def spread(self, names: Sequence[bytes]) -> bool:
-        """Whether `names` may be held by more than one server, if only while slots move."""
+        """Returns whether more than one server may hold `names`, if only while slots move."""
         return self._settings.mode is Mode.CLUSTER and len(names) > 1
 
     async def open(self) -> None:
-        """Find the servers, and see whether each of them takes what it will be asked.
+        """Finds the servers, and sees whether each of them takes what it will be asked.
 
         Afterwards no error is blamed on the settings: they were right once.
 
@@ -80,24 +80,24 @@ class RedisRouter:
         self._was_open = True
 
     async def refresh(self) -> None:
-        """Find out who holds what, if that is in doubt; let go of servers that hold nothing."""
+        """Finds out which server holds what, if in doubt; closes those that hold nothing."""
         await self._topology.refresh()
         for address in set(self._nodes) - set(self.servers):
             if self._nodes[address].idle:
                 await self._nodes.pop(address).close()
 
     async def ask(self, asks: Sequence[Ask]) -> list[Reply]:
-        """The answers to small commands, in order; errors among them are answers."""
+        """Returns the answers to small commands, in order; errors are answers."""
         return await self.run(ask, asks, "ask")
 
     async def look(self, asks: Sequence[Ask]) -> list[Reply]:
-        """As `ask`, and no use of the keys, with servers that can tell the difference."""
+        """Does as `ask`; it does not count as use, with servers that can tell the difference."""
         return await self.run(look, asks, "ask")
 
     async def run(
         self, work: Callable[..., Sequence[A | Redirect]], items: Sequence[Item], kind: Kind
     ) -> list[A]:
-        """What `work` answers to `items`, in order; each server gets those whose names it holds.
+        """Returns what `work` answers to `items`, in order; each server gets those that it holds.
 
         Ends only when nothing can touch what `items` refer to, also if it fails or is cancelled.
 
@@ -158,7 +158,7 @@ class RedisRouter:
     async def on(
         self, address: Address, work: Callable[[Wire, Address], R], kind: Kind = "ask"
     ) -> R:
-        """The result of `work` on a connection to one server."""
+        """Returns the result of `work` on a connection to one server."""
         if self._closed:
             raise BackendUnavailable(f"{self._settings}: is closed")
         node = self._nodes.get(address)
@@ -176,18 +176,18 @@ class RedisRouter:
             raise
 
     async def everywhere(self, work: Callable[[Wire, Address], R]) -> list[R]:
-        """The results of `work` on all servers that hold keys. If one fails, all have ended."""
+        """Returns the results of `work` on all servers. If one fails, all have ended."""
         return await all_ended([self.on(server, work) for server in self.servers])
 
     async def close(self) -> None:
-        """End all connections; calls in flight fail."""
+        """Ends all connections; calls in flight fail."""
         self._closed = True
         nodes = list(self._nodes.values())
         self._nodes.clear()
         await asyncio.gather(self._topology.close(), *(node.close() for node in nodes))
 
     def suspect(self) -> None:
-        """A server does not do what it should: find out who does before the next call."""
+        """Asks before the next call which server holds what: one of them does not do its part."""
         self._topology.suspect()
 
     def _stripes(self, items: Sequence[Item], numbers: list[int]) -> list[list[int]]:
@@ -199,7 +199,7 @@ class RedisRouter:
 
 
 async def all_ended(calls: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
-    """All results. If one fails, raises only once the others have ended too: they use buffers."""
+    """Returns all results; raises only once all have ended, since they use the caller's buffers."""
     if len(calls) == 1:
         return [await calls[0]]
     results = await asyncio.gather(*calls, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Blocks on their way into Redis: parts first, what makes them a block last."""
+"""Blocks written to Redis: parts first, and last the value that makes them a block."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class _Writing:
 
 
 class RedisWriter:
-    """Stores blocks behind `router`. Belongs to the event loop.
+    """Stores blocks. Belongs to the event loop.
 
     A server that refuses writes (``maxmemory``, a disk that is full, a replica) stores fewer, and
-    is warned of once; until it takes them again it is asked first, and nothing is moved in vain.
+    is warned of once; until it takes them again it is asked before anything is sent to it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RedisWriter:
         self._refused: dict[Address, str] = {}
 
     async def save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
-        """Store `blocks`, sealed by their `checksums` if there are any, and list them as children.
+        """Stores `blocks`, sealed by `checksums` if there are any, and lists them as children.
 
         Returns:
             How many leading ones are stored now.
@@ -136,7 +136,7 @@ class RedisWriter:
         return _Writing(block.key, first, parts)
 
     async def _save_single(self, writings: Sequence[_Writing]) -> set[BlockKey]:
-        """Those of `writings`, of one value each, that are there now."""
+        """Stores `writings` of one value each; returns those that are there now."""
         stored: set[BlockKey] = set()
         for _ in range(2):  # the second time those that were damaged, once these are deleted
             results = await self._send([one.first for one in writings])
@@ -149,7 +149,7 @@ class RedisWriter:
         return stored
 
     async def _save_parted(self, writings: Sequence[_Writing]) -> set[BlockKey]:
-        """Those of `writings`, of several values each, that are there now."""
+        """Stores `writings` of several values each; returns those that are there now."""
         keys = [one.key for one in writings]
         pairs = list(zip(writings, await self._finder.states(keys), strict=True))
         await self._finder.delete([one.key for one, s in pairs if s is Outcome.BROKEN])
@@ -157,7 +157,7 @@ class RedisWriter:
         return stored | await self._write([one for one, s in pairs if not isinstance(s, Head)])
 
     async def _write(self, writings: Sequence[_Writing]) -> set[BlockKey]:
-        """Those of `writings` that are stored; leading ones, but for what servers refuse alone."""
+        """Returns those that are stored; leading ones, but for what single servers refuse."""
         whole = await self._write_parts(writings)
         done, there = await self._complete(whole)
         if there:
@@ -176,7 +176,7 @@ class RedisWriter:
     async def _complete(
         self, writings: Sequence[_Writing]
     ) -> tuple[list[_Writing], list[_Writing]]:
-        """Make blocks of parts; those that are blocks now, and those whose name was taken."""
+        """Makes blocks of parts; returns those that became one, and those whose name was taken."""
         results = await self._send([one.first for one in writings])
         pairs = list(zip(writings, results, strict=True))
         done = [one for one, result in pairs if result is Outcome.DONE]
@@ -186,7 +186,7 @@ class RedisWriter:
         return done, there
 
     async def _write_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
-        """Store all parts but the first; those of `writings` that may be completed."""
+        """Stores all values but the first; returns those of `writings` that may be completed."""
         puts = [(at, put) for at, one in enumerate(writings) for put in one.parts]
         results = await self._send([put for _, put in puts])
         pairs = zip(puts, results, strict=True)
@@ -195,7 +195,7 @@ class RedisWriter:
         return [one for at, one in enumerate(writings) if at < min(missing, default=len(writings))]
 
     async def _keep_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
-        """Those of `writings` whose parts are there for as long as what names them."""
+        """Makes parts last as long as what names them; returns those that had all of them."""
         if self._ttl_ms is not None:
             return list(writings)
         names = [(at, part.name) for at, one in enumerate(writings) for part in one.parts]
@@ -208,7 +208,7 @@ class RedisWriter:
         await self._finder.unlink([part.name for one in writings for part in one.parts])
 
     async def _takes_writes(self, nbytes: int) -> bool:
-        """Whether servers that refused a write may take one of `nbytes` now."""
+        """Returns whether servers that refused a write may take one of `nbytes` now."""
         if not self._refused:
             return True
         await self._router.refresh()
@@ -218,13 +218,13 @@ class RedisWriter:
             if await self._router.on(server, partial(takes_writes, self._finder.names, nbytes)):
                 self._refused.pop(server, None)
             elif reason.startswith("READONLY"):
-                self._router.suspect()  # until somebody names the next master
+                self._router.suspect()  # until the next master is named
         if self._refused:
             count("redis.refused")
         return not self._refused
 
     async def _send(self, puts: Sequence[Put]) -> list[Refused | Outcome]:
-        """What became of `puts`; servers that refuse are remembered."""
+        """Returns what became of `puts`; servers that refuse are remembered."""
         results: list[Refused | Outcome] = await self._router.run(put, puts, "store")
         for refusal in results:
             if not isinstance(refusal, Refused) or refusal.server in self._refused:
@@ -239,7 +239,7 @@ class RedisWriter:
 
 
 def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = False) -> list[Stored]:
-    """Store `puts`, in order; after the first that is refused no more are tried."""
+    """Stores `puts`, in order; after the first that is refused no more are tried. Blocks."""
     found: list[Stored] = [Outcome.NOT_TRIED] * len(puts)
     looked_for = [number for number, one in enumerate(puts) if one.look_first]
     heads = ask(
@@ -285,7 +285,7 @@ def _found_there(reply: Reply | Redirect) -> Stored:
 
 
 def _set_command(one: Put) -> tuple[bytes, bytes]:
-    """What is sent before and after the value."""
+    """Returns what is sent before and after the value."""
     options = [] if one.replace else [b"NX"]
     if one.ttl_ms is not None:
         options += [b"PX", b"%d" % one.ttl_ms]

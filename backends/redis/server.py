@@ -23,7 +23,7 @@ _SURVEYED = 200_000
 
 
 def check_server(settings: RedisSettings, names: Names, wire: Wire, server: Address) -> None:
-    """Try what will be needed.
+    """Tries what will be needed.
 
     Raises:
         ConfigurationError: the server is of another kind, too old, or the user may not do it.
@@ -50,7 +50,7 @@ def check_server(settings: RedisSettings, names: Names, wire: Wire, server: Addr
 
 
 def takes_writes(names: Names, nbytes: int, wire: Wire, server: Address) -> bool:
-    """Whether a server that refused to store a value would store one of `nbytes` now.
+    """Returns whether a server that refused to store a value would store one of `nbytes` now.
 
     As far as it tells: servers that drop old keys for new ones may, and so may those of a cluster.
     """
@@ -65,13 +65,13 @@ def takes_writes(names: Names, nbytes: int, wire: Wire, server: Address) -> bool
 
 
 def scan_page(names: Names, cursor: int, wire: Wire, server: Address) -> tuple[int, list[BlockKey]]:
-    """The blocks of one step of SCAN, and the cursor of the next; 0: there is none."""
+    """Returns the cursor of the next step of SCAN, 0 after the last, and this one's blocks."""
     after, found = _step(wire, names.prefix + b"b:", cursor)
     return after, [key for name in found if (key := names.key(name)) is not None]
 
 
 def survey(names: Names, wire: Wire, server: Address) -> dict[str, int]:
-    """``blocks`` and ``bytes`` of this store, ``used_memory`` and ``maxmemory`` for all it holds.
+    """Returns ``blocks`` and ``bytes`` of this store, ``used_memory`` and ``maxmemory`` of all.
 
     The first two are estimated from `_SURVEYED` keys where there are more; no limit is 0.
     """
@@ -132,7 +132,7 @@ def _check_kind(server: dict[str, str], address: Address, settings: RedisSetting
 
 
 def _info(wire: Wire, section: str) -> dict[str, str]:
-    """What a server says of itself; empty if the user may not ask."""
+    """Returns what a server says of itself; nothing if the user may not ask."""
     reply = call(wire, b"INFO", section)
     if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOPERM"):
         return {}

@@ -64,7 +64,7 @@ class RedisBackend(Backend):
         self._parts: _Parts | None = None
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Find the servers, and see whether each of them takes what it will be asked.
+        """Finds the servers, and sees whether each of them takes what it will be asked.
 
         Raises:
             ConfigurationError: credentials, database, TLS, kind of server or rights are wrong.
@@ -84,17 +84,17 @@ class RedisBackend(Backend):
         )
 
     async def close(self) -> None:
-        """End all connections; what is in flight fails, and has ended when this returns."""
+        """Ends all connections; calls in flight fail, and have ended when this returns."""
         parts, self._parts = self._parts, None
         if parts is not None:
             await parts.router.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are wholly there; they count as used now."""
+        """Returns how many leading `keys` are wholly there; they count as used now."""
         return len(await self._opened().finder.leading(keys))
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fill the beginnings of `into`; damaged blocks are dropped.
+        """Fills the beginnings of `into`; damaged blocks are deleted.
 
         Raises:
             BackendUnavailable: `into` is undefined, and nothing touches it any more.
@@ -104,11 +104,11 @@ class RedisBackend(Backend):
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """The same; checksums are taken as the bytes arrive, of what fits one value."""
+        """Does the same; checksums are taken as the bytes arrive, of what fits one value."""
         return await self._opened().reader.load(keys, into, checksums)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Store those that are not there yet; fewer if a server takes no writes now.
+        """Stores those that are not there yet; fewer if a server takes no writes now.
 
         Raises:
             BackendUnavailable: each block is wholly stored or not at all.
@@ -118,31 +118,31 @@ class RedisBackend(Backend):
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """The same; what is sent is sealed on the thread that sends it."""
+        """Does the same; what is sent is sealed on the thread that sends it."""
         return await self._opened().writer.save(blocks, checksums)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`."""
+        """Deletes `keys`."""
         await self._opened().finder.delete(keys)
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """The newest blocks with tokens whose parent is `key`."""
+        """Returns the newest blocks with tokens whose parent is `key`."""
         return await self._opened().children.get(key)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """All blocks, a page at a time; those that come or go meanwhile may be missed."""
+        """Lists all blocks, a page at a time; those that come or go meanwhile may be missed."""
         async for entry in self._opened().finder.scan():
             yield entry
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """What `scan` lists of each of `keys`.
+        """Returns what `scan` lists of each of `keys`.
 
         Servers older than Redis 7.2 count it as use, those under an LFU policy do not tell of use.
         """
         return await self._opened().finder.describe(keys)
 
     async def stats(self) -> Mapping[str, float]:
-        """``blocks`` and their ``bytes``, estimated where there are very many.
+        """Returns ``blocks`` and their ``bytes``, estimated where there are very many.
 
         And for all that the servers hold: ``used_memory`` and, where limited, ``maxmemory``.
         """

@@ -27,11 +27,11 @@ __all__ = ["Topology", "topology_of"]
 # What is in doubt is asked for so often at most …
 _REFRESH_S = 1.0
 # … and calls wait for the answer so long at most: a frozen node must not hold up the others.
-_PATIENCE_S = 0.25
+_MAX_WAIT_S = 0.25
 
 
 class Topology(ABC):
-    """Who holds what, as last heard. Belongs to the event loop."""
+    """Which server holds what, as last heard. Belongs to the event loop."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
@@ -42,7 +42,7 @@ class Topology(ABC):
 
     @abstractmethod
     def address_of(self, name: bytes) -> Address:
-        """The server that holds the key `name`."""
+        """Returns the server that holds the key `name`."""
 
     @property
     @abstractmethod
@@ -51,46 +51,46 @@ class Topology(ABC):
 
     @abstractmethod
     async def discover(self) -> None:
-        """Ask who holds what."""
+        """Asks which server holds what."""
 
     def moved(self, slot: int, address: Address) -> None:
-        """A server says so."""
+        """Notes that a server says that `address` holds `slot`."""
         self.suspect()
 
     def suspect(self) -> None:
-        """A server failed: ask again before the next call."""
+        """Has the servers asked again before the next call, since one failed."""
         self._stale = True
 
     async def open(self) -> None:
-        """Ask for the first time.
+        """Asks for the first time.
 
         Raises:
-            ConfigurationError: somebody answers that the settings are wrong.
-            BackendUnavailable: nobody answers.
+            ConfigurationError: a server answers that the settings are wrong.
+            BackendUnavailable: no server answers.
         """
         await self.discover()
         self._stale = False
 
     async def refresh(self) -> None:
-        """Ask again, if there is reason to.
+        """Asks again, if there is reason to.
 
         What was known stays in use until there is an answer.
 
         Raises:
-            BackendUnavailable: nothing is known, and nobody answers; or it is closed.
+            BackendUnavailable: nothing is known, and no server answers; or it is closed.
         """
-        if self._closed:  # what would be asked now had nobody to end it
+        if self._closed:  # a question asked now would never be ended
             raise BackendUnavailable(f"{self._settings}: is closed")
         if self._stale and self._asking is None and time.monotonic() >= self._due_at:
             self._asking = asyncio.create_task(self._ask_again())
         if self._asking is not None:
-            patience = _PATIENCE_S if self.servers else None
-            await asyncio.wait({self._asking}, timeout=patience)
+            timeout = _MAX_WAIT_S if self.servers else None
+            await asyncio.wait({self._asking}, timeout=timeout)
         if not self.servers:
             raise BackendUnavailable(f"{self._settings}: no server is known to hold the keys")
 
     def close(self) -> Awaitable[None]:
-        """Ask no more; what is to be awaited is only the end of what was asked before."""
+        """Asks no more; what is to be awaited is only the end of what was asked before."""
         self._closed = True
         asking = self._asking
         if asking is not None:
@@ -164,7 +164,7 @@ class _Sentinels(Topology):
         return found
 
     async def _why(self, sentinel: Sentinel) -> Exception:
-        """Why no master is found. What redis-py says of that is for those who write it."""
+        """Returns why no master is found; what redis-py says of that does not help the user."""
         settings, service = self._settings, self._settings.service
         answers = await asyncio.gather(
             *(client.sentinel_masters() for client in sentinel.sentinels), return_exceptions=True
@@ -241,7 +241,7 @@ class _Cluster(Topology):
 
 
 def topology_of(settings: RedisSettings) -> Topology:
-    """The one for the mode of `settings`; nothing is asked yet."""
+    """Returns the topology for the mode of `settings`; nothing is asked yet."""
     kinds: dict[Mode, Callable[[RedisSettings], Topology]]
     kinds = {Mode.SINGLE: _Single, Mode.SENTINEL: _Sentinels, Mode.CLUSTER: _Cluster}
     return kinds[settings.mode](settings)
@@ -253,12 +253,12 @@ async def _ended(task: asyncio.Task[None] | None) -> None:
 
 
 async def _in_full(closings: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all `closings`; they come to their end also if this is cancelled."""
+    """Waits for all `closings`, which come to their end also if this is cancelled."""
     await asyncio.shield(asyncio.gather(*closings))
 
 
 def _sound_slots(response: Any, **_: Any) -> Any:
-    """`response` to CLUSTER SLOTS, which redis-py would take apart whatever it is.
+    """Returns `response` to CLUSTER SLOTS if it is sound; redis-py does not check it.
 
     It would count billions of slots on the event loop. If one node's answer is no good, it asks
     the next one.

@@ -79,7 +79,7 @@ class Wire:
             sock.settimeout(timeout)
 
     def send(self, buffers: Sequence[Bytes]) -> None:
-        """Send all of `buffers`, one after the other.
+        """Sends all of `buffers`, one after the other.
 
         Raises:
             OSError: the server took nothing for `timeout` seconds, or the connection is lost.
@@ -105,7 +105,7 @@ class Wire:
                 left[at] = left[at][sent:]
 
     def replies(self, count: int) -> list[Reply]:
-        """The next `count` small answers; errors among them are returned, not raised."""
+        """Returns the next `count` small answers; errors among them are returned, not raised."""
         found: list[Reply] = []
         nbytes = 0
         while len(found) < count:
@@ -139,7 +139,7 @@ class Wire:
             self._fill()
 
     def bulk_nbytes(self) -> int | hiredis.ReplyError | None:
-        """Length of the value that follows; ``None``: there is none; or the error sent instead."""
+        """Returns the length of the value that follows, ``None`` if there is none, or the error."""
         line = self.line()
         if line.startswith(b"-"):
             return hiredis.ReplyError(line[1:].decode("utf-8", "replace"))
@@ -155,13 +155,13 @@ class Wire:
         return nbytes
 
     def exactly(self, nbytes: int) -> bytes:
-        """The next `nbytes` bytes, a few."""
+        """Returns the next `nbytes` bytes, a few."""
         data = bytearray(nbytes)
         self.into(memoryview(data))
         return bytes(data)
 
     def into(self, view: memoryview) -> None:
-        """Fill `view` with the next bytes."""
+        """Fills `view` with the next bytes."""
         at = 0
         while at < len(view):
             if self._start == self._end:
@@ -175,7 +175,7 @@ class Wire:
             at += step
 
     def skip(self, nbytes: int) -> None:
-        """Read `nbytes` bytes and forget them."""
+        """Reads `nbytes` bytes and forgets them."""
         while nbytes:
             if self._start == self._end:
                 self._fill()
@@ -184,18 +184,18 @@ class Wire:
             nbytes -= step
 
     def end_bulk(self) -> None:
-        """Read what ends a value."""
+        """Reads what ends a value."""
         if self.exactly(2) != b"\r\n":
             raise self._garbled("a value longer than it was said to be")
 
     def done(self) -> None:
-        """Make sure that nothing is left: what is there now would be taken for another's answer."""
+        """Makes sure that nothing is left: it would be taken for the answer to the next command."""
         decrypted = 0 if self._plain else self._sock.pending()  # type: ignore[attr-defined]
         if self._start != self._end or self._reader.has_data() or decrypted:
             raise self._garbled("more than was asked for")
 
     def _feed(self) -> int:
-        """Have what waits in the hold parsed; how many bytes that were."""
+        """Has what waits in the hold parsed; returns how many bytes that were."""
         data = bytes(self._hold[self._start : self._end])
         recent = self._fed + data
         if _HUGE.search(recent):
@@ -206,7 +206,7 @@ class Wire:
         return len(data)
 
     def _fill(self) -> None:
-        """Receive at least one byte after those that wait in the hold."""
+        """Receives at least one byte after those that wait in the hold."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start:
@@ -252,7 +252,7 @@ class Wire:
 
 
 def _is_local(sock: socket.socket) -> bool:
-    """Whether the other end is on this host."""
+    """Returns whether the other end is on this host."""
     try:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
     except (OSError, IndexError):
