@@ -1,9 +1,9 @@
 """``disk:``: blocks in large files on a local disk, there again after a restart.
 
-Imports the vocabulary, ``url`` and ``lanes``; never another store, nor what stands
-around one. Begin with `settings` (what the URL says) and `store` (the `Backend`
-methods), then `find` (what the index answers), `save` (what changes it) and `format` (the index as
-a SQLite database); `segments` and `slots` are the data files.
+Imports the vocabulary, ``url`` and ``lanes``; never another store, nor what stands around one.
+Begin with `settings` (what the URL says) and `store` (the `Backend` methods), then `find`, `load`
+and `save`, `format` (the index as a SQLite database), `client` and `directory` (what is open, and
+when it is opened anew). `writer` and `slots` change the index, `segments` are the data files.
 """
 
 from __future__ import annotations

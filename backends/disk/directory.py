@@ -38,7 +38,7 @@ logger = logging.getLogger("kvconnect")
 
 
 def ignore(point: str) -> None:
-    """Go on at every named point; tests give something else."""
+    """Does nothing at a named point of a save; tests give something else."""
 
 
 class DiskDirectory:
@@ -223,15 +223,15 @@ class DiskDirectory:
         return {**totals, "capacity": self.capacity, "read_only": self.read_only}
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Keep this open meanwhile, also if `retire` is called."""
+        """Keeps this open meanwhile, also if `retire` is called."""
         return self._lifetime.in_use()
 
     def retire(self) -> None:
-        """Close everything, as soon as nobody uses it. The second time does nothing."""
+        """Close everything, as soon as it is not used. The second time does nothing."""
         self._lifetime.end()
 
     def forget(self) -> None:
-        """Not be `current` any more: the directory may be writable by now."""
+        """Makes this not `current` any more: the directory may be writable by now."""
         self._outdated = True
 
     def close(self) -> None:

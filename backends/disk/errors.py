@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers that mean: no more bytes, whoever limits them."""
+"""Error numbers that mean: no more bytes, whatever limits them."""
 
 _UNAVAILABLE = {
     sqlite3.SQLITE_BUSY: "another process holds the index's lock",

@@ -14,7 +14,7 @@ import numpy as np
 from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
 from kvconnect.backends.disk.errors import index_errors
 from kvconnect.backends.disk.format import has_model_column
-from kvconnect.backends.disk.runs import Place
+from kvconnect.backends.disk.runs import Location
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
 
@@ -50,7 +50,7 @@ class Located:
     """One copy of a block: `id` names this copy, and is gone once its slot may be overwritten."""
 
     id: int
-    place: Place
+    location: Location
     length: int
 
 
@@ -103,7 +103,7 @@ class IndexReader:
                 "SELECT b.key, b.id, b.segment, b.slot, s.size, b.length" + READABLE + marks(part),
                 (oldest_valid(self._ttl), *part),
             )
-            by_key = {row[0]: Located(row[1], Place(*row[2:5]), row[5]) for row in rows}
+            by_key = {row[0]: Located(row[1], Location(*row[2:5]), row[5]) for row in rows}
             for key in part:
                 if key not in by_key:
                     return found

@@ -147,7 +147,7 @@ def connect_read_only(directory: Path) -> sqlite3.Connection | None:
         return _connect_read_only(directory, "mode=ro")
     except (IndexNotOpened, IndexReadOnly):
         # SQLite needs a shared-memory file beside a database with a log. Where it cannot make one,
-        # it can read the database only if there is nothing in the log, and nobody writes.
+        # it can read the database only if there is nothing in the log, and no process writes.
         if log_file_nbytes(directory):
             raise
     return _connect_read_only(directory, "mode=ro&immutable=1")

@@ -30,14 +30,14 @@ def identity(path: Path) -> Identity | None:
 def log_identity(path: Path) -> tuple[Identity | None, Identity | None]:
     """Which log the index has, and which shared memory: they stay while it is open anywhere.
 
-    Who deletes a directory that is in use may take them from an index that was made meanwhile.
+    A process that deletes a directory in use may take them from an index that was made meanwhile.
     """
     return _file(f"{path}/{INDEX_NAME}-wal"), _file(f"{path}/{INDEX_NAME}-shm")
 
 
 @contextmanager
 def held(path: Path, *, alone: bool = False) -> Iterator[None]:
-    """Nobody replaces the index of `path` meanwhile; with `alone` nobody opens or closes it either.
+    """No other process replaces the index of `path` meanwhile, nor, if `alone`, opens or closes it.
 
     SQLite finds the log of an index by its name when it opens it, and deletes it by its name when
     it closes the last connection: if the index is replaced between, that is another index's log.

@@ -1,4 +1,4 @@
-"""Until when something that several threads use has to stay open."""
+"""How long something that several threads use stays open."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Lifetime"]
 
 
 class Lifetime:
-    """Calls `close` once, when it has ended and nobody is in between. Thread-safe."""
+    """Calls `close` once, when it has ended and is not in use. Thread-safe."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
@@ -32,7 +32,7 @@ class Lifetime:
                     self._close()
 
     def end(self) -> None:
-        """Close as soon as nobody uses it. The second time does nothing."""
+        """Close as soon as it is not in use. The second time does nothing."""
         with self._lock:
             if not self._ended:
                 self._ended = True

@@ -26,11 +26,13 @@ def load(directory: DiskDirectory, keys: Sequence[BlockKey], into: Sequence[Tens
             break
     buffers = [buffer[: block.length] for block, buffer in zip(found, into, strict=False)]
     try:
-        directory.files.read([block.place for block in found], buffers)
+        directory.files.read([block.location for block in found], buffers)
     except SegmentLost as lost:
         if directory.writer is not None:
             directory.writer.drop_lost(lost.segment)
-        intact = next(at for at, block in enumerate(found) if block.place.segment == lost.segment)
+        intact = next(
+            at for at, block in enumerate(found) if block.location.segment == lost.segment
+        )
         return load(directory, keys[:intact], into[:intact])
     # A slot may have been given to another block while it was read. Its row goes first: if the row
     # is still there, the slot was not touched before now.

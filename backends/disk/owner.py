@@ -1,4 +1,4 @@
-"""Who reserved a slot, and whether that process is still alive."""
+"""Which opening of the store reserved a slot, and whether its process is still alive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Owner:
 
     The kernel drops the lock when the process dies, however it dies. Process ids would not do: they
     are used again, and mean nothing in another container. Make and look for owners only inside a
-    write transaction of the index: between making the file and locking it, it looks dead.
+    write transaction of the index: between making the file and locking it, it looks stopped.
 
     Raises:
         OSError: the file cannot be made; nothing is left behind.
@@ -40,7 +40,7 @@ class Owner:
             raise
 
     def close(self) -> None:
-        """Be dead. The second time does nothing."""
+        """End the ownership. The second time does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -48,7 +48,7 @@ class Owner:
             os.close(fd)
 
     def leave(self) -> None:
-        """In a process forked from this one: be nobody here, and as alive as before there."""
+        """Own nothing in this process, which was forked; its parent stays the owner."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -71,7 +71,7 @@ os.register_at_fork(
 
 
 def owners(directory: Path) -> set[str]:
-    """The names of the living; removes the files of the dead."""
+    """The names of the owners that are alive; removes the files of the others."""
     found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
     return {match[1] for match in found if match and _alive(directory, match[1])}
 

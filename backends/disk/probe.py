@@ -46,6 +46,6 @@ def remove_probes(path: Path) -> None:
 
 
 def default_capacity(path: Path, present: int) -> int:
-    """Bytes that may be stored at `path`, where `present` are stored, if nobody says how many."""
-    # Never less than there is: who does not say how much may be stored deletes nothing by that.
+    """Bytes that may be stored at `path`, where `present` are, if the URL does not say how many."""
+    # Never less than there is: a URL without a capacity deletes nothing.
     return max(present, min(_DEFAULT_CAPACITY, (shutil.disk_usage(path).free + present) // 2))

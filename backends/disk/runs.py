@@ -10,7 +10,7 @@ from torch import Tensor
 from kvconnect.backends.disk.direct_io import is_aligned
 from kvconnect.frame import FrameChecksum
 
-__all__ = ["Place", "Run", "parts"]
+__all__ = ["Location", "Run", "parts"]
 
 # A thread moves about so much at a time; neighbouring slots go in one system call up to this. Less
 # costs more hand-overs; with more, too little of a call's I/O is under way at once.
@@ -18,8 +18,8 @@ _PART_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """A slot of `size` bytes."""
+class Location:
+    """Where a slot of `size` bytes is."""
 
     segment: int
     slot: int
@@ -38,25 +38,27 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes that are moved in one system call: neighbours in the file of `place`.
+    """Bytes that are moved in one system call: neighbours in the file of `location`.
 
     `buffers` are aligned, or there is only one. `checksums` seal the frames that begin in them,
-    which is left to whoever writes them.
+    which the thread that writes them does.
     """
 
-    place: Place
+    location: Location
     offset: int
     buffers: Sequence[Tensor]
     checksums: Sequence[FrameChecksum] = ()
 
 
 def parts(
-    places: Sequence[Place], buffers: Sequence[Tensor], checksums: Sequence[FrameChecksum] = ()
+    locations: Sequence[Location],
+    buffers: Sequence[Tensor],
+    checksums: Sequence[FrameChecksum] = (),
 ) -> Iterator[list[Run]]:
     """All runs in order, about `_PART_NBYTES` at a time; of each buffer one checksum, or none."""
     part: list[Run] = []
     nbytes = 0
-    for run in _runs(places, buffers, checksums):
+    for run in _runs(locations, buffers, checksums):
         part.append(run)
         nbytes += sum(buffer.numel() for buffer in run.buffers)
         if nbytes >= _PART_NBYTES:
@@ -67,34 +69,38 @@ def parts(
 
 
 def _runs(
-    places: Sequence[Place], buffers: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    locations: Sequence[Location], buffers: Sequence[Tensor], checksums: Sequence[FrameChecksum]
 ) -> Iterator[Run]:
     """What can be moved in one call, at most `_PART_NBYTES`; never an empty buffer."""
     start = 0
-    while start < len(places):
-        place, buffer = places[start], buffers[start]
+    while start < len(locations):
+        location, buffer = locations[start], buffers[start]
         nbytes = buffer.numel()
         stop = start + 1
         if is_aligned(buffer):
-            while stop < len(places) and nbytes < _PART_NBYTES and _joined(places, buffers, stop):
+            while (
+                stop < len(locations)
+                and nbytes < _PART_NBYTES
+                and _joined(locations, buffers, stop)
+            ):
                 nbytes += buffers[stop].numel()
                 stop += 1
         if nbytes <= _PART_NBYTES or stop - start > 1 or not is_aligned(buffer):
             if nbytes:
-                yield Run(place, place.offset, buffers[start:stop], checksums[start:stop])
+                yield Run(location, location.offset, buffers[start:stop], checksums[start:stop])
         else:
             for at in range(0, nbytes, _PART_NBYTES):
                 begun = checksums[start:stop] if at == 0 else ()
-                yield Run(place, place.offset + at, [buffer[at : at + _PART_NBYTES]], begun)
+                yield Run(location, location.offset + at, [buffer[at : at + _PART_NBYTES]], begun)
         start = stop
 
 
-def _joined(places: Sequence[Place], buffers: Sequence[Tensor], at: int) -> bool:
+def _joined(locations: Sequence[Location], buffers: Sequence[Tensor], at: int) -> bool:
     """Whether slot `at` is read or written with the one before it."""
-    before, place = places[at - 1], places[at]
+    before, location = locations[at - 1], locations[at]
     return (
-        (place.segment, place.slot) == (before.segment, before.slot + 1)
+        (location.segment, location.slot) == (before.segment, before.slot + 1)
         and buffers[at - 1].numel() == before.size
-        and buffers[at].numel() == place.size
+        and buffers[at].numel() == location.size
         and is_aligned(buffers[at])
     )

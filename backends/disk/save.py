@@ -58,9 +58,9 @@ def _store(
     try:
         buffers = [block.data for _, block, _ in reservation.new]
         seals = [checksums[at] for at, _, _ in reservation.new] if checksums else ()
-        directory.files.write(reservation.places, buffers, seals)
+        directory.files.write(reservation.locations, buffers, seals)
         if directory.settings.durability == "power":
-            directory.files.sync(reservation.places)
+            directory.files.sync(reservation.locations)
         directory.at("written")
         return writer.commit(reservation)
     except BaseException:

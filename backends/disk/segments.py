@@ -25,7 +25,7 @@ from kvconnect.backends.disk.direct_io import (
 from kvconnect.backends.disk.errors import SegmentLost
 from kvconnect.backends.disk.lifetime import Lifetime
 from kvconnect.backends.disk.part_queue import PartQueue
-from kvconnect.backends.disk.runs import Place, Run, parts
+from kvconnect.backends.disk.runs import Location, Run, parts
 from kvconnect.backends.lanes import Lanes
 from kvconnect.frame import FrameChecksum
 
@@ -79,7 +79,7 @@ class SegmentFiles:
     def remove(self, segment: int, size: int) -> None:
         """Delete the file of `segment`; its bytes are free at once, also if others have it open."""
         path = self._path(segment, size)
-        # It has no name before it has no bytes: who writes to it must see that it is gone.
+        # It has no name before it has no bytes: a process that writes must see that it is gone.
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -130,18 +130,18 @@ class SegmentFiles:
                     total += path.stat().st_size
         return total
 
-    def read(self, places: Sequence[Place], buffers: Sequence[Tensor]) -> None:
+    def read(self, locations: Sequence[Location], buffers: Sequence[Tensor]) -> None:
         """Fill each of `buffers` from the slot of the same index; none is longer than its slot.
 
         Raises:
             SegmentLost: a file is gone or too short; `buffers` are undefined.
             OSError: the same.
         """
-        self._reads.run([partial(self._read, part) for part in parts(places, buffers)])
+        self._reads.run([partial(self._read, part) for part in parts(locations, buffers)])
 
     def write(
         self,
-        places: Sequence[Place],
+        locations: Sequence[Location],
         buffers: Sequence[Tensor],
         checksums: Sequence[FrameChecksum] = (),
     ) -> None:
@@ -151,12 +151,14 @@ class SegmentFiles:
             SegmentLost: a file is gone.
             OSError: any of the slots may have been written in part.
         """
-        self._writes.run([partial(self._write, part) for part in parts(places, buffers, checksums)])
+        self._writes.run(
+            [partial(self._write, part) for part in parts(locations, buffers, checksums)]
+        )
 
-    def sync(self, places: Collection[Place]) -> None:
-        """Return once what was written to `places` survives a power failure."""
-        for place in {place.segment: place for place in places}.values():
-            with self._using(place) as fd:
+    def sync(self, locations: Collection[Location]) -> None:
+        """Return once what was written to `locations` survives a power failure."""
+        for location in {location.segment: location for location in locations}.values():
+            with self._using(location) as fd:
                 os.fsync(fd)
 
     def close(self) -> None:
@@ -166,7 +168,7 @@ class SegmentFiles:
     def _read(self, part: Sequence[Run]) -> None:
         for run in part:
             need = sum(buffer.numel() for buffer in run.buffers)
-            with self._using(run.place) as fd:
+            with self._using(run.location) as fd:
                 if is_aligned(run.buffers[0]):
                     got = read_at(fd, [view(buffer) for buffer in run.buffers], run.offset)
                 else:
@@ -175,7 +177,7 @@ class SegmentFiles:
                     got = read_at(fd, [bounce], run.offset)
                     view(buffer)[:] = bounce[:need]
             if got < need:
-                raise SegmentLost(run.place.segment)
+                raise SegmentLost(run.location.segment)
 
     def _write(self, part: Sequence[Run]) -> None:
         for run in part:
@@ -188,31 +190,31 @@ class SegmentFiles:
                 bounce = scratch(buffer.numel())
                 bounce[: buffer.numel()] = view(buffer)
                 views = [bounce]
-            with self._using(run.place) as fd:
+            with self._using(run.location) as fd:
                 write_at(fd, views, run.offset)
 
     def _path(self, segment: int, size: int) -> Path:
         return self._directory / f"segment-{segment:06d}-{size}.slots"
 
     @contextmanager
-    def _using(self, place: Place) -> Iterator[int]:
+    def _using(self, location: Location) -> Iterator[int]:
         with ExitStack() as using:
             with self._lock:
-                file = self._files.get(place.segment)
+                file = self._files.get(location.segment)
                 if file is None:
-                    file = self._files[place.segment] = self._open(place)
+                    file = self._files[location.segment] = self._open(location)
                 using.enter_context(file.in_use())
-            # Who deleted the file died before its index knew: what is in it is lost to all others.
+            # Deleted by a process that died before its index knew: what is in it is lost to others.
             if not os.fstat(file.fd).st_nlink:
-                raise SegmentLost(place.segment)
+                raise SegmentLost(location.segment)
             yield file.fd
 
-    def _open(self, place: Place) -> _File:
+    def _open(self, location: Location) -> _File:
         flags = os.O_RDWR if self._writable else os.O_RDONLY
         try:
-            return _File(open_direct(self._path(place.segment, place.size), flags))
+            return _File(open_direct(self._path(location.segment, location.size), flags))
         except FileNotFoundError as error:
-            raise SegmentLost(place.segment) from error
+            raise SegmentLost(location.segment) from error
 
     def _retire(self, segments: Sequence[int]) -> None:
         with self._lock:

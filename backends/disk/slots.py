@@ -16,7 +16,7 @@ from kvconnect.backends.disk.direct_io import aligned_size
 from kvconnect.backends.disk.errors import NO_SPACE
 from kvconnect.backends.disk.format import index_nbytes, log_nbytes
 from kvconnect.backends.disk.owner import owners
-from kvconnect.backends.disk.runs import Place
+from kvconnect.backends.disk.runs import Location
 from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.url import format_size
 from kvconnect.frame import ALIGNMENT
@@ -62,7 +62,7 @@ class _Segment:
 class _Victim:
     id: int
     key: bytes
-    place: Place
+    location: Location
     parent: bytes | None
     used: int
 
@@ -107,13 +107,13 @@ class SlotAllocator:
             else:
                 self._files.empty(segment)
 
-    def take(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Place]:
+    def take(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Location]:
         """Up to `wanted` slots of `size` bytes, neighbours where possible, in order.
 
         Drops what was used longest ago for them, but not the blocks `keep`.
         """
         taken = self._unused(size, wanted)
-        if len(taken) < wanted and self.release_dead():
+        if len(taken) < wanted and self.release_stopped():
             taken += self._unused(size, wanted - len(taken))
         while len(taken) < wanted and self._grow(size, wanted - len(taken)):
             taken += self._unused(size, wanted - len(taken))
@@ -121,11 +121,11 @@ class SlotAllocator:
             taken += self._reclaim(size, wanted - len(taken), keep)
         return sorted(taken)
 
-    def reserve(self, owner: str, save: int, places: Iterable[Place]) -> None:
-        """Keep `places`, just taken, for `owner` until it ends the reservation or dies."""
+    def reserve(self, owner: str, save: int, locations: Iterable[Location]) -> None:
+        """Keep `locations`, just taken, for `owner` until it ends the reservation or stops."""
         self._db.executemany(
             "INSERT INTO reserved VALUES(?, ?, ?, ?)",
-            [(owner, save, *place.key) for place in places],
+            [(owner, save, *location.key) for location in locations],
         )
 
     def end_reservation(self, owner: str, save: int) -> set[tuple[int, int]]:
@@ -135,16 +135,16 @@ class SlotAllocator:
         )
         return set(rows.fetchall())
 
-    def free(self, places: Iterable[tuple[int, int]]) -> None:
+    def free(self, locations: Iterable[tuple[int, int]]) -> None:
         """Give back slots, as (segment, slot)."""
-        self._db.executemany("INSERT OR IGNORE INTO free VALUES(?, ?)", places)
+        self._db.executemany("INSERT OR IGNORE INTO free VALUES(?, ?)", locations)
 
-    def release_dead(self) -> int:
-        """Give back what dead owners have reserved; return how many slots."""
+    def release_stopped(self) -> int:
+        """Give back what owners have reserved that stopped; return how many slots."""
         holders = {owner for (owner,) in self._db.execute("SELECT DISTINCT owner FROM reserved")}
-        dead = holders - (owners(self._directory) if holders else set())
+        stopped = holders - (owners(self._directory) if holders else set())
         released = 0
-        for owner in dead:
+        for owner in stopped:
             self._db.execute(
                 "INSERT OR IGNORE INTO free SELECT segment, slot FROM reserved WHERE owner=?",
                 (owner,),
@@ -202,26 +202,26 @@ class SlotAllocator:
         index = min(index, self._capacity // _INDEX_SHARE)
         return self._capacity - index
 
-    def _unused(self, size: int, wanted: int) -> list[Place]:
-        places: list[Place] = []
+    def _unused(self, size: int, wanted: int) -> list[Location]:
+        locations: list[Location] = []
         fresh = self._db.execute(
             "SELECT id, fresh, slots FROM segments WHERE size=? AND fresh < slots ORDER BY id",
             (size,),
         ).fetchall()
         for segment, first, slots in fresh:
-            end = min(slots, first + wanted - len(places))
-            places += [Place(segment, slot, size) for slot in range(first, end)]
+            end = min(slots, first + wanted - len(locations))
+            locations += [Location(segment, slot, size) for slot in range(first, end)]
             self._db.execute("UPDATE segments SET fresh=? WHERE id=?", (end, segment))
-            if len(places) == wanted:
-                return places
+            if len(locations) == wanted:
+                return locations
         rows = self._db.execute(
             "SELECT segment, slot FROM segments CROSS JOIN free ON segment = id"
             # Others are those of a damaged row: what is saved there is not found again.
             " WHERE size=? AND slot >= 0 AND slot < slots ORDER BY id, slot LIMIT ?",
-            (size, wanted - len(places)),
+            (size, wanted - len(locations)),
         ).fetchall()
         self._db.executemany("DELETE FROM free WHERE segment=? AND slot=?", rows)
-        return places + [Place(segment, slot, size) for segment, slot in rows]
+        return locations + [Location(segment, slot, size) for segment, slot in rows]
 
     def _grow(self, size: int, wanted: int) -> bool:
         """Whether there is another segment of slots of `size` bytes."""
@@ -253,28 +253,28 @@ class SlotAllocator:
             return True
         return False
 
-    def _reclaim(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Place]:
+    def _reclaim(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Location]:
         """Slots of blocks that are dropped: longest unused first, chains from their end.
 
         A data file of another slot size goes as a whole, if all in it is older than what is here.
         """
-        places: list[Place] = []
-        while len(places) < wanted:
-            victims = self._oldest(size, wanted - len(places), keep)
+        locations: list[Location] = []
+        while len(locations) < wanted:
+            victims = self._oldest(size, wanted - len(locations), keep)
             foreign = self._coldest(other_than=size)
             if foreign and (not victims or (foreign.used or 0) < victims[0].used):
                 self.drop_segment(foreign.id, foreign.size)
-                if self._grow(size, wanted - len(places)):
-                    places += self._unused(size, wanted - len(places))
+                if self._grow(size, wanted - len(locations)):
+                    locations += self._unused(size, wanted - len(locations))
             elif victims:
                 self._drop(victims)
-                places += [victim.place for victim in victims]
+                locations += [victim.location for victim in victims]
             else:
                 break
-        if places:
-            count("store.disk.evicted", blocks=len(places))
+        if locations:
+            count("store.disk.evicted", blocks=len(locations))
             self._at("evicted")
-        return places
+        return locations
 
     def _oldest(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[_Victim]:
         """Up to `wanted` blocks to drop, each without stored children once those before it are.
@@ -295,7 +295,10 @@ class SlotAllocator:
         for block, key, segment, slot, parent, used, children in rows:
             if key in keep:
                 continue
-            waiting[key] = _Victim(block, key, Place(segment, slot, size), parent, used), children
+            waiting[key] = (
+                _Victim(block, key, Location(segment, slot, size), parent, used),
+                children,
+            )
             following: bytes | None = key
             while following in waiting and waiting[following][1] == dropped[following]:
                 victim, _ = waiting.pop(following)
@@ -316,7 +319,7 @@ class SlotAllocator:
         self._db.executemany("UPDATE blocks SET used=max(used, ?) WHERE key=?", ends)
 
     def _coldest(self, other_than: int = -1) -> _Segment | None:
-        """The segment that was not used for longest and that nobody writes to."""
+        """The segment that was not used for longest and that no process writes to."""
         row = self._db.execute(
             "SELECT id, size, (SELECT max(used) FROM blocks WHERE segment = s.id) AS newest"
             " FROM segments AS s WHERE size <> ? AND NOT EXISTS"

@@ -14,7 +14,7 @@ from kvconnect.backends.disk.format import connect, log_nbytes, make_index
 from kvconnect.backends.disk.identity import identity, log_identity
 from kvconnect.backends.disk.log import IndexLog
 from kvconnect.backends.disk.owner import Owner, owners
-from kvconnect.backends.disk.runs import Place
+from kvconnect.backends.disk.runs import Location
 from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
@@ -43,12 +43,12 @@ class Reservation:
 
     save: int
     count: int
-    new: list[tuple[int, StoredBlock, Place]]
+    new: list[tuple[int, StoredBlock, Location]]
 
     @property
-    def places(self) -> list[Place]:
+    def locations(self) -> list[Location]:
         """The slots of `new`."""
-        return [place for _, _, place in self.new]
+        return [location for _, _, location in self.new]
 
 
 class IndexWriter:
@@ -99,10 +99,10 @@ class IndexWriter:
             raise
 
     def clean(self, *, shrink: bool) -> None:
-        """Remove what dead processes left behind; with `shrink` what there is no room for, too."""
+        """Remove what killed processes left; with `shrink` what there is no room for, too."""
         with self._transaction():
-            owners(self._directory)  # removes the files of the dead, who may hold nothing
-            self._slots.release_dead()
+            owners(self._directory)  # removes the files of the stopped, which may hold nothing
+            self._slots.release_stopped()
             for segment, size, slots in self._segments():
                 if not self._files.intact(segment, size, slots):
                     self._slots.drop_segment(segment, size)
@@ -138,13 +138,13 @@ class IndexWriter:
         now = microseconds()
         with self._transaction():
             ours = self._slots.end_reservation(self._owner.name, reservation.save)
-            # Where we were taken for dead, the slots may be another's by now.
+            # Where this process was taken for stopped, the slots may be another's by now.
             new = [entry for entry in reservation.new if entry[2].key in ours]
             inserted = self._db.executemany(_INSERT, [_row(now, *entry) for entry in new]).rowcount
             if inserted < len(new):  # another process was faster with some
-                self._slots.free(self._rowless([place.key for _, _, place in new]))
+                self._slots.free(self._rowless([location.key for _, _, location in new]))
             self._at("committing")
-        lost = (at for at, _, place in reservation.new if place.key not in ours)
+        lost = (at for at, _, location in reservation.new if location.key not in ours)
         return next(lost, reservation.count)
 
     def release(self, reservation: Reservation) -> None:
@@ -168,7 +168,7 @@ class IndexWriter:
             )
 
     def drop_empty(self) -> None:
-        """Remove the data files that hold no block, and that nobody is about to write to."""
+        """Remove the data files that hold no block, and that no process is about to write to."""
         with self._transaction():
             for segment, size in self._slots.empty_segments():
                 self._slots.drop_segment(segment, size)
@@ -181,7 +181,7 @@ class IndexWriter:
                     self._slots.drop_segment(found, size)
 
     def close(self) -> None:
-        """Close the connection and be a dead owner. The second time does nothing."""
+        """Close the connection and end the ownership. The second time does nothing."""
         with self._lock:
             self._owner.close()
             self._db.close()
@@ -209,16 +209,18 @@ class IndexWriter:
         self._forget(list(new))
         keep = {block.key for block in blocks} | {block.parent for block in blocks}
         self._saves += 1
-        placed: list[tuple[int, StoredBlock, Place]] = []
+        located: list[tuple[int, StoredBlock, Location]] = []
         count = len(blocks)
         for size, keys in by_size.items():
-            places = self._slots.take(size, len(keys), keep)
-            placed += [(*new[key], place) for key, place in zip(keys, places, strict=False)]
-            if len(places) < len(keys):
-                count = min(count, new[keys[len(places)]][0])
-        self._slots.free(place.key for at, _, place in placed if at >= count)
-        kept = sorted((entry for entry in placed if entry[0] < count), key=lambda entry: entry[0])
-        self._slots.reserve(self._owner.name, self._saves, [place for _, _, place in kept])
+            locations = self._slots.take(size, len(keys), keep)
+            located += [
+                (*new[key], location) for key, location in zip(keys, locations, strict=False)
+            ]
+            if len(locations) < len(keys):
+                count = min(count, new[keys[len(locations)]][0])
+        self._slots.free(location.key for at, _, location in located if at >= count)
+        kept = sorted((entry for entry in located if entry[0] < count), key=lambda entry: entry[0])
+        self._slots.reserve(self._owner.name, self._saves, [location for _, _, location in kept])
         return Reservation(self._saves, count, kept)
 
     def _rowless(self, slots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -261,12 +263,12 @@ class IndexWriter:
             self._log.bound()
 
 
-def _row(now: int, at: int, block: StoredBlock, place: Place) -> tuple[object, ...]:
+def _row(now: int, at: int, block: StoredBlock, location: Location) -> tuple[object, ...]:
     return (
         block.key,
-        place.segment,
-        place.slot,
-        place.size,
+        location.segment,
+        location.slot,
+        location.size,
         block.data.numel(),
         block.priority,
         now,
