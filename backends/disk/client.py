@@ -145,7 +145,7 @@ class DiskClient:
                 if self._closed:  # a call that outlived a `close` that was cancelled
                     raise not_open(self._settings)
                 if self.directory is not None and not self.directory.current:
-                    self.directory.retire()
+                    self.directory.end()
                     self.directory = None
                 if self.directory is None:
                     self.directory = self._open()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from itertools import takewhile
 from pathlib import Path
 
 from kvconnect.backend import Child, StoredEntry
-from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged, IndexFull
+from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged
 from kvconnect.backends.disk.find import IndexReader, Located, microseconds
 from kvconnect.backends.disk.format import (
     check_format,
@@ -41,7 +40,7 @@ def ignore(point: str) -> None:
     """Does nothing at a named point of a save; tests give something else."""
 
 
-class DiskDirectory:
+class DiskDirectory(Lifetime):
     """A store directory, open. Thread-safe; every method blocks on the disk.
 
     It stays an opening of the very index it found: when the directory vanishes or its index is
@@ -68,6 +67,7 @@ class DiskDirectory:
     def __init__(
         self, settings: DiskSettings, lanes: Lanes, *, at: Callable[[str], None] = ignore
     ) -> None:
+        super().__init__(self._close_all)
         self.settings = settings
         self.at = at
         self.path = settings.path
@@ -79,7 +79,6 @@ class DiskDirectory:
         self._used: dict[int, int] = {}
         self._used_lock = threading.Lock()
         self._hidden: set[BlockKey] = set()
-        self._lifetime = Lifetime(self._close)
         self._outdated = False
         if settings.access != "store" and identity(self.path) is None:
             raise _none(self.path)
@@ -94,30 +93,26 @@ class DiskDirectory:
                 if self.writer is None:
                     self._open_read_only(reason)
         except OSError as error:
-            self._close()
+            self._close_all()
             if isinstance(error, BackendUnavailable):
                 raise
             raise BackendUnavailable(f"disk store {self.path}: {error}") from error
         except BaseException:
-            self._close()
+            self._close_all()
             raise
 
     def _open_writable(self) -> OSError | None:
         """Open for saves, too; why not, if the disk has not even room for the index."""
         try:
             self._make_writer()
-        except IndexFull:
-            full = OSError(errno.ENOSPC, "no space left on device")
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            full = error
-        else:
-            return None
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
-        return full
+            if self.writer is not None:
+                self.writer.close()
+                self.writer = None
+            return error
+        return None
 
     def _make_writer(self) -> None:
         settings = self.settings
@@ -222,20 +217,12 @@ class DiskDirectory:
             return totals
         return {**totals, "capacity": self.capacity, "read_only": self.read_only}
 
-    def in_use(self) -> AbstractContextManager[None]:
-        """Keeps this open meanwhile, also if `retire` is called."""
-        return self._lifetime.in_use()
-
-    def retire(self) -> None:
-        """Close everything, as soon as it is not used. The second time does nothing."""
-        self._lifetime.end()
-
     def forget(self) -> None:
         """Makes this not `current` any more: the directory may be writable by now."""
         self._outdated = True
 
     def close(self) -> None:
-        """Write down what was used, then `retire`."""
+        """Write down what was used, then `end`."""
         try:
             self.flush()
             if self.settings.access == "maintain" and self.writer is not None:
@@ -243,13 +230,13 @@ class DiskDirectory:
         except (OSError, IndexDamaged) as error:
             logger.debug("disk store %s: not tidied up at close: %s", self.path, error)
         finally:
-            self.retire()
+            self.end()
 
     def give_up_index(self) -> None:
         """Answer as if nothing were stored: the index is damaged and cannot be replaced."""
         self._read(IndexReader(empty_index(), None))
 
-    def _close(self) -> None:
+    def _close_all(self) -> None:
         with ExitStack() as stack:
             with suppress(OSError):  # a directory that is gone, perhaps
                 stack.enter_context(held(self.path))

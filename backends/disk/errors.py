@@ -52,6 +52,9 @@ class IndexDamaged(Exception):
 class IndexFull(BackendUnavailable):
     """There is no space for the index to grow."""
 
+    errno = errno.ENOSPC
+    strerror = "no space left on device"
+
 
 class IndexNotOpened(BackendUnavailable):
     """A file of the index cannot be opened, or made."""

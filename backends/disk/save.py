@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk.directory import DiskDirectory
-from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged, IndexFull, SegmentLost
+from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged, SegmentLost
 from kvconnect.backends.disk.writer import IndexWriter, Reservation
 from kvconnect.frame import FrameChecksum
 from kvconnect.trace import count, warn_once
@@ -37,7 +37,7 @@ def save(
     except SegmentLost as lost:
         writer.drop_lost(lost.segment)
     except OSError as error:
-        if error.errno not in NO_SPACE and not isinstance(error, IndexFull):
+        if error.errno not in NO_SPACE:
             raise
         count("store.disk.full")
         warn_once(
