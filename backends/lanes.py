@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["Lane", "Lanes", "running_pools", "running_threads", "settled"]
+__all__ = ["Lane", "Lanes", "results_of", "running_pools", "running_threads", "settled"]
 
 T = TypeVar("T")
 
@@ -229,6 +229,16 @@ async def settled(futures: Sequence[asyncio.Future[T]]) -> list[T | BaseExceptio
     if cancelled is not None:
         raise cancelled
     return ended.result()
+
+
+def results_of(outcomes: Sequence[T | BaseException]) -> list[T]:
+    """`outcomes`, if none of them is an error; else the first error is raised."""
+    results = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results
 
 
 _Work = tuple[Future[Any], Callable[[], Any]]

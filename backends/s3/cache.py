@@ -53,7 +53,3 @@ class AnswerCache(Generic[K, V]):
     def drop(self, key: K) -> None:
         """Forget `key`, at once."""
         self._answers.pop(key, None)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._answers.clear()

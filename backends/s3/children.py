@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from kvconnect.backend import MAX_CHILDREN, Child
 from kvconnect.backends.entries import child_from_json, child_to_json
-from kvconnect.backends.lanes import Lanes, settled
+from kvconnect.backends.lanes import Lanes, results_of, settled
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.cache import AnswerCache
 from kvconnect.backends.s3.format import BadRecord, pack, unpack
@@ -101,9 +101,8 @@ class S3Children:
             task = asyncio.get_running_loop().create_task(self._change_all(parent, changes))
             waiting = self._waiting[parent] = changes, task
         waiting[0].append(change)
-        (error,) = await settled([waiting[1]])
-        if error is not None:
-            raise error
+        ended = await settled([waiting[1]])
+        results_of(ended)
 
     async def _change_all(self, parent: BlockKey | None, changes: list[_Change]) -> None:
         lock = self._locks[0 if parent is None else parent[0] % _LOCKS]

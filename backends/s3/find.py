@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvconnect.backend import Child, StoredEntry
-from kvconnect.backends.lanes import Lanes, settled
+from kvconnect.backends.lanes import Lanes, results_of, settled
 from kvconnect.backends.s3.bucket import Fetched, S3Bucket
 from kvconnect.backends.s3.cache import AnswerCache
 from kvconnect.backends.s3.format import BadRecord, Member, Record, record_nbytes
@@ -161,13 +161,6 @@ class S3Finder:
             child for found in await self.leading([key]) for child in found.record.children(key)
         ]
 
-    def remembered(self, key: BlockKey) -> Found | Absent | None:
-        """The answer for `key`, if it is remembered."""
-        answer = self._cache.get(key)
-        if isinstance(answer, Found) and time.monotonic() >= answer.expires_at:
-            return None
-        return answer
-
     def stored(self, found: Iterable[Found]) -> None:
         """These were written just now."""
         self._changes += 1
@@ -187,9 +180,11 @@ class S3Finder:
     def _remembered(
         self, keys: Iterable[BlockKey], answers: dict[BlockKey, Found | Absent]
     ) -> None:
+        now = time.monotonic()
         for key in keys:
-            if key not in answers and (answer := self.remembered(key)) is not None:
-                answers[key] = answer
+            answer = self._cache.get(key)
+            if answer is not None and (isinstance(answer, Absent) or now < answer.expires_at):
+                answers.setdefault(key, answer)
 
     def _steps(self, num_keys: int) -> Iterator[int]:
         """For each round of questions, of how many keys one is asked for; 0: twice as far each."""
@@ -201,11 +196,9 @@ class S3Finder:
             yield 1
 
     async def _ask(self, keys: Sequence[BlockKey], answers: dict[BlockKey, Found | Absent]) -> None:
-        tasks = [self._asked(key) for key in keys]
-        asked = await settled(tasks)
+        outcomes = await settled([self._asked(key) for key in keys])
+        asked: list[Found | Absent] = results_of(outcomes)
         for key, answer in zip(keys, asked, strict=True):
-            if isinstance(answer, BaseException):
-                raise answer
             answers[key] = answer
             if isinstance(answer, Found):
                 for found in _neighbours(answer):
@@ -251,10 +244,9 @@ def _probes(
 
 
 def _known(keys: Sequence[BlockKey], answers: dict[BlockKey, Found | Absent]) -> int:
-    for number, key in enumerate(keys):
-        if not isinstance(answers.get(key), Found):
-            return number
-    return len(keys)
+    """How many leading `keys` are stored, as far as it is known."""
+    found = (n for n, key in enumerate(keys) if not isinstance(answers.get(key), Found))
+    return next(found, len(keys))
 
 
 def _neighbours(found: Found) -> list[Found]:

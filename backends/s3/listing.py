@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from kvconnect.backend import StoredEntry
-from kvconnect.backends.lanes import Lanes
+from kvconnect.backends.lanes import Lanes, results_of
 from kvconnect.backends.s3.bucket import Listed, S3Bucket
 from kvconnect.backends.s3.find import Found, fetch_entry
 from kvconnect.backends.s3.format import Record
@@ -64,12 +64,8 @@ class S3Listing:
     ) -> list[StoredEntry]:
         listed = {key: one for one in page if (key := self._key(one)) is not None}
         unknown = [key for key in listed if key not in records]
-        results = await self._lane.run_all(
-            [partial(fetch_entry, self._bucket, self._settings, key) for key in unknown]
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        asked = [partial(fetch_entry, self._bucket, self._settings, key) for key in unknown]
+        for result in results_of(await self._lane.run_all(asked)):
             if isinstance(result, Found):
                 records.update((member.key, result.record) for member in result.record.members)
         entries = []

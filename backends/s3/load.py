@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from kvconnect.backends.lanes import Lanes
+from kvconnect.backends.lanes import Lanes, results_of
 from kvconnect.backends.s3.bucket import Gone, S3Bucket
 from kvconnect.backends.s3.find import Found, S3Finder, fetch_entry
 from kvconnect.backends.s3.settings import S3Settings
@@ -62,11 +62,9 @@ class S3Reader:
                 del found[number:]
                 break
         parts = self._parts(found, into)
+        read = self._bucket.read
         results = await self._lane.run_all(
-            [
-                partial(self._bucket.read, part.name, part.start, part.views, part.etag)
-                for part in parts
-            ]
+            [partial(read, part.name, part.start, part.views, part.etag) for part in parts]
         )
         gone = [
             part.number
@@ -75,9 +73,7 @@ class S3Reader:
         ]
         if gone:
             await self._forget([found[number] for number in gone])
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, Gone):
-                raise result
+        results_of([result for result in results if not isinstance(result, Gone)])
         return min(gone, default=len(found))
 
     def _parts(self, found: Sequence[Found], into: Sequence[Tensor]) -> list[_Part]:

@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kvconnect.backend import Child, StoredBlock
-from kvconnect.backends.lanes import Lanes, settled
+from kvconnect.backends.lanes import Lanes, results_of, settled
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.children import S3Children
 from kvconnect.backends.s3.find import Absent, Found, S3Finder, fetch_entry
@@ -31,8 +31,6 @@ from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
 __all__ = ["S3Writer"]
-
-T = TypeVar("T")
 
 # One request's body: failing again and again in the middle of more would be costly.
 _MOST_OBJECT_NBYTES = 64 << 20
@@ -123,10 +121,8 @@ class S3Writer:
 
     async def _point(self, record: Record, views: Sequence[memoryview | bytes]) -> list[Found]:
         """Write the objects that stand for the blocks of `record`; what stands there then."""
-        results = await self._lane.run_all(
-            [partial(self._write_entry, record, member, views) for member in record.members]
-        )
-        return _all(results)
+        writes = [partial(self._write_entry, record, member, views) for member in record.members]
+        return results_of(await self._lane.run_all(writes))
 
     def _write_entry(
         self, record: Record, member: Member, views: Sequence[memoryview | bytes]
@@ -160,18 +156,17 @@ class S3Writer:
         """
         unique = list(dict.fromkeys(keys))
         try:
-            entries: list[Found | Absent] = _all(
-                await self._lane.run_all(
-                    [partial(fetch_entry, self._bucket, self._settings, key) for key in unique]
-                )
-            )
+            asked = [partial(fetch_entry, self._bucket, self._settings, key) for key in unique]
+            entries: list[Found | Absent] = results_of(await self._lane.run_all(asked))
             there = [
                 key
                 for key, entry in zip(unique, entries, strict=True)
                 if isinstance(entry, Found) or entry.etag
             ]
-            names = [self._settings.name("k", key.hex()) for key in there]
-            _all(await self._lane.run_all([partial(self._bucket.remove, name) for name in names]))
+            removals = [
+                partial(self._bucket.remove, self._settings.name("k", key.hex())) for key in there
+            ]
+            results_of(await self._lane.run_all(removals))
             found = [entry for entry in entries if isinstance(entry, Found)]
             records = {one.record.payload: one.record for one in found}
             await self._shrink(
@@ -186,12 +181,8 @@ class S3Writer:
         """Take `gone` out of what is said of each payload; remove those that nobody needs."""
         for payload, record in records.items():
             left = [member.key for member in record.members if member.key not in gone]
-            needed = _all(
-                await self._lane.run_all(
-                    [partial(self._shrink_entry, key, payload, gone) for key in left]
-                )
-            )
-            if not any(needed):
+            shrunk = [partial(self._shrink_entry, key, payload, gone) for key in left]
+            if not any(results_of(await self._lane.run_all(shrunk))):
                 name = self._settings.name("g", payload)
                 await self._lane.run(partial(self._bucket.remove, name))
 
@@ -241,13 +232,3 @@ class S3Writer:
                 warn_once("s3.children", str(result))
             elif isinstance(result, BaseException):
                 raise result
-
-
-def _all(results: Sequence[T | BaseException]) -> list[T]:
-    """`results`, if none of them is an error."""
-    good = []
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        good.append(result)
-    return good
