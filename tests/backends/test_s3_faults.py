@@ -134,6 +134,37 @@ async def test_service_that_stays_busy_is_told(store, kit, saved, s3_server, mon
     await works(store, kit, saved)
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "requests"),
+    [(503, "SlowDown", 3), (400, "RequestTimeout", 3), (403, "AccessDenied", 1), (409, "Busy", 1)],
+)
+async def test_only_what_passes_is_asked_again_and_not_for_ever(
+    store, kit, s3_server, monkeypatch, status, code, requests
+):
+    monkeypatch.setattr("kvconnect.backends.s3.client.time.sleep", lambda _: None)
+    s3_server.fault = lambda _: refusal(status, code)
+    s3_server.counts()
+    with pytest.raises(BackendUnavailable, match=code if status != 403 else "may not use it"):
+        await store.lookup([kit.key("again")])
+    assert s3_server.counts() == {"GET k": requests}
+    s3_server.fault = lambda _: None
+
+
+async def test_bucket_in_another_region_is_asked_there(make_s3, kit, s3_server):
+    def elsewhere(request):
+        if "/eu-west-9/s3/" in request.headers["authorization"]:
+            return None
+        answer = refusal(301, "PermanentRedirect")
+        answer.headers["x-amz-bucket-region"] = "eu-west-9"
+        return answer
+
+    s3_server.fault = elsewhere
+    async with kit.opened(make_s3(region="us-east-1")) as store:
+        s3_server.counts()
+        await works(store, kit, [])
+        assert s3_server.counts()["PUT g"] == 1  # at the first attempt
+
+
 @pytest.mark.parametrize("kind", ["k", "g"])
 async def test_success_with_an_error_for_a_body_is_a_failure(
     store, kit, saved, s3_server, kind, monkeypatch
