@@ -248,7 +248,7 @@ def run(seed, num_steps=50):
     elastic.finish()
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(20))
 def test_contents_survive_moves_of_memory(seed):
     run(seed)
 
