@@ -85,11 +85,14 @@ class BlockManager:
         self._tokens_per_block = config.tokens_per_block
         self._tree = tree = RadixTree(config.tokens_per_block, len(sizes.layouts))
         self._events = EventLog(config.event_buffer_max_size, sizes, tree)
-        self._pools = pools = tuple(make_pools(config, sizes, tree, clock, copier, self._events))
-        self._slabs = slabs = Slabs(pools, tree, sizes.slabs, copier)
+        made = make_pools(config, sizes, tree, clock=clock, copier=copier, events=self._events)
+        self._pools = pools = tuple(made)
+        self._slabs = slabs = Slabs(pools, tree, geometry=sizes.slabs, copier=copier)
         matcher = Matcher(tree, pools, config)
-        self._planner = Planner(tree, pools, matcher, slabs, config)
-        self._admission = Admission(tree, pools, self._planner, slabs, config, copier)
+        self._planner = Planner(tree, pools, matcher, slabs=slabs, config=config)
+        self._admission = Admission(
+            tree, pools, self._planner, slabs=slabs, config=config, copier=copier
+        )
         self._sequences = SequenceTable(tree, slabs, Publisher(tree, config))
         self._pins = PinTable(tree, pools, matcher)
         slabs.watch(self._sequences.live.values(), self._pins.live)

@@ -389,7 +389,7 @@ def agrees_in_any_order(random, dropped=()):
     return program.agrees()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_streams_in_any_order_do_what_one_after_the_other_does(random):
     assert agrees_in_any_order(random)

@@ -31,6 +31,7 @@ class Admission:
         tree: RadixTree,
         pools: Items[BlockPool],
         planner: Planner,
+        *,
         slabs: Slabs,
         config: KvCacheConfig,
         copier: BlockCopier | None,

@@ -61,6 +61,7 @@ class Planner:
         tree: RadixTree,
         pools: Items[BlockPool],
         matcher: Matcher,
+        *,
         slabs: Slabs,
         config: KvCacheConfig,
     ) -> None:

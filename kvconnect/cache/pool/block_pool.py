@@ -41,6 +41,7 @@ class BlockPool:
         tree: RadixTree,
         private: PrivateBlocks,
         published: PublishedBlocks,
+        *,
         host: HostTier,
     ) -> None:
         self.group = published.group
@@ -151,6 +152,7 @@ def make_pools(
     config: KvCacheConfig,
     sizes: PoolSizes,
     tree: RadixTree,
+    *,
     clock: Callable[[], float],
     copier: BlockCopier | None,
     events: EventLog,
@@ -163,7 +165,9 @@ def make_pools(
             ids = [block for slab in owned for block in sizes.slabs.block_ids(slab, group)]
         private = PrivateBlocks(ids)
         log = events if events.is_on else None
-        published = PublishedBlocks(group, layout.window, tree, private, clock, log)
+        published = PublishedBlocks(
+            group, layout.window, tree, private=private, clock=clock, events=log
+        )
         least, num_host = config.secondary_offload_min_priority, sizes.num_host_blocks[group]
-        host = HostTier(published, num_host, least, tree, copier)
-        yield BlockPool(tree, private, published, host)
+        host = HostTier(published, num_host, min_priority=least, tree=tree, copier=copier)
+        yield BlockPool(tree, private, published, host=host)

@@ -26,6 +26,7 @@ class HostTier:
         self,
         published: PublishedBlocks,
         num_blocks: int,
+        *,
         min_priority: int,
         tree: RadixTree,
         copier: BlockCopier | None,

@@ -42,6 +42,7 @@ class PublishedBlocks:
         group: int,
         window: int | None,
         tree: RadixTree,
+        *,
         private: PrivateBlocks,
         clock: Callable[[], float],
         events: EventLog | None,

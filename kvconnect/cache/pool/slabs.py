@@ -60,6 +60,7 @@ class Slabs:
         self,
         pools: Sequence[BlockPool],
         tree: RadixTree,
+        *,
         geometry: SlabGeometry | None,
         copier: BlockCopier | None,
     ) -> None:
