@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvconnect.bench.blocks.peers import OWN, open_field
+
 TINY = ("--tokens", 256, "--requests", 20, "--cached-blocks", 1000, "--rounds", 1)
 
 # What the adapters of the peers call, and nothing more: each block is found again for ever.
@@ -70,13 +72,21 @@ def figures(out: str) -> dict[str, dict[str, object]]:
     return {figure["name"]: figure for figure in json.loads(out)["figures"]}
 
 
-def test_it_measures_alone_and_says_which_peers_are_left_out(kvconnect):
+def test_without_interpreters_kvconnect_is_alone_and_the_peers_are_left_out():
     before = set(psutil.Process().children())
-    code, out, err = kvconnect("bench", "blocks", *TINY, "--json")
+    with open_field([]) as field:
+        assert list(field.parties) == [OWN]
+        assert "vLLM is left out (no --peer-python was given)." in field.left_out
+        assert "SGLang is left out (no --peer-python was given)." in field.left_out
+    assert set(psutil.Process().children()) <= before, "no party is left running"
+
+
+def test_a_peer_is_measured_beside_kvconnect_with_its_version(kvconnect, tmp_path: Path):
+    before = set(psutil.Process().children())
+    python = installed(tmp_path, VLLM)
+    code, out, err = kvconnect("bench", "blocks", *TINY, "--json", "--peer-python", python)
     assert code == 0, err
     assert set(psutil.Process().children()) <= before, "no party is left running"
-    assert "vLLM is left out (no --peer-python was given)" in err
-    assert "SGLang is left out (no --peer-python was given)" in err
     found = figures(out)
     assert {
         "cached prompt: kvconnect",
@@ -91,14 +101,6 @@ def test_it_measures_alone_and_says_which_peers_are_left_out(kvconnect):
         "memory beyond tokens and keys, asked for",
     } <= found.keys()
     assert all(isinstance(figure["value"], float) for figure in found.values())
-    assert not any("/ kvconnect" in name for name in found)
-
-
-def test_a_peer_is_measured_beside_kvconnect_with_its_version(kvconnect, tmp_path: Path):
-    python = installed(tmp_path, VLLM)
-    code, out, err = kvconnect("bench", "blocks", *TINY, "--json", "--peer-python", python)
-    assert code == 0, err
-    found = figures(out)
     for title in ("cached prompt", "fresh prompt", "mixed"):
         peer = found[f"{title}: vLLM 9.9"]
         ratio = found[f"{title}: vLLM 9.9 / kvconnect"]
