@@ -68,7 +68,7 @@ class Engine:
             self._connector.begin_step(batch)
         elif not self._connector.expects_news():
             return self._unblock()
-        # forward: each layer waits for its loads, writes K/V, attends, offers itself for saving
+        # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
         logits = self._forward(batch.requests)
         # agree: whatever failed to load gets nothing from this step
         outcome = self._connector.end_step()
@@ -122,7 +122,7 @@ class Engine:
     # ------------------------------------------------------------------ schedule
 
     def _schedule(self) -> ScheduledBatch:
-        """The next batch. Whoever was admitted last makes room for those that run longer."""
+        """The next batch. The last admitted request makes room for those that run longer."""
         while True:
             try:
                 return self._scheduler.schedule()
@@ -217,7 +217,7 @@ class Engine:
         self._let_go(live, aborted=reason == "abort")
         self._count(live.request)
         live.finish(reason)
-        del self._live[live.request.request_id]  # not before: whoever is in there is told of errors
+        del self._live[live.request.request_id]  # last: what is in there is told of errors
 
     def _let_go(self, live: LiveRequest, *, aborted: bool) -> None:
         """`live` leaves the engine: its blocks go, or stay until they are saved."""
@@ -270,7 +270,7 @@ class Engine:
         request.num_computed_tokens, request.num_external_tokens = valid, 0
 
     def _send_back(self, request: LlmRequest) -> None:
-        """Preempt: what is computed stays in the cache as long as nobody needs the blocks."""
+        """Preempt: what is computed stays in the cache until others need the blocks."""
         self._connector.request_reset(request)
         self._kv.free_resources(request)
         self._scheduler.put_back(request)
@@ -285,7 +285,7 @@ class Engine:
         return self.stats.free_blocks > before
 
     def _unblock(self) -> bool:
-        """Nothing runs and nothing is to be hoped for: then what is next will never fit."""
+        """Nothing runs and no transfer will give blocks back: what is next never fits."""
         scheduler = self._scheduler
         request = next(iter([*scheduler.running, *scheduler.waiting]), None)
         if request is None:

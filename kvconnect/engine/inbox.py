@@ -26,7 +26,7 @@ class Inbox(Generic[_Message]):
         """Leave `message` and wake the reader.
 
         Raises:
-            EngineClosed: nobody will read it; the cause is what the reader died of, if it did.
+            EngineClosed: the reader has stopped; the cause is the error that ended it, if any.
         """
         with self._changed:
             if self._closed:
@@ -56,7 +56,7 @@ class Inbox(Generic[_Message]):
         return rang
 
     def close(self, cause: BaseException | None) -> list[_Message]:
-        """Accept nothing any more; returns what nobody will read."""
+        """Accept nothing any more; returns what the reader has not taken."""
         with self._changed:
             self._closed, self._cause = True, cause
         return self.take()

@@ -117,7 +117,7 @@ class Scheduler:
     def one_too_many(self) -> LlmRequest | None:
         """The last admitted running request, if a guarantee was given that holds no more.
 
-        That happens only when a failed load keeps blocks that nobody may touch.
+        That happens only when a failed load keeps blocks that no request may use.
         """
         if self._guaranteed and self.running and not self._fits([]):
             return self.running[-1]
@@ -148,7 +148,7 @@ class Scheduler:
             drafted = [one for one in batch.generation_requests if len(one.draft_tokens)]
             if not drafted:
                 raise
-            # Nobody is preempted for guesses.
+            # No request is preempted for guesses.
             for request in drafted:
                 request.draft_tokens = NO_DRAFTS
             self._kv.prepare_resources(batch)

@@ -15,13 +15,13 @@ __all__ = ["main"]
 def main() -> None:
     """Serve as ``kvconnect``."""
     answers = take_stdout()
-    offered = workloads(OwnCache) | {
+    served = workloads(OwnCache) | {
         "keys": hash_seconds_per_block,
         "by_cached_blocks": by_cached_blocks,
         "by_tokens": by_tokens,
         "bookkeeping": bookkeeping,
     }
-    serve(answers, {"version": __version__}, offered)
+    serve(answers, {"version": __version__}, served)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Party:
 
     def __init__(self, python: Path | None, module: str, *arguments: str) -> None:
         start = _START_OWN if python is None else _START_PEER
-        # To a file: a pipe that nobody reads would stop a party that complains a lot.
+        # To a file: a pipe that is not read would stop a party that complains a lot.
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `close`
         self._process = subprocess.Popen(  # noqa: S603  the user names the interpreter
             [python or sys.executable, "-P", "-c", start, str(_PACKAGE), module, *arguments],

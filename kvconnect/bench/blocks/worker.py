@@ -47,7 +47,7 @@ def take_stdout() -> TextIO:
     return answers
 
 
-def serve(answers: TextIO, versions: Mapping[str, str], offered: Mapping[str, Workload]) -> None:
+def serve(answers: TextIO, versions: Mapping[str, str], served: Mapping[str, Workload]) -> None:
     """Answer requests ``{"workload": name, "arguments": {...}}`` until standard input ends.
 
     The first line says who this is: `versions` of what it uses.
@@ -60,4 +60,4 @@ def serve(answers: TextIO, versions: Mapping[str, str], offered: Mapping[str, Wo
     answer(dict(versions))
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
-        answer(offered[asked["workload"]](**asked["arguments"]))
+        answer(served[asked["workload"]](**asked["arguments"]))

@@ -189,7 +189,7 @@ class _Trial:
         """Seconds that the first token comes later than without a store: with one, and without."""
         prompt = self._fresh()
         engines = [self._llm, *self._plain]
-        # In turns: whoever comes first wakes the processor for the others.
+        # In turns: the first one wakes the processor for the others.
         first = self._seed % len(engines)
         outputs: dict[int, RequestOutput] = {}
         for number in (*range(first, len(engines)), *range(first)):

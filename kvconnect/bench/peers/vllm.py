@@ -104,9 +104,9 @@ def main() -> None:
     answers = take_stdout()
     hashing = "hashing" in sys.argv[1:]
     version: str = import_module("vllm.version").__version__
-    offered = workloads(lambda num_blocks: VllmCache(num_blocks, hashing=hashing))
+    served = workloads(lambda num_blocks: VllmCache(num_blocks, hashing=hashing))
     keys = VllmCache(1, hashing=True)
-    serve(answers, {"version": version}, offered | {"keys": keys.hash_seconds_per_block})
+    serve(answers, {"version": version}, served | {"keys": keys.hash_seconds_per_block})
 
 
 if __name__ == "__main__":

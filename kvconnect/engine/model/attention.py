@@ -84,7 +84,7 @@ class Chunk:
 
     Attributes:
         rows: where they are in the packed row.
-        start: the first one's place in its sequence.
+        start: the first one's position in its sequence.
         table: block ids of the sequence.
         tokens_per_block: of the pool.
         device: of the pool.
@@ -114,7 +114,7 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """The place behind the last one."""
+        """The position behind the last one."""
         length: int = self.rows.stop - self.rows.start
         return self.start + length
 

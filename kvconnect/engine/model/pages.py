@@ -68,7 +68,7 @@ class LayerPages:
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put token i's ``keys[i]`` and ``values[i]`` (``[tokens, heads, dim]``) at its slot.
 
-        A slot (int64) is block times tokens per block plus place in the block.
+        A slot (int64) is block times tokens per block plus offset in the block.
         """
         keys, values = self._rounded(keys), self._rounded(values)
         reshape_and_cache(keys, values, self._kv, slots, layer=0)

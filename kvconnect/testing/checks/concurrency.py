@@ -198,7 +198,7 @@ async def nothing_is_left(subject: Subject) -> None:
 
     def left_threads() -> list[str]:
         new = set(threading.enumerate()) - threads
-        # The event loop's own pool belongs to whoever runs the loop.
+        # The event loop's own pool belongs to the owner of the loop.
         return [thread.name for thread in new if not thread.name.startswith("asyncio")]
 
     end = time.monotonic() + subject.patience_s / 5

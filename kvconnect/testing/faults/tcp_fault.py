@@ -19,7 +19,7 @@ class TcpFault:
     """What is wrong with the network; by default nothing.
 
     Attributes:
-        refused: nobody listens; connections that are open are reset.
+        refused: no process listens; connections that are open are reset.
         black_hole: new connections are never answered (their SYN is dropped), and nothing moves
             on the open ones.
         frozen: new connections are taken and nothing moves, as with a stopped server. What was

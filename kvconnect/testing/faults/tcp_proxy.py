@@ -82,8 +82,8 @@ class TcpProxy:
         """From now on `fault` and nothing else is wrong.
 
         Raises:
-            OSError: while connections were refused somebody else took its port. Nobody listens
-                until it is called again.
+            OSError: while connections were refused another process took its port. It listens
+                again once this is called again.
         """
         self._call(self._set(fault))
 
