@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from kvconnect.backends.url import StoreUrl, parse_size
@@ -27,17 +28,17 @@ def add_parser(subparsers: Subparsers) -> None:
         help="a prompt restored from disk against reading it; and an idle connector's cost",
     )
     _add_common(restart)
-    restart.add_argument("--prompt-tokens", type=int, default=4096, metavar="N")
-    restart.add_argument("--repeats", type=int, default=7, metavar="N", help="restarts")
-    restart.add_argument("--steps", type=int, default=500, metavar="N", help="decode steps")
-    restart.set_defaults(run=run_restart)
+    _count(restart, "--prompt-tokens", 4096)
+    _count(restart, "--repeats", 7, "restarts")
+    _count(restart, "--steps", 500, "decode steps")
+    _runs(restart, run_restart)
     engine = benchmarks.add_parser("engine", help="many requests at once against one")
     _add_common(engine)
-    engine.add_argument("--requests", type=int, default=16, metavar="N")
-    engine.add_argument("--prompt-tokens", type=int, default=64, metavar="N")
-    engine.add_argument("--max-tokens", type=int, default=64, metavar="N")
-    engine.add_argument("--repeats", type=int, default=3, metavar="N")
-    engine.set_defaults(run=run_engine)
+    _count(engine, "--requests", 16)
+    _count(engine, "--prompt-tokens", 64)
+    _count(engine, "--max-tokens", 64)
+    _count(engine, "--repeats", 3)
+    _runs(engine, run_engine)
     _add_blocks(benchmarks)
     _add_store(benchmarks)
     _add_dead(benchmarks)
@@ -65,7 +66,7 @@ in the interpreter given.""",
     store.add_argument(
         "--total", default="512MiB", metavar="SIZE", help="of all of them (default: 512MiB)"
     )
-    store.add_argument("--rounds", type=int, default=5, metavar="N", help="medians of so many")
+    _count(store, "--rounds", 5, "medians of so many")
     store.add_argument(
         "--in-flight",
         type=int,
@@ -78,8 +79,7 @@ in the interpreter given.""",
         metavar="PYTHON",
         help="bin/python of an environment with LMCache",
     )
-    store.add_argument("--json", action="store_true", help="print one JSON object")
-    store.set_defaults(run=run_store)
+    _runs(store, run_store)
 
 
 def _add_dead(benchmarks: Subparsers) -> None:
@@ -95,17 +95,14 @@ and how long after its recovery the store is used again. Takes some minutes.""",
         "--model", type=Path, metavar="DIR", help="default: a random Llama, as small as can be"
     )
     dead.add_argument("--stores", default="redis,s3", metavar="NAME,…", help="default: redis,s3")
-    dead.add_argument("--prompt-tokens", type=int, default=64, metavar="N")
-    dead.add_argument(
-        "--requests", type=int, default=200, metavar="N", help="to a store that is left alone"
-    )
+    _count(dead, "--prompt-tokens", 64)
+    _count(dead, "--requests", 200, "to a store that is left alone")
     dead.add_argument(
         "--dead-s", type=float, default=15.0, metavar="S", help="a store is dead at least so long"
     )
     dead.add_argument("--lookup-timeout-ms", type=float, default=20.0, metavar="MS")
     dead.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
-    dead.add_argument("--json", action="store_true", help="print one JSON object")
-    dead.set_defaults(run=run_dead)
+    _runs(dead, run_dead)
 
 
 def _add_kernels(benchmarks: Subparsers) -> None:
@@ -117,12 +114,9 @@ Measure the copies of KV blocks as shares of one copy of the same bytes without 
 run: in host memory against memcpy, with one thread each; on a CUDA device and over its link, if
 there is one.""",
     )
-    kernels.add_argument(
-        "--mib", type=int, default=64, metavar="N", help="copied in one measurement on the host"
-    )
-    kernels.add_argument("--repeats", type=int, default=9, metavar="N", help="medians of so many")
-    kernels.add_argument("--json", action="store_true", help="print one JSON object")
-    kernels.set_defaults(run=run_kernels)
+    _count(kernels, "--mib", 64, "copied in one measurement on the host")
+    _count(kernels, "--repeats", 9, "medians of so many")
+    _runs(kernels, run_kernels)
 
 
 def _add_blocks(benchmarks: Subparsers) -> None:
@@ -142,16 +136,11 @@ interpreters given, in turns with kvconnect.""",
         metavar="PYTHON",
         help="bin/python of an environment with vLLM or SGLang; may be given several times",
     )
-    blocks.add_argument("--tokens", type=int, default=131_072, metavar="N", help="of long prompts")
-    blocks.add_argument(
-        "--requests", type=int, default=10_000, metavar="N", help="of the mixed traffic"
-    )
-    blocks.add_argument(
-        "--cached-blocks", type=int, default=1_000_000, metavar="N", help="of the largest pool"
-    )
-    blocks.add_argument("--rounds", type=int, default=5, metavar="N", help="medians of so many")
-    blocks.add_argument("--json", action="store_true", help="print one JSON object")
-    blocks.set_defaults(run=run_blocks)
+    _count(blocks, "--tokens", 131_072, "of long prompts")
+    _count(blocks, "--requests", 10_000, "of the mixed traffic")
+    _count(blocks, "--cached-blocks", 1_000_000, "of the largest pool")
+    _count(blocks, "--rounds", 5, "medians of so many")
+    _runs(blocks, run_blocks)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +150,24 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="for scratch files, on the disk to measure"
     )
+
+
+def _count(
+    parser: argparse.ArgumentParser, option: str, default: int, about: str | None = None
+) -> None:
+    parser.add_argument(option, type=int, default=default, metavar="N", help=about)
+
+
+def _runs(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def _at_least_one(arguments: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        number = getattr(arguments, name)
+        if number is not None and number < 1:
+            raise ConfigurationError(f"--{name.replace('_', '-')} {number}: must be at least 1")
 
 
 def run_restart(arguments: argparse.Namespace) -> None:
@@ -234,9 +240,7 @@ def run_store(arguments: argparse.Namespace) -> None:
     from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
 
     at_once = arguments.in_flight
-    for option, number in (("--rounds", arguments.rounds), ("--in-flight", at_once)):
-        if number is not None and number < 1:
-            raise ConfigurationError(f"{option} {number}: must be at least 1")
+    _at_least_one(arguments, "rounds", "in_flight")
     sizes = tuple(parse_size(size, field="--sizes") for size in arguments.sizes.split(","))
     for size in sizes:
         if size % 4096:
@@ -266,10 +270,7 @@ def run_dead(arguments: argparse.Namespace) -> None:
     from kvconnect.bench.report import render
     from kvconnect.bench.servers.mortal import SERVERS
 
-    for name in ("prompt_tokens", "requests"):
-        if getattr(arguments, name) < 1:
-            option = name.replace("_", "-")
-            raise ConfigurationError(f"--{option} {getattr(arguments, name)}: must be at least 1")
+    _at_least_one(arguments, "prompt_tokens", "requests")
     stores = arguments.stores.split(",")
     for store in stores:
         if store not in SERVERS:
