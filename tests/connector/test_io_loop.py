@@ -135,6 +135,6 @@ def test_errors_reach_whoever_waits_and_the_thread_goes_on() -> None:
     with pytest.raises(ZeroDivisionError):
         pool.submit(lambda: 1 // 0).result(5)
     assert pool.submit(lambda: 2).result(5) == 2
-    pool.shutdown()
+    pool.end(5)
     with pytest.raises(RuntimeError, match="ended"):
         pool.submit(lambda: 3)

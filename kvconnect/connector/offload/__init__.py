@@ -2,5 +2,6 @@
 
 Imports the contract beside it, `kvconnect.backends`, `kvconnect.kernels` and the vocabulary; never
 the runtime. Begin with `scheduler` (leader: what to load and save) and `messages` (what they tell
-each other), then `worker` (every rank), `save_queue`, `background_load` and `step_load`.
+each other), then `worker` (every rank) and, along a block's `route`, `save_queue`,
+`background_load` and `step_load`.
 """

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload.messages import LoadBlocks
-from kvconnect.connector.offload.pool_copier import PoolCopiers, copy_batches
-from kvconnect.connector.offload.staging import Slot, StagingPool
-from kvconnect.connector.offload.store import CALL_NBYTES, LOADS_IN_FLIGHT, OffloadStore
-from kvconnect.errors import BackendTimeout, KvConnectError, RetryLater
-from kvconnect.keys import Shard, store_key
+from kvconnect.connector.offload.pool_copier import copy_batches
+from kvconnect.connector.offload.route import BlockRoute, Fetched
+from kvconnect.connector.offload.staging import Slot
+from kvconnect.connector.offload.store import CALL_NBYTES, LOADS_IN_FLIGHT
+from kvconnect.errors import KvConnectError, RetryLater
 from kvconnect.trace import count
 
 __all__ = ["BackgroundLoad", "BackgroundLoads"]
@@ -84,31 +83,28 @@ class BackgroundLoads:
 
     def __init__(
         self,
-        store: OffloadStore,
-        staging: StagingPool,
-        copiers: PoolCopiers,
+        route: BlockRoute,
         done: Callable[[int, TransferFailure | None], None],
         *,
-        shard: Shard,
         timeout_s: float,
     ) -> None:
-        self._store = store
-        self._staging = staging
-        self._copiers = copiers
+        self._route = route
+        self._store = route.store
+        self._staging = route.staging
+        self._copiers = route.copiers
         self._done = done
-        self._shard = shard
         self._timeout_s = timeout_s
-        self._tokens_per_block = copiers.tokens_per_block
-        self._piece = max(1, min(256, CALL_NBYTES // staging.slot_nbytes))
+        self._tokens_per_block = route.copiers.tokens_per_block
+        self._piece = max(1, min(256, CALL_NBYTES // route.staging.slot_nbytes))
         self._running: dict[int, BackgroundLoad] = {}
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
-        staging.on_free(self._slots_freed)
+        route.staging.on_free(self._slots_freed)
 
     def start(self, order: LoadBlocks) -> None:
         """Start a load; called on the engine's thread, does not block."""
         load = self._running[order.request_id] = BackgroundLoad(order)
-        self._store.submit(self._run(load))
+        self._store.io.submit(self._run(load))
 
     def cancel(self, request_id: int) -> None:
         """No request waits for this load any more; it ends soon. On the engine's thread."""
@@ -194,40 +190,29 @@ class BackgroundLoads:
         """One piece: `slots` from the store, then to the pool."""
         order = load.order
         blocks = order.blocks[first : first + len(slots)]
-        keys = [store_key(block.key, block.group, self._shard) for block in blocks]
         slots = [
             self._copiers.slot_for(slot, block.group)
             for slot, block in zip(slots, blocks, strict=True)
         ]
-        pending: Future[None] | None = None
+        fetched = Fetched(0)
         try:
-            filled = await self._store.backend.load(keys, [slot.frame for slot in slots])
-            await self._copy(load, first, slots[:filled])
-            if filled < len(slots):
-                load.fail(first + filled, "a block is gone from the store, or was damaged")
-        except BackendTimeout as error:
-            pending = error.pending
-            load.fail(first, str(error))
+            fetched = await self._route.fetch(blocks, slots)
+            await self._copy(load, first, slots[: fetched.filled])
+            if fetched.filled < len(slots):
+                load.fail(first + fetched.filled, fetched.reason)
         except KvConnectError as error:
             load.fail(first, str(error))
         finally:
             load.reading -= 1
             load.news.set()
-            self._give_back(slots, pending)
-
-    def _give_back(self, slots: Sequence[Slot], pending: Future[None] | None) -> None:
-        if pending is None:
-            self._staging.give_back(Direction.LOAD, slots)
-        else:
-            pending.add_done_callback(lambda _: self._staging.give_back(Direction.LOAD, slots))
+            self._staging.give_back(Direction.LOAD, slots, fetched.pending)
 
     async def _copy(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
         if load.closed or not slots:
             return
         load.copying += 1
         try:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._store.copying, self._copy_now, load, first, slots)
+            await self._store.copying.run(lambda: self._copy_now(load, first, slots))
         finally:
             load.copying -= 1
 

@@ -124,26 +124,12 @@ class DaemonThreads(ThreadPoolExecutor):
         with self._changed:
             if self._ended:
                 raise RuntimeError(f"{self._name}: the pool has ended")
+            if len(self._work) >= self._idle and len(self._daemons) < self._max:
+                self._start_thread()
             self._work[future] = work
-            if len(self._work) > self._idle and len(self._daemons) < self._max:
-                thread = threading.Thread(
-                    target=self._run, name=f"{self._name}-{len(self._daemons)}", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError:  # no more to be had: those there are do it
-                    if not self._daemons:
-                        del self._work[future]  # or it would be done once it is given up
-                        raise
-                else:
-                    self._daemons.append(thread)
             self._changed.notify()
         future.add_done_callback(self._forget)
         return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002
-        """As the base class has it; with `wait` as long as the work takes."""
-        self.end(float("inf") if wait else 0.0)
 
     def end(self, timeout_s: float) -> None:
         """Take no more work, and wait up to `timeout_s` for the threads to end; idempotent."""
@@ -152,8 +138,18 @@ class DaemonThreads(ThreadPoolExecutor):
             self._changed.notify_all()
         deadline = time.monotonic() + timeout_s
         for thread in self._daemons:
-            left = deadline - time.monotonic()
-            thread.join(None if left == float("inf") else max(0.0, left))
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}-{len(self._daemons)}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more to be had: those there are do the work
+            if not self._daemons:
+                raise
+        else:
+            self._daemons.append(thread)
 
     def _forget(self, future: Future[Any]) -> None:
         with self._changed:

@@ -15,12 +15,13 @@ import torch
 from kvconnect.backend import StoredBlock
 from kvconnect.connector.data import Direction
 from kvconnect.connector.offload.messages import BlockSave, SaveOrder
-from kvconnect.connector.offload.pool_copier import PoolCopiers, clear_beyond
-from kvconnect.connector.offload.staging import Slot, StagingPool
-from kvconnect.connector.offload.store import CALL_NBYTES, SAVES_IN_FLIGHT, OffloadStore
+from kvconnect.connector.offload.pool_copier import clear_beyond
+from kvconnect.connector.offload.route import BlockRoute
+from kvconnect.connector.offload.staging import Slot
+from kvconnect.connector.offload.store import CALL_NBYTES, SAVES_IN_FLIGHT
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.kernels.blocks.transfer import Transfer
-from kvconnect.keys import Shard, model_tag, store_key
+from kvconnect.keys import model_tag, store_key
 from kvconnect.trace import count, warn_once
 
 __all__ = ["SaveQueue"]
@@ -44,15 +45,14 @@ class SaveQueue:
     order they were staged, parents before children, a few batches at a time.
     """
 
-    def __init__(
-        self, store: OffloadStore, staging: StagingPool, copiers: PoolCopiers, *, shard: Shard
-    ) -> None:
-        self._store = store
-        self._staging = staging
-        self._copiers = copiers
-        self._shard = shard
-        self._model = model_tag(store.llm_args.model_digest, store.llm_args.layouts)
-        self._batch = max(1, min(256, CALL_NBYTES // staging.slot_nbytes))
+    def __init__(self, route: BlockRoute) -> None:
+        self._store = route.store
+        self._staging = route.staging
+        self._copiers = route.copiers
+        self._shard = route.shard
+        llm_args = route.store.llm_args
+        self._model = model_tag(llm_args.model_digest, llm_args.layouts)
+        self._batch = max(1, min(256, CALL_NBYTES // route.staging.slot_nbytes))
         self._staged: deque[_Staged] = deque()
         self._writing = 0
         self._writes: set[asyncio.Task[None]] = set()
@@ -96,12 +96,7 @@ class SaveQueue:
 
     def take_lost(self) -> list[tuple[int, int]]:
         """Requests and block numbers that could not be written, since the last call."""
-        if not self._lost:
-            return []
-        lost = []
-        while self._lost:
-            lost.append(self._lost.popleft())
-        return lost
+        return [self._lost.popleft() for _ in range(len(self._lost))]
 
     # ------------------------------------------------------------------ on the engine's thread
 
@@ -155,12 +150,12 @@ class SaveQueue:
     async def _write(self, batch: Sequence[_Staged]) -> None:
         stored = 0
         reason = "the store has no room"
-        pending: Future[None] | None = None
+        pending: tuple[Future[None], ...] = ()
         try:
             await self._complete(batch)
             stored = await self._store.backend.save([staged.block for staged in batch])
         except BackendTimeout as error:
-            pending, reason = error.pending, str(error)
+            pending, reason = (error.pending,) if error.pending else (), str(error)
         except KvConnectError as error:
             reason = str(error)
         finally:
@@ -179,18 +174,14 @@ class SaveQueue:
                 clear_beyond(staged.slot.payload, layout, len(tokens))
 
     def _end(
-        self, batch: Sequence[_Staged], stored: int, reason: str, pending: Future[None] | None
+        self, batch: Sequence[_Staged], stored: int, reason: str, pending: Sequence[Future[None]]
     ) -> None:
         lost = batch[stored:]
         if lost:
             count("connector.save.lost", blocks=len(lost))
             warn_once("connector.save.lost", f"{len(lost)} blocks were not stored: {reason}")
             self._lost.extend((staged.request_id, staged.number) for staged in lost)
-        slots = [staged.slot for staged in batch]
-        if pending is None:
-            self._staging.give_back(Direction.SAVE, slots)
-        else:
-            pending.add_done_callback(lambda _: self._staging.give_back(Direction.SAVE, slots))
+        self._staging.give_back(Direction.SAVE, [staged.slot for staged in batch], pending)
         with self._changed:
             self._unwritten -= len(batch)
             self._changed.notify_all()

@@ -80,7 +80,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._backlogged = False
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
         self._budget = LookupBudget(
-            self._config.lookup_timeout_ms / 1000, self._store.backend, self._store.submit
+            self._config.lookup_timeout_ms / 1000, self._store.backend, self._store.io.submit
         )
 
     # ------------------------------------------------------------------ finding
@@ -92,7 +92,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
         lookup: Future[Hit]
         if store.backend.available:
-            lookup = store.submit(self._budget.timed(look_up(store.backend, query)))
+            lookup = store.io.submit(self._budget.timed(look_up(store.backend, query)))
         else:
             lookup = Future()
             lookup.set_result(Hit())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -112,8 +113,17 @@ class StagingPool:
             self._changed.wait_for(lambda: self._available(direction) > 0, timeout_s)
             return self._take(direction, 1)
 
-    def give_back(self, direction: Direction, slots: Sequence[Slot]) -> None:
-        """`slots`, taken for `direction`, are free again; nothing may touch them any more."""
+    def give_back(
+        self, direction: Direction, slots: Sequence[Slot], after: Sequence[Future[None]] = ()
+    ) -> None:
+        """`slots`, taken for `direction`, are free again once all of `after` are done.
+
+        Nothing may touch them any more then.
+        """
+        if after:
+            first, rest = after[0], after[1:]
+            first.add_done_callback(lambda _: self.give_back(direction, slots, rest))
+            return
         if not slots:
             return
         with self._changed:

@@ -13,11 +13,9 @@ import torch
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload.messages import BlockLoad, LoadBlocks
-from kvconnect.connector.offload.pool_copier import PoolCopiers, copy_batches
-from kvconnect.connector.offload.staging import Slot, StagingPool
-from kvconnect.connector.offload.store import OffloadStore
-from kvconnect.errors import BackendTimeout, KvConnectError
-from kvconnect.keys import Shard, store_key
+from kvconnect.connector.offload.pool_copier import copy_batches
+from kvconnect.connector.offload.route import BlockRoute
+from kvconnect.connector.offload.staging import Slot
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["StepLoad"]
@@ -72,23 +70,20 @@ class StepLoad:
     def __init__(
         self,
         orders: Sequence[LoadBlocks],
-        store: OffloadStore,
-        staging: StagingPool,
-        copiers: PoolCopiers,
+        route: BlockRoute,
         *,
-        shard: Shard,
         timeout_s: float,
         layerwise: bool,
     ) -> None:
         self._progress = [_Progress(order) for order in orders]
-        self._store = store
-        self._staging = staging
-        self._copiers = copiers
-        self._shard = shard
+        self._route = route
+        self._store = route.store
+        self._staging = route.staging
+        self._copiers = route.copiers
         self._timeout_s = timeout_s
         self._layerwise = layerwise
         self._deadline = time.monotonic() + timeout_s
-        self._layers = _layers(copiers.layouts)
+        self._layers = _layers(route.copiers.layouts)
         self._index = {layer.number: index for index, layer in enumerate(self._layers)}
         self._ready = [threading.Event() for _ in self._layers]
         self._events: list[torch.cuda.Event | None] = [None] * len(self._layers)
@@ -98,7 +93,7 @@ class StepLoad:
 
     def start(self) -> None:
         """Begin; does not block."""
-        self._store.submit(self._run())
+        self._store.io.submit(self._run())
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None) -> None:
         """Block until `layer` is in its pool, or in front of `stream`, or never will be."""
@@ -174,39 +169,24 @@ class StepLoad:
             for progress in dict.fromkeys(piece.progress for piece in pieces):
                 own = [piece for piece in pieces if piece.progress is progress]
                 sound += own[: await self._read(progress, own, pending)]
-            loop = asyncio.get_running_loop()
             copy = self._copy_whole if whole else self._copy_by_layer
-            await loop.run_in_executor(self._store.copying, copy, sound)
+            await self._store.copying.run(lambda: copy(sound))
         finally:
-            self._give_back(slots, pending)
+            # Once none of the abandoned reads can write into them.
+            self._staging.give_back(Direction.LOAD, slots, pending)
 
     async def _read(
         self, progress: _Progress, pieces: Sequence[_Piece], pending: list[Future[None]]
     ) -> int:
         """How many leading `pieces` arrived."""
-        keys = [store_key(piece.block.key, piece.block.group, self._shard) for piece in pieces]
-        filled = 0
-        reason = "a block is gone from the store, or was damaged"
-        try:
-            filled = await self._store.backend.load(keys, [piece.slot.frame for piece in pieces])
-        except BackendTimeout as error:
-            reason = str(error)
-            if error.pending is not None:
-                pending.append(error.pending)
-        except KvConnectError as error:
-            reason = str(error)
-        if filled < len(pieces):
+        fetched = await self._route.fetch(
+            [piece.block for piece in pieces], [piece.slot for piece in pieces]
+        )
+        pending += fetched.pending
+        if fetched.filled < len(pieces):
             progress.failed = True
-            progress.reason = progress.reason or reason
-        return filled
-
-    def _give_back(self, slots: Sequence[Slot], pending: Sequence[Future[None]]) -> None:
-        """Give `slots` back once none of the abandoned reads can write into them."""
-        if not pending:
-            self._staging.give_back(Direction.LOAD, slots)
-            return
-        first, rest = pending[0], pending[1:]
-        first.add_done_callback(lambda _: self._give_back(slots, rest))
+            progress.reason = progress.reason or fetched.reason
+        return fetched.filled
 
     # ------------------------------------------------------------------ on a copy thread
 

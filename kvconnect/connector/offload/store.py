@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvconnect.backend import Backend
+from kvconnect.backends.lanes import Lane
 from kvconnect.backends.registry import codecs_of, open_backend
 from kvconnect.backends.url import without_passwords
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload.io_loop import DaemonThreads, IoLoop
-from kvconnect.errors import ConfigurationError, RetryLater
+from kvconnect.connector.offload.io_loop import IoLoop
+from kvconnect.errors import BackendUnavailable, ConfigurationError, RetryLater
 from kvconnect.trace import warn_once
 
 __all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "OffloadStore", "stored_as"]
@@ -39,6 +39,7 @@ class OffloadStore:
         llm_args: whose.
         backend: guarded; to be used on the loop only.
         inline, enumerable: as the backend says.
+        io: the loop.
         copying: threads that copy into the pool.
     """
 
@@ -60,27 +61,22 @@ class OffloadStore:
         )
         self.inline = self.backend.capabilities.inline
         self.enumerable = self.backend.capabilities.enumerable
-        self._io = IoLoop()
-        self.copying = DaemonThreads(2, "kvconnect-copy")
+        self.io = IoLoop()
+        try:
+            self.copying = Lane("kvconnect-copy", 2)
+        except BackendUnavailable:
+            self.io.close()
+            raise
         try:
             self._open(source, deadline_s)
         except BaseException:
             self._end_threads()
             raise
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `coroutine` on the store's loop; does not block."""
-        return self._io.submit(coroutine)
-
-    @property
-    def io(self) -> IoLoop:
-        """The loop."""
-        return self._io
-
     def close(self) -> None:
         """Close the store and end the loop; blocks up to the store's deadlines; never raises."""
         try:
-            closing = self._io.submit(self.backend.close())
+            closing = self.io.submit(self.backend.close())
             closing.result(2.5 * self.llm_args.kv_connector_config.save_timeout_s + 5.0)
         except TimeoutError as error:
             closing.cancel()
@@ -89,11 +85,12 @@ class OffloadStore:
             self._end_threads()
 
     def _end_threads(self) -> None:
-        self._io.close()
-        self.copying.end(1.0)  # copies are short
+        self.io.close()
+        self.copying.end()
+        self.copying.join(1.0)  # copies are short
 
     def _open(self, source: Backend | str, timeout_s: float) -> None:
-        opening = self._io.submit(self.backend.open(self.llm_args.layouts))
+        opening = self.io.submit(self.backend.open(self.llm_args.layouts))
         shown = without_passwords(source) if isinstance(source, str) else None
         name = type(source).__name__ if shown is None else repr(shown)
         try:

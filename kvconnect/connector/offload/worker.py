@@ -14,8 +14,9 @@ from torch import Tensor
 from kvconnect.connector.data import Direction, KvCachePool, LlmArgs, TransferFailure
 from kvconnect.connector.offload.background_load import BackgroundLoads
 from kvconnect.connector.offload.held_saves import HeldSaves
-from kvconnect.connector.offload.messages import LoadBlocks, OffloadMeta, SaveOrder, WorkerMeta
+from kvconnect.connector.offload.messages import OffloadMeta, SaveOrder, WorkerMeta
 from kvconnect.connector.offload.pool_copier import PoolCopier, PoolCopiers
+from kvconnect.connector.offload.route import BlockRoute
 from kvconnect.connector.offload.save_queue import SaveQueue
 from kvconnect.connector.offload.staging import StagingPool
 from kvconnect.connector.offload.step_load import StepLoad
@@ -93,20 +94,12 @@ class OffloadWorker(KvCacheConnectorWorker):
         largest = max(pool.layout.block_nbytes for pool in pools)
         staging = StagingPool(self._config.staging_bytes, largest, pin=self._on_cuda)
         store.backend.register(staging.region)
-        shard = self._llm_args.shard
+        copiers = [self.copier_class(one.tensor, one.layout, staging) for one in pools]
         self._staging = staging
-        self._copiers = PoolCopiers(
-            [self.copier_class(one.tensor, one.layout, staging) for one in pools]
-        )
-        self._loads = BackgroundLoads(
-            store,
-            staging,
-            self._copiers,
-            self._load_ended,
-            shard=shard,
-            timeout_s=_OWN_SHARE * self._config.load_timeout_s,
-        )
-        self._saves = SaveQueue(store, staging, self._copiers, shard=shard)
+        self._route = BlockRoute(store, staging, PoolCopiers(copiers), self._llm_args.shard)
+        timeout_s = _OWN_SHARE * self._config.load_timeout_s
+        self._loads = BackgroundLoads(self._route, self._load_ended, timeout_s=timeout_s)
+        self._saves = SaveQueue(self._route)
         staging.on_free(self._slots_freed)
         self._hide_gauges = metrics.add_gauges(staging.sizes)
 
@@ -136,20 +129,14 @@ class OffloadWorker(KvCacheConnectorWorker):
         meta = self._metadata
         if not isinstance(meta, OffloadMeta) or not meta.loads:
             return
-        self._copiers.order_copies_in(stream)
-        in_step: list[LoadBlocks] = []
+        self._route.copiers.order_copies_in(stream)
         for order in meta.loads:
             if order.is_async:
                 self._loads.start(order)
-            else:
-                in_step.append(order)
-        if in_step:
+        if in_step := [order for order in meta.loads if not order.is_async]:
             self._step_load = StepLoad(
                 in_step,
-                self._store,
-                self._staging,
-                self._copiers,
-                shard=self._llm_args.shard,
+                self._route,
                 timeout_s=self._config.load_timeout_s,
                 layerwise=self._config.layerwise,
             )
