@@ -34,9 +34,9 @@ class SavePlan:
     """The blocks that a request holds, and how many of them are in the store or on their way.
 
     A store finds a block through the one before it. So a block that is not stored ends the plan, in
-    all pool groups: one below `min_priority` for good, one that was dropped until `reopen`. What a
-    window has given up belongs to others by now and is never read; a window's later blocks are of
-    use without it.
+    all pool groups: one below `min_priority` for good, one that was dropped until the request ends.
+    What a window has given up belongs to others by now and is never read; a window's later blocks
+    are of use without it.
 
     Args:
         request: whose blocks.
@@ -101,20 +101,16 @@ class SavePlan:
             group.num_done = max(group.num_done or 0, stored)
         self._stored_tail = tail
 
-    def note_missing(self, block: int) -> None:
-        """Block number `block` did not reach the store, or cannot be had from it."""
+    def note_missing(self, block: int, *, until_end: bool = False) -> None:
+        """Block number `block` did not reach the store, or cannot be had from it.
+
+        With `until_end` nothing is due any more: what is left is ordered when the request ends.
+        """
         for group in self._groups:
             if group.num_done is not None:
                 group.num_done = min(group.num_done, block)
         self._stored_tail = None
-
-    def close(self) -> None:
-        """Nothing is ordered until `reopen`: a block was dropped."""
-        self._open = False
-
-    def reopen(self) -> None:
-        """Order again what was dropped."""
-        self._open = True
+        self._open = self._open and not until_end
 
     def is_due(self, num_full: int) -> bool:
         """Whether of so many full blocks one may need saving; false at next to no cost."""

@@ -194,8 +194,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     def _end(self, state: _State) -> RequestEnd:
         """What the store lacks of the valid part of a request that gives its blocks back."""
         saves, request = state.saves, state.request
-        saves.reopen()
-        self._learn(state, patient=False)
+        self._learn(state, late=Hit())
         size = self._tokens_per_block
         valid = min(request.num_computed_tokens, request.num_tokens, saves.num_blocks * size)
         with_tail = self._store.enumerable and self._config.save_partial_tails and valid % size
@@ -244,7 +243,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         return OffloadMeta(tuple(loads), tuple(saves), ended, forgotten)
 
     def update_from_workers(self, metas: Sequence[object]) -> None:
-        """What did not reach the store on any rank ends its request's saves until `reopen`."""
+        """A request of which a block did not reach the store on any rank is saved when it ends."""
         self._backlogged = False
         for meta in metas:
             if not isinstance(meta, WorkerMeta):
@@ -252,8 +251,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
             self._backlogged |= meta.backlogged
             for request_id, block in meta.missing.items():
                 if (state := self._states.get(request_id)) is not None:
-                    state.saves.note_missing(block)
-                    state.saves.close()
+                    state.saves.note_missing(block, until_end=True)
 
     def _order_load(
         self, data: RequestData, loads: list[LoadBlocks], *, is_async: bool
@@ -297,21 +295,16 @@ class OffloadScheduler(KvCacheConnectorScheduler):
             return
         if not self._store.backend.available:
             return  # what is due stays due
-        self._learn(state, patient=True)
+        self._learn(state)
         order = state.saves.order(num_full, data.computed_position)
         if order is not None:
             saves.append(order)
             state.num_held += len(order.blocks) if self._config.save_on == "finish" else 0
 
-    def _learn(self, state: _State, *, patient: bool) -> None:
-        """What the store has need not be saved. With `patient`, only once it has answered."""
-        if state.saves.knows_store:
-            return
-        hit = self._hit(state)
-        if hit is None and patient:
-            return
-        hit = hit or Hit()
-        state.saves.note_stored(hit.num_stored, hit.tail)
+    def _learn(self, state: _State, late: Hit | None = None) -> None:
+        """What the store has need not be saved; `late` counts if it has not answered yet."""
+        if not state.saves.knows_store and (hit := self._hit(state) or late) is not None:
+            state.saves.note_stored(hit.num_stored, hit.tail)
 
     # ------------------------------------------------------------------ the end
 

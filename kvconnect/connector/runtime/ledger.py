@@ -13,7 +13,7 @@ from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.communicator import LoadOrder, Report
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.runtime.answers import checked_failures, checked_finished
-from kvconnect.connector.runtime.quarantine import Quarantine
+from kvconnect.connector.runtime.quarantine import Quarantine, Quarantined
 from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.connector.runtime.transfers import Transfer, Transfers, TransferState
 from kvconnect.connector.worker import KvCacheConnectorWorker
@@ -129,13 +129,13 @@ class TransferLedger:
         )
         return Report(
             step,
-            tuple(saved),
-            tuple(loaded),
-            tuple(failures),
-            self._expired(self.loads, loaded, now),
-            self._expired(self.saves, saved, now),
-            meta,
-            error,
+            saved=tuple(saved),
+            loaded=tuple(loaded),
+            failures=tuple(failures),
+            expired_loads=self._expired(self.loads, loaded, now),
+            expired_saves=self._expired(self.saves, saved, now),
+            worker_meta=meta,
+            error=error,
         )
 
     def settle(self, reports: list[Report], load_failed: LoadFailed) -> StepOutcome:
@@ -326,13 +326,15 @@ class TransferLedger:
         outcome.saved.append(save.request_id)
 
     def _hold(self, transfer: Transfer, handle: PinnedBlocks, num_blocks: int) -> None:
-        pending = set(self._ranks - transfer.done_ranks)
         is_load = transfer.direction is Direction.LOAD
         timeout_s = self._config.load_timeout_s if is_load else self._config.save_timeout_s
-        grace_s = max(timeout_s, _GRACE_S)
-        self.quarantine.hold(
-            transfer.direction, transfer.request_id, handle, num_blocks, pending, grace_s
+        blocks = Quarantined(
+            handle,
+            num_blocks,
+            pending_ranks=set(self._ranks - transfer.done_ranks),
+            grace_until=time.monotonic() + max(timeout_s, _GRACE_S),
         )
+        self.quarantine.hold(transfer.direction, transfer.request_id, blocks)
 
     def _num_blocks(self, load: Transfer, first_token: int) -> int:
         return -(-load.end // self._tokens_per_block) - first_token // self._tokens_per_block

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.connector.data import Direction
 
-__all__ = ["Quarantine"]
+__all__ = ["Quarantine", "Quarantined"]
 
 _REMEMBERED = 1024
 
 
 @dataclass(slots=True)
-class _Held:
-    grace_until: float
+class Quarantined:
+    """Blocks of one transfer.
+
+    Attributes:
+        handle: holds them.
+        num_blocks: how many of them count.
+        pending_ranks: whose workers may still touch them.
+        grace_until: so long it is worth waiting for them, on the monotonic clock.
+    """
+
     handle: PinnedBlocks
     num_blocks: int
     pending_ranks: set[int]
+    grace_until: float
 
 
 class Quarantine:
@@ -32,7 +40,7 @@ class Quarantine:
     def __init__(self, kv: BaseKVCacheManager, max_blocks: int) -> None:
         self._kv = kv
         self._max_blocks = max_blocks
-        self._held: dict[tuple[Direction, int], _Held] = {}
+        self._held: dict[tuple[Direction, int], Quarantined] = {}
         self._ended: OrderedDict[tuple[Direction, int], None] = OrderedDict()
         self.num_blocks = 0
 
@@ -52,22 +60,10 @@ class Quarantine:
         """Whether no new load may start."""
         return self.num_blocks > self._max_blocks
 
-    def hold(
-        self,
-        direction: Direction,
-        request_id: int,
-        handle: PinnedBlocks,
-        num_blocks: int,
-        pending_ranks: set[int],
-        grace_s: float,
-    ) -> None:
-        """Keep `handle` until `returned` was called for every one of `pending_ranks`.
-
-        For `grace_s` seconds it is worth waiting for that.
-        """
-        grace_until = time.monotonic() + grace_s
-        self._held[direction, request_id] = _Held(grace_until, handle, num_blocks, pending_ranks)
-        self.num_blocks += num_blocks
+    def hold(self, direction: Direction, request_id: int, blocks: Quarantined) -> None:
+        """Keep `blocks` until `returned` was called for every rank that is pending."""
+        self._held[direction, request_id] = blocks
+        self.num_blocks += blocks.num_blocks
 
     def returned(self, direction: Direction, request_id: int, rank: int) -> None:
         """A rank's worker is done with the blocks; those that all are done with go back."""
@@ -94,7 +90,7 @@ class Quarantine:
         for key, held in list(self._held.items()):
             self._let_go(key, held)
 
-    def _let_go(self, key: tuple[Direction, int], held: _Held) -> None:
+    def _let_go(self, key: tuple[Direction, int], held: Quarantined) -> None:
         del self._held[key]
         self.num_blocks -= held.num_blocks
         self._kv.unpin(held.handle)

@@ -111,8 +111,6 @@ class Transfers:
 
     def expired(self, now: float) -> tuple[int, ...]:
         """Requests whose transfer is past its deadline."""
-        if not self._active:
-            return ()
         return tuple(
             transfer.request_id
             for transfer in self._active.values()
