@@ -202,8 +202,9 @@ async def all_ended(calls: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
     """Returns all results; raises only once all have ended, since they use the caller's buffers."""
     if len(calls) == 1:
         return [await calls[0]]
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
+    results: list[R] = []
+    for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
-    return [result for result in results if not isinstance(result, BaseException)]
+        results.append(result)
+    return results

@@ -10,7 +10,7 @@ from kvconnect.backends.redis.commands import REFUSALS, call, command, sound
 from kvconnect.backends.redis.errors import permissions
 from kvconnect.backends.redis.format import Names
 from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
-from kvconnect.backends.redis.wire import Reply, Wire
+from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
@@ -97,22 +97,16 @@ def survey(names: Names, wire: Wire, server: Address) -> dict[str, int]:
 def _send_and_check(wire: Wire, commands: list[bytes], settings: RedisSettings) -> None:
     wire.send([b"".join(commands)])
     for reply in wire.replies(len(commands)):
-        _check_reply(reply, settings)
-
-
-def _check_reply(reply: Reply, settings: RedisSettings) -> None:
-    if not isinstance(reply, hiredis.ReplyError):
-        return
-    text = str(reply)
-    if text.startswith("NOPERM"):
-        raise ConfigurationError(f"{settings}: {text}; {permissions(settings)}")
-    if text.startswith("NOAUTH"):
-        raise ConfigurationError(
-            f"{settings}: {text}; give user and password: redis://user:password@host"
-        )
-    if text.startswith(("LOADING", "MASTERDOWN", "ERR")):
-        sound(reply)
-    # Others tell of the present state, which may be another one when it matters.
+        text = str(reply) if isinstance(reply, hiredis.ReplyError) else ""
+        if text.startswith("NOPERM"):
+            raise ConfigurationError(f"{settings}: {text}; {permissions(settings)}")
+        if text.startswith("NOAUTH"):
+            raise ConfigurationError(
+                f"{settings}: {text}; give user and password: redis://user:password@host"
+            )
+        # Other errors tell of the present state, which may be another one when it matters.
+        if text.startswith(("LOADING", "MASTERDOWN", "ERR")):
+            sound(reply)
 
 
 def _check_kind(server: dict[str, str], address: Address, settings: RedisSettings) -> None:

@@ -124,8 +124,8 @@ class RedisSettings:
         return f"{scheme}://{','.join(map(str, self.hosts))}"
 
     @classmethod
-    def parse(cls, url: StoreUrl) -> RedisSettings:
-        """What `url` says.
+    def from_url(cls, url: StoreUrl) -> RedisSettings:
+        """Returns what `url` says.
 
         Raises:
             ConfigurationError: names the part of `url` that is wrong, and what is right.

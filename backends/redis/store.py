@@ -30,7 +30,7 @@ __all__ = ["RedisBackend", "from_url"]
 
 def from_url(url: StoreUrl) -> RedisBackend:
     """``redis://user:password@host:6379/0?ttl=7d&prefix=kv:``, and its other schemes."""
-    return RedisBackend(RedisSettings.parse(url))
+    return RedisBackend(RedisSettings.from_url(url))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from kvconnect.errors import ConfigurationError
 
 
 def parsed(text):
-    return RedisSettings.parse(StoreUrl.parse(text))
+    return RedisSettings.from_url(StoreUrl.parse(text))
 
 
 @pytest.mark.parametrize(
