@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
+from kvconnect.backends.lanes import results_of
 from kvconnect.backends.redis.commands import (
     Ask,
     Put,
@@ -202,9 +203,4 @@ async def all_ended(calls: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
     """Returns all results; raises only once all have ended, since they use the caller's buffers."""
     if len(calls) == 1:
         return [await calls[0]]
-    results: list[R] = []
-    for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-        results.append(result)
-    return results
+    return results_of(await asyncio.gather(*calls, return_exceptions=True))
