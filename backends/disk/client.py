@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 from kvconnect.backends.disk.directory import DiskDirectory
@@ -82,15 +82,15 @@ class DiskClient:
 
         If it is cancelled, everything is closed all the same once the calls in flight have ended.
         """
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
         try:
             await self.lanes.idle()
         finally:
+            if self._flush_timer is not None:
+                self._flush_timer.cancel()
             closing = self.lanes["saves"].submit(self._close)
             closing.add_done_callback(lambda _: self.lanes.end())
+        await asyncio.shield(asyncio.wrap_future(closing))
         await asyncio.to_thread(self.lanes.join)
-        closing.result()
 
     def retry_read_only(self) -> None:
         """Open a directory again that could not be written to, if it was not tried just now."""
@@ -106,7 +106,8 @@ class DiskClient:
 
     def _start_flush(self) -> None:
         self._flush_timer = None
-        self.lanes["saves"].submit(self._flush)
+        with suppress(BackendUnavailable):  # a call has outlived a `close` that was cancelled
+            self.lanes["saves"].submit(self._flush)
 
     # From here on threads of the lanes.
 

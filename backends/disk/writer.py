@@ -118,7 +118,7 @@ class IndexWriter:
             IndexFull: the index's log cannot be moved, and would grow without end.
         """
         now = microseconds()
-        with self._lock:
+        with self._lock, index_errors():
             self._log.check()
         with self._transaction():
             self._files.keep_only({segment for segment, *_ in self._segments()})
