@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvconnect.errors import BackendUnavailable
 
-__all__ = ["Lane", "Lanes", "results_of", "settled"]
+__all__ = ["Lane", "Lanes", "fulfil", "results_of", "settled"]
 
 T = TypeVar("T")
 
@@ -244,18 +244,21 @@ def results_of(outcomes: Sequence[T | BaseException]) -> list[T]:
 _Work = tuple[Future[Any], Callable[[], Any]]
 
 
+def fulfil(future: Future[T], work: Callable[[], T]) -> None:
+    """Run `work`, unless `future` was cancelled, which gets its result or error."""
+    if future.set_running_or_notify_cancel():
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
 def _serve(queue: SimpleQueue[_Work | None]) -> None:
     while (item := queue.get()) is not None:
-        future, work = item
-        if future.set_running_or_notify_cancel():
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001  raised where it is waited for
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
-        del item, future, work  # or an idle thread keeps what it worked on alive
+        fulfil(*item)
+        del item  # or an idle thread keeps what it worked on alive
 
 
 class _Ended(asyncio.Future[None]):

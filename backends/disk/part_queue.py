@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from kvconnect.backends.lanes import Lane
+from kvconnect.backends.lanes import Lane, fulfil
 from kvconnect.errors import BackendUnavailable
 
 __all__ = ["PartQueue"]
@@ -61,14 +61,7 @@ class PartQueue:
 
     def _run_one(self) -> bool:
         try:
-            future, part = self._parts.get_nowait()
+            fulfil(*self._parts.get_nowait())
         except Empty:
             return False
-        future.set_running_or_notify_cancel()
-        try:
-            part()
-        except BaseException as error:  # noqa: BLE001  raised where it is waited for
-            future.set_exception(error)
-        else:
-            future.set_result(None)
         return True

@@ -215,6 +215,17 @@ async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hangin
     assert descriptors() <= files + 1  # another loop's thread may have come
 
 
+async def test_close_lets_every_call_end_that_came_before_it(make_disk, kit):
+    store = make_disk()
+    await store.open([kit.layout])
+    keys = kit.keys("there", count=16)
+    assert await store.save(kit.chain(keys)) == 16
+    loading = [asyncio.create_task(store.load([key], kit.buffers(1))) for key in keys]
+    await asyncio.sleep(0)
+    await store.close()
+    assert await asyncio.gather(*loading) == [1] * 16
+
+
 async def test_loads_do_not_wait_for_saves(make_disk, kit, monkeypatch):
     saves = Hanging()
     async with kit.opened(make_disk()) as store:
