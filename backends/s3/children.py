@@ -1,8 +1,8 @@
 """Which blocks follow a block, where its own record does not tell.
 
 One small object per parent lists blocks that were saved apart from it: tails, and first blocks of
-later saves. It is read, extended and written back on the condition that nobody else did meanwhile.
-It is a hint: a block that it fails to list is only not found as part of a longer one.
+later saves. It is read, extended and written back on the condition that no other writer did so
+meanwhile. It is a hint: a block that it fails to list is only not found as part of a longer one.
 """
 
 from __future__ import annotations

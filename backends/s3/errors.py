@@ -70,7 +70,7 @@ class Aborted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class S3Failure:
-    """What the service answered instead of a result."""
+    """The service's answer instead of a result."""
 
     status: int
     code: str
@@ -111,7 +111,7 @@ def is_passing(error: Exception) -> bool:
 
 @contextmanager
 def failures(settings: S3Settings, operation: str) -> Iterator[None]:
-    """Whatever boto3 raises.
+    """Errors of boto3 and of connections become the contract's.
 
     Raises:
         BackendUnavailable: names the store and what went wrong.
@@ -131,7 +131,7 @@ def failures(settings: S3Settings, operation: str) -> Iterator[None]:
 
 @contextmanager
 def failures_at_open(settings: S3Settings) -> Iterator[None]:
-    """The same while opening, where a wrong setting is told from a service that fails.
+    """The same while a store is opened, where a wrong setting is told from a service that fails.
 
     Raises:
         ConfigurationError: no such bucket, no credentials, or they are refused.

@@ -51,7 +51,7 @@ class Absent:
     """A block that is not stored.
 
     Attributes:
-        etag: of the object in its place that is damaged or too old; empty if there is none.
+        etag: of the object of its name that is damaged or too old; empty if there is none.
     """
 
     etag: str = ""

@@ -3,7 +3,7 @@
 A record is ``magic | length | checksum | JSON``. It stands at the beginning of the object of a
 block that is alone, before the block's bytes; or it is all there is of the object that stands for a
 block whose bytes are in a payload object, with those of its neighbours. Each of these has the same
-record, which lists them all: whoever has asked for one block knows about the others.
+record, which lists them all: the reader of one block knows about the others.
 """
 
 from __future__ import annotations

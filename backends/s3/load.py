@@ -26,7 +26,7 @@ class _Part:
         name: of the object.
         start: in the object.
         number: of the first block that they belong to.
-        etag: of the object; ``None`` where nobody else writes one of that name.
+        etag: of the object; ``None`` where no other writer uses that name.
         views: where they go, one after the other.
         nbytes: of all views.
     """

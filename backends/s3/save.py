@@ -1,9 +1,9 @@
 """Writes and deletes blocks.
 
-The payload of an object's blocks is written first, under a name that nobody else uses, and then one
-small object for each block that points to it, on the condition that there is none. So a block is
-there wholly or not at all; of two writers the first one stays; and a payload without pointers, left
-by a writer that died, is garbage that a lifecycle rule removes. A block that is alone has one
+The payload of an object's blocks is written first, under a name that no other writer uses, and then
+one small object for each block that points to it, on the condition that there is none. So a block
+is there wholly or not at all; of two writers the first one stays; and a payload without pointers,
+left by a writer that died, is garbage that a lifecycle rule removes. A block that is alone has one
 object: record and payload together.
 """
 
@@ -101,7 +101,7 @@ class S3Writer:
             yield current
 
     async def _save_object(self, blocks: Sequence[StoredBlock]) -> list[Found]:
-        """Store `blocks` in one object; what is stored of them then, by whomever."""
+        """Store `blocks` in one object; return what is stored of them then, by any writer."""
         views = [block.data.numpy().data for block in blocks]
         payload = None if len(blocks) == 1 else uuid.uuid4().hex
         record = Record.of(blocks, time.time(), payload)
@@ -178,7 +178,7 @@ class S3Writer:
         await self._unlist_children(found)
 
     async def _shrink(self, records: Mapping[str, Record], gone: Collection[BlockKey]) -> None:
-        """Take `gone` out of what is said of each payload; remove those that nobody needs."""
+        """Take `gone` out of what is said of each payload; remove those that no block needs."""
         for payload, record in records.items():
             left = [member.key for member in record.members if member.key not in gone]
             shrunk = [partial(self._shrink_entry, key, payload, gone) for key in left]
@@ -201,7 +201,7 @@ class S3Writer:
             except Conflict:
                 continue
             return True
-        return True  # somebody else is at it
+        return True  # other writers keep changing it
 
     # ------------------------------------------------------------------ children
 

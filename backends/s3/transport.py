@@ -1,7 +1,7 @@
 """HTTP under boto3: bytes go straight between sockets and the caller's buffers.
 
-boto3's own HTTP library reads a body into new memory and copies it from there, and gives nobody a
-way to end a request that another thread waits for.
+boto3's own HTTP library reads a body into new memory and copies it from there, and has no way to
+end a request that another thread waits for.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _exchange(
         host = url.netloc.rpartition("@")[2].removesuffix(_USUAL_PORTS[url.scheme])
         connection.putheader("Host", host)
     for name, value in request.headers.items():
-        # The body is sent at once: nobody waits for "100 Continue".
+        # The body is sent at once: there is no wait for "100 Continue".
         if name.lower() != "expect":
             connection.putheader(name, value)
     connection.endheaders()

@@ -1,4 +1,4 @@
-"""Blocks in S3: several to an object, found in few requests, whoever else is at it."""
+"""Blocks in S3: several to an object, found in few requests, whatever other writers do."""
 
 from __future__ import annotations
 
