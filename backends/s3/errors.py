@@ -48,8 +48,12 @@ _PASSING_STATUSES = {429, 500, 502, 503, 504}
 _PASSING_CODES = {"RequestTimeout", "SlowDown"}
 _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
 # What boto3 lets through: an answer that it cannot make sense of (no XML, no date, no name where
-# there must be one), and RuntimeError for credentials that are past their time when they are new.
-_NONSENSE = (ResponseParserError, ValueError, OverflowError, KeyError, RuntimeError)
+# there must be one, text where there must be fields), and RuntimeError for credentials that are
+# past their time when they are new.
+_NONSENSE = (
+    *(ResponseParserError, ValueError, OverflowError, KeyError, RuntimeError),
+    *(AttributeError, TypeError),
+)
 _MISCONFIGURED = (
     *_NO_CREDENTIALS,
     CredentialRetrievalError,

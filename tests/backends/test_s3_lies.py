@@ -99,6 +99,8 @@ LIES = {
         0, raw=head_of(a, Transfer_Encoding="chunked") + b"what?\r\n" + a.body
     ),
     "a body that is no XML": lambda a: changed(a, body=b"<<<" * 9),
+    "a choice of answers": lambda a: changed(a, 300),
+    "an error that is no record": lambda a: Answer(400, b"<x><Error>text</Error></x>"),
     "XML of something else": lambda a: changed(
         a, body=b"<ListBucketResult><Contents><Size>x</Size></Contents></ListBucketResult>"
     ),
