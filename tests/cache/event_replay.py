@@ -1,4 +1,4 @@
-"""What somebody knows of the cache who follows its events (specification: block manager, 10)."""
+"""What a follower of its events knows of the cache (specification: block manager, 10)."""
 
 from __future__ import annotations
 

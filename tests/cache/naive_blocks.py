@@ -89,7 +89,7 @@ class Pool:
         self.host_blank = list(range(host_count))
         self.published = []
         self.ticks = 0
-        self.offloaded = []  # since somebody last emptied it
+        self.offloaded = []  # since it was last emptied
 
     def tick(self):
         self.ticks += 1
@@ -186,7 +186,7 @@ class Pool:
     # -------------------------------------------------------------- publishing
 
     def unpublish(self, block):
-        """Nobody can find it any more; whoever called decides what becomes of its slots."""
+        """It cannot be found any more; the caller decides what becomes of its slots."""
         self.published.remove(block)
         del block.node.blocks[self]
         block.node.prune()

@@ -54,7 +54,7 @@ class SlotContent:
             self.put(group, ids, position, (space, tuple(tokens[: position + 1])))
 
     def scribble(self, group, ids, start):
-        """Whoever owns these blocks may write anything from position `start` on."""
+        """The owner of these blocks may write anything from position `start` on."""
         for position in range(start, len(ids) * self.size):
             self.put(group, ids, position, JUNK)
 

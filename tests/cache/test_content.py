@@ -146,7 +146,7 @@ def run_requests(manager, count, chunk=None, longest=18):
             live.append(request)
         while len(live) > (0 if number == count - 1 else int(random.integers(0, 3))):
             ended = live.pop(int(random.integers(len(live))))
-            # Whoever shares blocks with it, or copied from them, has not touched what it computed.
+            # Those that share blocks with it, or copied from them, have not touched what it has.
             model.check(ended, ended.num_computed_tokens)
             manager.free_resources(ended)
         manager.blocks.check_invariants()

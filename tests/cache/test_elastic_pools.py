@@ -167,7 +167,7 @@ class Elastic:
             if not self.live and not self.pins:
                 per_slab = self.geometry.blocks_per_slab
                 slabs = sum(-(-n // per) for n, per in zip(needs, per_slab, strict=True))
-                assert slabs > len(self.geometry.owners), "nobody holds a slab back"
+                assert slabs > len(self.geometry.owners), "no slab is held back"
 
     def pick(self):
         return self.random.choice(list(self.live.items()))
@@ -229,7 +229,7 @@ class Elastic:
         self.manager.unpin(self.pins.pop(self.random.randrange(len(self.pins)))[0])
 
     def finish(self):
-        """Once nobody holds anything, any pool can have all the memory."""
+        """Once nothing is held, any pool can have all the memory."""
         while self.live:
             self.end()
         while self.pins:

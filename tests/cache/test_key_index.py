@@ -1,4 +1,4 @@
-"""A key is hashed once, whoever asks first: the chain of a request or the tree."""
+"""A key is hashed once, whether it is asked for first by the chain of a request or by the tree."""
 
 import numpy as np
 import pytest

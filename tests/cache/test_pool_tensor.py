@@ -82,7 +82,7 @@ class FakeRuntime:
         return 0
 
 
-def test_the_host_tier_of_a_gpu_is_page_locked_until_nobody_has_it(monkeypatch):
+def test_the_host_tier_of_a_gpu_is_page_locked_until_it_is_not_used(monkeypatch):
     runtime = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     pool = allocate_host_pool(LAYOUT, 5, CUDA)

@@ -96,7 +96,7 @@ def test_a_request_that_does_not_fit_waits_for_one_that_ends(request_of):
     assert sim.now == 24 + 16
 
 
-def test_nobody_overtakes_the_first_that_waits(request_of):
+def test_no_request_overtakes_the_first_that_waits(request_of):
     first = request_of(run(1, 24))  # 6 of 8 blocks, until 24
     large, small = request_of(run(2, 16), at=1), request_of(run(3, 4), at=2)
     sim = simulator(device=8, prefill_tokens_per_s=1)
@@ -104,7 +104,7 @@ def test_nobody_overtakes_the_first_that_waits(request_of):
 
 
 def test_blocks_are_enough_where_the_beginning_is_shared_with_a_running_request(request_of):
-    # 5 + 5 blocks, of which 4 are shared: 6 of 6, and nobody waits.
+    # 5 + 5 blocks, of which 4 are shared: 6 of 6, and none waits.
     first = request_of([*run(1, 16), *run(2, 4)], run(4, 1))
     second = request_of([*run(1, 16), *run(3, 3)], run(5, 1), at=30)
     sim = simulator(device=7, prefill_tokens_per_s=1, decode_tokens_per_s=1e-3)

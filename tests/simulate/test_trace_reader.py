@@ -77,7 +77,7 @@ def test_answers_continue_where_output_hash_ids_say_so(write_trace):
     assert shared(first.tokens(), second.tokens()) == 1300
 
 
-def test_without_them_nobody_shares_an_answer(write_trace):
+def test_without_them_no_request_shares_an_answer(write_trace):
     turn, next_turn = line(output_length=600), line(input_length=1400, hash_ids=[0, 1, 2])
     first, second = read(write_trace([turn, next_turn]))
     assert shared(first.tokens(), second.tokens()) == 700

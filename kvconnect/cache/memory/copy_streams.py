@@ -91,8 +91,8 @@ class CopyStreams:
 
     def __init__(self, device: CudaStreams) -> None:
         self._device = device
-        self._load: _CopyStream = _CopyStream(device.new_stream(-1))
-        self._store: _CopyStream = _CopyStream(device.new_stream(0))
+        self._load = _CopyStream(device.new_stream(-1))
+        self._store = _CopyStream(device.new_stream(0))
         self._compute: torch.cuda.Stream | None = None
         self._depth = 0
         self._begun = False
@@ -127,11 +127,7 @@ class CopyStreams:
         self._launch(self._store, self._load, copy, slots)
 
     def _launch(
-        self,
-        copies: _CopyStream,
-        other: _CopyStream,
-        copy: Callable[[], object],
-        slots: list[int],
+        self, copies: _CopyStream, other: _CopyStream, copy: Callable[[], object], slots: list[int]
     ) -> None:
         device = self._device
         with self.together():
