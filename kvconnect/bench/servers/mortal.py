@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kvconnect.errors import ConfigurationError
@@ -64,12 +63,7 @@ class MortalServer(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._kill()
         self._proxy.close()
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, get_args
 from unittest.mock import patch
 
@@ -114,12 +113,7 @@ class FaultyFilesystem:
             self._replace(aiofiles, "sync_open", opener)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._patches.close()
 
     def _replace(self, where: Any, name: str, function: Callable[..., Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kvconnect.testing.subject import Unsupported
@@ -37,12 +36,7 @@ class SmallFilesystem:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _run("umount", "-l", str(self.path))
         self.path.rmdir()
 
