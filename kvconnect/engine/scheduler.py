@@ -77,7 +77,7 @@ class Scheduler:
         generation = [r for r in self.running if r.state is RequestState.GENERATION]
         context = [r for r in self.running if r.state is not RequestState.GENERATION]
         self._propose(generation, context)
-        batch = self._batch(context, generation)
+        batch = ScheduledBatch(context, generation)
         if batch.requests:
             self._prepare_running(batch)
         # What runs has its blocks: what is left may go to those that wait.
@@ -199,7 +199,7 @@ class Scheduler:
         """Have `candidates` admitted into `batch`; False if one was refused, which goes back."""
         if not candidates:
             return True
-        admission = self._batch(candidates, [])
+        admission = ScheduledBatch(candidates)
         self._kv.prepare_resources(admission)
         self.waiting.extendleft(reversed(admission.refused_requests))
         for request in admission.loading_requests:
@@ -210,9 +210,6 @@ class Scheduler:
         return not admission.refused_requests
 
     # ------------------------------------------------------------------ the budget
-
-    def _batch(self, context: list[LlmRequest], generation: list[LlmRequest]) -> ScheduledBatch:
-        return ScheduledBatch(list(context), list(generation))
 
     def _share_budget(self, batch: ScheduledBatch) -> None:
         budget = self._max_num_tokens

@@ -20,7 +20,7 @@ class MemoryFloor(Floor):
     def __init__(self, payloads: Payloads) -> None:
         super().__init__(payloads)
         whole = np.ones(payloads.total, np.uint8)
-        self._kept = [whole[at : at + payloads.nbytes] for at in self._starts()]
+        self._kept = list(whole.reshape(payloads.count, payloads.nbytes))
         self._index = {key: number for number, key in enumerate(payloads.keys)}
 
     def put(self) -> list[float]:
@@ -36,9 +36,6 @@ class MemoryFloor(Floor):
         """In a dict."""
         asked = (self.payloads.keys * keys)[:keys]
         return median_seconds(lambda: [self._index.get(key) for key in asked])
-
-    def _starts(self) -> range:
-        return range(0, self.payloads.total, self.payloads.nbytes)
 
     @staticmethod
     def _copy(
