@@ -102,13 +102,8 @@ def _append_op(
     reshape_and_cache(key, value, kv, slot_mapping, layer=0)
 
 
-def _nothing(*_: object) -> None:
-    """Nothing to make: only the arguments change."""
-
-
 _append = register(
     "reshape_and_cache(Tensor key, Tensor? value, Tensor(a!)[] planes, Tensor slot_mapping, "
     "str layout) -> ()",
     _append_op,
-    _nothing,
 )

@@ -191,31 +191,23 @@ def _move_op(
     copy_blocks(kv, kv, block_mapping, num_tokens)
 
 
-def _nothing(*_: object) -> None:
-    """A fake op that only changes its arguments has nothing to make."""
-
-
 _gather = register(
     "gather_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out, "
     "str layout, int per_layer) -> ()",
     _gather_op,
-    _nothing,
 )
 _scatter = register(
     "scatter_blocks(Tensor src, Tensor(a!)[] planes, Tensor block_ids, "
     "str layout, int per_layer) -> ()",
     _scatter_op,
-    _nothing,
 )
 _copy = register(
     "copy_blocks(Tensor[] sources, Tensor(a!)[] targets, Tensor block_mapping, "
     "Tensor? num_tokens, str layout, int per_layer) -> ()",
     _copy_op,
-    _nothing,
 )
 _move = register(
     "move_blocks(Tensor(a!)[] planes, Tensor block_mapping, Tensor? num_tokens, "
     "str layout, int per_layer) -> ()",
     _move_op,
-    _nothing,
 )

@@ -16,8 +16,12 @@ _LIBRARY = torch.library.Library("kvconnect", "DEF")  # type: ignore[no-untyped-
 _HOST_AND_DEVICE = ("CPU", "CUDA")
 
 
+def _nothing(*_: object) -> None:
+    """An op that only changes its arguments has nothing to make."""
+
+
 def register(
-    schema: str, implementation: Callable[..., None], fake: Callable[..., None]
+    schema: str, implementation: Callable[..., None], fake: Callable[..., None] = _nothing
 ) -> Callable[..., None]:
     """Define an op.
 

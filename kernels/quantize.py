@@ -159,19 +159,13 @@ def _dequantize_op(
     dequantize_blocks(values, scales, bound(planes, layout, per_layer), block_ids, dtype=dtype)
 
 
-def _nothing(*_: object) -> None:
-    """Nothing to make: only the arguments change."""
-
-
 _quantize = register(
     "quantize_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out_values, "
     "Tensor(b!) out_scales, str layout, int per_layer, str dtype) -> ()",
     _quantize_op,
-    _nothing,
 )
 _dequantize = register(
     "dequantize_blocks(Tensor values, Tensor scales, Tensor(a!)[] planes, Tensor block_ids, "
     "str layout, int per_layer, str dtype) -> ()",
     _dequantize_op,
-    _nothing,
 )

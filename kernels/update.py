@@ -99,8 +99,8 @@ def _update_op(
         return
     if update.stride(-1) != 1:
         update = update.contiguous()
-    work = UpdateWork(cache, update, write_indices, update_lengths)
-    if tried(cache.device, lambda device: device.update(work)):
+    indices = write_indices, update_lengths
+    if tried(cache.device, lambda device: device.update(UpdateWork(cache, update, *indices))):
         return
     starts = write_indices.tolist() if starts is None else starts
     ends = update_lengths.tolist() if update_lengths is not None else None

@@ -76,10 +76,10 @@ def row_moves(
         given = host_ids("block_ids", block_ids, kv.num_blocks)
         count = len(given)
         ids, positions, in_order = kept(given)
+        if not gathers:
+            check_targets("block_ids", ids)
     nbytes = kv.layers_nbytes(len(layers))
     rows = byte_rows("out" if gathers else "src", buffer, kv, count, nbytes)
-    if not gathers and not isinstance(ids, Tensor):
-        check_targets("block_ids", ids)
     if not len(ids) or not nbytes:
         return None
     table = row_table(kv, layers, rows.stride(0) if count > 1 else nbytes, gathers=gathers)

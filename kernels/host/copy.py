@@ -35,22 +35,29 @@ _THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
 def copy_moves(moves: Moves) -> None:
     """Copy blocks between host memories. Blocks until it is done."""
     counts = moves.num_tokens
-    source_ids, target_ids = cast("Ids", moves.source_ids), cast("Ids", moves.target_ids)
     if counts is None:
-        _copy(moves, moves.table, source_ids, target_ids)
+        _copy_whole(moves)
         return
     for count in set(counts.tolist()):
         some = counts == count
-        _copy(moves, moves.table.prefix(count), source_ids[some], target_ids[some])
+        _copy_whole(
+            moves._replace(
+                source_ids=moves.source_ids[some],
+                target_ids=moves.target_ids[some],
+                table=moves.table.prefix(count),
+            )
+        )
 
 
-def _copy(moves: Moves, table: RunTable, source_ids: Ids, target_ids: Ids) -> None:
-    source, target, pairs = moves.source, moves.target, len(source_ids)
+def _copy_whole(moves: Moves) -> None:
+    source, target, source_ids, target_ids, _, table, _, in_order = moves
+    pairs = len(source_ids)
     if pairs * table.num_runs <= _FEW_RUNS and pairs * table.nbytes < _FEW_NBYTES:
         _copy_few(table, source, target, source_ids.tolist(), target_ids.tolist())
         return
+    ids = cast("Ids", source_ids), cast("Ids", target_ids)
     for strip in _host_strips(table, source, target):
-        strip.copy(source, target, source_ids, target_ids, in_order=moves.in_order)
+        strip.copy(source, target, *ids, in_order=in_order)
 
 
 def _copy_few(
