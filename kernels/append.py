@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.blocks.block_ids import Placed, check_integers, check_targets, host_ids, kept
+from kvconnect.kernels.blocks.block_ids import (
+    Unpadded,
+    check_integers,
+    check_targets,
+    host_ids,
+    unpadded,
+)
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.work import AppendWork
 from kvconnect.kernels.fallback import tried
@@ -29,7 +35,7 @@ def reshape_and_cache(
         value: ``[tokens, heads, value_dim]``; ``None`` for a cache without values.
         kv: the cache; changed.
         slot_mapping: ``[tokens]`` int32 or int64, on the cache's device or the host: block times T
-            plus place in the block; distinct. Tokens of slot -1 are skipped.
+            plus token of the block; distinct. Tokens of slot -1 are skipped.
         layer: counts the layers of `kv` from 0.
 
     Raises:
@@ -48,11 +54,11 @@ def reshape_and_cache(
     states = _checked_states(key, value, kv, slot_mapping)
     if not slot_mapping.shape[0]:
         return
-    placed = _placed(slot_mapping, kv.num_blocks * kv.tokens) if slot_mapping.is_cpu else None
+    slots = _checked_slots(slot_mapping, kv.num_blocks * kv.tokens) if slot_mapping.is_cpu else None
     if tried(kv.device, lambda device: device.append(AppendWork(states, kv, layer, slot_mapping))):
         return
-    if placed is not None and kv.device.type == "cpu":
-        append(states, kv, placed, layer)
+    if slots is not None and kv.device.type == "cpu":
+        append(states, kv, slots, layer)
         return
     for state, view in zip(states, kv.layer_views(range(layer, layer + 1)), strict=True):
         plane = view if kv.layout == "NHD" else view.transpose(1, 2)
@@ -88,11 +94,10 @@ def _checked_states(
     return tuple(state.contiguous() for state in states)
 
 
-def _placed(slot_mapping: Tensor, limit: int) -> Placed:
-    slots = host_ids("slot_mapping", slot_mapping, limit, noun="slot ")
-    placed = kept(slots)
-    check_targets("slot_mapping", placed.ids, noun="slot ")
-    return placed
+def _checked_slots(slot_mapping: Tensor, limit: int) -> Unpadded:
+    slots = unpadded(host_ids("slot_mapping", slot_mapping, limit, noun="slot "))
+    check_targets("slot_mapping", slots.ids, noun="slot ")
+    return slots
 
 
 def _append_op(

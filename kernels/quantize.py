@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError, nearest
-from kvconnect.kernels.blocks.block_ids import BlockIds, check_targets, host_ids, kept
+from kvconnect.kernels.blocks.block_ids import BlockIds, check_targets, host_ids, unpadded
 from kvconnect.kernels.blocks.buffers import typed_rows
 from kvconnect.kernels.blocks.paged import PagedKv, bound
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
@@ -119,7 +119,7 @@ def _work(
     elements = kv.block_nbytes // kv.dtype.itemsize
     as_bytes = typed_rows(names[0], values, len(ids), elements).view(torch.uint8)
     as_rows = typed_rows(names[1], scales, len(ids), len(kv.views) * kv.tokens * kv.heads)
-    return QuantizeWork(kv, kept(ids), as_bytes, as_rows, code, forward)
+    return QuantizeWork(kv, unpadded(ids), as_bytes, as_rows, code, forward)
 
 
 def _run(work: QuantizeWork, stream: Any) -> Transfer:

@@ -103,11 +103,11 @@ def _pieces(src: Tensor, dst: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _words(src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
     """Both in words as wide as their alignment allows: fewer elements to move."""
     nbytes = src.element_size()
-    places = [src.shape[-1], *(n for one in (src, dst) for n in one.stride()[:-1])]
-    places += [int(src.storage_offset()), int(dst.storage_offset())]
+    numbers = [src.shape[-1], *(n for one in (src, dst) for n in one.stride()[:-1])]
+    numbers += [int(src.storage_offset()), int(dst.storage_offset())]
     for dtype in (torch.int64, torch.int32, torch.int16):
         ratio, rest = divmod(dtype.itemsize, nbytes)
-        if ratio and not rest and not any(number % ratio for number in places):
+        if ratio and not rest and not any(number % ratio for number in numbers):
             return src.view(dtype), dst.view(dtype)
     return src, dst
 

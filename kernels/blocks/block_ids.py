@@ -16,12 +16,12 @@ __all__ = [
     "SMALL",
     "BlockIds",
     "Ids",
-    "Placed",
+    "Unpadded",
     "check_integers",
     "check_targets",
     "host_ids",
-    "kept",
     "on_device",
+    "unpadded",
 ]
 
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -34,16 +34,16 @@ SMALL = 64
 """Up to so many, Python's own minimum is faster than NumPy's."""
 
 
-class Placed(NamedTuple):
-    """The ids that are no padding, and where they stood.
+class Unpadded(NamedTuple):
+    """The ids that are no padding, and where they stood among the others.
 
     Attributes:
-        ids, places: ``[n]`` int64.
-        in_order: the places are 0 to n - 1.
+        ids, positions: ``[n]`` int64.
+        in_order: the positions are 0 to n - 1.
     """
 
     ids: Ids
-    places: Ids
+    positions: Ids
     in_order: bool
 
 
@@ -97,16 +97,18 @@ def host_ids(
     return np.ascontiguousarray(array, np.int64)
 
 
-def kept(ids: Ids) -> Placed:
+def unpadded(ids: Ids) -> Unpadded:
     """Without padding."""
     count = len(ids)
     if count <= SMALL:
         if -1 not in ids.tolist():
-            return Placed(ids, _COUNTS[count], in_order=True)
+            return Unpadded(ids, _COUNTS[count], in_order=True)
     elif int(ids.min()) >= 0:
-        return Placed(ids, np.arange(count), in_order=True)
-    places = np.flatnonzero(ids >= 0)
-    return Placed(ids[places], places, bool(len(places) == 0 or places[-1] == len(places) - 1))
+        return Unpadded(ids, np.arange(count), in_order=True)
+    positions = np.flatnonzero(ids >= 0)
+    return Unpadded(
+        ids[positions], positions, bool(len(positions) == 0 or positions[-1] == len(positions) - 1)
+    )
 
 
 def check_targets(name: str, ids: Ids, *, noun: str = "block ") -> None:

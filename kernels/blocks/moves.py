@@ -17,8 +17,8 @@ from kvconnect.kernels.blocks.block_ids import (
     check_integers,
     check_targets,
     host_ids,
-    kept,
     on_device,
+    unpadded,
 )
 from kvconnect.kernels.blocks.buffers import byte_rows, check_devices
 from kvconnect.kernels.blocks.paged import PagedKv
@@ -75,7 +75,7 @@ def row_moves(
     else:
         given = host_ids("block_ids", block_ids, kv.num_blocks)
         count = len(given)
-        ids, positions, in_order = kept(given)
+        ids, positions, in_order = unpadded(given)
         if not gathers:
             check_targets("block_ids", ids)
     nbytes = kv.layers_nbytes(len(layers))

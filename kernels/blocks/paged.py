@@ -209,8 +209,8 @@ def bound(views: Sequence[Tensor], layout: str, per_layer: int) -> PagedKv:
 
 
 def _geometry(views: Sequence[Tensor], layout: str, per_layer: int) -> tuple[object, ...]:
-    places = tuple((view.data_ptr(), view.shape, view.stride()) for view in views)
-    return (layout, per_layer, views[0].dtype, places)
+    geometry = tuple((view.data_ptr(), view.shape, view.stride()) for view in views)
+    return (layout, per_layer, views[0].dtype, geometry)
 
 
 _LIVE: WeakValueDictionary[tuple[object, ...], PagedKv] = WeakValueDictionary()

@@ -22,7 +22,7 @@ class CopyEvent(Protocol):
 
 
 class Transfer:
-    """Keeps alive what a copy reads and writes until it is done, also if nobody keeps the object.
+    """Keeps alive what a copy reads and writes until it is done, also if it is dropped.
 
     Thread-safe. Without an event it is done from the start: copies between host memories are over
     when they are asked for, and empty ones.

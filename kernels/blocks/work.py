@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvconnect.kernels.blocks.block_ids import Ids, Placed
+from kvconnect.kernels.blocks.block_ids import Ids, Unpadded
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 
@@ -128,7 +128,7 @@ class QuantizeWork(NamedTuple):
     """
 
     kv: PagedKv
-    ids: Placed
+    ids: Unpadded
     values: Tensor
     scales: Tensor
     code: str

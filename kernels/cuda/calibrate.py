@@ -47,7 +47,7 @@ def _threshold(direction: Direction, other: Route, seconds: Seconds) -> int:
 
 
 def measure_on(work: DeviceWork, device: torch.device) -> Seconds:
-    """Measures with 64 MiB in runs at random places, on a stream of its own, the best of five."""
+    """Measures with 64 MiB in runs at random offsets, on a stream of its own, the best of five."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     there = torch.zeros(2 * _TOTAL, dtype=torch.uint8, device=device)
     here = torch.zeros(2 * _TOTAL, dtype=torch.uint8, pin_memory=True)

@@ -22,7 +22,7 @@ from kvconnect.kernels.cuda.staging import Ring, Slot, staging_of
 __all__ = ["Routes"]
 
 
-class _Lane:
+class _OnStream:
     """The stream that a copy runs on, and what it uses there."""
 
     def __init__(self, stream: Any) -> None:
@@ -74,10 +74,10 @@ class Routes:
         self, copy: BlockCopy, direction: Direction, runs: Descriptors, stream: Any
     ) -> Transfer:
         """The copy engines, run by run."""
-        with self._beside(stream, direction) as lane:
-            lane.keep += (copy.keep, runs)
-            submit(self._driver, runs, _order(copy, direction), lane.stream)
-        return lane.transfer
+        with self._beside(stream, direction) as used:
+            used.keep += (copy.keep, runs)
+            submit(self._driver, runs, _order(copy, direction), used.stream)
+        return used.transfer
 
     def by_stage(self, copy: BlockCopy, direction: Direction, stream: Any) -> Transfer:
         """A kernel between blocks and buffer, and long copies between buffer and host memory."""
@@ -85,24 +85,24 @@ class Routes:
         at_once = max(1, self._device_ring.slot_nbytes // staging.nbytes)
         # One after the other on one stream: the link is busy all the time but for the kernels,
         # which take a fraction of what the link takes.
-        with self._beside(stream, direction) as lane, self._device_ring.lock:
-            lane.keep.append(copy.keep)
+        with self._beside(stream, direction) as used, self._device_ring.lock:
+            used.keep.append(copy.keep)
             for start in range(0, len(copy), at_once):
                 part = copy.part(start, start + at_once)
                 slot = self._device_ring.take(staging.nbytes * len(part))
-                slot.wait_on_stream(lane.stream)
-                lane.keep.append(slot.memory)
+                slot.wait_on_stream(used.stream)
+                used.keep.append(slot.memory)
                 try:
                     first, second = staging.halves(part, slot.memory.address)
                     if direction is Direction.LOAD:
-                        self._move(first, Direction.LOAD, lane)
-                        self._rearrange(second, lane)
+                        self._move(first, Direction.LOAD, used)
+                        self._rearrange(second, used)
                     else:
-                        self._rearrange(first, lane)
-                        self._move(second, Direction.STORE, lane)
+                        self._rearrange(first, used)
+                        self._move(second, Direction.STORE, used)
                 finally:
-                    slot.event = self._driver.record(lane.stream)
-        return lane.transfer
+                    slot.event = self._driver.record(used.stream)
+        return used.transfer
 
     def by_bounce(
         self, copy: BlockCopy, direction: Direction, runs: Descriptors, stream: Any
@@ -111,52 +111,52 @@ class Routes:
 
         A load returns when its source has been read, a store when everything has been written.
         """
-        with self._beside(stream, direction) as lane, self._host_ring.lock:
-            lane.keep.append(copy.keep)
+        with self._beside(stream, direction) as used, self._host_ring.lock:
+            used.keep.append(copy.keep)
             if direction is Direction.LOAD:
-                self._bounce_in(runs, lane)
+                self._bounce_in(runs, used)
             else:
-                self._bounce_out(runs, lane)
-        return lane.transfer
+                self._bounce_out(runs, used)
+        return used.transfer
 
-    def _bounce_in(self, runs: Descriptors, lane: _Lane) -> None:
+    def _bounce_in(self, runs: Descriptors, used: _OnStream) -> None:
         for portion in cut(runs, self._host_ring.slot_nbytes):
             slot = self._host_ring.take(portion.nbytes)
             slot.wait()
             in_slot = _packed(portion, slot)
             _copy_on_host(portion.sources, in_slot, portion.sizes)
-            lane.keep.append(slot.memory)
+            used.keep.append(slot.memory)
             moved = Descriptors(in_slot, portion.targets, portion.sizes)
             try:
-                submit(self._driver, moved, AccessOrder.ANY, lane.stream)
+                submit(self._driver, moved, AccessOrder.ANY, used.stream)
             finally:
-                slot.event = self._driver.record(lane.stream)
+                slot.event = self._driver.record(used.stream)
 
-    def _bounce_out(self, runs: Descriptors, lane: _Lane) -> None:
+    def _bounce_out(self, runs: Descriptors, used: _OnStream) -> None:
         flying: list[tuple[Slot, Descriptors]] = []
         for portion in cut(runs, self._host_ring.slot_nbytes):
             if len(flying) == self._policy.num_slots:
                 _land(*flying.pop(0))
             slot = self._host_ring.take(portion.nbytes)
             slot.wait()
-            lane.keep.append(slot.memory)
+            used.keep.append(slot.memory)
             moved = Descriptors(portion.sources, _packed(portion, slot), portion.sizes)
             try:
-                submit(self._driver, moved, AccessOrder.STREAM, lane.stream)
+                submit(self._driver, moved, AccessOrder.STREAM, used.stream)
             finally:
-                slot.event = self._driver.record(lane.stream)
+                slot.event = self._driver.record(used.stream)
             flying.append((slot, Descriptors(moved.targets, portion.targets, portion.sizes)))
         for slot, landing in flying:
             _land(slot, landing)
 
-    def _move(self, copy: BlockCopy, direction: Direction, lane: _Lane) -> None:
+    def _move(self, copy: BlockCopy, direction: Direction, used: _OnStream) -> None:
         runs = describe(copy)
-        lane.keep.append(runs)
-        submit(self._driver, runs, _order(copy, direction), lane.stream)
+        used.keep.append(runs)
+        submit(self._driver, runs, _order(copy, direction), used.stream)
 
-    def _rearrange(self, copy: BlockCopy, lane: _Lane) -> None:
-        grid = Grid(lane.stream, self._ctas(Direction.WITHIN))
-        lane.keep.append(launch_copy(self._launcher, copy, grid))
+    def _rearrange(self, copy: BlockCopy, used: _OnStream) -> None:
+        grid = Grid(used.stream, self._ctas(Direction.WITHIN))
+        used.keep.append(launch_copy(self._launcher, copy, grid))
 
     def _ctas(self, direction: Direction) -> int:
         if direction is Direction.WITHIN:
@@ -164,30 +164,30 @@ class Routes:
         return self._policy.host_ctas
 
     @contextmanager
-    def _beside(self, stream: Any, direction: Direction) -> Iterator[_Lane]:
+    def _beside(self, stream: Any, direction: Direction) -> Iterator[_OnStream]:
         """`stream`, or the copy stream in its place: the legacy default stream takes no DMA.
 
         Either way the copies come behind what `stream` was given, and before what it will be.
         """
         if not self._driver.is_legacy_default(stream):
-            with self._on(stream) as lane:
-                yield lane
+            with self._on(stream) as used:
+                yield used
             return
         aside = self._driver.copy_stream("load" if direction is Direction.LOAD else "store")
         self._driver.record(stream).wait(aside)
         try:
-            with self._on(aside) as lane:
-                yield lane
+            with self._on(aside) as used:
+                yield used
         finally:
-            lane.transfer.wait_on(stream)
+            used.transfer.wait_on(stream)
 
     @contextmanager
-    def _on(self, stream: Any) -> Iterator[_Lane]:
-        lane = _Lane(stream)
+    def _on(self, stream: Any) -> Iterator[_OnStream]:
+        used = _OnStream(stream)
         try:
-            yield lane
+            yield used
         finally:  # also behind the half of a copy that failed
-            lane.transfer = Transfer(self._driver.record(stream), tuple(lane.keep))
+            used.transfer = Transfer(self._driver.record(stream), tuple(used.keep))
 
 
 def _order(copy: BlockCopy, direction: Direction) -> AccessOrder:

@@ -89,8 +89,8 @@ class Slot:
 class Ring:
     """A fixed number of buffers, handed out in turn. Memory is taken when it is first needed.
 
-    Whoever takes a slot waits for its last use, and leaves the event behind the own one in it,
-    before anybody else takes a slot: hold `lock` meanwhile.
+    The caller that takes a slot waits for its last use and leaves the event behind its own in it
+    before another caller takes one: it holds `lock` meanwhile.
 
     Args:
         allocate: makes memory of so many bytes.
@@ -113,7 +113,7 @@ class Ring:
     def take(self, nbytes: int) -> Slot:
         """The next slot, of at least `nbytes`.
 
-        One that is too small makes room for a larger one; whoever still uses it keeps it.
+        One that is too small makes room for a larger one; what still uses it keeps it.
         """
         at = self._next
         self._next = (at + 1) % len(self._slots)

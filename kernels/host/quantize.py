@@ -38,7 +38,7 @@ def convert_blocks(work: QuantizeWork) -> None:
     size = max(1, CHUNK_ELEMENTS // kv.views[0][0].numel())
     ids, rows = (
         torch.split(torch.from_numpy(part).to(kv.device), size)
-        for part in (work.ids.ids, work.ids.places)
+        for part in (work.ids.ids, work.ids.positions)
     )
     for view in kv.views:
         num_values, num_rows = view[0].numel(), view[0][..., 0].numel()

@@ -84,9 +84,9 @@ def append(states: Tensor, plane: Tensor, slots: Sequence[int] | Tensor) -> None
 
     `plane` is ``[num_blocks, T, heads, dim]``; slot s is token ``s % T`` of block ``s // T``.
     """
-    places = torch.as_tensor(slots, device=plane.device).long()
-    used = places >= 0
-    blocks, tokens = places[used] // plane.shape[1], places[used] % plane.shape[1]
+    numbers = torch.as_tensor(slots, device=plane.device).long()
+    used = numbers >= 0
+    blocks, tokens = numbers[used] // plane.shape[1], numbers[used] % plane.shape[1]
     _bytes(plane)[blocks, tokens] = _bytes(states)[used]
 
 

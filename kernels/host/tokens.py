@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvconnect.kernels.blocks.block_ids import Placed
+from kvconnect.kernels.blocks.block_ids import Unpadded
 from kvconnect.kernels.blocks.buffers import as_bytes
 from kvconnect.kernels.blocks.paged import PagedKv
 
@@ -25,17 +25,17 @@ _FEW_NBYTES = 1 << 20
 _THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
 
 
-def append(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
+def append(states: tuple[Tensor, ...], kv: PagedKv, slots: Unpadded, layer: int) -> None:
     """On the host: every head's row is one element, wherever it comes from."""
-    slots, count = placed.ids, len(placed.ids)
+    count = len(slots.ids)
     if count * kv.heads <= _FEW_ROWS:
-        _write_few(states, kv, placed, layer)
+        _write_few(states, kv, slots, layer)
         return
-    place = slots // kv.tokens, slots % kv.tokens
+    where = slots.ids // kv.tokens, slots.ids % kv.tokens
     for state, plane in zip(states, _slot_arrays(kv, layer), strict=True):
         array = state.detach().numpy() if state.dtype in _KNOWN else as_bytes(state).numpy()
         rows = array.view(plane.dtype)[..., 0]
-        plane[place] = rows if count == rows.shape[0] else rows[placed.places]
+        plane[where] = rows if count == rows.shape[0] else rows[slots.positions]
 
 
 def _slot_arrays(kv: PagedKv, layer: int) -> list[npt.NDArray[np.void]]:
@@ -56,15 +56,15 @@ def _slot_array(view: Tensor) -> npt.NDArray[np.void]:
     return array
 
 
-def _write_few(states: tuple[Tensor, ...], kv: PagedKv, placed: Placed, layer: int) -> None:
-    slots, places = placed.ids.tolist(), placed.places.tolist()
+def _write_few(states: tuple[Tensor, ...], kv: PagedKv, slots: Unpadded, layer: int) -> None:
+    numbers, positions = slots.ids.tolist(), slots.positions.tolist()
     size = kv.dtype.itemsize
     for state, plane in zip(states, kv.planes_of(range(layer, layer + 1)), strict=True):
         origin, row, heads = state.data_ptr(), plane.row, kv.heads
         token_step, head_step = state.stride(0) * size, state.stride(1) * size
         if head_step == plane.head == row:  # all heads of a token are one row
             heads, row = 1, row * heads
-        for index, slot in zip(places, slots, strict=True):
+        for index, slot in zip(positions, numbers, strict=True):
             block, token = divmod(slot, kv.tokens)
             target = plane.offset + block * plane.block + token * plane.token
             source = origin + index * token_step

@@ -109,9 +109,9 @@ def disassembler() -> Path | None:
         return Path(path)
     spec = find_spec("triton")
     for folder in spec.submodule_search_locations if spec else ():
-        place = Path(folder) / "backends/nvidia/bin/nvdisasm"
-        if place.exists():
-            return place
+        path = Path(folder) / "backends/nvidia/bin/nvdisasm"
+        if path.exists():
+            return path
     return None
 
 

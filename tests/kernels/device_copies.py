@@ -64,14 +64,14 @@ class HostCopy:
         first = self.planes[0].data_ptr()
         ends = (self.host.data_ptr(), first) if loads else (first, self.host.data_ptr())
         ids = (host_ids, device_ids) if loads else (device_ids, host_ids)
-        places = (PINNED, DEVICE) if loads else (DEVICE, PINNED)
+        devices = (PINNED, DEVICE) if loads else (DEVICE, PINNED)
         self.pitch = pitch
         self.pairs, self.tokens = pairs, tokens
         self.copy = BlockCopy(
             table=RunTable(strips),
-            source=End(ends[0], np.array(ids[0], np.int64), 1 << 20, places[0], pinned and loads),
+            source=End(ends[0], np.array(ids[0], np.int64), 1 << 20, devices[0], pinned and loads),
             target=End(
-                ends[1], np.array(ids[1], np.int64), 1 << 20, places[1], pinned and not loads
+                ends[1], np.array(ids[1], np.int64), 1 << 20, devices[1], pinned and not loads
             ),
             num_tokens=None if tokens is None else np.array(tokens, np.int64),
             nbytes=sum(runs.sizes) * len(pairs),

@@ -1,6 +1,6 @@
 """A device made of this process's memory, which writes down what it is given.
 
-Work of a stream runs when somebody waits for it, or when the test says so, in any order that waits
+Work of a stream runs when something waits for it, or when the test says so, in any order that waits
 allow: what was not ordered is seen in the wrong order sooner or later. With a shim library kernels
 run, too; without one they are only written down.
 """
@@ -57,7 +57,7 @@ class Work:
                 waiting += left
                 continue
             waiting.pop()
-            work.over = True  # also if it fails: nobody runs it twice
+            work.over = True  # also if it fails: it is not run twice
             work.run()
 
 
@@ -232,7 +232,7 @@ class FakeDriver:
     # ------------------------------------------------------------------
 
     def _memory(self, there, *, writable) -> Memory:
-        self._keep.append(there)  # what is allowed below must not become anybody else's
+        self._keep.append(there)  # what is allowed below must not be given away again
         self.allow(there.ctypes.data, there.nbytes, writable=writable)
         return Memory(there.ctypes.data, there.nbytes, there)
 

@@ -29,8 +29,8 @@ def states_of(cache, count):
 @given(st.data(), shapes())
 def test_each_token_at_its_slot(data, shape):
     cache = shape.make(3)
-    places = st.integers(0, shape.blocks * shape.tokens - 1)
-    slots = data.draw(st.lists(places, unique=True, max_size=8))
+    numbers = st.integers(0, shape.blocks * shape.tokens - 1)
+    slots = data.draw(st.lists(numbers, unique=True, max_size=8))
     slots = data.draw(st.permutations(slots + [-1] * data.draw(st.integers(0, 2))))
     layer = data.draw(st.integers(0, shape.layers - 1))
     key, value = states_of(cache, len(slots))

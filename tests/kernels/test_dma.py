@@ -70,7 +70,7 @@ def test_a_batch_has_at_most_8192_copies_and_none_is_lost():
     count = 2 * MAX_BATCH + 5
     ids = np.arange(count, dtype=np.int64)
     made = HostCopy(Runs((8,)), [(0, 0)], Direction.STORE)
-    # Every second place of the source: nothing can be merged.
+    # Every second run's length of the source: nothing can be merged.
     rows = Descriptors(ids * 16, ids * 8, np.full(count, 8, np.int64))
     driver = FakeDriver(lazy=True)
     stream = FakeStream("side")

@@ -22,7 +22,7 @@ from kvconnect.kernels.cuda.compile.sources import source_text
 from kvconnect.kernels.cuda.launch import tokens as token_launches
 
 HUNT = settings(FEW, max_examples=60, phases=[Phase.generate])
-"""Until something is wrong; nobody wants the smallest example."""
+"""Until something is wrong; the smallest example is not needed."""
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,11 @@ def test_values_and_scales_are_those_of_each_row(code):
         numbers = data.draw(ids(shape, max_size=4))
         values, scales = buffers(cache, len(numbers))
         expected = values.clone(), scales.clone()
-        for place, block in enumerate(numbers):
+        for row, block in enumerate(numbers):
             if block >= 0:
                 parts = [expected_of(rows, code) for rows in rows_of(cache, block)]
-                expected[0][place] = torch.cat([part[0] for part in parts])
-                expected[1][place] = torch.cat([part[1] for part in parts])
+                expected[0][row] = torch.cat([part[0] for part in parts])
+                expected[1][row] = torch.cat([part[1] for part in parts])
         quantize_blocks(cache.kv, numbers, values, scales, dtype=code)
         assert torch.equal(values, expected[0])
         assert torch.equal(scales, expected[1])

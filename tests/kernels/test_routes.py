@@ -1,6 +1,6 @@
 """On which stream, in which order and by which way copies run, with a device that writes it down.
 
-Its work runs when somebody waits for it, in a random order that the waits allow, and sources that
+Its work runs when something waits for it, in a random order that the waits allow, and sources that
 may be read early are read early: what is not ordered becomes wrong bytes.
 """
 

@@ -87,10 +87,10 @@ def check_dequantize(shim, given_case):
             counts = [view[block][..., 0].numel() for view in kv.views]
             parts = zip(values[row].split(sizes), scales[row].split(counts), kv.views, strict=True)
             for value, scale, view in parts:
-                place = view[block]
-                rows = value.view(place.shape).contiguous()
-                place.copy_(
-                    reference.dequantize(rows, scale.view(place.shape[:-1]), code, kv.dtype)
+                target = view[block]
+                rows = value.view(target.shape).contiguous()
+                target.copy_(
+                    reference.dequantize(rows, scale.view(target.shape[:-1]), code, kv.dtype)
                 )
     assert all(map(same_numbers, written, kv.views))
 

@@ -80,7 +80,7 @@ def test_kv_cache_update_writes_just_the_new_tokens(shim, profile):
 
 
 def submit_unchecked(cache, update, starts, ends=None):
-    """As if ids were on a device, where nobody looks at them before."""
+    """As if ids were on a device, where they are not looked at before."""
     device.device_work(cache.device).update(UpdateWork(cache, update, starts, ends))
 
 
@@ -108,7 +108,7 @@ def test_padded_sequences_that_do_not_fit_are_not_written_and_counted(shim, ctas
         ([0, 2, 4, 9], [0, 0, 0], [0, 1], 1),  # beyond the update
         ([-3, 2, 4, 6], [0, 0, 0], [1, 2], 1),
         ([9, 9, 9, 9], [0, 0, 0], [], 3),
-        ([2, 2, 4, 6], [0, 0, 0], [1, 2], 0),  # two tokens of nobody
+        ([2, 2, 4, 6], [0, 0, 0], [1, 2], 0),  # two tokens of no sequence
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

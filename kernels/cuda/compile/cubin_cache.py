@@ -91,7 +91,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, parts: Sequence[bytes]) -> None:
-    # The driver runs what is found here, so nobody else may write it.
+    # The driver runs what is found here, so no other user may write it.
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent)
     try:

@@ -66,7 +66,7 @@ class CudaDriver:
         self._lock = threading.Lock()
         self._modules: dict[CompiledPart, ctypes.c_void_p] = {}
         self._functions: dict[Kernel, ctypes.c_void_p] = {}
-        # For what is set up once. Of torch's, so that its memory is nobody's who works elsewhere.
+        # For what is set up once. Of torch's, so that no other stream is given its memory.
         self._setup = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._errors = self.constant(np.zeros(1, np.int64))
 
@@ -229,7 +229,7 @@ class CudaDriver:
 
 
 class _Owned:
-    """Device memory that goes back when nobody has it any more."""
+    """Device memory that goes back when nothing refers to it any more."""
 
     def __init__(
         self, cuda: CudaLibrary, context: ctypes.c_void_p, address: ctypes.c_uint64

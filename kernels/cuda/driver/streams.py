@@ -18,7 +18,8 @@ class CopyStreamPair:
     """Streams that do not wait for the legacy default stream, nor it for them.
 
     Attributes:
-        load: for copies to the device; it goes before others, as somebody waits for what it brings.
+        load: for copies to the device; it goes before others, as requests wait for
+            what it brings.
         store: for copies from the device.
     """
 

@@ -86,7 +86,7 @@ class Grid(NamedTuple):
 class Launcher:
     """Launches the kernels that move rows. Thread-safe.
 
-    Whatever a method returns is to be kept until the launch is done.
+    The caller keeps what a method returns until the launch is done.
 
     Args:
         driver: the device.

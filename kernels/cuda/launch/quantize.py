@@ -47,12 +47,12 @@ def launch_quantize(launcher: Launcher, work: QuantizeWork, grid: Grid) -> tuple
     """
     ids = work.ids
     blocks = launcher.ids(ids.ids, work.kv.num_blocks, grid.stream)
-    places = launcher.ids(ids.places, len(work.values), grid.stream)
-    keep: list[object] = [work, blocks, places]
+    positions = launcher.ids(ids.positions, len(work.values), grid.stream)
+    keep: list[object] = [work, blocks, positions]
     for row_nbytes, planes in _planes_by_row(work.kv).items():
         memory = launcher.driver.upload(planes, grid.stream)
         keep.append(memory)
-        _launch(launcher, work, _Part(memory, planes, row_nbytes), blocks, places, grid)
+        _launch(launcher, work, _Part(memory, planes, row_nbytes), blocks, positions, grid)
     return tuple(keep)
 
 
@@ -73,7 +73,7 @@ def _launch(
     work: QuantizeWork,
     part: _Part,
     blocks: IdList,
-    places: IdList,
+    positions: IdList,
     grid: Grid,
 ) -> None:
     kv = work.kv
@@ -92,7 +92,7 @@ def _launch(
         (
             part.memory.address,
             *blocks.params,
-            *places.params,
+            *positions.params,
             len(work.ids.ids),
             *(values_at, values_step, work.scales.data_ptr(), scales_step),
             *(vectors, lanes, launcher.driver.error_word),
