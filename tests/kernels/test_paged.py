@@ -91,6 +91,15 @@ def test_runs_of_whole_tokens_are_not_merged_beyond_a_plane():
     assert [row[4:] for row in rows] == [(16 * 16, 0, 16)] * 4
 
 
+def test_two_caches_share_blocks_where_every_plane_is_shifted_alike():
+    keys, values = torch.zeros(6, 4, 2, 8), torch.zeros(6, 4, 2, 8)
+    first = PagedKv.from_layers([(keys[:4], values[:4])])
+    alike = PagedKv.from_layers([(keys[2:], values[2:])])
+    assert Partner(first, alike).shift == 2
+    assert Partner(alike, first).shift == -2
+    assert Partner(first, PagedKv.from_layers([(keys[2:], values[1:5])])).shift is None
+
+
 def test_it_keeps_the_memory_and_dies_with_its_last_user():
     pool = torch.rand(3, 1, 2, 2, 1, 4)
     expected = pool.clone()

@@ -38,7 +38,7 @@ def memories(draw, rows, tokens, heads, tokens_first):
     return found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data(), st.booleans(), st.booleans())
 def test_every_byte_goes_where_its_plane_says_for_every_number_of_tokens(
     data, tokens_first, by_token
