@@ -189,7 +189,8 @@ def test_save_on_finish_saves_nothing_before_the_end(store: DictStore) -> None:
 @pytest.mark.parametrize("save_on", ["full", "finish"])
 def test_a_preempted_request_is_saved_before_its_blocks_go(store: DictStore, save_on: str) -> None:
     kv = PlainKv()
-    with BenchEngine(llm_args(store, save_on=save_on), kv=kv) as bench:
+    args = llm_args(store, save_on=save_on, lookup_timeout_ms=5000.0)
+    with BenchEngine(args, kv=kv) as bench:
         request = bench.submit(PROMPT, GENERATE)
         bench.step()
         bench.preempt(request)

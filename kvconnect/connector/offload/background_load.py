@@ -89,12 +89,9 @@ class BackgroundLoads:
         timeout_s: float,
     ) -> None:
         self._route = route
-        self._store = route.store
-        self._staging = route.staging
-        self._copiers = route.copiers
         self._done = done
         self._timeout_s = timeout_s
-        self._tokens_per_block = route.copiers.tokens_per_block
+        self._tokens_per_block = route.layouts[0].tokens_per_block
         self._piece = max(1, min(256, CALL_NBYTES // route.staging.slot_nbytes))
         self._running: dict[int, BackgroundLoad] = {}
         self._reads: set[asyncio.Task[None]] = set()
@@ -104,11 +101,11 @@ class BackgroundLoads:
     def start(self, order: LoadBlocks) -> None:
         """Start a load; called on the engine's thread, does not block."""
         load = self._running[order.request_id] = BackgroundLoad(order)
-        self._store.io.submit(self._run(load))
+        self._route.store.io.submit(self._run(load))
 
     def cancel(self, request_id: int) -> None:
         """No request waits for this load any more; it ends soon. On the engine's thread."""
-        self._store.io.call_soon(lambda: self._cancel(request_id))
+        self._route.store.io.call_soon(lambda: self._cancel(request_id))
 
     def _cancel(self, request_id: int) -> None:
         load = self._running.get(request_id)
@@ -118,7 +115,7 @@ class BackgroundLoads:
 
     def _slots_freed(self) -> None:
         if self._running:
-            self._store.io.call_soon(self._tell_all)
+            self._route.store.io.call_soon(self._tell_all)
 
     def _tell_all(self) -> None:
         for load in list(self._running.values()):
@@ -155,7 +152,7 @@ class BackgroundLoads:
             except TimeoutError:
                 if loop.time() >= deadline:
                     load.close(f"not done within {self._timeout_s:g} s")
-                elif not self._store.backend.available:
+                elif not self._route.store.backend.available:
                     load.close("the store does not answer any more")
                 elif loop.time() - heard >= _STALL_S:
                     self._start_probe()
@@ -170,14 +167,14 @@ class BackgroundLoads:
     async def _probe(self) -> None:
         # What comes of it is the breaker's business.
         with suppress(RetryLater):
-            await self._store.backend.probe(_PROBE_S)
+            await self._route.store.backend.probe(_PROBE_S)
         await asyncio.sleep(_STALL_S)
 
     def _start_reads(self, load: BackgroundLoad) -> None:
         while load.next < load.stop and load.reading < LOADS_IN_FLIGHT:
             # A short load in more, smaller calls: what arrives is copied while the next one comes.
             piece = min(self._piece, max(self._piece // 2, load.stop // (2 * LOADS_IN_FLIGHT), 1))
-            slots = self._staging.take(Direction.LOAD, min(piece, load.stop - load.next))
+            slots = self._route.staging.take(Direction.LOAD, min(piece, load.stop - load.next))
             if not slots:
                 return
             read = asyncio.get_running_loop().create_task(self._read(load, load.next, slots))
@@ -191,7 +188,7 @@ class BackgroundLoads:
         order = load.order
         blocks = order.blocks[first : first + len(slots)]
         slots = [
-            self._copiers.slot_for(slot, block.group)
+            self._route.slot_for(slot, block.group)
             for slot, block in zip(slots, blocks, strict=True)
         ]
         fetched = Fetched(0)
@@ -205,14 +202,14 @@ class BackgroundLoads:
         finally:
             load.reading -= 1
             load.news.set()
-            self._staging.give_back(Direction.LOAD, slots, fetched.pending)
+            self._route.staging.give_back(Direction.LOAD, slots, fetched.pending)
 
     async def _copy(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
         if load.closed or not slots:
             return
         load.copying += 1
         try:
-            await self._store.copying.run(lambda: self._copy_now(load, first, slots))
+            await self._route.store.copying.run(lambda: self._copy_now(load, first, slots))
         finally:
             load.copying -= 1
 
@@ -224,7 +221,7 @@ class BackgroundLoads:
             if load.closed:
                 break
             ids = [block.block_id for block in blocks[batch]]
-            self._copiers[blocks[batch.start].group].copy_in(slots[batch], ids)
+            self._route.copiers[blocks[batch.start].group].copy_in(slots[batch], ids)
             copied = batch.stop
-        self._copiers.wait_for_copies_in({block.group for block in blocks})
+        self._route.wait_for_copies_in({block.group for block in blocks})
         load.copied[first : first + copied] = b"\1" * copied

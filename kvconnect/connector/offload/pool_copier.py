@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.kernels.cuda.driver.streams import copy_streams
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["PoolCopier", "PoolCopiers", "clear_beyond", "copy_batches"]
+__all__ = ["PoolCopier", "clear_beyond", "copy_batches"]
 
 _BATCH_BLOCKS = 64
 
@@ -78,42 +78,6 @@ class PoolCopier:
     def mark_copies_in(self) -> torch.cuda.Event | None:
         """An event behind the copies into the pool that were enqueued so far."""
         return None if self._in is None else self._in.record_event()
-
-
-class PoolCopiers:
-    """The copiers of all pool groups, by group. Thread-safe as each of them is."""
-
-    def __init__(self, copiers: Sequence[PoolCopier]) -> None:
-        self._copiers = tuple(copiers)
-
-    def __getitem__(self, group: int) -> PoolCopier:
-        return self._copiers[group]
-
-    @property
-    def layouts(self) -> tuple[KvCacheLayout, ...]:
-        """Of the groups."""
-        return tuple(copier.layout for copier in self._copiers)
-
-    @property
-    def tokens_per_block(self) -> int:
-        """The same in all groups."""
-        return self._copiers[0].layout.tokens_per_block
-
-    def slot_for(self, slot: Slot, group: int) -> Slot:
-        """`slot` with just the room that a block of `group` takes."""
-        return slot.sized(self._copiers[group].layout.block_nbytes)
-
-    def order_copies_in(self, stream: torch.cuda.Stream | None) -> None:
-        """Copies into the pools come behind what `stream` has been given so far."""
-        for copier in self._copiers:
-            copier.order_copies_in(stream)
-
-    def wait_for_copies_in(self, groups: Iterable[int] | None = None) -> None:
-        """Block until the copies into the pools (of `groups`) enqueued so far are over."""
-        for group in range(len(self._copiers)) if groups is None else groups:
-            event = self._copiers[group].mark_copies_in()
-            if event is not None:
-                event.synchronize()
 
 
 def copy_batches(blocks: Sequence[BlockLoad]) -> Iterator[slice]:

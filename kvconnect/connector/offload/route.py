@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvconnect.connector.offload.messages import BlockLoad
-from kvconnect.connector.offload.pool_copier import PoolCopiers
+from kvconnect.connector.offload.pool_copier import PoolCopier
 from kvconnect.connector.offload.staging import Slot, StagingPool
 from kvconnect.connector.offload.store import OffloadStore
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.keys import Shard, store_key
+from kvconnect.layout import KvCacheLayout
 
 __all__ = ["BlockRoute", "Fetched"]
 
@@ -33,12 +34,31 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class BlockRoute:
-    """Store, staging memory and copiers of a rank, which is `shard` of the model."""
+    """Store, staging memory and the copiers of a rank's pool groups. Thread-safe as those are.
+
+    The rank is `shard` of the model.
+    """
 
     store: OffloadStore
     staging: StagingPool
-    copiers: PoolCopiers
+    copiers: tuple[PoolCopier, ...]
     shard: Shard
+
+    @property
+    def layouts(self) -> tuple[KvCacheLayout, ...]:
+        """Of the pool groups."""
+        return tuple(copier.layout for copier in self.copiers)
+
+    def slot_for(self, slot: Slot, group: int) -> Slot:
+        """`slot` with just the room that a block of `group` takes."""
+        return slot.sized(self.copiers[group].layout.block_nbytes)
+
+    def wait_for_copies_in(self, groups: Iterable[int] | None = None) -> None:
+        """Block until the copies into the pools (of `groups`) enqueued so far are over."""
+        for group in range(len(self.copiers)) if groups is None else groups:
+            event = self.copiers[group].mark_copies_in()
+            if event is not None:
+                event.synchronize()
 
     async def fetch(self, blocks: Sequence[BlockLoad], slots: Sequence[Slot]) -> Fetched:
         """Read `blocks` from the store into `slots`, each of its block's size. On its loop."""

@@ -46,10 +46,7 @@ class SaveQueue:
     """
 
     def __init__(self, route: BlockRoute) -> None:
-        self._store = route.store
-        self._staging = route.staging
-        self._copiers = route.copiers
-        self._shard = route.shard
+        self._route = route
         llm_args = route.store.llm_args
         self._model = model_tag(llm_args.model_digest, llm_args.layouts)
         self._batch = max(1, min(256, CALL_NBYTES // route.staging.slot_nbytes))
@@ -80,9 +77,9 @@ class SaveQueue:
         deadline = time.monotonic() + timeout_s
         staged = 0
         while staged < len(blocks):
-            slots = self._staging.take(Direction.SAVE, len(blocks) - staged)
+            slots = self._route.staging.take(Direction.SAVE, len(blocks) - staged)
             if not slots and (left := deadline - time.monotonic()) > 0:
-                slots = self._staging.take_within(Direction.SAVE, left)
+                slots = self._route.staging.take_within(Direction.SAVE, left)
             if not slots:
                 break
             self._copy(order, blocks[staged : staged + len(slots)], slots, stream)
@@ -108,27 +105,29 @@ class SaveQueue:
         stream: torch.cuda.Stream | None,
     ) -> None:
         sized = [
-            self._copiers.slot_for(slot, block.group)
+            self._route.slot_for(slot, block.group)
             for block, slot in zip(blocks, slots, strict=True)
         ]
         copied: dict[int, Transfer] = {}
         for group in dict.fromkeys(block.group for block in blocks):
             own = [at for at, block in enumerate(blocks) if block.group == group]
             ids = [blocks[at].block_id for at in own]
-            copied[group] = self._copiers[group].copy_out(ids, [sized[at] for at in own], stream)
+            copied[group] = self._route.copiers[group].copy_out(
+                ids, [sized[at] for at in own], stream
+            )
         for block, slot in zip(blocks, sized, strict=True):
             stored = self._stored_block(order, block, slot)
             staged = _Staged(order.request_id, block.number, stored, slot, copied[block.group])
             self._staged.append(staged)
         with self._changed:
             self._unwritten += len(slots)
-        self._store.io.call_soon(self._pump)
+        self._route.store.io.call_soon(self._pump)
 
     def _stored_block(self, order: SaveOrder, block: BlockSave, slot: Slot) -> StoredBlock:
         return StoredBlock(
-            key=store_key(block.key, block.group, self._shard),
+            key=store_key(block.key, block.group, self._route.shard),
             data=slot.frame,
-            parent=store_key(block.parent, block.group, self._shard),
+            parent=store_key(block.parent, block.group, self._route.shard),
             tokens=block.tokens,
             priority=block.priority,
             namespace=order.namespace,
@@ -153,7 +152,7 @@ class SaveQueue:
         pending: tuple[Future[None], ...] = ()
         try:
             await self._complete(batch)
-            stored = await self._store.backend.save([staged.block for staged in batch])
+            stored = await self._route.store.backend.save([staged.block for staged in batch])
         except BackendTimeout as error:
             pending, reason = (error.pending,) if error.pending else (), str(error)
         except KvConnectError as error:
@@ -166,7 +165,7 @@ class SaveQueue:
     async def _complete(self, batch: Sequence[_Staged]) -> None:
         """Make the payloads whole: wait for copies from a GPU, clear what a tail does not fill."""
         for staged in batch:
-            layout = self._copiers.layouts[staged.block.group]
+            layout = self._route.copiers[staged.block.group].layout
             if not staged.copied.done():
                 await asyncio.to_thread(staged.copied.wait)
             tokens = staged.block.tokens
@@ -181,7 +180,7 @@ class SaveQueue:
             count("connector.save.lost", blocks=len(lost))
             warn_once("connector.save.lost", f"{len(lost)} blocks were not stored: {reason}")
             self._lost.extend((staged.request_id, staged.number) for staged in lost)
-        self._staging.give_back(Direction.SAVE, [staged.slot for staged in batch], pending)
+        self._route.staging.give_back(Direction.SAVE, [staged.slot for staged in batch], pending)
         with self._changed:
             self._unwritten -= len(batch)
             self._changed.notify_all()

@@ -77,13 +77,10 @@ class StepLoad:
     ) -> None:
         self._progress = [_Progress(order) for order in orders]
         self._route = route
-        self._store = route.store
-        self._staging = route.staging
-        self._copiers = route.copiers
         self._timeout_s = timeout_s
         self._layerwise = layerwise
         self._deadline = time.monotonic() + timeout_s
-        self._layers = _layers(route.copiers.layouts)
+        self._layers = _layers(route.layouts)
         self._index = {layer.number: index for index, layer in enumerate(self._layers)}
         self._ready = [threading.Event() for _ in self._layers]
         self._events: list[torch.cuda.Event | None] = [None] * len(self._layers)
@@ -93,7 +90,7 @@ class StepLoad:
 
     def start(self) -> None:
         """Begin; does not block."""
-        self._store.io.submit(self._run())
+        self._route.store.io.submit(self._run())
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None) -> None:
         """Block until `layer` is in its pool, or in front of `stream`, or never will be."""
@@ -108,7 +105,7 @@ class StepLoad:
         """Block until everything is over, at most up to the deadline; what failed."""
         if not self._over.wait(self._left()):
             self._close(f"not done within {self._timeout_s:g} s")
-        tokens = self._copiers.tokens_per_block
+        tokens = self._route.layouts[0].tokens_per_block
         return [
             TransferFailure(
                 one.order.request_id,
@@ -130,7 +127,7 @@ class StepLoad:
         with self._copy_lock:
             for one in self._progress:
                 one.reason = one.reason or reason
-        self._copiers.wait_for_copies_in()
+        self._route.wait_for_copies_in()
 
     # ------------------------------------------------------------------ on the store's loop
 
@@ -149,18 +146,18 @@ class StepLoad:
             self._over.set()
 
     async def _slots(self, at_most: int) -> list[Slot]:
-        slots = self._staging.take(Direction.LOAD, at_most)
+        slots = self._route.staging.take(Direction.LOAD, at_most)
         while not slots and not self._closed:
             # Rare: background loads have all of them. They give some back within milliseconds.
             await asyncio.sleep(0.001)
-            slots = self._staging.take(Direction.LOAD, at_most)
+            slots = self._route.staging.take(Direction.LOAD, at_most)
         return slots
 
     async def _load_wave(
         self, wave: Sequence[tuple[_Progress, BlockLoad]], slots: list[Slot], *, whole: bool
     ) -> None:
         pieces = [
-            _Piece(progress, self._copiers.slot_for(slot, block.group), block)
+            _Piece(progress, self._route.slot_for(slot, block.group), block)
             for (progress, block), slot in zip(wave, slots, strict=False)
         ]
         pending: list[Future[None]] = []
@@ -170,10 +167,10 @@ class StepLoad:
                 own = [piece for piece in pieces if piece.progress is progress]
                 sound += own[: await self._read(progress, own, pending)]
             copy = self._copy_whole if whole else self._copy_by_layer
-            await self._store.copying.run(lambda: copy(sound))
+            await self._route.store.copying.run(lambda: copy(sound))
         finally:
             # Once none of the abandoned reads can write into them.
-            self._staging.give_back(Direction.LOAD, slots, pending)
+            self._route.staging.give_back(Direction.LOAD, slots, pending)
 
     async def _read(
         self, progress: _Progress, pieces: Sequence[_Piece], pending: list[Future[None]]
@@ -202,7 +199,7 @@ class StepLoad:
             for batch in copy_batches([piece.block for piece in own]):
                 if not self._copy(own[batch], range(layer.index, layer.index + 1)):
                     return
-            self._events[index] = self._copiers[layer.group].mark_copies_in()
+            self._events[index] = self._route.copiers[layer.group].mark_copies_in()
             self._ready[index].set()
         self._copied(pieces)
 
@@ -213,12 +210,12 @@ class StepLoad:
         with self._copy_lock:
             if self._closed:
                 return False
-            self._copiers[batch[0].block.group].copy_in(slots, block_ids, layers)
+            self._route.copiers[batch[0].block.group].copy_in(slots, block_ids, layers)
         return True
 
     def _copied(self, pieces: Sequence[_Piece]) -> None:
         # The slots are handed on.
-        self._copiers.wait_for_copies_in({piece.block.group for piece in pieces})
+        self._route.wait_for_copies_in({piece.block.group for piece in pieces})
         with self._copy_lock:
             if not self._closed:
                 for piece in pieces:

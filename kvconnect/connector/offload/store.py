@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from concurrent.futures import Future
-from typing import TypeVar
+from contextlib import ExitStack
 
 from kvconnect.backend import Backend
 from kvconnect.backends.lanes import Lane
@@ -14,12 +14,10 @@ from kvconnect.backends.url import without_passwords
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.offload.io_loop import IoLoop
-from kvconnect.errors import BackendUnavailable, ConfigurationError, RetryLater
+from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.trace import warn_once
 
 __all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "OffloadStore", "stored_as"]
-
-T = TypeVar("T")
 
 CALL_NBYTES = 16 << 20
 """Blocks of one call to the store: so many that its fixed costs hardly show, few enough that a slow
@@ -61,17 +59,14 @@ class OffloadStore:
         )
         self.inline = self.backend.capabilities.inline
         self.enumerable = self.backend.capabilities.enumerable
-        self.io = IoLoop()
-        try:
-            self.copying = Lane("kvconnect-copy", 2)
-        except BackendUnavailable:
-            self.io.close()
-            raise
-        try:
+        self.copying = Lane("kvconnect-copy", 2)
+        with ExitStack() as threads:
+            threads.callback(self.copying.join, 1.0)  # copies are short
+            threads.callback(self.copying.end)
+            self.io = IoLoop()
+            threads.callback(self.io.close)
             self._open(source, deadline_s)
-        except BaseException:
-            self._end_threads()
-            raise
+            self._threads = threads.pop_all()
 
     def close(self) -> None:
         """Close the store and end the loop; blocks up to the store's deadlines; never raises."""
@@ -82,12 +77,7 @@ class OffloadStore:
             closing.cancel()
             warn_once("connector.close", f"{self.backend.name}: did not close in time ({error})")
         finally:
-            self._end_threads()
-
-    def _end_threads(self) -> None:
-        self.io.close()
-        self.copying.end()
-        self.copying.join(1.0)  # copies are short
+            self._threads.close()
 
     def _open(self, source: Backend | str, timeout_s: float) -> None:
         opening = self.io.submit(self.backend.open(self.llm_args.layouts))

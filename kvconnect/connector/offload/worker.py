@@ -15,7 +15,7 @@ from kvconnect.connector.data import Direction, KvCachePool, LlmArgs, TransferFa
 from kvconnect.connector.offload.background_load import BackgroundLoads
 from kvconnect.connector.offload.held_saves import HeldSaves
 from kvconnect.connector.offload.messages import OffloadMeta, SaveOrder, WorkerMeta
-from kvconnect.connector.offload.pool_copier import PoolCopier, PoolCopiers
+from kvconnect.connector.offload.pool_copier import PoolCopier
 from kvconnect.connector.offload.route import BlockRoute
 from kvconnect.connector.offload.save_queue import SaveQueue
 from kvconnect.connector.offload.staging import StagingPool
@@ -94,9 +94,9 @@ class OffloadWorker(KvCacheConnectorWorker):
         largest = max(pool.layout.block_nbytes for pool in pools)
         staging = StagingPool(self._config.staging_bytes, largest, pin=self._on_cuda)
         store.backend.register(staging.region)
-        copiers = [self.copier_class(one.tensor, one.layout, staging) for one in pools]
+        copiers = tuple(self.copier_class(one.tensor, one.layout, staging) for one in pools)
         self._staging = staging
-        self._route = BlockRoute(store, staging, PoolCopiers(copiers), self._llm_args.shard)
+        self._route = BlockRoute(store, staging, copiers, self._llm_args.shard)
         timeout_s = _OWN_SHARE * self._config.load_timeout_s
         self._loads = BackgroundLoads(self._route, self._load_ended, timeout_s=timeout_s)
         self._saves = SaveQueue(self._route)
@@ -129,7 +129,8 @@ class OffloadWorker(KvCacheConnectorWorker):
         meta = self._metadata
         if not isinstance(meta, OffloadMeta) or not meta.loads:
             return
-        self._route.copiers.order_copies_in(stream)
+        for copier in self._route.copiers:
+            copier.order_copies_in(stream)
         for order in meta.loads:
             if order.is_async:
                 self._loads.start(order)
