@@ -1,9 +1,10 @@
-"""Each layer imports only from those below it."""
+"""Each layer imports only from those below it, each room only through its doors."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,31 @@ FACADE = HEIGHT["engine"]
 
 APART = {("engine", "backends"), ("transfer", "cache")}
 """Layers that must not know each other although one stands above the other."""
+
+STORE = "backends.url backends.lanes backends.entries"
+CONTRACT = "connector.scheduler connector.worker connector.data connector.communicator"
+DOORS = {
+    "backends.guard": "backends.url backends.lanes kernels.quantized_payload",
+    "backends.memory": STORE,
+    "backends.disk": STORE,
+    "backends.redis": STORE,
+    "backends.s3": STORE,
+    "backends.tiered": "backends.url backends.guard backends.registry",
+    "connector.runtime": f"{CONTRACT} cache.resource_manager",
+    "connector.offload": f"{CONTRACT} backends kernels",
+    "cache.tree": "",
+    "cache.memory": "kernels",
+    "cache.pool": "cache.tree cache.memory",
+    "cache.sequence": "cache.tree cache.memory cache.pool cache.resource_manager",
+    "cache.admission": "cache.tree cache.memory cache.pool cache.sequence",
+    "kernels.blocks": "",
+    "kernels.host": "kernels.blocks",
+    "kernels.cuda.compile": "",
+    "kernels.cuda": "kernels.blocks kernels.cuda.compile",
+    "engine.model": "kernels cache.resource_manager",
+    "engine.request": "engine.model engine.drafts",
+}
+"""What each room may import besides itself and the vocabulary; a package stands for all in it."""
 
 
 def imported(source: str) -> Iterator[str]:
@@ -54,6 +80,64 @@ def violations(layer: str, source: str) -> list[str]:
     return found
 
 
+def room_of(name: str) -> str | None:
+    """The innermost room of `DOORS` that the module `name` (without ``kvconnect.``) is in."""
+    while name and name not in DOORS:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def closed_doors(name: str, targets: Iterator[str] | set[str]) -> list[str]:
+    """What of `targets` the module `name` must not import, all without ``kvconnect.``."""
+    room = room_of(name)
+    if room is None:
+        return []
+    open_to = [room, *DOORS[room].split(), *VOCABULARY.split()]
+    return [
+        target
+        for target in sorted(targets)
+        if room_of(target) != room
+        and not any(target == door or target.startswith(f"{door}.") for door in open_to[1:])
+    ]
+
+
+def graph(repository: Path) -> dict[str, set[str]]:
+    """For each module those that it imports, also in functions and for types; no ``kvconnect.``."""
+    sources = {
+        ".".join(path.relative_to(repository).with_suffix("").parts).removeprefix(
+            "kvconnect."
+        ): path
+        for _, path in modules(repository)
+    }
+    names = {name.removesuffix(".__init__"): path for name, path in sources.items()}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for name, path in names.items():
+        for target in imported_names(path.read_text(encoding="utf-8")):
+            whole = target.removeprefix("kvconnect.")
+            module = whole if whole in names else whole.rpartition(".")[0]
+            if module in names and module != name:
+                found[name].add(module)
+    return found
+
+
+def imported_names(source: str) -> Iterator[str]:
+    """Every module or name of one that `source` imports, whole."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def circle(imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; none if there is no circle."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def modules(repository: Path) -> Iterator[tuple[str, Path]]:
     """Every module of the package and its layer."""
     for folder in ("kvconnect", "backends", "kernels"):
@@ -83,6 +167,47 @@ def test_the_package_itself_imports_only_the_vocabulary_when_it_is_imported(repo
     top = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     ours = {node.module for node in top if node.module.startswith("kvconnect")}
     assert ours <= {f"kvconnect.{name}" for name in VOCABULARY.split()}
+
+
+def test_rooms_import_only_through_their_doors(repository: Path):
+    wrong = {
+        name: found
+        for name, targets in graph(repository).items()
+        if (found := closed_doors(name, targets))
+    }
+    assert not wrong
+
+
+def test_no_modules_import_each_other(repository: Path):
+    assert not circle(graph(repository))
+
+
+def test_every_door_leads_to_a_room_that_is_there(repository: Path):
+    names = set(graph(repository)) | {"kernels"}
+    assert set(DOORS) <= names
+    assert {door for doors in DOORS.values() for door in doors.split()} <= names
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("backends.disk.save", "backends.redis.save"),
+        ("backends.s3.find", "backends.guard.calls"),
+        ("backends.guard.store", "backends.disk.store"),
+        ("connector.offload.worker", "connector.runtime.manager"),
+        ("connector.runtime.ledger", "connector.offload.messages"),
+        ("cache.tree.segment", "cache.pool.block_pool"),
+        ("kernels.blocks.work", "kernels.cuda.launch"),
+        ("kernels.cuda.compile.sources", "kernels.cuda.launch"),
+    ],
+)
+def test_a_closed_door_is_found(name, target):
+    assert closed_doors(name, {target, "errors", f"{room_of(name)}.other"}) == [target]
+
+
+def test_a_circle_is_found():
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
+    assert not circle({"a": {"b"}, "b": set()})
 
 
 @pytest.mark.parametrize(

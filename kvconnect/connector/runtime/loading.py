@@ -22,6 +22,8 @@ T = TypeVar("T")
 SchedulerClass = type[KvCacheConnectorScheduler]
 WorkerClass = type[KvCacheConnectorWorker]
 
+_BUILT_IN = "kvconnect.connector.offload"  # looked up by name, as anybody's connector
+
 
 def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
     """The two classes that `llm_args` asks for: by name, or the built-in pair for a store.
@@ -36,12 +38,12 @@ def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
             raise ConfigurationError(
                 "KvCacheConnectorConfig: give url, backend, or connector_module with both classes"
             )
-        from kvconnect.connector.offload.scheduler import OffloadScheduler
-        from kvconnect.connector.offload.worker import OffloadWorker
-
-        return OffloadScheduler, OffloadWorker
-    module = _module(config.connector_module)
-    scheduler, worker = config.connector_scheduler_class, config.connector_worker_class
+        module = _module(_BUILT_IN)
+        scheduler: str | None = "OffloadScheduler"
+        worker: str | None = "OffloadWorker"
+    else:
+        module = _module(config.connector_module)
+        scheduler, worker = config.connector_scheduler_class, config.connector_worker_class
     # The bases stand for their subclasses here; mypy sees that they cannot be made themselves.
     return (
         _class(module, "connector_scheduler_class", scheduler, KvCacheConnectorScheduler),  # type: ignore[type-abstract]
