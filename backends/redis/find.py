@@ -9,14 +9,7 @@ from typing import TypeAlias
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.entries import BlockMetadata
-from kvconnect.backends.redis.commands import (
-    Ask,
-    Outcome,
-    command,
-    head_command,
-    sound,
-    state_of,
-)
+from kvconnect.backends.redis.commands import Ask, Outcome, command, head_command, sound, state_of
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Names
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import scan_page, survey

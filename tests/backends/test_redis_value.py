@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.backends.redis.format import (
-    HEAD_NBYTES,
-    MAX_VALUE_NBYTES,
-    PART_NBYTES,
-    Head,
-    Names,
-)
+from kvconnect.backends.redis.format import HEAD_NBYTES, MAX_VALUE_NBYTES, PART_NBYTES, Head, Names
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 
