@@ -34,23 +34,19 @@ _THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
 
 def copy_moves(moves: Moves) -> None:
     """Copy blocks between host memories. Blocks until it is done."""
-    counts = moves.num_tokens
-    if counts is None:
-        _copy_whole(moves)
-        return
-    for count in set(counts.tolist()):
-        some = counts == count
-        _copy_whole(
-            moves._replace(
-                source_ids=moves.source_ids[some],
-                target_ids=moves.target_ids[some],
-                table=moves.table.prefix(count),
+    source, target, source_ids, target_ids, _, table, counts, in_order = moves
+    if counts is not None:
+        for count in set(counts.tolist()):
+            some = counts == count
+            copy_moves(
+                moves._replace(
+                    source_ids=source_ids[some],
+                    target_ids=target_ids[some],
+                    table=table.prefix(count),
+                    num_tokens=None,
+                )
             )
-        )
-
-
-def _copy_whole(moves: Moves) -> None:
-    source, target, source_ids, target_ids, _, table, _, in_order = moves
+        return
     pairs = len(source_ids)
     if pairs * table.num_runs <= _FEW_RUNS and pairs * table.nbytes < _FEW_NBYTES:
         _copy_few(table, source, target, source_ids.tolist(), target_ids.tolist())

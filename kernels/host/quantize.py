@@ -42,14 +42,15 @@ def convert_blocks(work: QuantizeWork) -> None:
     )
     for view in kv.views:
         num_values, num_rows = view[0].numel(), view[0][..., 0].numel()
-        values = work.values[:, value : value + num_values]
-        scales = work.scales[:, row : row + num_rows]
+        own, own_rows = slice(value, value + num_values), slice(row, row + num_rows)
         for blocks, where in zip(ids, rows, strict=True):
             if work.forward:
-                made, made_scales = quantize_rows(view.index_select(0, blocks), work.code)
-                values[where], scales[where] = made.flatten(1), made_scales.flatten(1)
+                values, scales = quantize_rows(view.index_select(0, blocks), work.code)
+                work.values[where, own] = values.flatten(1)
+                work.scales[where, own_rows] = scales.flatten(1)
             else:
                 shape = (len(blocks), *view.shape[1:])
-                stored, factors = values[where].view(shape), scales[where].view(shape[:3])
-                view.index_copy_(0, blocks, dequantize(stored, factors, work.code, view.dtype))
+                values = work.values[where, own].view(shape)
+                scales = work.scales[where, own_rows].view(shape[:3])
+                view.index_copy_(0, blocks, dequantize(values, scales, work.code, view.dtype))
         value, row = value + num_values, row + num_rows
