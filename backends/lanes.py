@@ -29,15 +29,16 @@ class Lane:
     They are daemons: a read from a dead network mount does not keep the process from ending.
 
     Args:
-        name: of the threads, and in errors.
+        name: of the threads.
         threads: how many.
+        owner: whose they are, for errors; ``None``: the name.
 
     Raises:
         BackendUnavailable: there are not so many threads to be had; none is left.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
-        self.name = name
+    def __init__(self, name: str, threads: int, owner: str | None = None) -> None:
+        self._owner = owner or name
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         self._waiting: set[_Ended] = set()
         self._lock = threading.Lock()
@@ -70,7 +71,7 @@ class Lane:
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                raise BackendUnavailable(f"{self.name}: is closed")
+                raise BackendUnavailable(f"{self._owner}: is closed")
             self._queue.put((future, work))
         return future
 
@@ -104,7 +105,7 @@ class Lane:
         ended = _Ended(futures, abort)
         with self._lock:
             if self._closed:
-                raise BackendUnavailable(f"{self.name}: is closed")
+                raise BackendUnavailable(f"{self._owner}: is closed")
             for future, work in zip(futures, works, strict=True):
                 self._queue.put((future, work))
         self._waiting.add(ended)
@@ -113,7 +114,7 @@ class Lane:
         finally:
             self._waiting.discard(ended)
         return [
-            BackendUnavailable(f"{self.name}: closed before its turn came")
+            BackendUnavailable(f"{self._owner}: closed before its turn came")
             if future.cancelled()
             else future.exception() or future.result()
             for future in futures
@@ -164,19 +165,19 @@ class Lane:
 
 
 class Lanes:
-    """Several lanes that begin together: ``Lanes("kvconnect-disk", loads=4, saves=3)``.
+    """Several lanes that begin together: ``Lanes("kvconnect-s3", "s3 store", requests=8)``.
 
-    ``lanes["loads"]`` is one of them.
+    ``lanes["requests"]`` is one of them.
 
     Raises:
         BackendUnavailable: there are not so many threads to be had; none is left of any lane.
     """
 
-    def __init__(self, name: str, **threads: int) -> None:
+    def __init__(self, name: str, owner: str | None = None, /, **threads: int) -> None:
         self._lanes: dict[str, Lane] = {}
         try:
             for kind, count in threads.items():
-                self._lanes[kind] = Lane(f"{name}-{kind}", count)
+                self._lanes[kind] = Lane(f"{name}-{kind}", count, owner)
         except BackendUnavailable:
             self.end()
             raise

@@ -67,7 +67,7 @@ class S3Backend(Backend):
         settings = self.settings
         # Lookups do not wait for loads and saves.
         threads = settings.concurrency
-        lanes = Lanes("kvconnect-s3", requests=threads, transfers=threads)
+        lanes = Lanes("kvconnect-s3", "s3 store", requests=threads, transfers=threads)
         try:
             bucket = await lanes["requests"].run(partial(S3Bucket, settings))
         except BaseException:

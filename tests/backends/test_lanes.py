@@ -18,7 +18,7 @@ from kvconnect.errors import BackendUnavailable
 
 @pytest.fixture
 def lane() -> Iterator[Lane]:
-    lane = Lane("lane", 2)
+    lane = Lane("lane", 2, "the store")
     yield lane
     lane.end()
     lane.join(5)
@@ -131,7 +131,7 @@ async def test_closing_waits_for_what_runs_and_forgets_the_rest(lane):
     await running.begun()
     await other.begun()
     closing = asyncio.create_task(lane.close())
-    with pytest.raises(BackendUnavailable, match="lane: closed before its turn came"):
+    with pytest.raises(BackendUnavailable, match="the store: closed before its turn came"):
         await calls[2]
     assert not closing.done()
     running.go.set()
@@ -139,9 +139,9 @@ async def test_closing_waits_for_what_runs_and_forgets_the_rest(lane):
     await closing
     assert await asyncio.gather(*calls[:2]) == ["done", "done"]
     assert not waiting.entered.is_set()
-    with pytest.raises(BackendUnavailable, match="lane: is closed"):
+    with pytest.raises(BackendUnavailable, match="the store: is closed"):
         await lane.run(Held())
-    with pytest.raises(BackendUnavailable, match="lane: is closed"):
+    with pytest.raises(BackendUnavailable, match="the store: is closed"):
         lane.submit(Held())
     await lane.close()
 
