@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -41,7 +42,19 @@ _ATTEMPTS = 3
 _BOTO3_ATTEMPTS = 2
 _CONNECT_TIMEOUT_S = 3.0
 _DEFAULT_REGION = "us-east-1"
+# A service takes a signature for a quarter of an hour.
+_SIGNED_FOR_S = 60.0
+_MOST_SIGNED = 4096
 _PARSER: Any = create_parser("rest-xml")
+
+
+@dataclass(frozen=True, slots=True)
+class _Signed:
+    """A GET of an object: where, with which headers, and until when it may be sent again."""
+
+    url: str
+    headers: dict[str, str]
+    until: float
 
 
 class S3Client:
@@ -73,6 +86,8 @@ class S3Client:
             self.boto3.meta.events.register("before-send.s3", self.transport)
         self._url = ""
         self._context: Mapping[str, Any] = {}
+        # By name; single operations on it are atomic, so threads need no lock.
+        self._signed: dict[str, _Signed] = {}
 
     def look(self, bucket: str, name: str) -> None:
         """Have boto3 ask for object `name`, which is not there, and see how it does that.
@@ -130,6 +145,7 @@ class S3Client:
                     _check(method, response)
                     return take(response)
             except (BotoCoreError, ClientError) as error:
+                self._signed.pop(name, None)
                 if attempt == _ATTEMPTS or not is_passing(error):
                     raise
             time.sleep(random.uniform(0, attempt - 1))
@@ -148,10 +164,28 @@ class S3Client:
         Raises:
             BotoCoreError: there are no credentials.
         """
+        if method != "GET":
+            return self._sign(method, name, headers or {}, body)
+        # One signature for all ranges of an object: which bytes of it are wanted need not be in it.
+        found = self._signed.get(name)
+        if found is None or time.monotonic() >= found.until:
+            request = self._sign(method, name, {}, None)
+            found = _Signed(
+                request.url, dict(request.headers.items()), time.monotonic() + _SIGNED_FOR_S
+            )
+            if len(self._signed) >= _MOST_SIGNED:
+                self._signed = {}
+            self._signed[name] = found
+        given: Any = {**found.headers, **(headers or {})}
+        return AWSPreparedRequest(method, found.url, given, None, stream_output=True)
+
+    def _sign(
+        self, method: str, name: str, headers: Mapping[str, str], body: Upload | None
+    ) -> AWSPreparedRequest:
         request = AWSRequest(
             method=method,
             url=self._url + _quoted(name),
-            headers=dict(headers or {}),
+            headers=dict(headers),
             data=body,
             stream_output=True,  # boto3's own transport would read the body to see it
         )

@@ -9,11 +9,15 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
-from s3_server import Answer, refusal
+from botocore.exceptions import ClientError
+from s3_server import BUCKET, Answer, refusal
 
 from kvconnect import frame
 from kvconnect.backend import StoredBlock
 from kvconnect.backends import open_backend
+from kvconnect.backends.s3 import client as client_module
+from kvconnect.backends.s3.client import S3Client
+from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 DEADLINE_S = 2.0
@@ -340,3 +344,35 @@ async def test_credentials_that_are_expired_at_open_are_told(make_s3, vault):
     store = make_s3()
     with pytest.raises((BackendUnavailable, ConfigurationError), match="expired"):
         await store.open([])
+
+
+def test_ranges_of_an_object_share_a_signature_until_it_is_old_or_refused(s3_server, monkeypatch):
+    client = S3Client(S3Settings(bucket=BUCKET, prefix="kv", endpoint_url=s3_server.endpoint))
+    client.look(BUCKET, "absent")
+    s3_server.objects["x"] = (bytes(100), '"x"', 0.0)
+    signed = []
+    sign = client.boto3._request_signer.sign
+    monkeypatch.setattr(
+        client.boto3._request_signer,
+        "sign",
+        lambda name, request: (signed.append(request.url), sign(name, request)),
+    )
+
+    def read(start):
+        bounds = {"Range": f"bytes={start}-{start + 9}"}
+        return client.ask("GET", "x", lambda answer: answer.raw.read(), headers=bounds)
+
+    assert [len(read(start)) for start in range(0, 100, 10)] == [10] * 10
+    assert len({request.headers["range"] for request in s3_server.requests[-10:]}) == 10
+    assert len(signed) == 1
+    clock = time.monotonic() + 61
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: clock)
+    read(0)
+    assert len(signed) == 2
+    s3_server.fault = lambda request: refusal(403, "SignatureDoesNotMatch")
+    with pytest.raises(ClientError):
+        read(0)
+    s3_server.fault = lambda request: None
+    read(0)
+    assert len(signed) == 3
+    client.close()
