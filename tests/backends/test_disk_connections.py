@@ -243,11 +243,11 @@ async def test_loads_do_not_wait_for_saves(make_disk, kit, monkeypatch):
 @pytest.mark.parametrize("lane", [2, 3])
 async def test_store_that_gets_too_few_threads_keeps_none(make_disk, kit, monkeypatch, lane):
     class Scarce(backend_lanes.Lane):
-        def __init__(self, name, threads):
+        def __init__(self, name, threads, owner):
             made.append(name)
             if len(made) == lane:
                 raise BackendUnavailable("no more threads")
-            super().__init__(name, threads)
+            super().__init__(name, threads, owner)
 
     made = []
     monkeypatch.setattr(backend_lanes, "Lane", Scarce)
