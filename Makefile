@@ -1,5 +1,5 @@
 # make demo   a prompt cache that survives a restart, from a bare checkout
-# make test   lint and all tests but the long forms
+# make test   lint and all tests but the long forms and other projects' connectors
 #
 # Both need nothing but Python 3.11+ with pip: .venv is made here, with the pinned versions of
 # constraints.txt, and made again when pyproject.toml or constraints.txt change.
@@ -18,7 +18,7 @@ PYTEST_ARGS ?= -n 2 --dist loadscope
 
 help:
 	@echo 'make demo [MODEL=dir] [PROMPT=file] [STORE=url]   a prompt cache that survives a restart'
-	@echo 'make test       lint and all tests but the long forms'
+	@echo 'make test       lint and all tests but the long forms and connectors of others'
 	@echo 'make test-all   all tests'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff lay the code out'
@@ -30,7 +30,7 @@ demo: $(VENV)/runtime.stamp
 	  $(if $(PROMPT),--prompt '$(PROMPT)') $(if $(STORE),--store '$(STORE)')
 
 test: lint
-	$(TEST_ENV) $(BIN)/pytest -m 'not slow' $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/pytest -m 'not slow and not clients' $(PYTEST_ARGS)
 
 test-all: lint
 	$(TEST_ENV) $(BIN)/pytest

@@ -1,7 +1,31 @@
-"""Stores of KV blocks: `memory:` and `disk:`; `open_backend` opens any of them by URL."""
+"""Stores of KV blocks: `memory:` and `disk:`; `open_backend` opens any of them by URL.
 
-from kvconnect.backends.guard.store import GuardedBackend
-from kvconnect.backends.registry import open_backend
-from kvconnect.backends.url import StoreUrl
+Nothing here imports torch before a value is moved: to list a store takes less time than that.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvconnect.backends.guard.store import GuardedBackend
+    from kvconnect.backends.registry import open_backend
+    from kvconnect.backends.url import StoreUrl
 
 __all__ = ["GuardedBackend", "StoreUrl", "open_backend"]
+
+_MODULES = {"GuardedBackend": "guard.store", "StoreUrl": "url", "open_backend": "registry"}
+
+
+def __getattr__(name: str) -> Any:
+    # The modules here import each other by their own names; only users want these.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found  # from now on it is found without this
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

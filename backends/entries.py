@@ -113,7 +113,7 @@ class BlockMetadata:
         """Returns what `to_json` was called on; other names in `content` are passed over.
 
         Raises:
-            KeyError, TypeError, ValueError: `content` is damaged.
+            KeyError, TypeError, ValueError, OverflowError: `content` is damaged.
         """
         tokens = content.get("tokens")
         return cls(

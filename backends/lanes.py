@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +17,9 @@ from kvconnect.errors import BackendUnavailable
 __all__ = ["Lane", "Lanes", "fulfil", "results_of", "settled"]
 
 T = TypeVar("T")
+
+# So many cancelled works may stay in a queue, or half as many as are in it.
+_FEW = 64
 
 
 class Lane:
@@ -43,6 +47,8 @@ class Lane:
         self._waiting: set[_Ended] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._cancelled = 0
+        self._process = os.getpid()
         self._threads: list[threading.Thread] = []
         try:
             for number in range(threads):
@@ -66,13 +72,10 @@ class Lane:
         """Have `work` run; does not block. From any thread.
 
         Raises:
-            BackendUnavailable: the lane was closed; `work` is not run.
+            BackendUnavailable: the lane was closed, or is another process's; `work` is not run.
         """
         future: Future[T] = Future()
-        with self._lock:
-            if self._closed:
-                raise BackendUnavailable(f"{self._owner}: is closed")
-            self._queue.put((future, work))
+        self._put([(future, work)])
         return future
 
     async def run(self, work: Callable[[], T], abort: Callable[[], object] | None = None) -> T:
@@ -97,20 +100,19 @@ class Lane:
         """What each of `works` returns or raises, once all have ended; see `run`.
 
         Raises:
-            BackendUnavailable: the lane was closed; nothing was begun.
+            BackendUnavailable: the lane was closed, or is another process's; nothing was begun.
         """
         if not works:
             return []
         futures: list[Future[T]] = [Future() for _ in works]
         ended = _Ended(futures, abort)
-        with self._lock:
-            if self._closed:
-                raise BackendUnavailable(f"{self._owner}: is closed")
-            for future, work in zip(futures, works, strict=True):
-                self._queue.put((future, work))
+        self._put(list(zip(futures, works, strict=True)))
         self._waiting.add(ended)
         try:
             await ended
+        except asyncio.CancelledError:
+            self._forget(sum(future.cancelled() for future in futures))
+            raise
         finally:
             self._waiting.discard(ended)
         return [
@@ -119,6 +121,37 @@ class Lane:
             else future.exception() or future.result()
             for future in futures
         ]
+
+    def _put(self, items: Sequence[_Work]) -> None:
+        # Before the lock: of a forked process nobody might ever let go of it.
+        if os.getpid() != self._process:
+            raise BackendUnavailable(
+                f"{self._owner}: was opened by process {self._process}, of which this one was "
+                "forked; open it in this one"
+            )
+        with self._lock:
+            if self._closed:
+                raise BackendUnavailable(f"{self._owner}: is closed")
+            for item in items:
+                self._queue.put(item)
+
+    def _forget(self, cancelled: int) -> None:
+        """Take out of the queue what was cancelled there, if that is much.
+
+        Where all threads are stuck, work that is of no use would pile up.
+        """
+        with self._lock:
+            self._cancelled += cancelled
+            if self._closed or self._cancelled <= max(_FEW, self._queue.qsize() // 2):
+                return
+            self._cancelled = 0
+            items: list[_Work | None] = []
+            with suppress(Empty):
+                while True:
+                    items.append(self._queue.get_nowait())
+            for item in items:
+                if item is None or not item[0].cancelled():
+                    self._queue.put(item)
 
     async def close(self) -> None:
         """Take no more work, forget what was not begun, wait for what runs; idempotent."""

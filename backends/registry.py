@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TypeAlias
 
 from kvconnect.backend import Backend
@@ -38,6 +37,8 @@ _PLANNED = ("nixl",)
 
 def schemes() -> tuple[str, ...]:
     """The URL schemes that `open_backend` knows here, sorted."""
+    from importlib.metadata import entry_points
+
     return tuple(sorted({*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names}))
 
 
@@ -134,12 +135,12 @@ def _factory(scheme: str) -> BackendFactory:
         module, _, name = built_in.partition(":")
         try:
             factory: BackendFactory = getattr(import_module(module), name)
-        except ModuleNotFoundError as error:
-            # The extra is named as the module is: kvconnect.backends.redis.store.
-            raise MissingExtra(
-                f"store scheme '{scheme}' ({error})", module.split(".")[-1]
-            ) from error
+        except ImportError as error:
+            extra = module.rpartition(".")[2]  # is named as the room is: kvconnect.backends.redis
+            raise MissingExtra(f"store scheme '{scheme}' ({error})", extra) from error
         return factory
+    from importlib.metadata import entry_points
+
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=scheme):
         try:
             loaded: BackendFactory = entry.load()

@@ -7,9 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Self
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.redaction import (
+    HIDDEN,
+    is_hosts,
+    shown_url,
+    text_without_passwords,
+    without_passwords,
+)
 
 __all__ = [
     "StoreUrl",
@@ -21,6 +28,10 @@ __all__ = [
 ]
 
 _OF_EVERY_SCHEME = ("codec", "key_file")
+_ENCODED = (
+    "in user, password and parameters write %2F for '/', %3F for '?', %23 for '#', %26 for '&', "
+    "%40 for '@', %5B for '['"
+)
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 _SIZE_UNITS = {
     "b": 1,
@@ -41,7 +52,9 @@ def parse_size(text: str, *, field: str = "size") -> int:
     """
     value = int(_quantity(text, _SIZE_UNITS, field, "a size such as 512MiB or 200GiB"))
     if value < 1:
-        raise ConfigurationError(f"{field}={text}: must be at least one byte")
+        raise ConfigurationError(
+            f"{field}={text_without_passwords(text)}: must be at least one byte"
+        )
     return value
 
 
@@ -53,16 +66,12 @@ def parse_duration(text: str, *, field: str = "duration") -> float:
     """
     value = _quantity(text, _TIME_UNITS, field, "a duration such as 30s, 12h or 7d")
     if value <= 0:
-        raise ConfigurationError(f"{field}={text}: must be longer than nothing")
+        raise ConfigurationError(
+            f"{field}={text_without_passwords(text)}: must be longer than nothing"
+        )
     if value > _LONGEST_S:  # systems and servers refuse it only once it is used
-        raise ConfigurationError(f"{field}={text}: must be at most 36500d")
+        raise ConfigurationError(f"{field}={text_without_passwords(text)}: must be at most 36500d")
     return value
-
-
-def without_passwords(text: str) -> str:
-    """`text` with ``***`` for the password of every URL in it, and for those in parameters."""
-    text = re.sub(r"(//[^:/@\s]*:)[^@/\s]*@", r"\1***@", text)
-    return re.sub(r"(password=)[^&,\s]+", r"\1***", text)
 
 
 def without_codec(text: str) -> str:
@@ -86,13 +95,13 @@ def _quantity(text: str, units: Mapping[str, float], field: str, wanted: str) ->
     match = _QUANTITY.fullmatch(text.strip())
     factor = None if match is None else units.get(match[2].lower())
     if match is None or factor is None:
-        raise ConfigurationError(f"{field}={text}: {wanted} is needed")
+        raise ConfigurationError(f"{field}={text_without_passwords(text)}: {wanted} is needed")
     return float(match[1]) * factor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StoreUrl:
-    """A store URL, taken apart. ``str()`` of it shows no password.
+    """A store URL, taken apart. Neither ``str()`` nor ``repr()`` of it shows a password.
 
     Attributes:
         scheme: lower case, names the backend.
@@ -121,19 +130,32 @@ class StoreUrl:
             raise ConfigurationError(
                 f"store URL '{shown}': a scheme is needed, as in disk:///var/cache/kv or memory:"
             )
+        # The library's messages quote what they are about, and so would a traceback.
         try:
             parts = urlsplit(text)
-            pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-        except ValueError as error:
-            raise ConfigurationError(f"store URL '{shown}': {error}") from error
+        except ValueError:
+            raise ConfigurationError(
+                f"store URL '{shown}': {_ENCODED}; '[' and ']' are for IPv6 addresses"
+            ) from None
         if parts.fragment:
-            raise ConfigurationError(f"store URL '{shown}': write %23 for '#' in a path")
+            raise ConfigurationError(
+                f"store URL '{shown}': write %23 for '#' in a path or a password"
+            )
+        if _may_hold_a_password(parts):
+            raise ConfigurationError(f"store URL '{shown}': {_ENCODED}")
+        try:
+            pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        except ValueError:
+            raise ConfigurationError(
+                f"store URL '{shown}': bad query field: write name=value, joined by '&'; {_ENCODED}"
+            ) from None
         query: dict[str, str] = {}
         for name, value in pairs:
+            label = name if name in shown else HIDDEN
             if name in query:
-                raise ConfigurationError(f"store URL '{shown}': {name} is given twice")
+                raise ConfigurationError(f"store URL '{shown}': {label} is given twice")
             if not value:
-                raise ConfigurationError(f"store URL '{shown}': {name} has no value")
+                raise ConfigurationError(f"store URL '{shown}': {label} has no value")
             query[name] = value
         path = unquote(parts.path)
         codec, key_file = (query.pop(name, None) for name in _OF_EVERY_SCHEME)
@@ -142,18 +164,17 @@ class StoreUrl:
         return cls(scheme, parts.netloc, path, MappingProxyType(query), codec, key_file)
 
     def __str__(self) -> str:
-        userinfo, at, host = self.location.rpartition("@")
-        user = userinfo.partition(":")[0]
-        location = f"//{user}{':***' if ':' in userinfo else ''}{at}{host}" if self.location else ""
-        if not location and self.path.startswith("/"):
-            location = "//"
         generic = {"codec": self.codec, "key_file": self.key_file}
-        given = {**self.query, **{name: value for name, value in generic.items() if value}}
-        query = "&".join(
-            f"{name}={'***' if name.endswith('password') else without_passwords(value)}"
-            for name, value in given.items()
+        given = {name: value for name, value in generic.items() if value}
+        return shown_url(
+            self.scheme,
+            location=self.location or None,
+            path=self.path,
+            query=[*self.query.items(), *given.items()],
         )
-        return f"{self.scheme}:{location}{self.path}{'?' if query else ''}{query}"
+
+    def __repr__(self) -> str:
+        return f"StoreUrl({str(self)!r})"
 
     def allow(self, *names: str) -> None:
         """Refuse parameters other than `names`.
@@ -161,10 +182,13 @@ class StoreUrl:
         Raises:
             ConfigurationError: an unknown one; names the nearest valid one.
         """
+        shown = str(self)
         for name in self.query:
-            if name not in names:
+            if name not in names and name in shown:
                 hint = nearest(name, (*names, *_OF_EVERY_SCHEME))
-                raise ConfigurationError(f"{self}: unknown parameter '{name}'; {hint}")
+                raise ConfigurationError(f"{shown}: unknown parameter '{name}'; {hint}")
+            if name not in names:  # it may be a part of a password
+                raise ConfigurationError(f"{shown}: unknown parameter '{HIDDEN}'; {_ENCODED}")
 
     def size(self, name: str) -> int | None:
         """Parameter `name` in bytes; ``None`` if it is not given."""
@@ -180,5 +204,15 @@ class StoreUrl:
         """Parameter `name`, one of `choices`; the first of them if it is not given."""
         text = self.query.get(name, choices[0])
         if text not in choices:
-            raise ConfigurationError(f"{name}={text}: unknown; {nearest(text, choices)}")
+            raise ConfigurationError(
+                f"{name}={text_without_passwords(text)}: unknown; {nearest(text, choices)}"
+            )
         return text
+
+
+def _may_hold_a_password(parts: SplitResult) -> bool:
+    """Whether what stands before a "@" in path or parameters may be the end of a password."""
+    at = "@" in parts.netloc
+    if "@" in parts.path and (at or ":" in parts.netloc):
+        return True
+    return not at and "@" in parts.query and not is_hosts(parts.netloc)

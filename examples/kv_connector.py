@@ -38,6 +38,7 @@ from kvconnect.connector.data import (
     TransferFailure,
 )
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
+from kvconnect.connector.stream import ForwardStream
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.keys import BlockKey
 from kvconnect.request import LlmRequest
@@ -97,7 +98,9 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
         return (end - first) * self._tokens_per_block, False
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Nothing to do: the step's report names the blocks."""
+        """Load nothing of an offer that was not taken; the step's report names the blocks."""
+        if not request.num_connector_matched_tokens:
+            self._matches.pop(request.request_id, None)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object:
         """Load what was matched; save every block that this step fills."""
@@ -111,8 +114,6 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
 
     def _loads(self, data: RequestData) -> list[BlockFile]:
         blocks = self._matches.pop(data.request_id, range(0))
-        if data.computed_position > blocks.start * self._tokens_per_block:
-            return []  # the device has more than that: the match was not taken
         self._progress[data.request_id].num_saved = blocks.stop
         return [self._block_file(data, index, data.new_block_ids[index]) for index in blocks]
 
@@ -165,7 +166,7 @@ class PersistentKvCacheConnectorWorker(KvCacheConnectorWorker):
         """Keep the pool, ``[num_blocks, num_layers, kv_factor, elements]``."""
         self._pool = kv_cache_tensor
 
-    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
+    def start_load_kv(self, stream: ForwardStream) -> None:
         """Read the step's files into the pool; a request's first bad file ends its load."""
         for one in self._step().load:
             if one.request_id in self._failed:
@@ -181,13 +182,13 @@ class PersistentKvCacheConnectorWorker(KvCacheConnectorWorker):
             else:
                 self._pool[one.block_id].copy_(block)
 
-    def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
+    def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
         """Everything was loaded in `start_load_kv`."""
 
-    def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
+    def save_kv_layer(self, layer_idx: int, stream: ForwardStream) -> None:
         """Whole blocks are saved in `wait_for_save`."""
 
-    def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
+    def wait_for_save(self, stream: ForwardStream) -> None:
         """Write the blocks that this step filled, but nothing computed behind a failed load."""
         for one in self._step().save:
             if one.request_id in self._failed:

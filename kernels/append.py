@@ -78,6 +78,7 @@ def _checked_states(
     count, device_ = slots.shape[0], kv.device
     states = (key,) if kv.per_layer == 1 or value is None else (key, value)
     dims, dtype = (kv.key_dim, kv.value_dim), kv.dtype
+    in_rows = True
     for name, state, dim in zip(("key", "value"), states, dims, strict=False):
         if state.dtype != dtype:
             raise TypeError(f"{name}: {state.dtype}, the cache is {kv.dtype}")
@@ -87,11 +88,10 @@ def _checked_states(
             raise ConfigurationError(
                 f"{name}: {tuple(state.shape)}; {(count, kv.heads, dim)} is needed"
             )
+        in_rows = in_rows and state.stride(2) == 1
     if not slots.is_cpu and slots.device != device_:
         raise RuntimeError(f"slot_mapping: on {slots.device}, the cache is on {kv.device}")
-    if all(state.stride(2) == 1 for state in states):
-        return states
-    return tuple(state.contiguous() for state in states)
+    return states if in_rows else tuple(state.contiguous() for state in states)
 
 
 def _checked_slots(slot_mapping: Tensor, limit: int) -> Unpadded:
@@ -100,15 +100,9 @@ def _checked_slots(slot_mapping: Tensor, limit: int) -> Unpadded:
     return slots
 
 
-def _append_op(
+@register("reshape_and_cache", changes="planes")
+def _append(
     key: Tensor, value: Tensor | None, planes: list[Tensor], slot_mapping: Tensor, layout: str
 ) -> None:
     kv = PagedKv.from_views(planes, layout=layout, per_layer=len(planes))
     reshape_and_cache(key, value, kv, slot_mapping, layer=0)
-
-
-_append = register(
-    "reshape_and_cache(Tensor key, Tensor? value, Tensor(a!)[] planes, Tensor slot_mapping, "
-    "str layout) -> ()",
-    _append_op,
-)

@@ -156,19 +156,22 @@ def _copy_traced(
         _copy(sources, targets, pairs, counts, src_kv.layout, src_kv.per_layer)
 
 
-def _gather_op(
+@register("gather_blocks", changes="out")
+def _gather(
     planes: list[Tensor], block_ids: Tensor, out: Tensor, layout: str, per_layer: int
 ) -> None:
     gather_blocks(bound(planes, layout, per_layer), block_ids, out)
 
 
-def _scatter_op(
+@register("scatter_blocks", changes="planes")
+def _scatter(
     src: Tensor, planes: list[Tensor], block_ids: Tensor, layout: str, per_layer: int
 ) -> None:
     scatter_blocks(src, bound(planes, layout, per_layer), block_ids)
 
 
-def _copy_op(
+@register("copy_blocks", changes="targets")
+def _copy(
     sources: list[Tensor],
     targets: list[Tensor],
     block_mapping: Tensor,
@@ -180,7 +183,8 @@ def _copy_op(
     copy_blocks(source, target, block_mapping, num_tokens)
 
 
-def _move_op(
+@register("move_blocks", changes="planes")
+def _move(
     planes: list[Tensor],
     block_mapping: Tensor,
     num_tokens: Tensor | None,
@@ -189,25 +193,3 @@ def _move_op(
 ) -> None:
     kv = bound(planes, layout, per_layer)
     copy_blocks(kv, kv, block_mapping, num_tokens)
-
-
-_gather = register(
-    "gather_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out, "
-    "str layout, int per_layer) -> ()",
-    _gather_op,
-)
-_scatter = register(
-    "scatter_blocks(Tensor src, Tensor(a!)[] planes, Tensor block_ids, "
-    "str layout, int per_layer) -> ()",
-    _scatter_op,
-)
-_copy = register(
-    "copy_blocks(Tensor[] sources, Tensor(a!)[] targets, Tensor block_mapping, "
-    "Tensor? num_tokens, str layout, int per_layer) -> ()",
-    _copy_op,
-)
-_move = register(
-    "move_blocks(Tensor(a!)[] planes, Tensor block_mapping, Tensor? num_tokens, "
-    "str layout, int per_layer) -> ()",
-    _move_op,
-)

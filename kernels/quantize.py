@@ -133,7 +133,8 @@ def _run(work: QuantizeWork, stream: Any) -> Transfer:
 # ---------------------------------------------------------------------------- as torch sees them
 
 
-def _quantize_op(
+@register("quantize_blocks", changes="out_values out_scales")
+def _quantize(
     planes: list[Tensor],
     block_ids: Tensor,
     out_values: Tensor,
@@ -147,7 +148,8 @@ def _quantize_op(
     )
 
 
-def _dequantize_op(
+@register("dequantize_blocks", changes="planes")
+def _dequantize(
     values: Tensor,
     scales: Tensor,
     planes: list[Tensor],
@@ -157,15 +159,3 @@ def _dequantize_op(
     dtype: str,
 ) -> None:
     dequantize_blocks(values, scales, bound(planes, layout, per_layer), block_ids, dtype=dtype)
-
-
-_quantize = register(
-    "quantize_blocks(Tensor[] planes, Tensor block_ids, Tensor(a!) out_values, "
-    "Tensor(b!) out_scales, str layout, int per_layer, str dtype) -> ()",
-    _quantize_op,
-)
-_dequantize = register(
-    "dequantize_blocks(Tensor values, Tensor scales, Tensor(a!)[] planes, Tensor block_ids, "
-    "str layout, int per_layer, str dtype) -> ()",
-    _dequantize_op,
-)

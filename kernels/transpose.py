@@ -42,32 +42,19 @@ def transpose_blocks(src: Tensor, dst: Tensor, *, src_layout: str, dst_layout: s
     _transpose(src, dst, src_layout, dst_layout)
 
 
-def _transpose_op(src: Tensor, dst: Tensor, src_layout: str, dst_layout: str) -> None:
-    _check_shapes(src, dst, swapped=src_layout != dst_layout)
-    _check_memory(src, dst)
-    if not src.numel():
-        return
-    if src_layout != dst_layout:
-        dst = dst.transpose(-3, -2)  # now both have the same axes
-    if tried(src.device, partial(_transpose_on, src, dst)):
-        return
-    one, other = _words(src, dst)
-    other.copy_(one)
-
-
 def _transpose_on(src: Tensor, dst: Tensor, device: DeviceWork) -> Transfer:
     *_, last = [device.transpose(*piece) for piece in _pieces(src, dst)]
     return last
 
 
-def _check_shapes(src: Tensor, dst: Tensor, *, swapped: bool) -> None:
+def _check_shapes(src: Tensor, dst: Tensor, src_layout: str, dst_layout: str) -> None:
     if src.dtype != dst.dtype:
         raise TypeError(f"dst: {dst.dtype}, src is {src.dtype}")
     if src.device != dst.device:
         raise RuntimeError(f"dst: on {dst.device}, src is on {src.device}")
     if src.ndim < 3:
         raise ConfigurationError(f"src: {tuple(src.shape)}; three axes are needed at least")
-    shape = tuple(src.transpose(-3, -2).shape if swapped else src.shape)
+    shape = tuple(src.transpose(-3, -2).shape if src_layout != dst_layout else src.shape)
     if tuple(dst.shape) != shape:
         raise ConfigurationError(f"dst: {tuple(dst.shape)}; {shape} is needed")
 
@@ -112,12 +99,15 @@ def _words(src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
     return src, dst
 
 
-def _no_output(src: Tensor, dst: Tensor, src_layout: str, dst_layout: str) -> None:
-    _check_shapes(src, dst, swapped=src_layout != dst_layout)
-
-
-_transpose = register(
-    "transpose_blocks(Tensor src, Tensor(a!) dst, str src_layout, str dst_layout) -> ()",
-    _transpose_op,
-    _no_output,
-)
+@register("transpose_blocks", changes="dst", fake=_check_shapes)
+def _transpose(src: Tensor, dst: Tensor, src_layout: str, dst_layout: str) -> None:
+    _check_shapes(src, dst, src_layout, dst_layout)
+    _check_memory(src, dst)
+    if not src.numel():
+        return
+    if src_layout != dst_layout:
+        dst = dst.transpose(-3, -2)  # now both have the same axes
+    if tried(src.device, partial(_transpose_on, src, dst)):
+        return
+    one, other = _words(src, dst)
+    other.copy_(one)

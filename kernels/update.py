@@ -5,16 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.append import reshape_and_cache
 from kvconnect.kernels.blocks.update_checks import check_memory, check_shapes, check_values
+from kvconnect.kernels.blocks.update_forms import (
+    AttentionIOForm,
+    KVCacheMode,
+    cache_mode_of,
+    update_form_of,
+)
 from kvconnect.kernels.blocks.work import UpdateWork
 from kvconnect.kernels.fallback import tried
-from kvconnect.kernels.host import reference
-from kvconnect.kernels.host.tokens import update_packed, update_padded
+from kvconnect.kernels.host import reference, tokens
 from kvconnect.kernels.library import register
 
-__all__ = ["kv_cache_update", "reshape_and_cache"]
+__all__ = ["AttentionIOForm", "KVCacheMode", "kv_cache_update", "reshape_and_cache"]
 
 
 def kv_cache_update(
@@ -23,8 +28,8 @@ def kv_cache_update(
     write_indices: Tensor,
     update_lengths: Tensor | None = None,
     *,
-    update_form: str = "padded_bhnd",
-    cache_mode: str = "linear",
+    update_form: AttentionIOForm | str = "padded_bhnd",
+    cache_mode: KVCacheMode | str = "linear",
     out: Tensor | None = None,
 ) -> Tensor:
     """Write new keys (or values) into a linear cache, in place: TensorRT's IKVCacheUpdateLayer.
@@ -40,8 +45,8 @@ def kv_cache_update(
             device or the host.
         update_lengths: packed only: ``[B + 1]``, where each sequence begins in `update`, and its
             end: from 0 to ``total_tokens``, never decreasing.
-        update_form: ``"padded_bhnd"`` or ``"packed_nhd"``.
-        cache_mode: ``"linear"``; there is no other yet.
+        update_form: ``"padded_bhnd"`` or ``"packed_nhd"``, or TensorRT's enum or name of it.
+        cache_mode: ``"linear"``, or TensorRT's enum or name of it; there is no other yet.
         out: where the result is wanted; only `cache` itself is possible.
 
     Returns:
@@ -55,15 +60,12 @@ def kv_cache_update(
             (Indices on a device are clamped, and counted in its error word.)
         RuntimeError: devices differ. Nothing was written.
     """
-    if cache_mode != "linear":
-        raise ConfigurationError(f"cache_mode='{cache_mode}': only 'linear' is supported")
-    if update_form not in {"padded_bhnd", "packed_nhd"}:
-        hint = nearest(update_form, ("padded_bhnd", "packed_nhd"))
-        raise ConfigurationError(f"update_form='{update_form}': {hint}")
-    packed = update_form == "packed_nhd"
+    cache_mode_of(cache_mode)
+    form = update_form_of(update_form)
+    packed = form is AttentionIOForm.PACKED_NHD
     if packed != (update_lengths is not None):
         raise ConfigurationError(
-            f"update_lengths: {'needed' if packed else 'not possible'} with '{update_form}'"
+            f"update_lengths: {'needed' if packed else 'not possible'} with '{form.value}'"
         )
     if out is not None and out is not cache and not _same_memory(out, cache):
         raise ConfigurationError(
@@ -83,7 +85,8 @@ def _same_memory(out: Tensor, cache: Tensor) -> bool:
     )
 
 
-def _update_op(
+@register("kv_cache_update", changes="cache", fake=check_shapes)
+def _update(
     cache: Tensor, update: Tensor, write_indices: Tensor, update_lengths: Tensor | None
 ) -> None:
     check_shapes(cache, update, write_indices, update_lengths)
@@ -105,26 +108,8 @@ def _update_op(
     starts = write_indices.tolist() if starts is None else starts
     ends = update_lengths.tolist() if update_lengths is not None else None
     check_values(starts, ends, length, cache.shape[2])
-    if not cache.is_cpu:
-        _write_plainly(cache, update, starts, ends)
-    elif ends is not None:
-        update_packed(cache, update, starts, ends)
-    else:
-        update_padded(cache, update, starts)
-
-
-def _write_plainly(
-    cache: Tensor, update: Tensor, starts: list[int], ends: list[int] | None
-) -> None:
+    way = tokens if cache.is_cpu else reference
     if ends is None:
-        reference.update_padded(cache, update, starts)
+        way.update_padded(cache, update, starts)
     else:
-        reference.update_packed(cache, update, starts, ends)
-
-
-_update = register(
-    "kv_cache_update(Tensor(a!) cache, Tensor update, Tensor write_indices, "
-    "Tensor? update_lengths) -> ()",
-    _update_op,
-    check_shapes,
-)
+        way.update_packed(cache, update, starts, ends)

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvconnect.backend import Backend, Capabilities, StoredBlock
-from kvconnect.config import (
-    KvCacheConfig,
-    KvCacheConnectorConfig,
-    KvCacheRetentionConfig,
-    TokenRangeRetentionConfig,
-)
-from kvconnect.errors import ConfigurationError, KvConnectError
-from kvconnect.keys import BlockKey
-from kvconnect.layout import KvCacheLayout
-from kvconnect.request import LlmRequest, SamplingParams
+from kvconnect.errors import ConfigurationError, KvConnectError, MissingExtra
 
 if TYPE_CHECKING:
+    from kvconnect.backend import Backend, Capabilities, StoredBlock
     from kvconnect.backends.registry import open_backend
+    from kvconnect.cache.block_manager import BlockManager
+    from kvconnect.cache.kv_cache_manager import KVCacheManager
+    from kvconnect.config import (
+        KvCacheConfig,
+        KvCacheConnectorConfig,
+        KvCacheRetentionConfig,
+        TokenRangeRetentionConfig,
+    )
+    from kvconnect.connector.data import SchedulerOutput
+    from kvconnect.connector.scheduler import KvCacheConnectorScheduler
+    from kvconnect.connector.worker import KvCacheConnectorWorker
     from kvconnect.engine.llm import LLM
+    from kvconnect.keys import BlockKey
+    from kvconnect.layout import KvCacheLayout
+    from kvconnect.request import LlmRequest, SamplingParams
 
 __all__ = [
     "LLM",
     "Backend",
     "BlockKey",
+    "BlockManager",
     "Capabilities",
     "ConfigurationError",
+    "KVCacheManager",
     "KvCacheConfig",
     "KvCacheConnectorConfig",
+    "KvCacheConnectorScheduler",
+    "KvCacheConnectorWorker",
     "KvCacheLayout",
     "KvCacheRetentionConfig",
     "KvConnectError",
     "LlmRequest",
     "SamplingParams",
+    "SchedulerOutput",
     "StoredBlock",
     "TokenRangeRetentionConfig",
     "__version__",
@@ -42,20 +53,43 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+_MODULES = {
+    "LLM": "engine.llm",
+    "Backend": "backend",
+    "BlockKey": "keys",
+    "BlockManager": "cache.block_manager",
+    "Capabilities": "backend",
+    "KVCacheManager": "cache.kv_cache_manager",
+    "KvCacheConfig": "config",
+    "KvCacheConnectorConfig": "config",
+    "KvCacheConnectorScheduler": "connector.scheduler",
+    "KvCacheConnectorWorker": "connector.worker",
+    "KvCacheLayout": "layout",
+    "KvCacheRetentionConfig": "config",
+    "LlmRequest": "request",
+    "SamplingParams": "request",
+    "SchedulerOutput": "connector.data",
+    "StoredBlock": "backend",
+    "TokenRangeRetentionConfig": "config",
+    "open_backend": "backends.registry",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # These bring in more than the vocabulary: LLM imports transformers, which takes seconds.
-    if name == "LLM":
-        try:
-            from kvconnect.engine.llm import LLM
-        except ModuleNotFoundError as error:
-            if error.name not in {"transformers", "tokenizers", "safetensors"}:
-                raise
-            from kvconnect.errors import MissingExtra
+    # They import torch, LLM also transformers: seconds that ``kvconnect --help`` does not take.
+    if name in {"backend", "config", "keys", "layout", "request"}:
+        return import_module(f"kvconnect.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        found = getattr(import_module(f"kvconnect.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if name != "LLM" or error.name not in {"transformers", "tokenizers", "safetensors"}:
+            raise
+        raise MissingExtra("LLM", "hf") from error
+    globals()[name] = found  # from now on it is found without this
+    return found
 
-            raise MissingExtra("LLM", "hf") from error
-        return LLM
-    if name == "open_backend":
-        from kvconnect.backends.registry import open_backend
 
-        return open_backend
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,15 +13,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from math import inf
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "DEFAULT_RETENTION_PRIORITY",

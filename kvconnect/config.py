@@ -8,14 +8,30 @@ are refused, naming the nearest valid one; every error is a `ConfigurationError`
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeAlias
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kvconnect.backend import DEFAULT_RETENTION_PRIORITY, Backend
 from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.redaction import without_passwords
+from kvconnect.text import shown
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "DEFAULT_RETENTION_PRIORITY",
@@ -28,35 +44,53 @@ __all__ = [
 ]
 
 Priority = Annotated[int, Field(ge=0, le=100, strict=True)]
-DurationMs = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+
+def _milliseconds(value: object) -> object:
+    return value / timedelta(milliseconds=1) if isinstance(value, timedelta) else value
+
+
+DurationMs = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_milliseconds)]
+"""Milliseconds, given as a number or as a ``timedelta``."""
+
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a configuration's dtype name (never ``auto``)."""
-    try:
-        return _DTYPES[name]
-    except KeyError:
-        raise ConfigurationError(f"dtype: '{name}' is unknown; {nearest(name, _DTYPES)}") from None
+    if name not in _DTYPES:
+        raise ConfigurationError(f"dtype: '{name}' is unknown; {nearest(name, _DTYPES)}")
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 class Settings(BaseModel):
     """Immutable settings that refuse what they do not know.
 
+    Args:
+        args: the fields that the class allows without their names, in order; most allow none.
+        values: fields by name.
+
     Raises:
         ConfigurationError: an unknown field or a bad value; names the field, the value, the remedy.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        arbitrary_types_allowed=True,
+        hide_input_in_errors=True,  # a password, perhaps; `_explain` tells what may be told
+    )
 
-    def __init__(self, /, **values: Any) -> None:
+    positional: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, /, *args: Any, **values: Any) -> None:
         cls = type(self)
+        if args or cls.aliases:
+            values = _named(cls, args, values)
         for name in values.keys() - cls.model_fields.keys():
             raise ConfigurationError(
                 f"{cls.__name__}: unknown field '{name}'; {nearest(name, cls.model_fields)}"
@@ -66,15 +100,91 @@ class Settings(BaseModel):
         except ValidationError as error:
             raise ConfigurationError(_explain(cls.__name__, error)) from error
 
+    @classmethod
+    def checked(cls, field: str, value: object) -> Self:
+        """`value` with every field checked once more: pydantic's copies are made without checks.
+
+        Args:
+            field: what the caller calls it, for the error.
+            value: what a caller gave.
+
+        Raises:
+            ConfigurationError: it is something else, or a field has a bad value.
+        """
+        if isinstance(value, cls):
+            return type(value)(**vars(value))
+        names = f"{', '.join(list(cls.model_fields)[:2])}, ..."
+        raise ConfigurationError(
+            f"{field}: {shown(value)} is a {type(value).__name__}; give a {cls.__name__}({names})"
+        )
+
+    @classmethod
+    def given(cls, field: str, value: object) -> Self:
+        """As `checked`; a mapping of field names to values will do, too."""
+        if isinstance(value, Mapping):
+            return cls(**{str(name): each for name, each in value.items()})
+        return cls.checked(field, value)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        """Settings stay as they are.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        self._refuse_change(f"{name} to {shown(value)}", name)
+
+    def __delattr__(self, name: str) -> NoReturn:
+        """As `__setattr__`."""
+        self._refuse_change(f"{name} to nothing", name)
+
+    def _refuse_change(self, what: str, name: str) -> NoReturn:
+        cls = type(self)
+        if name not in cls.model_fields:
+            raise ConfigurationError(
+                f"{cls.__name__}: unknown field '{name}'; {nearest(name, cls.model_fields)}"
+            )
+        raise ConfigurationError(
+            f"{cls.__name__}: cannot change {what}: settings are frozen; "
+            f"make others, as with model_copy(update={{'{name}': ...}})"
+        )
+
+
+def _named(cls: type[Settings], args: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
+    if len(args) > len(cls.positional):
+        allowed = ", ".join(cls.positional) or "none"
+        raise ConfigurationError(
+            f"{cls.__name__}: {len(args)} values were given without a name; "
+            f"possible without one: {allowed}"
+        )
+    given = dict(zip(cls.positional, args, strict=False))
+    for name, value in values.items():
+        field = cls.aliases.get(name, name)
+        if field in given:
+            also = "" if field == name else f" ('{name}' is the same)"
+            raise ConfigurationError(f"{cls.__name__}.{field}: was given twice{also}")
+        given[field] = value
+    return given
+
 
 def _explain(name: str, error: ValidationError) -> str:
     parts = []
     for detail in error.errors():
         where = ".".join(str(part) for part in detail["loc"])
         message = detail["msg"].removeprefix("Value error, ")
-        value = "" if not where else f"={detail['input']!r}"
+        value = "" if not where else f"={shown(detail['input'])}"
         parts.append(f"{name}.{where}{value}: {message}" if where else f"{name}: {message}")
     return "; ".join(parts)
+
+
+def _warn_of(settings: Settings, *names: str) -> None:
+    """Warns of fields that are set and have no effect, at the line that made `settings`."""
+    for name in names:
+        if getattr(settings, name):
+            warnings.warn(
+                f"{type(settings).__name__}.{name} is deprecated and has no effect",
+                FutureWarning,
+                stacklevel=5,
+            )
 
 
 class TokenRangeRetentionConfig(Settings):
@@ -85,7 +195,12 @@ class TokenRangeRetentionConfig(Settings):
         token_end: end of the range, exclusive; ``None``: the end of the prompt (last range only).
         priority: 0 (goes first) to 100 (stays longest).
         duration_ms: how long it lasts, from when the block was first let go; ``None``: for ever.
+            Milliseconds, or a ``timedelta``.
     """
+
+    positional: ClassVar[tuple[str, ...]] = (
+        *("token_start", "token_end", "priority", "duration_ms"),
+    )
 
     token_start: Annotated[int, Field(ge=0)]
     token_end: int | None = None
@@ -101,18 +216,43 @@ class TokenRangeRetentionConfig(Settings):
         return self
 
 
+_TokenRange: TypeAlias = TokenRangeRetentionConfig  # its name means the attribute in there
+
+
 class KvCacheRetentionConfig(Settings):
     """Which blocks of a request are worth keeping, and for how long.
 
     Attributes:
         token_range_retention_configs: prompt ranges, in any order; they may touch, not overlap.
-        decode_retention_priority: priority of blocks whose first token was generated.
-        decode_duration_ms: how long that lasts; ``None``: for ever.
+        decode_retention_priority: priority of blocks whose first token was generated; may also be
+            given, and read, as `decode_retention_policy`.
+        decode_duration_ms: how long that lasts; ``None``: for ever. Milliseconds, or a
+            ``timedelta``.
+        transfer_mode, directory: accepted for compatibility, without effect.
     """
 
-    token_range_retention_configs: tuple[TokenRangeRetentionConfig, ...] = ()
+    TokenRangeRetentionConfig: ClassVar[type[_TokenRange]] = _TokenRange
+    positional: ClassVar[tuple[str, ...]] = (
+        *("token_range_retention_configs", "decode_retention_priority", "decode_duration_ms"),
+        *("transfer_mode", "directory"),
+    )
+    aliases: ClassVar[Mapping[str, str]] = {"decode_retention_policy": "decode_retention_priority"}
+
+    token_range_retention_configs: tuple[_TokenRange, ...] = ()
     decode_retention_priority: Priority = DEFAULT_RETENTION_PRIORITY
     decode_duration_ms: DurationMs | None = None
+    transfer_mode: int | str | None = None
+    directory: str | None = None
+
+    @property
+    def decode_retention_policy(self) -> int:
+        """`decode_retention_priority`, by the name of TensorRT-LLM's documentation."""
+        return self.decode_retention_priority
+
+    @model_validator(mode="after")
+    def _without_effect(self) -> Self:
+        _warn_of(self, "transfer_mode", "directory")
+        return self
 
     @model_validator(mode="after")
     def _disjoint(self) -> Self:
@@ -158,8 +298,8 @@ class KvCacheConfig(Settings):
     secondary_offload_min_priority: Priority = DEFAULT_RETENTION_PRIORITY
     enable_partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
-    max_attention_window: tuple[Annotated[int, Field(gt=0)], ...] | None = None
-    pool_ratio: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    max_attention_window: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    pool_ratio: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = None
     event_buffer_max_size: Annotated[int, Field(ge=0)] = 0
     use_uvm: bool = False
     sink_token_length: int | None = None
@@ -174,13 +314,7 @@ class KvCacheConfig(Settings):
 
     @model_validator(mode="after")
     def _without_effect(self) -> Self:
-        for name in ("use_uvm", "sink_token_length", "transfer_mode"):
-            if getattr(self, name):
-                warnings.warn(
-                    f"KvCacheConfig.{name} is deprecated and has no effect",
-                    FutureWarning,
-                    stacklevel=4,
-                )
+        _warn_of(self, "use_uvm", "sink_token_length", "transfer_mode")
         return self
 
 
@@ -215,6 +349,9 @@ class KvCacheConnectorConfig(Settings):
         verify_frames: check every loaded block; off is for measuring only, and is logged.
         max_quarantined_fraction: no new load starts while more of the pool than this is held back
             for transfers that timed out.
+        max_loading_fraction: loads in the background, together with what is held back, take at
+            most so much of the pool; others wait for their end, up to ``load_timeout_s``, and are
+            computed then. A load that is larger than that runs alone.
     """
 
     connector_module: str | None = None
@@ -236,6 +373,11 @@ class KvCacheConnectorConfig(Settings):
     layerwise: bool = True
     verify_frames: bool = True
     max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
+    max_loading_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, without_passwords(value) if name == "url" and value is not None else value
 
     @model_validator(mode="after")
     def _one_way_in(self) -> Self:

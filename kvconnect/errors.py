@@ -9,6 +9,7 @@
     │   ├── UnsupportedModel                the engine cannot serve this model, and says why
     │   └── ConnectorContractError          a connector class broke its contract
     ├── RetryLater                          nothing is wrong; the same call may succeed later
+    │   ├── ModelChanged                    a model's files changed while they were read
     │   ├── OutOfBlocks                     no block can be allocated now; nothing changed
     │   ├── BackendUnavailable (OSError)    a store cannot be reached or answered with an error
     │   └── BackendTimeout (TimeoutError)   a store did not answer within its deadline
@@ -41,6 +42,7 @@ __all__ = [
     "EngineClosed",
     "KvConnectError",
     "MissingExtra",
+    "ModelChanged",
     "OtherCodec",
     "OutOfBlocks",
     "RankDivergence",
@@ -84,6 +86,10 @@ class ConnectorContractError(ConfigurationError):
 
 class RetryLater(KvConnectError):
     """The same call may succeed later."""
+
+
+class ModelChanged(RetryLater):
+    """A model directory changed while it was loaded: what was read may be of two models."""
 
 
 class OutOfBlocks(RetryLater):

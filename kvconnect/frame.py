@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.keys import FORMAT_VERSION, BlockKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "ALIGNMENT",

@@ -17,11 +17,13 @@ import numpy as np
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
+from kvconnect.text import check_text
 from kvconnect.tokens import TokenArray, TokenBuffer
 
 __all__ = [
     "FORMAT_VERSION",
     "KEY_NBYTES",
+    "BlockHash",
     "BlockKey",
     "KeyChain",
     "Namespace",
@@ -39,6 +41,18 @@ KEY_NBYTES = 32
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes."""
+
+
+class BlockHash(bytes):
+    """A `BlockKey` that is also a number: its first 64 bits.
+
+    Other engines name blocks by such a number, and connectors written for them pass it on.
+    """
+
+    __slots__ = ()
+
+    def __index__(self) -> int:
+        return int.from_bytes(self[:8], "little")
 
 
 def _digest(kind: bytes, parts: Iterable[bytes]) -> BlockKey:
@@ -76,6 +90,16 @@ class Namespace:
             raise ConfigurationError(f"cache_salt: {self.cache_salt!r} must be a string, or None")
         if self.cache_salt == "":
             raise ConfigurationError("cache_salt: '' must not be empty; use None for no salt")
+        for field in ("lora_id", "extra_key"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, str, type(None))):
+                raise ConfigurationError(
+                    f"{field}: {value!r} is a {type(value).__name__}; "
+                    "give an integer, a string, or None"
+                )
+        for field in ("cache_salt", "lora_id", "extra_key"):
+            if isinstance(value := getattr(self, field), str):
+                check_text(field, value)
 
     def encode(self) -> bytes:
         """Bytes that differ whenever a field does."""

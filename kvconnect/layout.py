@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 from itertools import pairwise
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvconnect.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["KvCacheLayout"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["METRICS", "Collector", "Metric", "MetricsServer", "Snapshot", "serve"]
 
 _OPERATIONS = ("lookup", "load", "save", "delete", "children", "open", "close")
-_MOVES = {"load": "loaded", "save": "saved"}
+_FAILURES = ("failure", "timeout", "refused", "bad_frame", "other_codec")
 
 Sample: TypeAlias = tuple[tuple[str, ...], float]
 """Values of a metric's labels, in its order, and its own."""
@@ -74,66 +74,57 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: its name, what it is, and how it is read from a `Snapshot`."""
+    """One metric: its name, what it is, how it is read from a `Snapshot`, and its labels.
+
+    As Prometheus has it, counters are those whose name ends in ``_total``.
+    """
 
     name: str
-    kind: Literal["counter", "gauge"]
-    labels: tuple[str, ...]
     help: str
     read: Callable[[Snapshot], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Literal["counter", "gauge"]:
+        """What Prometheus calls it."""
+        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 # ---------------------------------------------------------------------- how each is read
 
+_Names: TypeAlias = Mapping[tuple[str, ...], str]
+"""What `kvconnect.trace` calls each part of a metric, by the values of its own labels."""
 
-def _sum(*names: str) -> Callable[[Snapshot], Iterable[Sample]]:
-    return lambda now: [((), sum(now.total(name) for name in names))]
 
-
-def _each(names: Mapping[tuple[str, ...], str]) -> Callable[[Snapshot], Iterable[Sample]]:
+def _totals(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
     return lambda now: [(values, now.total(name)) for values, name in names.items()]
 
 
-def _by_operation(suffix: str) -> Callable[[Snapshot], Iterable[Sample]]:
-    def read(now: Snapshot) -> Iterator[Sample]:
-        for store, counters in now.stores():
-            for operation in _OPERATIONS:
-                if f"store.{operation}" in counters:
-                    yield (*store, operation), counters.get(f"store.{operation}{suffix}", 0)
-
-    return read
+def _sizes(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
+    return lambda now: [
+        (values, size) for values, name in names.items() for size in now.gauge(name).values()
+    ]
 
 
-def _moved(suffix: str | None) -> Callable[[Snapshot], Iterable[Sample]]:
-    def read(now: Snapshot) -> Iterator[Sample]:
-        for store, counters in now.stores():
-            for operation, moved in _MOVES.items():
-                if f"store.{operation}" in counters:
-                    yield (
-                        (*store, operation),
-                        counters.get(f"store.{operation}.{suffix or moved}", 0),
-                    )
-
-    return read
+def _of_stores(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
+    return lambda now: [
+        ((*store, *values), counters.get(name, 0))
+        for store, counters in now.stores()
+        for values, name in names.items()
+    ]
 
 
-def _misses(now: Snapshot) -> Iterator[Sample]:
-    for store, counters in now.stores():
-        yield store, counters.get("store.lookup.misses", 0)
+def _of_calls(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
+    """As `_of_stores`, by operation; of those only that were called."""
+    return lambda now: [
+        ((*store, *values), counters.get(name, 0))
+        for store, counters in now.stores()
+        for values, name in names.items()
+        if "store." + values[0] in counters
+    ]
 
 
-def _failures(now: Snapshot) -> Iterator[Sample]:
-    for store, counters in now.stores():
-        for kind in ("failure", "timeout", "refused", "bad_frame", "other_codec"):
-            yield (*store, kind), counters.get(f"store.{kind}", 0)
-
-
-def _openings(now: Snapshot) -> Iterator[Sample]:
-    for store, counters in now.stores():
-        yield store, counters.get("store.breaker.opened", 0)
-
-
-def _gauge(name: str) -> Callable[[Snapshot], Iterable[Sample]]:
+def _store_sizes(name: str) -> Callable[[Snapshot], Iterable[Sample]]:
     return lambda now: now.gauge(name).items()
 
 
@@ -144,169 +135,133 @@ def _calls_in_flight(now: Snapshot) -> Iterator[Sample]:
         yield (*store, "abandoned"), abandoned.get(store, 0)
 
 
-def _parts(prefix: str, names: tuple[str, ...]) -> Callable[[Snapshot], Iterable[Sample]]:
-    def read(now: Snapshot) -> Iterator[Sample]:
-        for name in names:
-            for value in now.gauge(f"{prefix}.{name}").values():
-                yield (name,), value
-
-    return read
-
-
-_Names: TypeAlias = dict[tuple[str, ...], str]
-_TIERS: _Names = {(tier,): f"engine.request.{tier}_tokens" for tier in ("device", "host", "store")}
-_TRANSFERS: _Names = {
-    (direction, state): f"connector.{direction}.{state}"
-    for direction in ("load", "save")
-    for state in ("completed", "failed", "cancelled", "timed_out")
-}
+_STORE = ("store", "place")
+_CALL = (*_STORE, "operation")
 
 METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_requests_total",
-        "counter",
-        (),
         "Requests that ended; each looked its prompt up.",
-        _sum("engine.request"),
+        _totals({(): "engine.request"}),
     ),
     Metric(
         "kvconnect_prompt_tokens_total",
-        "counter",
-        (),
         "Tokens of their prompts.",
-        _sum("engine.request.prompt_tokens"),
+        _totals({(): "engine.request.prompt_tokens"}),
     ),
     Metric(
         "kvconnect_hit_tokens_total",
-        "counter",
-        ("tier",),
         "Prompt tokens that were not computed, by where their KV came from: device, host or store.",
-        _each(_TIERS),
+        _totals({(tier,): f"engine.request.{tier}_tokens" for tier in ("device", "host", "store")}),
+        ("tier",),
     ),
     Metric(
         "kvconnect_device_blocks",
-        "gauge",
-        ("state",),
         "KV blocks on the device: used by requests, or free (perhaps cached).",
-        _parts("engine.blocks", ("used", "free")),
+        _sizes({(state,): f"engine.blocks.{state}" for state in ("used", "free")}),
+        ("state",),
     ),
     Metric(
         "kvconnect_host_blocks_total",
-        "counter",
-        ("direction",),
         "Blocks moved to the host tier (offload) and back (onboard).",
-        _each({("offload",): "cache.offload.blocks", ("onboard",): "cache.onboard.blocks"}),
+        _totals({(way,): f"cache.{way}.blocks" for way in ("offload", "onboard")}),
+        ("direction",),
     ),
     Metric(
         "kvconnect_late_lookups_total",
-        "counter",
-        (),
         "Admissions that did not wait longer for the store's answer.",
-        _sum("connector.lookup.late"),
+        _totals({(): "connector.lookup.late"}),
     ),
     Metric(
         "kvconnect_transfers_total",
-        "counter",
-        ("direction", "state"),
         "Loads and saves of requests, by how they ended.",
-        _each(_TRANSFERS),
+        _totals(
+            {
+                (direction, state): f"connector.{direction}.{state}"
+                for direction in ("load", "save")
+                for state in ("completed", "failed", "cancelled", "timed_out")
+            }
+        ),
+        ("direction", "state"),
     ),
     Metric(
         "kvconnect_unsaved_blocks_total",
-        "counter",
-        ("reason",),
         "Blocks that were not saved: no room to stage them (dropped), or the store failed (lost).",
-        _each(
-            {
-                ("dropped",): "connector.save.dropped.blocks",
-                ("lost",): "connector.save.lost.blocks",
-            }
-        ),
+        _totals({(why,): f"connector.save.{why}.blocks" for why in ("dropped", "lost")}),
+        ("reason",),
     ),
     Metric(
         "kvconnect_staging_bytes",
-        "gauge",
-        ("use",),
         "Host memory for blocks on their way: taken by loads, by saves, or free.",
-        _parts("connector.staging", ("load", "save", "free")),
+        _sizes({(use,): f"connector.staging.{use}" for use in ("load", "save", "free")}),
+        ("use",),
     ),
     Metric(
         "kvconnect_store_calls_total",
-        "counter",
-        ("store", "place", "operation"),
         "Calls to a store, whatever came of them; refused ones too.",
-        _by_operation(""),
+        _of_calls({(operation,): f"store.{operation}" for operation in _OPERATIONS}),
+        _CALL,
     ),
     Metric(
         "kvconnect_store_seconds_total",
-        "counter",
-        ("store", "place", "operation"),
         "Time that they took.",
-        _by_operation(".seconds"),
+        _of_calls({(operation,): f"store.{operation}.seconds" for operation in _OPERATIONS}),
+        _CALL,
     ),
     Metric(
         "kvconnect_store_blocks_total",
-        "counter",
-        ("store", "place", "operation"),
         "Blocks that were loaded and found sound, or saved.",
-        _moved(None),
+        _of_calls({("load",): "store.load.loaded", ("save",): "store.save.saved"}),
+        _CALL,
     ),
     Metric(
         "kvconnect_store_bytes_total",
-        "counter",
-        ("store", "place", "operation"),
         "Bytes of these blocks, before codecs.",
-        _moved("bytes"),
+        _of_calls({("load",): "store.load.bytes", ("save",): "store.save.bytes"}),
+        _CALL,
     ),
     Metric(
         "kvconnect_store_misses_total",
-        "counter",
-        ("store", "place"),
         "Lookups that did not find all they asked for. No failure.",
-        _misses,
+        _of_stores({(): "store.lookup.misses"}),
+        _STORE,
     ),
     Metric(
         "kvconnect_store_failures_total",
-        "counter",
-        ("store", "place", "kind"),
         "What went wrong: failure (the store's error), timeout, refused (by the open breaker), "
         "bad_frame (damaged, dropped), other_codec (sound, of no use here).",
-        _failures,
+        _of_stores({(kind,): f"store.{kind}" for kind in _FAILURES}),
+        (*_STORE, "kind"),
     ),
     Metric(
         "kvconnect_store_breaker_state",
-        "gauge",
-        ("store", "place"),
         "0: closed, the store is used; 1: half-open, it is probed; 2: open, it is left alone.",
-        _gauge("store.breaker_state"),
+        _store_sizes("store.breaker_state"),
+        _STORE,
     ),
     Metric(
         "kvconnect_store_breaker_openings_total",
-        "counter",
-        ("store", "place"),
         "How often the breaker opened.",
-        _openings,
+        _of_stores({(): "store.breaker.opened"}),
+        _STORE,
     ),
     Metric(
         "kvconnect_store_calls_in_flight",
-        "gauge",
-        ("store", "place", "state"),
         "Calls that have not ended: in_time, or abandoned at their deadline.",
         _calls_in_flight,
+        (*_STORE, "state"),
     ),
     Metric(
         "kvconnect_store_used_bytes",
-        "gauge",
-        ("store", "place"),
         "Bytes that blocks take in a store that knows.",
-        _gauge("store.bytes"),
+        _store_sizes("store.bytes"),
+        _STORE,
     ),
     Metric(
         "kvconnect_store_capacity_bytes",
-        "gauge",
-        ("store", "place"),
         "Bytes that they may take.",
-        _gauge("store.capacity"),
+        _store_sizes("store.capacity"),
+        _STORE,
     ),
 )
 """All metrics, in the order of ``docs/metrics.md``."""
@@ -378,11 +333,14 @@ class MetricsServer:
         self._thread.join()
 
 
-def serve(port: int, address: str = "0.0.0.0") -> MetricsServer:  # noqa: S104  sizes, no content
+def serve(port: int, address: str = "127.0.0.1") -> MetricsServer:
     """Answer Prometheus on `port` (0: any that is free), on a thread of its own.
 
+    Anybody who reaches `address` may read the metrics: by default programs of this machine only;
+    ``0.0.0.0`` and ``::`` are all of its addresses.
+
     Raises:
-        ConfigurationError: the port cannot be had.
+        ConfigurationError: the port cannot be had at `address`.
         MissingExtra: prometheus-client is not installed.
     """
     return MetricsServer(port, address)

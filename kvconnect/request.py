@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
-from pydantic import Field
 
-from kvconnect.config import KvCacheRetentionConfig, Settings
+from kvconnect.config import KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey, KeyChain, Namespace
+from kvconnect.sampling_params import SamplingParams
 from kvconnect.tokens import TokenArray, TokenBuffer
 
 __all__ = [
@@ -24,30 +24,6 @@ __all__ = [
     "SamplingParams",
     "ScheduledBatch",
 ]
-
-
-class SamplingParams(Settings):
-    """How tokens are chosen and when generation stops.
-
-    Attributes:
-        max_tokens: generate at most so many.
-        temperature: 0 is greedy.
-        top_k: keep the k likeliest tokens; 0: all.
-        top_p: keep the likeliest tokens that together reach this probability.
-        seed: equal seeds give equal samples, whatever else runs in the batch.
-        stop: strings that end the text; they are not part of it.
-        stop_token_ids: tokens that end it, besides the model's own.
-        ignore_eos: go on past the model's end-of-sequence tokens.
-    """
-
-    max_tokens: Annotated[int, Field(ge=1)] = 16
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    seed: int | None = None
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
 
 
 class RequestState(Enum):
@@ -76,7 +52,15 @@ class LlmRequest:
         kv_transfer_params: free-form data that travels with a request between instances.
         reused_device_tokens, reused_store_tokens, computed_tokens: what its prompt cost so far.
         reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
+        num_connector_matched_tokens: what of the connector's offer this admission takes; 0: the
+            offer was dropped, and nothing of it may be loaded. Set before
+            `update_state_after_alloc`.
+        is_finished: its generation ended, or was aborted; set before `request_finished`.
+        is_finished_normal: it ended by itself.
+        multimodal_positions: where inputs that are no text stand; there are none.
     """
+
+    multimodal_positions: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -110,6 +94,9 @@ class LlmRequest:
         self.reused_store_tokens = 0
         self.reused_host_tokens = 0
         self.computed_tokens = 0
+        self.num_connector_matched_tokens = 0
+        self.is_finished = False
+        self.is_finished_normal = False
 
     @property
     def cache_salt(self) -> str | None:
@@ -136,11 +123,32 @@ class LlmRequest:
         """Tokens sampled so far."""
         return len(self.tokens) - self.prompt_len
 
-    def get_tokens(self, beam: int = 0) -> list[int]:
-        """All tokens so far, as a new list. There is one beam."""
-        if beam != 0:
+    @property
+    def context_current_position(self) -> int:
+        """Leading tokens of the context whose KV is there, or on its way from a store.
+
+        The context is the prompt, and after a preemption also what was generated before it.
+        """
+        present = max(self.num_computed_tokens, self.num_external_tokens)
+        context = self.state in {RequestState.CONTEXT, RequestState.LOADING, RequestState.QUEUED}
+        return present if context else min(present, self.prompt_len)
+
+    @overload
+    def get_tokens(self) -> list[list[int]]: ...
+
+    @overload
+    def get_tokens(self, beam: int) -> list[int]: ...
+
+    def get_tokens(self, beam: int | None = None) -> list[int] | list[list[int]]:
+        """Returns all tokens so far as a new list: of one beam, or without `beam` a list of each.
+
+        Raises:
+            ConfigurationError: `beam` is not 0; there is no other.
+        """
+        if beam not in {None, 0}:
             raise ConfigurationError(f"beam: {beam} does not exist; there is only beam 0")
-        return [int(token) for token in self.tokens.view]
+        tokens: list[int] = self.tokens.view.tolist()
+        return [tokens] if beam is None else tokens
 
     def block_keys(self, start: int = 0, stop: int | None = None) -> Sequence[BlockKey]:
         """Keys of the full blocks of the tokens so far, hashed lazily and once."""
@@ -167,28 +175,44 @@ class ScheduledBatch:
     """What one step works on.
 
     `KVCacheManager.prepare_resources` moves requests of `context_requests` that load in the
-    background to `loading_requests`, and those that do not fit after all to `refused_requests`
-    (nothing changed for them). Of the others every one has its blocks when it returns.
+    background to `loading_requests`, those that do not fit after all to `refused_requests`, and
+    those whose load has to wait for other loads to `deferred_requests` (nothing changed for either;
+    others may pass the deferred ones). Of the rest every one has its blocks when it returns.
     """
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
     loading_requests: list[LlmRequest] = field(default_factory=list)
     refused_requests: list[LlmRequest] = field(default_factory=list)
+    deferred_requests: list[LlmRequest] = field(default_factory=list)
 
     @property
     def requests(self) -> list[LlmRequest]:
         """Those that compute in this step, context first."""
         return self.context_requests + self.generation_requests
 
+    def drop(self, request_ids: Container[int]) -> None:
+        """Those of `request_ids` ended: nothing of them is computed or loaded."""
+        for requests in (self.context_requests, self.generation_requests, self.loading_requests):
+            requests[:] = [one for one in requests if one.request_id not in request_ids]
+
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """What a connector supplies: `num_tokens` beyond `position`, in this step or the background."""
+    """What a connector supplies: `num_tokens` beyond `position`, in this step or the background.
+
+    Attributes:
+        position: tokens of the device match that are kept, a block boundary.
+        num_tokens: beyond it; 0: nothing.
+        is_async: in the background.
+        deferred: it could, once other loads have ended: ask again in a later step. An admission
+            that does not wait computes instead.
+    """
 
     position: int = 0
     num_tokens: int = 0
     is_async: bool = False
+    deferred: bool = False
 
     @property
     def end(self) -> int:

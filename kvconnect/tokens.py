@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["TokenArray", "TokenBuffer", "Tokens", "as_token_array"]
+__all__ = ["TokenArray", "TokenBuffer", "Tokens", "as_token_array", "common_length"]
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
@@ -28,20 +28,33 @@ def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
         return np.ascontiguousarray(tokens)
     try:
         array = np.asarray(tokens)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, TypeError, RuntimeError) as error:  # of tensors, the last
         raise ConfigurationError(f"{field}: not a flat sequence of integers ({error})") from error
     if array.ndim != 1:
         raise ConfigurationError(f"{field}: one dimension is needed, this has {array.ndim}")
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.dtype.kind not in "iu":
-        kind = f"of {array.dtype}" if array.dtype.kind != "O" else "with values outside int64"
-        raise ConfigurationError(f"{field}: integers are needed, this is a sequence {kind}")
+        raise ConfigurationError(f"{field}: integers are needed, this is a sequence {_kind(array)}")
     low, high = int(array.min()), int(array.max())
     if low < _INT32.min or high > _INT32.max:
         bad = low if low < _INT32.min else high
         raise ConfigurationError(f"{field}: token id {bad} is outside int32")
     return array.astype(np.int32)
+
+
+def _kind(array: npt.NDArray[Any]) -> str:
+    if array.dtype.kind != "O":
+        return f"of {array.dtype}"
+    wrong = [one for one in array if not isinstance(one, int)]
+    return f"with {wrong[0]!r} in it" if wrong else "with values outside int64"
+
+
+def common_length(left: TokenArray, right: TokenArray) -> int:
+    """How many leading tokens are the same."""
+    count = min(len(left), len(right))
+    differs = left[:count] != right[:count]
+    return int(differs.argmax()) if differs.any() else count
 
 
 class TokenBuffer:

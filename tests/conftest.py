@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 from collections.abc import Callable
 from functools import cache
@@ -33,6 +34,26 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
         return make_model(root / arch, arch, num_layers=3)
 
     return directory
+
+
+@pytest.fixture(autouse=True)
+def what_ranks_exchange_is_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with one rank, so that no connector works only where it is alone."""
+    from kvconnect.connector.communicator import SingleProcess  # torch: seconds
+
+    def through_pickle(value: object) -> object:
+        return pickle.loads(pickle.dumps(value))
+
+    monkeypatch.setattr(SingleProcess, "broadcast", lambda _, value: through_pickle(value))
+    monkeypatch.setattr(SingleProcess, "allgather", lambda _, value: [through_pickle(value)])
+
+
+@pytest.fixture(autouse=True)
+def no_place_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tests together open more stores than one process tells apart."""
+    from kvconnect.backends.guard.labels import store_labels
+
+    monkeypatch.setattr(store_labels, "_places", set())
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import TypeVar
 from kvconnect.backends.disk.directory import DiskDirectory
 from kvconnect.backends.disk.errors import IndexConnectionLost, IndexDamaged, IndexReadOnly
 from kvconnect.backends.disk.format import INDEX_NAME
-from kvconnect.backends.disk.identity import identity, replace_index, warn_damaged
+from kvconnect.backends.disk.path import identity, replace_index, warn_damaged
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.lanes import Lanes
 from kvconnect.errors import BackendUnavailable, ConfigurationError

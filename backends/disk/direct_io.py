@@ -1,4 +1,4 @@
-"""Whole reads and writes at an offset, past the page cache where the filesystem lets us."""
+"""Slots of the disk store, and the system calls that move them, past the page cache if it goes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,123 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from kvconnect.backends.disk.own_file import open_own
+from kvconnect.frame import ALIGNMENT, FrameChecksum
 
-from kvconnect.frame import ALIGNMENT
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = ["aligned_size", "is_aligned", "open_direct", "read_at", "view", "write_at"]
+__all__ = [
+    "Location",
+    "Run",
+    "aligned_size",
+    "is_aligned",
+    "open_direct",
+    "parts",
+    "read_at",
+    "view",
+    "write_at",
+]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 # The most buffers that one system call takes on every POSIX system we know of.
 _MAX_BUFFERS = 1024
+# A thread moves about so much at a time; neighbouring slots go in one system call up to this. Less
+# costs more hand-overs; with more, too little of a call's I/O is under way at once.
+_PART_NBYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Location:
+    """Where a slot of `size` bytes is."""
+
+    segment: int
+    slot: int
+    size: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Which slot it is, for the index."""
+        return self.segment, self.slot
+
+    @property
+    def offset(self) -> int:
+        """Where it starts in the segment's file."""
+        return self.slot * self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that are moved in one system call: neighbours in the file of `location`.
+
+    `buffers` are aligned, or there is only one. `checksums` seal the frames that begin in them,
+    which the thread that writes them does.
+    """
+
+    location: Location
+    offset: int
+    buffers: Sequence[Tensor]
+    checksums: Sequence[FrameChecksum] = ()
+
+
+def parts(
+    locations: Sequence[Location],
+    buffers: Sequence[Tensor],
+    checksums: Sequence[FrameChecksum] = (),
+) -> Iterator[list[Run]]:
+    """All runs in order, about `_PART_NBYTES` at a time; of each buffer one checksum, or none."""
+    part: list[Run] = []
+    nbytes = 0
+    for run in _runs(locations, buffers, checksums):
+        part.append(run)
+        nbytes += sum(buffer.numel() for buffer in run.buffers)
+        if nbytes >= _PART_NBYTES:
+            yield part
+            part, nbytes = [], 0
+    if part:
+        yield part
+
+
+def _runs(
+    locations: Sequence[Location], buffers: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+) -> Iterator[Run]:
+    """What can be moved in one call, at most `_PART_NBYTES`; never an empty buffer."""
+    start = 0
+    while start < len(locations):
+        location, buffer = locations[start], buffers[start]
+        nbytes = buffer.numel()
+        stop = start + 1
+        if is_aligned(buffer):
+            while (
+                stop < len(locations)
+                and nbytes < _PART_NBYTES
+                and _joined(locations, buffers, stop)
+            ):
+                nbytes += buffers[stop].numel()
+                stop += 1
+        if nbytes <= _PART_NBYTES or stop - start > 1 or not is_aligned(buffer):
+            if nbytes:
+                yield Run(location, location.offset, buffers[start:stop], checksums[start:stop])
+        else:
+            for at in range(0, nbytes, _PART_NBYTES):
+                begun = checksums[start:stop] if at == 0 else ()
+                yield Run(location, location.offset + at, [buffer[at : at + _PART_NBYTES]], begun)
+        start = stop
+
+
+def _joined(locations: Sequence[Location], buffers: Sequence[Tensor], at: int) -> bool:
+    """Whether slot `at` is read or written with the one before it."""
+    before, location = locations[at - 1], locations[at]
+    return (
+        location.key == (before.segment, before.slot + 1)
+        and buffers[at - 1].numel() == before.size
+        and buffers[at].numel() == location.size
+        and is_aligned(buffers[at])
+    )
 
 
 def aligned_size(nbytes: int) -> int:
@@ -39,18 +146,19 @@ def scratch(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, aligned_size(nbytes)))
 
 
-def open_direct(path: str | os.PathLike[str], flags: int) -> int:
+def open_direct(path: Path, flags: int) -> int:
     """A file descriptor for direct I/O, or for buffered I/O where the filesystem has no other.
 
     Raises:
+        ForeignFile: what has the name is no file of the store.
         OSError: as `os.open`.
     """
     try:
-        return os.open(path, flags | _O_DIRECT | os.O_CLOEXEC, 0o600)
+        return open_own(path, flags | _O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL or not _O_DIRECT:
             raise
-    return os.open(path, flags & ~os.O_EXCL | os.O_CLOEXEC, 0o600)
+    return open_own(path, flags & ~os.O_EXCL)
 
 
 def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:

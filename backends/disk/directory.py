@@ -10,19 +10,30 @@ from itertools import takewhile
 from pathlib import Path
 
 from kvconnect.backend import Child, StoredEntry
-from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged
+from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged, IndexFailed
 from kvconnect.backends.disk.find import IndexReader, Located, microseconds
 from kvconnect.backends.disk.format import (
-    check_format,
     connect,
     connect_read_only,
     empty_index,
     log_nbytes,
+)
+from kvconnect.backends.disk.own_file import warn_shared
+from kvconnect.backends.disk.owner import Lifetime
+from kvconnect.backends.disk.path import (
+    Identity,
+    check_format,
+    default_capacity,
+    expect_own_index,
+    held,
+    identity,
+    log_identity,
+    no_space,
+    remove_probes,
+    unwritable,
+    warn_damaged,
     write_format,
 )
-from kvconnect.backends.disk.identity import Identity, held, identity, log_identity, warn_damaged
-from kvconnect.backends.disk.lifetime import Lifetime
-from kvconnect.backends.disk.probe import default_capacity, remove_probes, unwritable
 from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.writer import IndexWriter
@@ -87,7 +98,9 @@ class DiskDirectory(Lifetime):
         self.files = SegmentFiles(self.path, lanes, writable=writable)
         try:
             with held(self.path):
+                warn_shared(self.path)
                 check_format(self.path)
+                expect_own_index(self.path)
                 if writable:
                     reason = self._open_writable()
                 if self.writer is None:
@@ -106,12 +119,15 @@ class DiskDirectory(Lifetime):
         try:
             self._make_writer()
         except OSError as error:
-            if error.errno not in NO_SPACE:
+            full = error if error.errno in NO_SPACE else None
+            if isinstance(error, IndexFailed):
+                full = no_space(self.path)
+            if full is None:
                 raise
             if self.writer is not None:
                 self.writer.close()
                 self.writer = None
-            return error
+            return full
         return None
 
     def _make_writer(self) -> None:

@@ -13,6 +13,7 @@ __all__ = [
     "NO_SPACE",
     "IndexConnectionLost",
     "IndexDamaged",
+    "IndexFailed",
     "IndexFull",
     "IndexNotOpened",
     "IndexReadOnly",
@@ -56,6 +57,10 @@ class IndexFull(BackendUnavailable):
     strerror = "no space left on device"
 
 
+class IndexFailed(BackendUnavailable):
+    """Reading or writing the index failed: the disk did, or it is full."""
+
+
 class IndexNotOpened(BackendUnavailable):
     """A file of the index cannot be opened, or made."""
 
@@ -71,6 +76,7 @@ class IndexConnectionLost(BackendUnavailable):
 _KINDS = {
     sqlite3.SQLITE_CANTOPEN: IndexNotOpened,
     sqlite3.SQLITE_FULL: IndexFull,
+    sqlite3.SQLITE_IOERR: IndexFailed,
     sqlite3.SQLITE_READONLY: IndexReadOnly,
 }
 

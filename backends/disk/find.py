@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
+from kvconnect.backends.disk.damage import whole_numbers
+from kvconnect.backends.disk.direct_io import Location
 from kvconnect.backends.disk.errors import index_errors
 from kvconnect.backends.disk.format import has_model_column
-from kvconnect.backends.disk.runs import Location
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
 
@@ -103,6 +104,7 @@ class IndexReader:
                 "SELECT b.key, b.id, b.segment, b.slot, s.size, b.length" + READABLE + marks(part),
                 (oldest_valid(self._ttl), *part),
             )
+            whole_numbers([row[1:] for row in rows])
             by_key = {row[0]: Located(row[1], Location(*row[2:5]), row[5]) for row in rows}
             for key in part:
                 if key not in by_key:
@@ -153,8 +155,10 @@ class IndexReader:
 
     def totals(self) -> dict[str, float]:
         """``blocks``, their ``bytes`` in slots, and ``file_bytes`` of all data files."""
-        ((blocks, nbytes),) = self._rows("SELECT count(*), coalesce(sum(size), 0) FROM blocks", ())
-        ((files,),) = self._rows("SELECT coalesce(sum(size * slots), 0) FROM segments", ())
+        count = "SELECT count(*), coalesce(sum(size), 0) FROM blocks"
+        ((blocks, nbytes),) = whole_numbers(self._rows(count, ()))
+        total = "SELECT coalesce(sum(size * slots), 0) FROM segments"
+        ((files,),) = whole_numbers(self._rows(total, ()))
         return {"blocks": blocks, "bytes": nbytes, "file_bytes": files}
 
     def close(self) -> None:

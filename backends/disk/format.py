@@ -1,24 +1,32 @@
-"""The disk store's index as a SQLite database, and the mark of a directory of this format."""
+"""The disk store's index as a SQLite database, and its write-ahead log, kept short."""
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 import secrets
 import sqlite3
 import time
-import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from kvconnect.backends.disk.errors import IndexDamaged, IndexNotOpened, IndexReadOnly, index_errors
+from kvconnect.backends.disk.damage import expect_schema, expect_sound
+from kvconnect.backends.disk.errors import (
+    IndexDamaged,
+    IndexFailed,
+    IndexFull,
+    IndexNotOpened,
+    IndexReadOnly,
+    index_errors,
+)
 from kvconnect.backends.disk.settings import Durability
-from kvconnect.errors import ConfigurationError
+from kvconnect.errors import BackendUnavailable
 
 __all__ = [
     "INDEX_NAME",
-    "check_format",
+    "IndexLog",
     "connect",
     "connect_read_only",
     "empty_index",
@@ -27,12 +35,9 @@ __all__ = [
     "log_file_nbytes",
     "log_nbytes",
     "make_index",
-    "set_aside",
-    "write_format",
 ]
 
-FORMAT = 1
-_FORMAT_NAME = "FORMAT"
+logger = logging.getLogger("kvconnect")
 
 INDEX_NAME = "index.sqlite3"
 _SCHEMA_VERSION = 1
@@ -42,14 +47,14 @@ CREATE TABLE segments(          -- data files
     size INTEGER NOT NULL,      -- bytes of each slot
     slots INTEGER NOT NULL,
     fresh INTEGER NOT NULL      -- slots from here on were never used
-);
+) STRICT;
 CREATE TABLE free(              -- used once, and free again
     segment INTEGER, slot INTEGER, PRIMARY KEY(segment, slot)
-) WITHOUT ROWID;
+) WITHOUT ROWID, STRICT;
 CREATE TABLE reserved(          -- being written by a living owner, or left behind by a dead one
     owner TEXT, save INTEGER, segment INTEGER, slot INTEGER,
     PRIMARY KEY(owner, save, segment, slot)
-) WITHOUT ROWID;
+) WITHOUT ROWID, STRICT;
 CREATE TABLE blocks(
     id INTEGER PRIMARY KEY AUTOINCREMENT,   -- of this copy of the block: another copy, another id
     key BLOB NOT NULL UNIQUE,
@@ -65,11 +70,13 @@ CREATE TABLE blocks(
     namespace BLOB NOT NULL,
     pool_group INTEGER NOT NULL,
     model BLOB NOT NULL DEFAULT x''
-);
+) STRICT;
 CREATE INDEX blocks_by_use ON blocks(size, priority, used);
 CREATE INDEX blocks_by_segment ON blocks(segment, used);
 CREATE INDEX blocks_by_parent ON blocks(parent);
 """
+# Tables that refuse values of another type. An index that an older SQLite has made goes on without.
+_HAS_STRICT = (3, 37, 0)
 # The first data file of an index has one of so many numbers, so that none of another index, there
 # before or after it, has the same name.
 _FIRST_SEGMENTS = 1 << 40
@@ -80,6 +87,12 @@ _LOG_PAGES = 4096
 _LOG_PAGES_MIN = 16
 _PAGE = 4096
 _CACHE_KIB = 32 << 10
+# For the other processes' transactions to end, after which the log can start over; one that was
+# stopped in the middle of its own must not hold up the saves here.
+_BUSY_MS = 100
+# A log that is so many times too long is one that cannot be moved: some process was stopped while
+# it read. In all but very small stores it takes an eighth of the capacity then.
+_STUCK = 8
 
 
 def log_nbytes(capacity: int) -> int:
@@ -109,29 +122,24 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
     """
     path = directory / INDEX_NAME
     make_index(directory)
-    with index_errors():
-        db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-    try:
-        with index_errors():
-            _start_log(db)
-            db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
-            db.execute(f"PRAGMA wal_autocheckpoint={log // _PAGE}")
-            db.execute(f"PRAGMA journal_size_limit={log}")
-            db.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
+    with _opening(path) as db:
+        _start_log(db)
+        db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
+        db.execute(f"PRAGMA wal_autocheckpoint={log // _PAGE}")
+        db.execute(f"PRAGMA journal_size_limit={log}")
+        db.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
+        if _version(db) == 0:
+            db.execute("BEGIN IMMEDIATE")
             if _version(db) == 0:
-                db.execute("BEGIN IMMEDIATE")
-                if _version(db) == 0:
-                    _make_schema(db)
-                    db.execute(
-                        "INSERT INTO sqlite_sequence VALUES('segments', ?)",
-                        (secrets.randbelow(_FIRST_SEGMENTS),),
-                    )
-                db.execute("COMMIT")
-            _expect_version(db)
-            _add_model_column(db)
-    except BaseException:
-        db.close()
-        raise
+                _make_schema(db)
+                db.execute(
+                    "INSERT INTO sqlite_sequence VALUES('segments', ?)",
+                    (secrets.randbelow(_FIRST_SEGMENTS),),
+                )
+            db.execute("COMMIT")
+        _expect_version(db)
+        expect_schema(db)
+        _add_model_column(db)
     return db
 
 
@@ -145,33 +153,38 @@ def connect_read_only(directory: Path) -> sqlite3.Connection | None:
     """
     try:
         return _connect_read_only(directory, "mode=ro")
-    except (IndexNotOpened, IndexReadOnly):
+    except (IndexNotOpened, IndexReadOnly, IndexFailed):
         # SQLite needs a shared-memory file beside a database with a log. Where it cannot make one,
-        # it can read the database only if there is nothing in the log, and no process writes.
+        # or has no space for it, it can read the database only if there is nothing in the log, and
+        # no process writes.
         if log_file_nbytes(directory):
             raise
     return _connect_read_only(directory, "mode=ro&immutable=1")
 
 
 def _connect_read_only(directory: Path, mode: str) -> sqlite3.Connection | None:
+    with _opening(f"file:{quote(str(directory / INDEX_NAME))}?{mode}", uri=True) as db:
+        if db.execute("SELECT count(*) FROM sqlite_schema").fetchone() == (0,):
+            db.close()
+            return None
+        _expect_version(db)
+        expect_schema(db)
+        expect_sound(db)
+    return db
+
+
+@contextmanager
+def _opening(target: str | Path, *, uri: bool = False) -> Iterator[sqlite3.Connection]:
+    """A connection to `target`, which is closed if what is done with it now raises."""
     with index_errors():
         db = sqlite3.connect(
-            f"file:{quote(str(directory / INDEX_NAME))}?{mode}",
-            uri=True,
-            timeout=_BUSY_S,
-            isolation_level=None,
-            check_same_thread=False,
+            target, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, uri=uri
         )
-    try:
-        with index_errors():
-            if db.execute("SELECT count(*) FROM sqlite_schema").fetchone() == (0,):
-                db.close()
-                return None
-            _expect_version(db)
-    except BaseException:
-        db.close()
-        raise
-    return db
+        try:
+            yield db
+        except BaseException:
+            db.close()
+            raise
 
 
 def empty_index() -> sqlite3.Connection:
@@ -187,7 +200,10 @@ def has_model_column(db: sqlite3.Connection) -> bool:
 
 
 def _make_schema(db: sqlite3.Connection) -> None:
-    for statement in _SCHEMA.rstrip().split(";\n"):
+    schema = _SCHEMA
+    if sqlite3.sqlite_version_info < _HAS_STRICT:
+        schema = schema.replace("ROWID, STRICT", "ROWID").replace(") STRICT", ")")
+    for statement in schema.rstrip().split(";\n"):
         db.execute(statement)
     db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
 
@@ -235,14 +251,6 @@ def _nbytes(path: Path) -> int:
         return 0
 
 
-def set_aside(directory: Path) -> None:
-    """Move a damaged index out of the way; the one set aside before is lost."""
-    path = directory / INDEX_NAME
-    path.replace(path.with_name(INDEX_NAME + ".damaged"))
-    for suffix in ("-wal", "-shm"):
-        path.with_name(INDEX_NAME + suffix).unlink(missing_ok=True)
-
-
 def _version(db: sqlite3.Connection) -> int:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     return int(version)
@@ -251,30 +259,56 @@ def _version(db: sqlite3.Connection) -> int:
 def _expect_version(db: sqlite3.Connection) -> None:
     if (version := _version(db)) != _SCHEMA_VERSION:
         raise IndexDamaged(f"schema version {version}, not {_SCHEMA_VERSION}")
-    db.execute("SELECT 1 FROM blocks, segments, free, reserved LIMIT 1").fetchone()
 
 
-def _format_text(number: int) -> bytes:
-    text = b"kvconnect disk store, format %d" % number
-    return text + b", check %08x\n" % zlib.crc32(text)
+class IndexLog:
+    """Bounds the log where SQLite does not; `db` is not used meanwhile, nor in a transaction.
 
+    SQLite moves the log into the database at the end of a commit. It never catches up with
+    processes that read or write all the time: those wait for what is done here. Whenever a process
+    dies, the log holds what is not in the database yet.
 
-def check_format(path: Path) -> None:
-    """Refuse a directory of another format. A damaged mark says nothing, and is written again."""
-    try:
-        text = (path / _FORMAT_NAME).read_bytes()
-    except FileNotFoundError:
-        return
-    match = re.match(rb"kvconnect disk store, format (\d{1,9}),", text)
-    if match and int(match[1]) != FORMAT and text == _format_text(int(match[1])):
-        raise ConfigurationError(
-            f"disk store: '{path}' has format {int(match[1])}, this version reads format {FORMAT}; "
-            f"give another directory, or delete this one"
-        )
+    Args:
+        nbytes: at so many SQLite moves the log; at twice as many `bound` does.
+    """
 
+    def __init__(self, db: sqlite3.Connection, directory: Path, nbytes: int) -> None:
+        self._db = db
+        self._directory = directory
+        self._limit = nbytes
 
-def write_format(path: Path) -> None:
-    """Mark the directory `path` as one of this format."""
-    mark = path / _FORMAT_NAME
-    if not mark.exists() or mark.read_bytes() != _format_text(FORMAT):
-        mark.write_bytes(_format_text(FORMAT))
+    def bound(self) -> None:
+        """Cut a log that is too long; blocks for that. Is to be called after each transaction.
+
+        Never raises for a log that cannot be cut: the next call tries again.
+        """
+        if log_file_nbytes(self._directory) <= 2 * self._limit:
+            return
+        (busy_ms,) = self._db.execute("PRAGMA busy_timeout").fetchone()
+        self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
+        try:
+            with index_errors():
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except (BackendUnavailable, IndexDamaged) as error:
+            logger.debug("disk store %s: the log was not cut: %s", self._directory, error)
+        finally:
+            self._db.execute(f"PRAGMA busy_timeout={busy_ms}")
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it is far longer than it should be, since it cannot be moved."""
+        return log_file_nbytes(self._directory) > _STUCK * self._limit
+
+    def check(self) -> None:
+        """Refuse what makes a log longer that cannot be moved; tries to move it, and blocks.
+
+        Raises:
+            IndexFull: it cannot be.
+        """
+        if self.stuck:
+            self.bound()
+            if self.stuck:
+                raise IndexFull(
+                    "disk store: the index's log cannot be moved: a process that reads the index "
+                    "was stopped, or does not end its transaction"
+                )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvconnect.backends.disk.directory import DiskDirectory
 from kvconnect.backends.disk.errors import SegmentLost
 from kvconnect.keys import BlockKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["load"]
 

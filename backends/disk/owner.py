@@ -1,4 +1,4 @@
-"""Which opening of the store reserved a slot, and whether its process is still alive."""
+"""Who uses what is open: processes their slots, threads their files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import re
 import threading
 import uuid
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Owner", "owners"]
+from kvconnect.backends.disk.own_file import ForeignFile, open_own
+
+__all__ = ["Lifetime", "Owner", "owners"]
 
 _NAME = re.compile(r"owner-([0-9a-f]{32})\.lock")
 
@@ -79,8 +83,10 @@ def owners(directory: Path) -> set[str]:
 def _alive(directory: Path, name: str) -> bool:
     path = _path(directory, name)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_own(path, os.O_RDWR)
     except FileNotFoundError:
+        return False
+    except ForeignFile:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,3 +101,34 @@ def _alive(directory: Path, name: str) -> bool:
 
 def _path(directory: Path, name: str) -> Path:
     return directory / f"owner-{name}.lock"
+
+
+class Lifetime:
+    """Calls `close` once, when it has ended and is not in use. Thread-safe."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._lock = threading.Lock()
+        self._users = 0
+        self._ended = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Nothing is closed meanwhile, also if `end` is called."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._ended and not self._users:
+                    self._close()
+
+    def end(self) -> None:
+        """Close as soon as it is not in use. The second time does nothing."""
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                if not self._users:
+                    self._close()

@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-
-from torch import Tensor
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from kvconnect.backends.disk.direct_io import (
+    Location,
+    Run,
     is_aligned,
     open_direct,
+    parts,
     read_at,
     scratch,
     view,
     write_at,
 )
 from kvconnect.backends.disk.errors import SegmentLost
-from kvconnect.backends.disk.lifetime import Lifetime
-from kvconnect.backends.disk.part_queue import PartQueue
-from kvconnect.backends.disk.runs import Location, Run, parts
-from kvconnect.backends.lanes import Lanes
+from kvconnect.backends.disk.own_file import ForeignFile, is_own, open_own
+from kvconnect.backends.disk.owner import Lifetime
+from kvconnect.backends.lanes import Lane, Lanes, fulfil
+from kvconnect.errors import BackendUnavailable
 from kvconnect.frame import FrameChecksum
 
-__all__ = ["SegmentFiles"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["PartQueue", "SegmentFiles"]
 
 _NAME = re.compile(r"segment-(\d+)-(\d+)\.slots")
+# So many parts are moved at a time: enough to keep the disk busy. Calls that share it among more
+# all end at once, and what follows their I/O, a commit or a checksum, leaves it idle.
+_AT_ONCE = 3
 
 
 class _File(Lifetime):
@@ -66,7 +75,7 @@ class SegmentFiles:
         """
         path = self._path(segment, size)
         path.unlink(missing_ok=True)  # left behind by a process that died before its commit
-        fd = open_direct(path, os.O_RDWR | os.O_CREAT)
+        fd = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             _allocate(fd, size * slots)
         except OSError:
@@ -80,8 +89,13 @@ class SegmentFiles:
         """Delete the file of `segment`; its bytes are free at once, also if others have it open."""
         path = self._path(segment, size)
         # It has no name before it has no bytes: a process that writes must see that it is gone.
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fd = open_own(path, os.O_RDWR)
+        except FileNotFoundError:
+            pass
+        except ForeignFile:
+            _unlink(path)
+        else:
             try:
                 path.unlink(missing_ok=True)
                 os.ftruncate(fd, 0)
@@ -98,11 +112,13 @@ class SegmentFiles:
         self._retire([segment])
 
     def intact(self, segment: int, size: int, slots: int) -> bool:
-        """Whether the file of `segment` is there and long enough."""
+        """Whether the file of `segment` is there, the store's, and long enough."""
+        path = self._path(segment, size)
         try:
-            return self._path(segment, size).stat().st_size >= size * slots
+            found = path.lstat()
         except FileNotFoundError:
             return False
+        return is_own(found, path) and found.st_size >= size * slots
 
     def keep_only(self, segments: Collection[int]) -> None:
         """Close the files of all others: another process removed them."""
@@ -110,24 +126,18 @@ class SegmentFiles:
             gone = [segment for segment in self._files if segment not in segments]
         self._retire(gone)
 
-    def remove_strays(self, segments: Collection[int]) -> int:
-        """Delete segment files that are not among `segments`; return how many."""
-        strays = [
-            path
-            for path in self._directory.iterdir()
-            if (match := _NAME.fullmatch(path.name)) and int(match[1]) not in segments
-        ]
-        for path in strays:
-            path.unlink(missing_ok=True)
-        return len(strays)
+    def remove_strays(self, segments: Collection[int]) -> None:
+        """Delete segment files that are not among `segments`."""
+        for segment, path in self._present():
+            if segment not in segments:
+                _unlink(path)
 
     def nbytes(self) -> int:
         """Bytes of all segment files."""
         total = 0
-        for path in self._directory.iterdir():
-            if _NAME.fullmatch(path.name):
-                with contextlib.suppress(FileNotFoundError):  # another process drops it just now
-                    total += path.stat().st_size
+        for _, path in self._present():
+            with suppress(FileNotFoundError):  # another process drops it just now
+                total += path.lstat().st_size
         return total
 
     def read(self, locations: Sequence[Location], buffers: Sequence[Tensor]) -> None:
@@ -193,6 +203,10 @@ class SegmentFiles:
             with self._using(run.location) as fd:
                 write_at(fd, views, run.offset)
 
+    def _present(self) -> list[tuple[int, Path]]:
+        found = ((_NAME.fullmatch(path.name), path) for path in self._directory.iterdir())
+        return [(int(match[1]), path) for match, path in found if match]
+
     def _path(self, segment: int, size: int) -> Path:
         return self._directory / f"segment-{segment:06d}-{size}.slots"
 
@@ -213,7 +227,7 @@ class SegmentFiles:
         flags = os.O_RDWR if self._writable else os.O_RDONLY
         try:
             return _File(open_direct(self._path(location.segment, location.size), flags))
-        except FileNotFoundError as error:
+        except (FileNotFoundError, ForeignFile) as error:
             raise SegmentLost(location.segment) from error
 
     def _retire(self, segments: Sequence[int]) -> None:
@@ -222,6 +236,62 @@ class SegmentFiles:
                 file = self._files.pop(segment, None)
                 if file is not None:
                     file.end()
+
+
+class PartQueue:
+    """Runs the parts of calls that are themselves work of `lane`, in the order of the calls.
+
+    A call runs parts until the last of its own has begun, and free threads of the lane help it. So
+    no thread waits for work that has no thread. A call that came first ends first: what follows its
+    I/O then happens during the next call's I/O.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._parts: SimpleQueue[tuple[Future[None], Callable[[], None]]] = SimpleQueue()
+        self._moving = threading.Semaphore(_AT_ONCE)
+        self._helpers = threading.Semaphore(_AT_ONCE - 1)
+
+    def run(self, parts: Sequence[Callable[[], None]]) -> None:
+        """Run `parts`; blocks until all have ended, though one fails: they use the same buffers.
+
+        Raises what the first of them raises that fails.
+        """
+        if len(parts) == 1:  # which does not wait for those of others
+            parts[0]()
+            return
+        futures: list[Future[None]] = [Future() for _ in parts]
+        for item in zip(futures, parts, strict=True):
+            self._parts.put(item)
+        with suppress(BackendUnavailable):  # the lane is being closed: this thread runs them all
+            for _ in range(min(_AT_ONCE, len(parts)) - 1):
+                self._lane.submit(self._help)
+        while futures and not (futures[-1].running() or futures[-1].done()):
+            self._run_one()
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def _help(self) -> None:
+        if self._helpers.acquire(blocking=False):
+            try:
+                while self._run_one():
+                    pass
+            finally:
+                self._helpers.release()
+
+    def _run_one(self) -> bool:
+        try:
+            with self._moving:
+                fulfil(*self._parts.get_nowait())
+        except Empty:
+            return False
+        return True
+
+
+def _unlink(path: Path) -> None:
+    with suppress(IsADirectoryError):  # which is not the store's
+        path.unlink(missing_ok=True)
 
 
 def _allocate(fd: int, nbytes: int) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvconnect.backends.disk.direct_io import aligned_size
+from kvconnect.backends.disk.damage import whole_numbers
+from kvconnect.backends.disk.direct_io import Location, aligned_size
 from kvconnect.backends.disk.errors import NO_SPACE
 from kvconnect.backends.disk.format import index_nbytes, log_nbytes
 from kvconnect.backends.disk.owner import owners
-from kvconnect.backends.disk.runs import Location
 from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.url import format_size
 from kvconnect.frame import ALIGNMENT
@@ -30,6 +30,8 @@ __all__ = ["SlotAllocator", "slot_size"]
 _SEGMENTS_MIN = 16
 _SEGMENTS_MAX = 256
 _SEGMENT_NBYTES = 1 << 30
+# Not the greatest number that the index takes, but far in the future.
+_LATEST = 1 << 62
 # In very small stores the index must not take all the room there is.
 _INDEX_SHARE = 8
 
@@ -192,10 +194,11 @@ class SlotAllocator:
 
     def nbytes(self) -> int:
         """Bytes of all data files."""
-        (total,) = self._db.execute(
+        rows: list[tuple[int]] = self._db.execute(
             "SELECT coalesce(sum(size * slots), 0) FROM segments"
-        ).fetchone()
-        return int(total)
+        ).fetchall()
+        ((total,),) = whole_numbers(rows)
+        return total
 
     def _budget(self) -> int:
         index = index_nbytes(self._directory, log_nbytes(self._capacity))
@@ -204,24 +207,24 @@ class SlotAllocator:
 
     def _unused(self, size: int, wanted: int) -> list[Location]:
         locations: list[Location] = []
-        fresh = self._db.execute(
+        fresh: list[tuple[int, int, int]] = self._db.execute(
             "SELECT id, fresh, slots FROM segments WHERE size=? AND fresh < slots ORDER BY id",
             (size,),
         ).fetchall()
-        for segment, first, slots in fresh:
+        for segment, first, slots in whole_numbers(fresh):
             end = min(slots, first + wanted - len(locations))
             locations += [Location(segment, slot, size) for slot in range(first, end)]
             self._db.execute("UPDATE segments SET fresh=? WHERE id=?", (end, segment))
             if len(locations) == wanted:
                 return locations
-        rows = self._db.execute(
+        rows: list[tuple[int, int]] = self._db.execute(
             "SELECT segment, slot FROM segments CROSS JOIN free ON segment = id"
             # Others are those of a damaged row: what is saved there is not found again.
             " WHERE size=? AND slot >= 0 AND slot < slots ORDER BY id, slot LIMIT ?",
             (size, wanted - len(locations)),
         ).fetchall()
         self._db.executemany("DELETE FROM free WHERE segment=? AND slot=?", rows)
-        return locations + [Location(segment, slot, size) for segment, slot in rows]
+        return locations + [Location(*slot, size) for slot in whole_numbers(rows)]
 
     def _grow(self, size: int, wanted: int) -> bool:
         """Whether there is another segment of slots of `size` bytes."""
@@ -295,6 +298,7 @@ class SlotAllocator:
         for block, key, segment, slot, parent, used, children in rows:
             if key in keep:
                 continue
+            whole_numbers([(segment, slot, used)])
             waiting[key] = (
                 _Victim(block, key, Location(segment, slot, size), parent, used),
                 children,
@@ -315,7 +319,11 @@ class SlotAllocator:
         self._db.executemany("DELETE FROM blocks WHERE id=?", [(victim.id,) for victim in victims])
         # Their children were used, so they were; and now they are the ends of the chains.
         gone = {victim.key for victim in victims}
-        ends = [(v.used + 1, v.parent) for v in victims if v.parent and v.parent not in gone]
+        ends = [
+            (min(v.used, _LATEST) + 1, v.parent)
+            for v in victims
+            if v.parent and v.parent not in gone
+        ]
         self._db.executemany("UPDATE blocks SET used=max(used, ?) WHERE key=?", ends)
 
     def _coldest(self, other_than: int = -1) -> _Segment | None:
@@ -326,4 +334,7 @@ class SlotAllocator:
             " (SELECT 1 FROM reserved WHERE segment = s.id) ORDER BY newest NULLS FIRST LIMIT 1",
             (other_than,),
         ).fetchone()
-        return None if row is None else _Segment(*row)
+        if row is None:
+            return None
+        whole_numbers([row if row[2] is not None else row[:2]])
+        return _Segment(*row)

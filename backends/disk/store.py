@@ -7,9 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
 from kvconnect.backends.disk.client import DiskClient, not_open
@@ -23,6 +21,9 @@ from kvconnect.frame import FrameChecksum, frame_nbytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["DiskBackend", "from_url"]
 
 T = TypeVar("T")
@@ -32,9 +33,10 @@ def from_url(url: StoreUrl) -> DiskBackend:
     """``disk:///var/cache/kv?capacity=200GiB&durability=power&ttl=7d``; relative: ``disk:kv``."""
     url.allow("capacity", "durability", "ttl")
     if url.location:
+        shown = str(replace(url, query={})).partition("//")[2]
         raise ConfigurationError(
-            f"{url}: '{url.location}' stands where a host would; "
-            f"write disk:///{url.location}{url.path}, or disk:{url.location}{url.path}"
+            f"{url}: '{shown.partition('/')[0]}' stands where a host would; "
+            f"write disk:///{shown}, or disk:{shown}"
         )
     if not url.path or url.path == "/":
         raise ConfigurationError(f"{url}: a directory is needed, as in disk:///var/cache/kv")

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvconnect.backend import StoredBlock
+from kvconnect.backends.disk.damage import expect_sound, whole_numbers
+from kvconnect.backends.disk.direct_io import Location
 from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
 from kvconnect.backends.disk.find import READABLE, in_parts, marks, microseconds, oldest_valid
-from kvconnect.backends.disk.format import connect, log_nbytes, make_index
-from kvconnect.backends.disk.identity import identity, log_identity
-from kvconnect.backends.disk.log import IndexLog
+from kvconnect.backends.disk.format import IndexLog, connect, log_nbytes, make_index
 from kvconnect.backends.disk.owner import Owner, owners
-from kvconnect.backends.disk.runs import Location
+from kvconnect.backends.disk.path import identity, log_identity
 from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
@@ -92,6 +92,8 @@ class IndexWriter:
         self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
         self._log = IndexLog(self._db, directory, log)
         try:
+            with index_errors():
+                expect_sound(self._db)
             with self._transaction():
                 self._owner = Owner(directory)
         except BaseException:
@@ -186,8 +188,11 @@ class IndexWriter:
             self._owner.close()
             self._db.close()
 
-    def _segments(self) -> list[tuple[int, int, int]]:
-        return self._db.execute("SELECT id, size, slots FROM segments").fetchall()
+    def _segments(self) -> Sequence[tuple[int, int, int]]:
+        rows: list[tuple[int, int, int]] = self._db.execute(
+            "SELECT id, size, slots FROM segments"
+        ).fetchall()
+        return whole_numbers(rows)
 
     def _present(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         query, oldest = "SELECT b.key" + READABLE, oldest_valid(self._settings.ttl)

@@ -16,6 +16,7 @@ from kvconnect.errors import (
     RetryLater,
     UsageError,
 )
+from kvconnect.redaction import as_cause, text_without_passwords
 from kvconnect.trace import Labels, count
 
 __all__ = ["Call", "Calls", "counted", "mapped", "raise_any", "together", "unopened"]
@@ -37,9 +38,9 @@ def mapped(name: str, operation: str) -> Iterator[None]:
         yield
     except (ConfigurationError, RetryLater):
         raise
-    except Exception as error:
-        text = str(error) or type(error).__name__
-        raise BackendUnavailable(f"{name}: {operation} failed: {text}") from error
+    except Exception as error:  # noqa: BLE001  raised as one of ours
+        text = text_without_passwords(str(error)) or type(error).__name__
+        raise BackendUnavailable(f"{name}: {operation} failed: {text}") from as_cause(error)
 
 
 class Call:
@@ -166,7 +167,8 @@ class Calls:
         await self._take_turn(operation, deadline, seconds)
         try:
             call = Call()
-            task = loop.create_task(_contained(start(call)), name=f"kvconnect-{operation}")
+            work = _contained(lambda: start(call))
+            task = loop.create_task(work, name=f"kvconnect-{operation}")
             self._running.add(task)
             task.add_done_callback(self._ended)
             if not await _wait(task, deadline, holds_buffers=holds_buffers):
@@ -205,7 +207,7 @@ class Calls:
         if self._hangs:
             raise BackendUnavailable(self._hangs)
         async with asyncio.timeout(self.deadline_s):
-            await _contained(self._inner_probe())
+            await _contained(self._inner_probe)
 
     @property
     def _hangs(self) -> str:
@@ -249,12 +251,20 @@ class Calls:
             task.exception()  # looked at: asyncio would complain about an abandoned call's error
 
 
-async def _contained(work: Awaitable[T]) -> T:
-    """The result of `work`; should it want to end the process, it ends nothing but itself."""
+async def _contained(begin: Callable[[], Awaitable[T]]) -> T:
+    """The result of ``begin()``; should it want to end the process, it ends nothing but itself.
+
+    Raises:
+        Exception: no other kind, but for cancellation: out of a task some stop the event loop.
+    """
     try:
-        return await work
-    except SystemExit as error:  # out of a task it would stop the event loop
+        return await begin()
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except SystemExit as error:
         raise RuntimeError(f"the store called exit({error.code!r})") from error
+    except BaseException as error:
+        raise RuntimeError(f"the store raised {error!r}") from error
 
 
 async def _wait(task: asyncio.Task[Any], deadline: float, *, holds_buffers: bool) -> bool:
@@ -286,7 +296,9 @@ def _settle(pending: Future[None], task: asyncio.Task[Any]) -> None:
 
 async def together(first: Awaitable[T], second: Awaitable[S]) -> tuple[T, S]:
     """Both results. If one fails, raises only once the other has ended too: both use buffers."""
-    one, other = await asyncio.gather(_contained(first), _contained(second), return_exceptions=True)
+    one, other = await asyncio.gather(
+        _contained(lambda: first), _contained(lambda: second), return_exceptions=True
+    )
     raise_any((one, other))
     return one, other  # type: ignore[return-value]
 

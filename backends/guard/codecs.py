@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import Literal, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Self
 
 from kvconnect import frame
 from kvconnect.backends.guard.compression import Compressor, Lz4, Zstd
 from kvconnect.backends.guard.encryption import Cipher
 from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra, OtherCodec, nearest
 from kvconnect.frame import FrameHeader, frame_nbytes
-from kvconnect.kernels.quantized_payload import (
-    dequantize_payload,
-    quantize_payload,
-    quantized_nbytes,
-)
 from kvconnect.layout import KvCacheLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["CodecFlag", "Codecs", "codec_names"]
 
@@ -106,6 +101,8 @@ class Codecs:
         """
         if self.quantized is None:
             return layout.block_nbytes
+        from kvconnect.kernels.quantized_payload import quantized_nbytes
+
         nbytes = quantized_nbytes(layout)
         if nbytes >= layout.block_nbytes:
             raise ConfigurationError(
@@ -135,6 +132,8 @@ class Codecs:
         """
         flags, source = CodecFlag(0), payload.numpy().data
         if self.quantized is not None:
+            from kvconnect.kernels.quantized_payload import quantize_payload, quantized_nbytes
+
             rounded = frame.payload(scratch, quantized_nbytes(layout))
             quantize_payload(payload, layout, rounded, dtype=_QUANTIZED[self.quantized])
             source = rounded.numpy().data
@@ -208,6 +207,10 @@ class Codecs:
         elif len(source) != nbytes:
             raise BadFrame(f"{len(source)} bytes of payload, {nbytes} are expected")
         if self.quantized is not None:
+            import torch
+
+            from kvconnect.kernels.quantized_payload import dequantize_payload
+
             rounded = torch.frombuffer(bytearray(source), dtype=torch.uint8)
             dequantize_payload(rounded, layout, out, dtype=_QUANTIZED[self.quantized])
         elif packed or inside.data_ptr() != out.data_ptr():

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvconnect.backend import Backend, Capabilities, StoredBlock
 from kvconnect.backends.guard.calls import Call, counted, mapped, together
@@ -20,6 +18,9 @@ from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import Labels, count, warn_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["FramedStore", "load_counted"]
 
@@ -115,6 +116,8 @@ class FramedStore:
         """
         if self.framing.codecs.quantized is not None:
             return  # it may be as long as others, who do not quantize, need it
+        import torch
+
         try:
             with mapped(self._name, "lookup"):
                 if not counted(await self._inner.lookup([key]), 1, self._name, "lookup"):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvconnect import frame
 from kvconnect.backend import Child, StoredBlock
@@ -25,6 +23,9 @@ from kvconnect.errors import (
 from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Framing"]
 

@@ -6,6 +6,7 @@ import threading
 from itertools import count
 
 from kvconnect.backends.url import StoreUrl
+from kvconnect.redaction import HIDDEN
 from kvconnect.trace import Labels
 
 __all__ = ["StoreLabels", "place_of", "store_labels"]
@@ -18,6 +19,9 @@ _ELSEWHERE = "elsewhere"
 
 def place_of(url: StoreUrl) -> str:
     """Where the store of `url` is, without credentials and parameters: ``disk:///var/cache/kv``."""
+    shown = str(url)
+    if shown == f"{url.scheme}:{HIDDEN}":  # a part of its parameters may be a part of its password
+        return shown
     return str(StoreUrl(url.scheme, url.location.rpartition("@")[2], url.path))
 
 

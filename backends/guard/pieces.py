@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvconnect.backends.guard.calls import together
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["PIECE_NBYTES", "load_pieces", "pieces"]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvconnect.frame import ALIGNMENT
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Scratch", "ScratchPair"]
 
@@ -20,10 +21,14 @@ class ScratchPair:
     """Two pieces of memory: one is filled while the other is being written to the store."""
 
     def __init__(self) -> None:
+        import torch
+
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
 
     def room(self, number: int, nbytes: int) -> Tensor:
         """`nbytes`, page-aligned, in the place of the piece before the last one."""
+        import torch
+
         memory = self._memory[number % 2]
         if memory.numel() < nbytes + ALIGNMENT:
             self._memory[number % 2] = memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)

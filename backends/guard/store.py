@@ -9,10 +9,15 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
+from kvconnect.backends.guard.answers import (
+    checked_children,
+    checked_entries,
+    checked_entry,
+    checked_numbers,
+)
 from kvconnect.backends.guard.breaker import BreakerState
 from kvconnect.backends.guard.calls import Call, Calls, counted, mapped, unopened
 from kvconnect.backends.guard.codecs import Codecs
@@ -25,6 +30,9 @@ from kvconnect.frame import FrameChecksum
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import Labels, Span, trace
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["GuardedBackend"]
 
@@ -238,7 +246,7 @@ class GuardedBackend(Backend):
         """The stored blocks whose parent is `key`, within the deadline."""
         self._opened()
         with self._trace("children"):
-            found = await self._calls.run("children", lambda _: self.inner.children(key))
+            found = await self._calls.run("children", lambda _: self._children(key))
         return found if self._framed is None else self._framed.framing.children(key, found)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
@@ -247,7 +255,8 @@ class GuardedBackend(Backend):
         entries = aiter(self.inner.scan())
 
         async def following(_: Call) -> StoredEntry | None:
-            return await anext(entries, None)
+            entry: object = await anext(entries, None)
+            return None if entry is None else checked_entry(entry, self.name)
 
         while (entry := await self._calls.run("scan", following)) is not None:
             yield self._readable(entry)
@@ -255,10 +264,7 @@ class GuardedBackend(Backend):
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         """What `scan` would list of each of `keys`, within the deadline."""
         self._opened()
-        found = await self._calls.run("describe", lambda _: self.inner.describe(keys))
-        if len(found) == len(keys):
-            return found
-        raise BackendUnavailable(f"{self.name}: describe of {len(keys)} blocks answered {found!r}")
+        return await self._calls.run("describe", lambda _: self._describe(keys))
 
     async def stats(self) -> Mapping[str, float]:
         """Numbers about the store, and about the calls to it.
@@ -270,7 +276,7 @@ class GuardedBackend(Backend):
         self._opened()
         numbers: Mapping[str, float] = {}
         if self.available:
-            numbers = await self._calls.run("stats", lambda _: self.inner.stats())
+            numbers = await self._calls.run("stats", lambda _: self._stats())
         return {**numbers, **self._calls.numbers()}
 
     def parts(self) -> Mapping[str, Backend]:
@@ -325,6 +331,15 @@ class GuardedBackend(Backend):
         if self._framed is None:
             return counted(await self.inner.save(blocks), len(blocks), self.name, "save")
         return await self._framed.save(blocks, call)
+
+    async def _children(self, key: BlockKey | None) -> Sequence[Child]:
+        return checked_children(await self.inner.children(key), self.name)
+
+    async def _describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        return checked_entries(await self.inner.describe(keys), len(keys), self.name)
+
+    async def _stats(self) -> Mapping[str, float]:
+        return checked_numbers(await self.inner.stats(), self.name)
 
     def _readable(self, entry: StoredEntry) -> StoredEntry:
         if self._framed is None or entry.tokens is None or self.codecs.cipher is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
-from kvconnect.backend import MAX_CHILDREN, StoredBlock
+from kvconnect.backend import MAX_CHILDREN, Child, StoredBlock, StoredEntry
+from kvconnect.backends.entries import BlockMetadata
 from kvconnect.keys import BlockKey
-from kvconnect.tokens import TokenArray
 
 __all__ = ["MemoryBlock", "MemoryIndex"]
 
@@ -23,20 +23,21 @@ class MemoryBlock:
     """
 
     key: BlockKey
-    parent: BlockKey | None
-    tokens: TokenArray | None
-    priority: int
+    metadata: BlockMetadata
     nbytes: int
     units: list[int]
     used: int
     created_at: float
     used_at: float
-    namespace: bytes = b""
-    model: bytes = b""
-    group: int = 0
     holds: int = 0
     queued: bool = False
     dropped: bool = False
+
+    def entry(self) -> StoredEntry:
+        """It, as `Backend.scan` lists it."""
+        return self.metadata.entry(
+            self.key, self.nbytes, created_at=self.created_at, used_at=self.used_at
+        )
 
 
 class MemoryIndex:
@@ -114,21 +115,9 @@ class MemoryIndex:
         units = self._free[: cut - 1 if cut else None : -1]
         del self._free[cut:]
         tokens = None if block.tokens is None else block.tokens.copy()
+        metadata = replace(BlockMetadata.of(block), tokens=tokens)
         wall = time.time()
-        return MemoryBlock(
-            block.key,
-            block.parent,
-            tokens,
-            block.priority,
-            block.data.numel(),
-            units,
-            now,
-            wall,
-            wall,
-            block.namespace,
-            block.model,
-            block.group,
-        )
+        return MemoryBlock(block.key, metadata, block.data.numel(), units, now, wall, wall)
 
     def publish(self, block: MemoryBlock) -> None:
         """Make a reserved block present; if its key is present by now, let go of its units."""
@@ -136,7 +125,7 @@ class MemoryIndex:
             self._free.extend(reversed(block.units))
             return
         self._blocks[block.key] = block
-        self._children.setdefault(block.parent, {})[block.key] = None
+        self._children.setdefault(block.metadata.parent, {})[block.key] = None
         self._queue(block)
 
     def cancel(self, block: MemoryBlock) -> None:
@@ -162,17 +151,18 @@ class MemoryIndex:
             if block is not None:
                 self._drop(block)
 
-    def children(self, key: BlockKey | None) -> list[MemoryBlock]:
-        """The blocks whose parent is `key`, the last `MAX_CHILDREN` of them, last first."""
-        children = self._children.get(key, {})
-        return [self._blocks[child] for child in islice(reversed(children), MAX_CHILDREN)]
+    def children(self, key: BlockKey | None) -> list[Child]:
+        """Those with tokens of the last `MAX_CHILDREN` blocks whose parent is `key`, last first."""
+        newest = islice(reversed(self._children.get(key, {})), MAX_CHILDREN)
+        known = ((child, self._blocks[child].metadata.tokens) for child in newest)
+        return [Child(child, tokens) for child, tokens in known if tokens is not None]
 
     def _queue(self, block: MemoryBlock) -> None:
         if block.queued or block.key in self._children:
             return
         block.queued = True
         self._pushes += 1
-        heapq.heappush(self._leaves, (block.priority, block.used, self._pushes, block))
+        heapq.heappush(self._leaves, (block.metadata.priority, block.used, self._pushes, block))
         if len(self._leaves) > 2 * len(self._blocks) + 64:
             # Deleted blocks stay behind in the heap; do not let them pile up.
             self._leaves = [leaf for leaf in self._leaves if not leaf[3].dropped]
@@ -199,11 +189,12 @@ class MemoryIndex:
     def _drop(self, block: MemoryBlock) -> None:
         block.dropped = True
         del self._blocks[block.key]
-        siblings = self._children[block.parent]
+        above = block.metadata.parent
+        siblings = self._children[above]
         del siblings[block.key]
         if not siblings:
-            del self._children[block.parent]
-            parent = None if block.parent is None else self._blocks.get(block.parent)
+            del self._children[above]
+            parent = None if above is None else self._blocks.get(above)
             if parent is not None:
                 # Its child was used, so it was; and now it is the end of the chain.
                 parent.used = max(parent.used, block.used)

@@ -172,19 +172,18 @@ class MemoryBackend(Backend):
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """The stored blocks with tokens whose parent is `key`."""
-        found = self._opened()[0].children(key)
-        return [Child(block.key, block.tokens) for block in found if block.tokens is not None]
+        return self._opened()[0].children(key)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """All blocks that were there when it began."""
         for block in self._opened()[0]:
-            yield _entry(block)
+            yield block.entry()
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         """What `scan` would list of each of `keys`."""
         index = self._opened()[0]
         found = [index.get(key) for key in keys]
-        return [None if block is None else _entry(block) for block in found]
+        return [None if block is None else block.entry() for block in found]
 
     async def stats(self) -> Mapping[str, float]:
         """``blocks``, ``bytes`` taken by them, and ``capacity``."""
@@ -201,18 +200,3 @@ class MemoryBackend(Backend):
 def _array(buffer: Tensor, checksum: FrameChecksum | None) -> NDArray[np.uint8]:
     array: NDArray[np.uint8] = buffer.numpy() if checksum is None else checksum.array
     return array
-
-
-def _entry(block: MemoryBlock) -> StoredEntry:
-    return StoredEntry(
-        block.key,
-        block.nbytes,
-        block.priority,
-        block.created_at,
-        block.used_at,
-        block.parent,
-        block.tokens,
-        block.namespace,
-        block.model,
-        block.group,
-    )

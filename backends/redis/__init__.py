@@ -2,10 +2,10 @@
 
 Imports the vocabulary, ``url``, ``lanes`` and ``entries``; never another store, nor what stands
 around one. Read from the top: `settings` (what the URL says), `store` (the `Backend` methods),
-`find`, `load`, `save` and `children` (what they do), `format` (what is stored under which name).
-Below these: `router` (which server gets what), `topology` (which servers there are), `node` (one
-server's connections and threads), `server` (what is asked of a whole server), `commands` (what is
-asked about one key), `wire` (the bytes on a socket), `client` and `errors` (redis-py).
+`find`, `load` and `save` (what they do), `format` (what is stored under which name), `client` (one
+server's connections and threads) and `errors`. Then what is Redis's own: `router` (which server
+gets what), `topology` (which servers there are), `server` (what is asked of a whole server),
+`commands` (what is asked about one key), `wire` (the bytes on a socket).
 """
 
 from __future__ import annotations

@@ -1,26 +1,201 @@
-"""Connections to a server, which redis-py makes, and what it is told for that."""
+"""One server: its connections, which redis-py makes, and the threads that work on them."""
 
 from __future__ import annotations
 
+import asyncio
 import select
 import socket
-from typing import Any
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection
 from redis.retry import Retry
 
+from kvconnect.backends.lanes import Lanes
 from kvconnect.backends.redis.settings import Address, RedisSettings
+from kvconnect.backends.redis.wire import Wire
+from kvconnect.errors import BackendUnavailable
 
-__all__ = [
-    "connection_options",
-    "connection_to",
-    "end",
-    "is_idle",
-    "socket_of",
-    "transport_options",
-]
+__all__ = ["Kind", "RedisNode", "connection_options", "transport_options"]
+
+T = TypeVar("T")
+
+_ASKING_THREADS = 2
+_JOIN_S = 1.0
+
+
+Kind: TypeAlias = Literal["ask", "fetch", "store"]
+"""What work is about. Each kind has threads of its own.
+
+So a lookup does not wait behind megabytes, nor a load, which a prompt waits for, behind saves.
+"""
+
+
+class _Hold:
+    """Which connection work is on, so that another thread can end the work by ending that."""
+
+    __slots__ = ("_aborted", "_connection", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: AbstractConnection | None = None
+        self._aborted = False
+
+    def attach(self, connection: AbstractConnection) -> None:
+        """Has `abort` end `connection` from now on, as soon as it has a socket.
+
+        Raises:
+            BackendUnavailable: it was called before.
+        """
+        with self._lock:
+            if self._aborted:
+                raise BackendUnavailable("was given up")
+            self._connection = connection
+
+    def detach(self) -> None:
+        """Has `abort` end nothing any more."""
+        with self._lock:
+            self._connection = None
+
+    def abort(self) -> None:
+        """Ends the connection: nothing is received for the work any more once this returns."""
+        with self._lock:
+            self._aborted = True
+            sock = None if self._connection is None else _socket_of(self._connection)
+            if sock is not None:
+                with suppress(OSError):  # it is gone already
+                    # Not SSLSocket's: that one makes it a plain socket under the reader's hands.
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    connection: AbstractConnection
+    wire: Wire
+
+
+class RedisNode:
+    """A server, and ``settings.connections`` threads each that move values to and from it.
+
+    A connection is used by one call at a time, and goes back only if that ended well, with
+    nothing unread. All methods run on the event loop; `work` runs on a thread.
+    """
+
+    def __init__(self, address: Address, settings: RedisSettings) -> None:
+        self.address = address
+        self._settings = settings
+        self._lanes = Lanes(
+            f"kvconnect-redis-{address.port}",
+            ask=_ASKING_THREADS,
+            fetch=settings.connections,
+            store=settings.connections,
+        )
+        self._idle: list[_Link] = []  # appended to and popped from on any thread
+        self._closed = False
+        self._fetching = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs on its connections."""
+        return not self._lanes.running
+
+    async def run(self, work: Callable[[Wire], T], kind: Kind) -> T:
+        """Returns the result of `work` on a connection.
+
+        Ends only when nothing can touch what `work` uses, also when it is cancelled: then the
+        connection is ended under it.
+
+        Raises:
+            BackendUnavailable: the connection was lost, timed out or cannot be made.
+            redis.RedisError: the same, while connecting, or the server refuses the connection.
+        """
+        hold = _Hold()
+        self._fetching += kind == "fetch"
+        try:
+            return await self._lanes[kind].run(lambda: self._work(hold, work), hold.abort)
+        except BackendUnavailable as error:
+            if self._closed:
+                raise BackendUnavailable("is closed") from error
+            raise
+        finally:
+            self._fetching -= kind == "fetch"
+
+    def close(self) -> Awaitable[None]:
+        """Ends all work, connections and threads. Threads that still connect end by themselves.
+
+        Only threads are waited for, and not for long: all else is done when this returns what is
+        to be awaited, so that nothing stays open if it never is.
+        """
+        self._closed = True
+        self._lanes.abort()
+        self._end_idle()
+        return self._ended()
+
+    async def _ended(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_JOIN_S):
+                await self._lanes.close()
+
+    def _work(self, hold: _Hold, work: Callable[[Wire], T]) -> T:
+        link = self._linked(hold)
+        ended_well = False
+        try:
+            result = work(link.wire)
+            link.wire.done()
+            ended_well = True
+        finally:
+            hold.detach()
+            if ended_well:
+                self._idle.append(link)
+            else:
+                _end(link.connection)
+            if self._closed:  # asked after the append: `close` may have looked before it
+                self._end_idle()
+        return result
+
+    def _linked(self, hold: _Hold) -> _Link:
+        """Returns a connection on which nothing is unread; `hold` holds it."""
+        link = self._reused()
+        connection = (
+            _connection_to(self.address, self._settings) if link is None else link.connection
+        )
+        try:
+            hold.attach(connection)
+            if link is None:
+                connection.connect()  # type: ignore[no-untyped-call]
+                hold.attach(connection)  # it may have been aborted when there was no socket to end
+                wire = Wire(_socket_of(connection), self._settings.timeout, self._fetches_alone)
+                link = _Link(connection, wire)
+        except BaseException:
+            hold.detach()
+            _end(connection)
+            raise
+        return link
+
+    def _fetches_alone(self) -> bool:
+        return self._fetching <= 1 or self._settings.connections == 1
+
+    def _reused(self) -> _Link | None:
+        while (link := self._popped()) is not None:
+            if _is_idle(_socket_of(link.connection)):
+                return link
+            _end(link.connection)
+        return None
+
+    def _end_idle(self) -> None:
+        while (link := self._popped()) is not None:
+            _end(link.connection)
+
+    def _popped(self) -> _Link | None:
+        try:
+            return self._idle.pop()
+        except IndexError:  # no `if`: another thread may be faster
+            return None
 
 
 def connection_options(settings: RedisSettings) -> dict[str, Any]:
@@ -53,7 +228,7 @@ def transport_options(settings: RedisSettings) -> dict[str, Any]:
     return options
 
 
-def connection_to(address: Address, settings: RedisSettings) -> AbstractConnection:
+def _connection_to(address: Address, settings: RedisSettings) -> AbstractConnection:
     """Returns a connection that is not made yet."""
     options = {**connection_options(settings), "retry": Retry(NoBackoff(), 0)}
     if not address.port:
@@ -65,17 +240,17 @@ def connection_to(address: Address, settings: RedisSettings) -> AbstractConnecti
     return kind(host=address.host, port=address.port, **options)
 
 
-def end(connection: AbstractConnection) -> None:
+def _end(connection: AbstractConnection) -> None:
     """Closes `connection`, whatever state it is in."""
     connection.disconnect()  # type: ignore[no-untyped-call]
 
 
-def socket_of(connection: AbstractConnection) -> Any:
+def _socket_of(connection: AbstractConnection) -> Any:
     """Returns the socket of `connection`; ``None``: it has none yet."""
     return connection._sock  # noqa: SLF001  there is no public way to it
 
 
-def is_idle(sock: socket.socket | None) -> bool:
+def _is_idle(sock: socket.socket | None) -> bool:
     """Returns whether nothing is unread on `sock`, and neither end has closed it."""
     if sock is None or sock.fileno() < 0:
         return False

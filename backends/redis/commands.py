@@ -31,6 +31,7 @@ __all__ = [
     "command",
     "head_command",
     "look",
+    "of_another_type",
     "redirected",
     "sound",
     "state_of",
@@ -143,6 +144,16 @@ class Put:
         """Bytes of the value."""
         return sum(len(piece) for piece in self.pieces)
 
+    def around(self) -> tuple[bytes, bytes]:
+        """Returns what is sent before and after the value."""
+        options = [] if self.replace else [b"NX"]
+        if self.ttl_ms is not None:
+            options += [b"PX", b"%d" % self.ttl_ms]
+        tail = b"".join(b"\r\n$%d\r\n%s" % (len(word), word) for word in options) + b"\r\n"
+        words, length = 3 + len(options), len(self.name)
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n"
+        return head % (words, length, self.name, self.nbytes), tail
+
 
 Fetched: TypeAlias = Head | Outcome | Redirect
 Stored: TypeAlias = Refused | Outcome | Redirect
@@ -171,6 +182,11 @@ def sound(reply: Reply) -> Reply:
     return reply
 
 
+def of_another_type(reply: Reply) -> bool:
+    """Returns whether `reply` says that the name is taken by something else."""
+    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("WRONGTYPE")
+
+
 def head_command(name: bytes) -> Ask:
     """Returns what asks for the head that `state_of` reads; the value counts as used."""
     return Ask(name, _GET_HEAD % (len(name), name))
@@ -184,7 +200,7 @@ def state_of(reply: Reply) -> Head | Outcome:
     """
     if isinstance(reply, bytes):
         return Head.parse(reply) or (Outcome.BROKEN if reply else Outcome.ABSENT)
-    if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("WRONGTYPE"):
+    if of_another_type(reply):
         return Outcome.BROKEN
     raise BackendUnavailable(f"the server says {sound(reply)!r} where bytes were due")
 

@@ -10,6 +10,7 @@ from redis import exceptions
 
 from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
 from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.redaction import as_cause
 
 __all__ = ["explained", "permissions"]
 
@@ -27,23 +28,28 @@ def explained(settings: RedisSettings, server: Address | str) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigurationError:
-        raise
+    except ConfigurationError as error:
+        if as_cause(error, settings.hide_passwords) is error:
+            raise
+        raise ConfigurationError(settings.hide_passwords(str(error))) from None
     except BackendUnavailable as error:
-        raise BackendUnavailable(f"Redis at {server}: {error}") from error
+        text = settings.hide_passwords(str(error))
+        cause = as_cause(error, settings.hide_passwords)
+        raise BackendUnavailable(f"Redis at {server}: {text}") from cause
     except (
         exceptions.RedisError,
         exceptions.RedisClusterException,
         OSError,
         UnicodeError,  # a host that cannot be one
     ) as error:
-        raise _translated(error, settings, server) from error
+        cause = as_cause(error, settings.hide_passwords)
+        raise _translated(error, settings, server) from cause
 
 
 def _translated(
     error: Exception, settings: RedisSettings, server: Address | str
 ) -> ConfigurationError | BackendUnavailable:
-    text = str(error) or type(error).__name__
+    text = settings.hide_passwords(str(error)) or type(error).__name__
     at = f"Redis at {server}"
     remedy = _remedy(error, text, settings)
     if remedy is not None:

@@ -1,4 +1,7 @@
-"""Blocks in Redis, found, listed and deleted: each of them one value or several."""
+"""Blocks in Redis, found, listed and deleted: each of them one value or several.
+
+Beside them an index of which blocks follow a block: for partial blocks at a prompt's end.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,36 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from kvconnect.backend import StoredEntry
-from kvconnect.backends.entries import BlockMetadata
-from kvconnect.backends.redis.commands import Ask, Outcome, command, head_command, sound, state_of
+from kvconnect.backend import MAX_CHILDREN, Child, StoredBlock, StoredEntry
+from kvconnect.backends.entries import BlockMetadata, child_from_bytes, child_to_bytes
+from kvconnect.backends.redis.commands import (
+    Ask,
+    Outcome,
+    command,
+    head_command,
+    of_another_type,
+    sound,
+    state_of,
+)
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Names
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import scan_page, survey
 from kvconnect.backends.redis.settings import RedisSettings
 from kvconnect.backends.redis.wire import Reply
+from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
+from kvconnect.trace import warn_once
 
-__all__ = ["RedisFinder", "State", "leading_heads"]
+__all__ = ["RedisChildren", "RedisFinder", "State", "leading_heads"]
 
 # Keys of a lookup that are asked about at once: what is asked behind the first absent one is lost.
 _CHUNK = 256
 _HEAD_AND_METADATA = 4096  # most have less
+# Pages of a listing without a new block: what else may be on a server fills fewer.
+_MOST_BARREN_PAGES = 1_000_000
+# Of an index of children without a TTL of its blocks, and beside it.
+_INDEX_TTL_S = 30 * 86400.0
+_INDEX_SLACK_S = 60.0
 
 State: TypeAlias = Head | Outcome
 """What is known of a block: `Head` if it is wholly there, else ``ABSENT`` or ``BROKEN``."""
@@ -94,11 +112,15 @@ class RedisFinder:
         seen: set[BlockKey] = set()  # servers may list a key twice
         for server in self._router.servers:
             cursor: int | None = None
+            barren = 0
             while cursor != 0:
                 step = partial(scan_page, self.names, cursor or 0)
                 cursor, listed = await self._router.on(server, step)
                 keys = [key for key in listed if key not in seen]
                 seen.update(keys)
+                barren = 0 if keys else barren + 1
+                if barren > _MOST_BARREN_PAGES:
+                    raise BackendUnavailable(f"Redis at {server}: its listing does not end")
                 for entry in await self.describe(keys):
                     if entry is not None:
                         yield entry
@@ -149,3 +171,65 @@ def _entry(key: BlockKey, head: Head | None, start: Reply, idle: Reply) -> Store
     # Under an LFU policy servers do not tell.
     used_at = time.time() - idle if isinstance(idle, int) else head.created_at
     return metadata.entry(key, head.frame_nbytes, created_at=head.created_at, used_at=used_at)
+
+
+class RedisChildren:
+    """One sorted set per parent: the newest `MAX_CHILDREN` blocks, by the time they were saved.
+
+    It may name blocks that are gone, which `children` finds out, and lack some that are there: an
+    index that was evicted comes back as blocks are saved again.
+    """
+
+    def __init__(self, settings: RedisSettings, router: RedisRouter, finder: RedisFinder) -> None:
+        self._router = router
+        self._finder = finder
+        ttl_s = _INDEX_TTL_S if settings.ttl is None else settings.ttl + _INDEX_SLACK_S
+        self._ttl_ms = round(1e3 * ttl_s)
+
+    async def add(self, blocks: Sequence[StoredBlock]) -> None:
+        """Lists those of `blocks` whose tokens are known. A server that fails is warned of once."""
+        asks = []
+        for block in blocks:
+            if block.tokens is None:
+                continue
+            name = self._finder.names.children(block.parent)
+            member = child_to_bytes(Child(block.key, block.tokens))
+            asks += [
+                Ask(name, command(b"ZADD", name, repr(time.time()), member)),
+                Ask(name, command(b"ZREMRANGEBYRANK", name, 0, -MAX_CHILDREN - 1)),
+                Ask(name, command(b"PEXPIRE", name, self._ttl_ms)),
+            ]
+        try:
+            replies = await self._router.ask(asks)
+            if await self._drop_junk(asks, replies):
+                replies = await self._router.ask(asks)
+            for reply in replies:
+                sound(reply)
+        except BackendUnavailable as error:
+            # The blocks are found by their keys nevertheless.
+            warn_once("redis.children", f"blocks are stored without the index of tails: {error}")
+
+    async def get(self, parent: BlockKey | None) -> list[Child]:
+        """Returns the listed blocks that are there, newest first."""
+        name = self._finder.names.children(parent)
+        found = Ask(name, command(b"ZREVRANGE", name, 0, MAX_CHILDREN - 1))
+        replies = await self._router.ask([found])
+        if await self._drop_junk([found], replies):
+            return []
+        members = sound(replies[0])
+        if not isinstance(members, list):
+            raise BackendUnavailable(f"Redis: {members!r} where a list was due")
+        listed = [(member, child) for member in members if (child := child_from_bytes(member))]
+        states = await self._finder.states([child.key for _, child in listed])
+        pairs = list(zip(listed, states, strict=True))
+        gone = [member for (member, _), state in pairs if not isinstance(state, Head)]
+        if gone:
+            await self._router.ask([Ask(name, command(b"ZREM", name, *gone))])
+        return [child for (_, child), state in pairs if isinstance(state, Head)]
+
+    async def _drop_junk(self, asks: Sequence[Ask], replies: Sequence[Reply]) -> bool:
+        """Deletes what stands where an index should; returns whether there was anything."""
+        pairs = zip(asks, replies, strict=True)
+        junk = {one.name for one, reply in pairs if of_another_type(reply)}
+        await self._finder.unlink(sorted(junk))
+        return bool(junk)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import hiredis
-from torch import Tensor
 
 from kvconnect.backends.redis.commands import (
     ASKING,
@@ -16,6 +16,7 @@ from kvconnect.backends.redis.commands import (
     Redirect,
     Want,
     command,
+    of_another_type,
     redirected,
 )
 from kvconnect.backends.redis.find import RedisFinder, leading_heads
@@ -27,6 +28,9 @@ from kvconnect.errors import BackendUnavailable
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["RedisReader", "fetch"]
 
@@ -151,7 +155,7 @@ class _Fetch:
             answer = redirected(nbytes, self._server)
             if isinstance(answer, Redirect):
                 return answer
-            if str(nbytes).startswith("WRONGTYPE"):
+            if of_another_type(nbytes):
                 return Outcome.BROKEN
             raise BackendUnavailable(f"the server says: {nbytes}")
         if self._missed:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from kvconnect.backends.lanes import results_of
+from kvconnect.backends.redis.client import Kind, RedisNode
 from kvconnect.backends.redis.commands import Ask, Put, Redirect, Want, ask, look
 from kvconnect.backends.redis.errors import explained
 from kvconnect.backends.redis.format import Names
-from kvconnect.backends.redis.node import Kind, RedisNode
 from kvconnect.backends.redis.server import check_server
 from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
 from kvconnect.backends.redis.topology import topology_of

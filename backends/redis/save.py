@@ -13,7 +13,6 @@ import hiredis
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.entries import BlockMetadata
-from kvconnect.backends.redis.children import RedisChildren
 from kvconnect.backends.redis.commands import (
     ASKING,
     REFUSALS,
@@ -30,7 +29,7 @@ from kvconnect.backends.redis.commands import (
     sound,
     state_of,
 )
-from kvconnect.backends.redis.find import RedisFinder
+from kvconnect.backends.redis.find import RedisChildren, RedisFinder
 from kvconnect.backends.redis.format import NONCE_NBYTES, Head
 from kvconnect.backends.redis.router import RedisRouter, all_ended
 from kvconnect.backends.redis.server import takes_writes
@@ -263,7 +262,7 @@ def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = Fals
             continue
         if one.checksum is not None:
             one.checksum.seal()
-        head, tail = _set_command(one)
+        head, tail = one.around()
         wire.send([(ASKING if asking else b"") + head, *one.pieces, tail])
         waiting.append(number)
         under_way += one.nbytes
@@ -282,21 +281,6 @@ def _found_there(reply: Reply | Redirect) -> Stored:
         # Whether its other values are there is not known here.
         return Outcome.THERE if state.num_parts == 1 else Outcome.BROKEN
     return Outcome.BROKEN if state is Outcome.BROKEN else Outcome.NOT_TRIED
-
-
-def _set_command(one: Put) -> tuple[bytes, bytes]:
-    """Returns what is sent before and after the value."""
-    options = [] if one.replace else [b"NX"]
-    if one.ttl_ms is not None:
-        options += [b"PX", b"%d" % one.ttl_ms]
-    tail = b"".join(b"\r\n$%d\r\n%s" % (len(word), word) for word in options) + b"\r\n"
-    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (
-        3 + len(options),
-        len(one.name),
-        one.name,
-        one.nbytes,
-    )
-    return head, tail
 
 
 def _stored(wire: Wire, server: Address, *, asking: bool) -> Stored:

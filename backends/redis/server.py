@@ -20,6 +20,8 @@ __all__ = ["check_server", "scan_page", "survey", "takes_writes"]
 _OLDEST = (6, 2)
 _PAGE = 512
 _SURVEYED = 200_000
+# Without a single key: only after nearly all were deleted are there many of them.
+_MOST_EMPTY_PAGES = 10_000
 
 
 def check_server(settings: RedisSettings, names: Names, wire: Wire, server: Address) -> None:
@@ -76,9 +78,12 @@ def survey(names: Names, wire: Wire, server: Address) -> dict[str, int]:
     The first two are estimated from `_SURVEYED` keys where there are more; no limit is 0.
     """
     total = sound(call(wire, b"DBSIZE"))
-    seen = blocks = nbytes = cursor = 0
+    seen = blocks = nbytes = cursor = empty = 0
     while True:
         cursor, found = _step(wire, b"", cursor)
+        empty = 0 if found else empty + 1
+        if empty > _MOST_EMPTY_PAGES:
+            raise BackendUnavailable(f"Redis at {server}: its listing does not end")
         ours = [n for n in found if n.startswith((names.prefix + b"b:", names.prefix + b"p:"))]
         wire.send([command(b"STRLEN", name) for name in ours])
         lengths = wire.replies(len(ours))

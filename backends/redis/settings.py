@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError
+from kvconnect.redaction import HIDDEN, shown_host
 
 __all__ = ["SCHEMES", "Address", "Mode", "RedisSettings", "Tls"]
 
@@ -95,9 +96,9 @@ class RedisSettings:
     service: str = ""
     db: int = 0
     username: str | None = None
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
     sentinel_username: str | None = None
-    sentinel_password: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
     prefix: str = DEFAULT_PREFIX
     ttl: float | None = None
     connections: int = DEFAULT_CONNECTIONS
@@ -123,6 +124,15 @@ class RedisSettings:
         scheme = self.mode.value if self.hosts[0].port else _UNIX
         return f"{scheme}://{','.join(map(str, self.hosts))}"
 
+    def hide_passwords(self, text: str) -> str:
+        """Returns `text`, which a server wrote, without the passwords: some quote commands."""
+        given = (word for word in (self.password, self.sentinel_password) if word)
+        spellings = {one for word in given for one in (word, repr(word)[1:-1], quote(word, ""))}
+        for word in sorted(spellings, key=len, reverse=True):
+            # A shorter one is no secret, and is in every text.
+            text = text.replace(word, HIDDEN) if len(word) > 3 else text
+        return text
+
     @classmethod
     def from_url(cls, url: StoreUrl) -> RedisSettings:
         """Returns what `url` says.
@@ -137,12 +147,14 @@ class RedisSettings:
         url.allow(*_COMMON, *(("db",) if unix else _TLS), *more, *sentinel)
         userinfo, _, location = url.location.rpartition("@")
         username, colon, password = userinfo.partition(":")
+        # First, since what is no host may be a password that goes on in the path.
+        hosts = (_socket(url, location),) if unix else _hosts(url, location, mode)
         service, db = ("", _whole(url, "db", 0)) if unix else _path(url, mode)
         encrypted = url.scheme == "rediss" or (more and url.choice("tls", "no", "yes") == "yes")
         if not encrypted:
             _refuse_tls(url)
         return cls(
-            hosts=(_socket(url, location),) if unix else _hosts(url, location, mode),
+            hosts=hosts,
             mode=mode,
             service=service,
             db=db,
@@ -169,10 +181,14 @@ def _hosts(url: StoreUrl, location: str, mode: Mode) -> tuple[Address, ...]:
     for text in texts:
         match = _HOST.fullmatch(text)
         if match is None:
-            raise ConfigurationError(f"{url}: host '{text}': host or host:port is needed")
+            raise ConfigurationError(
+                f"{url}: host '{shown_host(text)}': host or host:port is needed"
+            )
         port = int(match["port"] or _DEFAULT_PORTS[mode])
         if not 0 < port < 65536:
-            raise ConfigurationError(f"{url}: port {port}: must be from 1 to 65535")
+            raise ConfigurationError(
+                f"{url}: port {shown_host(f':{port}')[1:]}: must be from 1 to 65535"
+            )
         hosts.append(Address(unquote(match["v6"] or match["name"]), port))
     return tuple(hosts)
 
@@ -187,6 +203,8 @@ def _socket(url: StoreUrl, location: str) -> Address:
 
 def _path(url: StoreUrl, mode: Mode) -> tuple[str, int]:
     """Name of the service and number of the database: ``/0``, and for sentinels ``/mymaster/0``."""
+    if "@" in url.path:
+        raise ConfigurationError(f"{url}: in user and password write %2F for '/', %40 for '@'")
     parts = [part for part in url.path.split("/") if part]
     service = ""
     if mode is Mode.SENTINEL:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
-from kvconnect.backends.redis.children import RedisChildren
-from kvconnect.backends.redis.find import RedisFinder
+from kvconnect.backends.redis.find import RedisChildren, RedisFinder
 from kvconnect.backends.redis.load import RedisReader
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.save import RedisWriter
@@ -24,6 +22,9 @@ from kvconnect.errors import BackendUnavailable
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["RedisBackend", "from_url"]
 

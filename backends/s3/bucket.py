@@ -13,14 +13,16 @@ from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError, IncompleteReadError
 from botocore.response import StreamingBody
 
-from kvconnect.backends.s3.body import fill
 from kvconnect.backends.s3.client import S3Client
 from kvconnect.backends.s3.errors import S3Failure, failures, failures_at_open
 from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.backends.s3.transport import fill
 from kvconnect.errors import BackendUnavailable
 
 __all__ = ["Conflict", "Fetched", "Gone", "Listed", "S3Bucket"]
 
+# Pages of a listing that are empty, or as the one before.
+_MOST_BARREN_PAGES = 1000
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -228,15 +230,23 @@ class S3Bucket:
                 Bucket=self._settings.bucket, Prefix=prefix
             )
         )
+        last: list[str] = []
+        barren = 0
         while True:
             with failures(self._settings, "listing"):
                 page = next(pages, None)
             if page is None:
                 return
-            yield [
+            listed = [
                 Listed(found["Key"], int(found["Size"]), found["LastModified"].timestamp())
                 for found in page.get("Contents", ())
             ]
+            names = [one.name for one in listed]
+            barren = barren + 1 if not names or names == last else 0
+            if barren > _MOST_BARREN_PAGES:
+                raise BackendUnavailable(f"{self._settings}: its listing does not end")
+            last = names
+            yield listed
 
     def _span(self, response: AWSResponse) -> tuple[int, int, int]:
         """First and last byte of a response, and length of the whole object."""

@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from functools import reduce
 from typing import Any, TypeAlias
 
-from kvconnect.backend import MAX_CHILDREN, Child
+from kvconnect.backend import MAX_CHILDREN, Child, StoredBlock
 from kvconnect.backends.entries import child_from_json, child_to_json
 from kvconnect.backends.lanes import Lanes, results_of, settled
+from kvconnect.backends.s3.answers import AnswerCache
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
-from kvconnect.backends.s3.cache import AnswerCache
-from kvconnect.backends.s3.format import BadRecord, pack, unpack
+from kvconnect.backends.s3.format import DAMAGED, BadRecord, Member, pack, unpack
 from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
@@ -64,12 +66,25 @@ class S3Children:
             self._cache.put(parent, children, ttl)
         return children
 
-    async def add(self, parent: BlockKey | None, new: Sequence[Child]) -> None:
-        """List `new` as children of `parent`.
+    async def list_new(self, objects: Iterable[Sequence[StoredBlock]]) -> None:
+        """List of the blocks of each object those whose parent is not in it; warn if that fails."""
+        listed: defaultdict[BlockKey | None, list[Child]] = defaultdict(list)
+        for one in objects:
+            inside = {block.key for block in one}
+            for block in one:
+                if block.tokens is not None and block.parent not in inside:
+                    listed[block.parent].append(Child(block.key, block.tokens))
+        await _ended([self._add(parent, children) for parent, children in listed.items()])
 
-        Raises:
-            BackendUnavailable: they may be listed, or not.
-        """
+    async def unlist(self, members: Iterable[Member]) -> None:
+        """List `members` no more; warn if that fails."""
+        listed: defaultdict[BlockKey | None, set[BlockKey]] = defaultdict(set)
+        for one in members:
+            if one.metadata.tokens is not None:
+                listed[one.metadata.parent].add(one.key)
+        await _ended([self._discard(parent, keys) for parent, keys in listed.items()])
+
+    async def _add(self, parent: BlockKey | None, new: Sequence[Child]) -> None:
         keys = {child.key for child in new}
 
         def extended(old: list[Child]) -> list[Child]:
@@ -79,13 +94,7 @@ class S3Children:
 
         await self._change(parent, extended)
 
-    async def discard(self, parent: BlockKey | None, keys: Collection[BlockKey]) -> None:
-        """List `keys` no more.
-
-        Raises:
-            BackendUnavailable: they may still be listed.
-        """
-
+    async def _discard(self, parent: BlockKey | None, keys: Collection[BlockKey]) -> None:
         def reduced(old: list[Child]) -> list[Child]:
             if not any(child.key in keys for child in old):
                 return old
@@ -142,6 +151,15 @@ class S3Children:
         return self._settings.name("c", "none" if parent is None else parent.hex())
 
 
+async def _ended(changes: Sequence[Coroutine[Any, Any, None]]) -> None:
+    for result in await settled([asyncio.ensure_future(change) for change in changes]):
+        if isinstance(result, BackendUnavailable):
+            # The blocks themselves are there: only short prompts are not found in them.
+            warn_once("s3.children", str(result))
+        elif isinstance(result, BaseException):
+            raise result
+
+
 def _encode(children: Sequence[Child]) -> bytes:
     return pack({"children": [child_to_json(child) for child in children]})
 
@@ -150,5 +168,5 @@ def _decode(data: bytes) -> list[Child]:
     try:
         listed: list[dict[str, Any]] = unpack(data)["children"]
         return [child_from_json(child) for child in listed][-MAX_CHILDREN:]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except DAMAGED as error:
         raise BadRecord(f"not a list of children: {error!r}") from error

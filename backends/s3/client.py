@@ -26,11 +26,10 @@ from botocore.loaders import Loader, create_loader
 from botocore.parsers import create_parser
 from botocore.utils import get_environ_proxies
 
-from kvconnect.backends.s3.body import Upload
 from kvconnect.backends.s3.connections import Connections
-from kvconnect.backends.s3.errors import S3Failure, is_passing
+from kvconnect.backends.s3.errors import S3Failure, is_of_signature, is_passing
 from kvconnect.backends.s3.settings import S3Settings
-from kvconnect.backends.s3.transport import Transport
+from kvconnect.backends.s3.transport import MOST_OF_ERROR, Transport, Upload
 from kvconnect.errors import ConfigurationError
 
 __all__ = ["S3Client"]
@@ -139,6 +138,7 @@ class S3Client:
         attempt = 1
         while True:
             body = None if views is None else Upload(views)
+            shared = method == "GET" and name in self._signed
             try:
                 response = self._send(self.signed(method, name, headers=headers, body=body))
                 with closing(response.raw):
@@ -146,7 +146,9 @@ class S3Client:
                     return take(response)
             except (BotoCoreError, ClientError) as error:
                 self._signed.pop(name, None)
-                if attempt == _ATTEMPTS or not is_passing(error):
+                # Since it was signed, the machine may have slept, or its credentials were replaced.
+                stale = shared and is_of_signature(error)
+                if attempt == _ATTEMPTS or not (stale or is_passing(error)):
                     raise
             time.sleep(random.uniform(0, attempt - 1))
             attempt += 1
@@ -206,12 +208,16 @@ def _quoted(name: str) -> str:
 
 def _check(method: str, response: AWSResponse) -> None:
     status = response.status_code
+    if method == "GET" and status < 300:
+        return
+    raw: Any = response.raw
+    body = raw.read(MOST_OF_ERROR)
     if status < 300:
         # Some errors come as a success.
-        if method == "GET" or b"<Error>" not in response.content:
+        if b"<Error>" not in body:
             return
         status = 500
-    said = {"status_code": status, "headers": response.headers, "body": response.content}
+    said = {"status_code": status, "headers": response.headers, "body": body}
     raise ClientError(_PARSER.parse(said, None), method)
 
 

@@ -27,6 +27,8 @@ __all__ = ["Connections"]
 
 # Bytes per second; a request may take this long, beside the timeout.
 _SLOWEST = 256 << 10
+# Of a request; so much may wait in the socket when all of it was given to that.
+_MOST_BUFFERED = 4 << 20
 
 
 class Connections:
@@ -48,6 +50,8 @@ class Connections:
         self._idle: defaultdict[str, list[http.client.HTTPConnection]] = defaultdict(list)
         # Every connection, and when the request it serves must have ended.
         self._open: dict[http.client.HTTPConnection, float] = {}
+        # Of a connection that brings its last answer the library lets go, its answer does not.
+        self._sockets: dict[http.client.HTTPConnection, socket.socket] = {}
         self._aborted = False
 
     def take(self, url: SplitResult) -> http.client.HTTPConnection:
@@ -75,6 +79,19 @@ class Connections:
         """From now on `connection` has to move so many bytes, in a time that is by far enough."""
         self._open[connection] = time.monotonic() + self._read_timeout + nbytes / _SLOWEST
 
+    def sent(self, connection: http.client.HTTPConnection, nbytes: int) -> None:
+        """An answer to so many bytes comes once they have arrived: they may still be on their way.
+
+        Once it begins, `received` has to be called.
+        """
+        more = min(nbytes, _MOST_BUFFERED) / _SLOWEST
+        connection.sock.settimeout(self._read_timeout + more)
+
+    def received(self, connection: http.client.HTTPConnection) -> None:
+        """An answer has begun: from now on a connection that brings no byte is given up."""
+        if connection.sock is not None:  # not if there is no more to come
+            connection.sock.settimeout(self._read_timeout)
+
     def give_back(self, url: SplitResult, connection: http.client.HTTPConnection) -> None:
         """`connection` has nothing left to read and may serve another request."""
         with self._lock:
@@ -88,6 +105,7 @@ class Connections:
         """Close `connection`."""
         with self._lock:
             self._open.pop(connection, None)
+            self._sockets.pop(connection, None)
         connection.close()
 
     def abort(self) -> None:
@@ -96,11 +114,11 @@ class Connections:
             self._aborted = True
             idle = [connection for several in self._idle.values() for connection in several]
             self._idle.clear()
-            busy = self._open.keys() - set(idle)
+            busy = [self._sockets[connection] for connection in self._open.keys() - set(idle)]
         for connection in idle:
             self.drop(connection)
-        for connection in busy:
-            _shut_down(connection)
+        for sock in busy:
+            _shut_down(sock)
 
     def end_overdue(self) -> None:
         """End requests that take far longer than their size explains: a server that drips bytes.
@@ -109,9 +127,9 @@ class Connections:
         """
         now = time.monotonic()
         with self._lock:
-            overdue = [connection for connection, end in self._open.items() if now >= end]
-        for connection in overdue:
-            _shut_down(connection)
+            overdue = [self._sockets[one] for one, end in self._open.items() if now >= end]
+        for sock in overdue:
+            _shut_down(sock)
 
     def error(self, error: Exception, url: str, otherwise: type[HTTPClientError]) -> Exception:
         """`error` of a request for `url` as boto3 names it; `otherwise` if it is no timeout."""
@@ -137,6 +155,7 @@ class Connections:
         with self._lock:
             if not self._aborted:
                 self._open[connection] = math.inf
+                self._sockets[connection] = connection.sock
                 return connection
         connection.close()
         raise Aborted
@@ -154,11 +173,9 @@ def _readable(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _shut_down(connection: http.client.HTTPConnection) -> None:
+def _shut_down(sock: socket.socket) -> None:
     # Wakes the thread that waits for it; only that thread closes it.
-    sock = connection.sock
-    if sock is not None:
-        with suppress(OSError):  # it was not connected any more
-            # Not the method of Python's TLS sockets: it takes the TLS away, and the next read gets
-            # what is left in the socket, still encrypted.
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+    with suppress(OSError):  # it was not connected any more
+        # Not the method of Python's TLS sockets: it takes the TLS away, and the next read gets
+        # what is left in the socket, still encrypted.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

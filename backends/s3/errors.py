@@ -25,8 +25,16 @@ from botocore.parsers import ResponseParserError
 
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.redaction import as_cause, text_without_passwords
 
-__all__ = ["Aborted", "S3Failure", "failures", "failures_at_open", "is_passing"]
+__all__ = [
+    "Aborted",
+    "S3Failure",
+    "failures",
+    "failures_at_open",
+    "is_of_signature",
+    "is_passing",
+]
 
 _REMEDIES = {
     "NoSuchBucket": "there is no such bucket; make it first",
@@ -46,6 +54,11 @@ _REMEDIES = {
 # What boto3, too, asks for again.
 _PASSING_STATUSES = {429, 500, 502, 503, 504}
 _PASSING_CODES = {"RequestTimeout", "SlowDown"}
+# Of what a request carries of clock and credentials.
+_SIGNATURE_CODES = {
+    *("RequestTimeTooSkewed", "RequestExpired", "SignatureDoesNotMatch"),
+    *("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"),
+}
 _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
 # What boto3 lets through: an answer that it cannot make sense of (no XML, no date, no name where
 # there must be one, text where there must be fields), and RuntimeError for credentials that are
@@ -113,24 +126,32 @@ def is_passing(error: Exception) -> bool:
     return isinstance(error, (ConnectionError, HTTPClientError, IncompleteReadError))
 
 
+def is_of_signature(error: Exception) -> bool:
+    """Whether the same request may succeed if it is signed anew."""
+    return isinstance(error, ClientError) and S3Failure.of(error).code in _SIGNATURE_CODES
+
+
 @contextmanager
-def failures(settings: S3Settings, operation: str) -> Iterator[None]:
+def failures(settings: S3Settings, operation: str = "") -> Iterator[None]:
     """Errors of boto3 and of connections become the contract's.
 
     Raises:
         BackendUnavailable: names the store and what went wrong.
     """
+    at = f"{settings}: {operation} failed" if operation else str(settings)
     try:
         yield
+    except (BackendUnavailable, ConfigurationError):
+        raise
     except ClientError as error:
-        failure = S3Failure.of(error)
-        raise BackendUnavailable(f"{settings}: {operation} failed: {failure}") from error
+        raise BackendUnavailable(f"{at}: {S3Failure.of(error)}") from error
     except (BotoCoreError, Aborted, OSError) as error:
-        if isinstance(error, BackendUnavailable):
-            raise
-        raise BackendUnavailable(f"{settings}: {operation} failed: {error}") from error
+        # boto3 names the endpoint as it was told, also by the environment.
+        raise BackendUnavailable(f"{at}: {text_without_passwords(str(error))}") from as_cause(error)
     except _NONSENSE as error:
-        raise BackendUnavailable(f"{settings}: {operation} failed: {error!r}") from error
+        raise BackendUnavailable(f"{at}: {text_without_passwords(repr(error))}") from as_cause(
+            error
+        )
 
 
 @contextmanager
@@ -141,23 +162,20 @@ def failures_at_open(settings: S3Settings) -> Iterator[None]:
         ConfigurationError: no such bucket, no credentials, or they are refused.
         BackendUnavailable: the service cannot be reached, or fails.
     """
-    try:
-        yield
-    except ConfigurationError:
-        raise
-    except _NO_CREDENTIALS as error:
-        raise ConfigurationError(
-            f"{settings}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-            f"or profile= ({error})"
-        ) from error
-    except _MISCONFIGURED as error:
-        raise ConfigurationError(f"{settings}: {error}") from error
-    except ClientError as error:
-        failure = S3Failure.of(error)
-        if failure.status >= 500 or failure.status == 429:
-            raise BackendUnavailable(f"{settings}: {failure}") from error
-        raise ConfigurationError(f"{settings}: {failure}") from error
-    except (BotoCoreError, Aborted) as error:
-        raise BackendUnavailable(f"{settings}: {error}") from error
-    except _NONSENSE as error:
-        raise BackendUnavailable(f"{settings}: {error!r}") from error
+    with failures(settings):
+        try:
+            yield
+        except _NO_CREDENTIALS as error:
+            raise ConfigurationError(
+                f"{settings}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                f"or profile= ({error})"
+            ) from error
+        except _MISCONFIGURED as error:
+            raise ConfigurationError(
+                f"{settings}: {text_without_passwords(str(error))}"
+            ) from as_cause(error)
+        except ClientError as error:
+            failure = S3Failure.of(error)
+            if failure.status >= 500 or failure.status == 429:
+                raise
+            raise ConfigurationError(f"{settings}: {failure}") from error

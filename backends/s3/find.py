@@ -1,4 +1,4 @@
-"""Finds blocks in the store: few requests, none of them a listing.
+"""Finds blocks in the store: few requests, none of them a listing; and lists them, for tools.
 
 The object of a block tells which neighbours share its payload, so one request answers for up to
 ``blocks_per_object`` keys: of every so many consecutive keys, one is asked for, all at the same
@@ -8,88 +8,30 @@ time. Only where objects turn out to hold fewer is there another round.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from functools import partial
 
 from kvconnect.backend import Child, StoredEntry
 from kvconnect.backends.lanes import Lanes, results_of, settled
-from kvconnect.backends.s3.bucket import Fetched, S3Bucket
-from kvconnect.backends.s3.cache import AnswerCache
-from kvconnect.backends.s3.format import BadRecord, Member, Record, record_nbytes
+from kvconnect.backends.s3.answers import Absent, AnswerCache, Found, fetch_entry
+from kvconnect.backends.s3.bucket import Listed, S3Bucket
+from kvconnect.backends.s3.format import Record
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.keys import BlockKey
 
-__all__ = ["Absent", "Found", "S3Finder", "fetch_entry"]
+__all__ = ["S3Finder", "S3Listing"]
 
 _MOST_CACHED = 65_536
 # More probes than this are worth a round that finds out where a prompt's blocks end.
 _PROBES_AT_ONCE = 32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """A block that is stored.
-
-    Attributes:
-        record: it and the blocks that share its object.
-        member: it.
-        data_start: where its object's payload begins.
-        etag: of the object that stands for it; ``None`` if only a neighbour's was read.
-        expires_at: monotonic seconds after which it counts as gone.
-    """
-
-    record: Record
-    member: Member
-    data_start: int
-    etag: str | None
-    expires_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Absent:
-    """A block that is not stored.
-
-    Attributes:
-        etag: of the object of its name that is damaged or too old; empty if there is none.
-    """
-
-    etag: str = ""
-
-
-def fetch_entry(bucket: S3Bucket, settings: S3Settings, key: BlockKey) -> Found | Absent:
-    """What the object of `key` says. Blocks.
-
-    Raises:
-        BackendUnavailable: it cannot be read.
-    """
-    name = settings.name("k", key.hex())
-    limit = 1024 + 768 * settings.blocks_per_object
-    fetched = bucket.fetch(name, limit)
-    if fetched is None:
-        return Absent()
-    try:
-        nbytes = record_nbytes(fetched.data)
-        if nbytes > len(fetched.data) and nbytes <= fetched.nbytes:
-            longer = bucket.fetch(name, nbytes)
-            if longer is None or longer.etag != fetched.etag:
-                return Absent()
-            fetched = longer
-        return _entry(fetched, nbytes, settings, key)
-    except BadRecord:
-        return Absent(fetched.etag)
-
-
-def _entry(fetched: Fetched, nbytes: int, settings: S3Settings, key: BlockKey) -> Found | Absent:
-    record = Record.decode(fetched.data)
-    member = record.find(key)
-    start = 0 if record.payload is not None else nbytes
-    if member is None or (start and start + member.nbytes != fetched.nbytes):
-        return Absent(fetched.etag)
-    left = float("inf") if settings.ttl_s is None else settings.ttl_s - fetched.age_s
-    if left <= 0:
-        return Absent(fetched.etag)
-    return Found(record, member, start, fetched.etag, time.monotonic() + left)
+_ENTRY = re.compile(r"[0-9a-f]{64}")
+_LISTED_AT_ONCE = 128
+_MOST_RECORDS = 4096
+# `stats` is asked often; a store of more objects is counted by `scan`.
+_MOST_PAGES = 10
 
 
 class S3Finder:
@@ -130,7 +72,7 @@ class S3Finder:
         """
         found = await self.leading(keys)
         # Behind the first absent one there is mostly nothing; where there is, all are asked for.
-        answers: dict[BlockKey, Found | Absent] = {}
+        answers: dict[BlockKey, Found | Absent] = dict.fromkeys(keys[len(found) :][:1], Absent())
         rest = keys[len(found) + 1 :]
         self._remembered(rest, answers)
         for step in (self._settings.blocks_per_object, 1):
@@ -138,6 +80,20 @@ class S3Finder:
             if not any(isinstance(answer, Found) for answer in answers.values()):
                 break
         return [*found, *(one for one in answers.values() if isinstance(one, Found))]
+
+    async def standing(self, keys: Sequence[BlockKey]) -> list[Found]:
+        """Those of `present` whose own object says so: what only a neighbour's tells of may be lost.
+
+        A lookup that happens to ask for the block itself would not find it.
+
+        Raises:
+            BackendUnavailable: the service cannot be asked.
+        """
+        found = await self.present(keys)
+        answers: dict[BlockKey, Found | Absent] = {}
+        await self._ask([one.member.key for one in found if one.etag is None], answers)
+        each = (answers.get(one.member.key, one) for one in found)
+        return [one for one in each if isinstance(one, Found)]
 
     async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
         """What is known of `keys`; of those that are remembered without asking again.
@@ -257,3 +213,63 @@ def _neighbours(found: Found) -> list[Found]:
         else Found(found.record, member, found.data_start, None, found.expires_at)
         for member in found.record.members
     ]
+
+
+class S3Listing:
+    """Lists what a bucket holds, never on a request's path. Belongs to one event loop."""
+
+    def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
+        self._settings = settings
+        self._bucket = bucket
+        self._lane = lanes["requests"]
+        self._prefix = settings.name("k", "")
+
+    async def entries(self) -> AsyncIterator[list[StoredEntry]]:
+        """All blocks, some at a time.
+
+        Raises:
+            BackendUnavailable: the service cannot be asked.
+        """
+        pages = self._bucket.pages(self._prefix)
+        records: OrderedDict[BlockKey, Record] = OrderedDict()
+        while (page := await self._lane.run(lambda: next(pages, None))) is not None:
+            for start in range(0, len(page), _LISTED_AT_ONCE):
+                yield await self._described(page[start : start + _LISTED_AT_ONCE], records)
+
+    async def totals(self) -> dict[str, float]:
+        """``blocks`` and ``bytes`` of all objects; nothing if there are too many to list."""
+        return await self._lane.run(self._count)
+
+    def _count(self) -> dict[str, float]:
+        blocks = nbytes = 0
+        pages = self._bucket.pages(self._settings.name("", "").rstrip("/") + "/")
+        for number, page in enumerate(pages):
+            if number == _MOST_PAGES:
+                return {}
+            blocks += sum(self._key(listed) is not None for listed in page)
+            nbytes += sum(listed.nbytes for listed in page)
+        return {"blocks": blocks, "bytes": nbytes}
+
+    async def _described(
+        self, page: Sequence[Listed], records: OrderedDict[BlockKey, Record]
+    ) -> list[StoredEntry]:
+        listed = {key: one for one in page if (key := self._key(one)) is not None}
+        unknown = [key for key in listed if key not in records]
+        asked = [partial(fetch_entry, self._bucket, self._settings, key) for key in unknown]
+        for result in results_of(await self._lane.run_all(asked)):
+            if isinstance(result, Found):
+                records.update((member.key, result.record) for member in result.record.members)
+        entries = []
+        for key, one in listed.items():
+            record = records.pop(key, None)
+            member = None if record is None else record.find(key)
+            if record is None or member is None:
+                continue  # damaged, or deleted since
+            entries.append(member.entry(one.modified_at))
+        while len(records) > _MOST_RECORDS:
+            records.popitem(last=False)
+        return entries
+
+    def _key(self, listed: Listed) -> BlockKey | None:
+        name = listed.name.removeprefix(self._prefix)
+        return BlockKey(bytes.fromhex(name)) if _ENTRY.fullmatch(name) else None

@@ -21,7 +21,19 @@ from kvconnect.backends.entries import BlockMetadata, key_from_text
 from kvconnect.errors import Recompute
 from kvconnect.keys import BlockKey
 
-__all__ = ["PREAMBLE_NBYTES", "BadRecord", "Member", "Record", "pack", "record_nbytes", "unpack"]
+__all__ = [
+    "DAMAGED",
+    "PREAMBLE_NBYTES",
+    "BadRecord",
+    "Member",
+    "Record",
+    "pack",
+    "record_nbytes",
+    "unpack",
+]
+
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What is raised by reading JSON of another form than was written."""
 
 _MAGIC = b"KVCS3REC"
 _PREAMBLE = struct.Struct("<8sI8s")  # magic, length of the JSON, its checksum
@@ -81,6 +93,11 @@ class Record:
         """The member `key`."""
         return next((member for member in self.members if member.key == key), None)
 
+    def tells_parent(self, member: Member) -> bool:
+        """Whether the parent of `member` is a member, too, so that `children` finds `member`."""
+        parent = member.metadata.parent
+        return parent is not None and self.find(parent) is not None
+
     def without(self, keys: Collection[BlockKey]) -> Record:
         """The same without `keys`; the others' bytes stay where they are."""
         return replace(self, members=tuple(m for m in self.members if m.key not in keys))
@@ -114,7 +131,7 @@ class Record:
             if not members or (payload is None and (len(members) > 1 or members[0].offset)):
                 raise BadRecord(f"{len(members)} blocks cannot follow it")
             return cls(members, float(content["at"]), payload)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except DAMAGED as error:
             raise BadRecord(f"not a record: {error!r}") from error
 
 

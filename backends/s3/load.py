@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvconnect.backends.lanes import Lanes, results_of
+from kvconnect.backends.s3.answers import Found, fetch_entry
 from kvconnect.backends.s3.bucket import Gone, S3Bucket
-from kvconnect.backends.s3.find import Found, S3Finder, fetch_entry
+from kvconnect.backends.s3.find import S3Finder
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["S3Reader"]
 

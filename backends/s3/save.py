@@ -13,22 +13,20 @@ import asyncio
 import math
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from kvconnect.backend import Child, StoredBlock
+from kvconnect.backend import StoredBlock
 from kvconnect.backends.lanes import Lanes, results_of, settled
+from kvconnect.backends.s3.answers import Absent, Found, fetch_entry
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.children import S3Children
-from kvconnect.backends.s3.find import Absent, Found, S3Finder, fetch_entry
+from kvconnect.backends.s3.find import S3Finder
 from kvconnect.backends.s3.format import Member, Record
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
-from kvconnect.trace import warn_once
 
 __all__ = ["S3Writer"]
 
@@ -66,7 +64,7 @@ class S3Writer:
         unique = {block.key: block for block in reversed(blocks)}
         ordered = [unique[key] for key in dict.fromkeys(block.key for block in blocks)]
         # What this does not find, the conditions of the writes do.
-        found = await self._finder.present([block.key for block in ordered])
+        found = await self._finder.standing([block.key for block in ordered])
         stored = {one.member.key for one in found}
         missing = [block for block in ordered if block.key not in stored]
         error = None
@@ -77,7 +75,16 @@ class S3Writer:
             else:
                 self._finder.stored(result)
                 stored.update(one.member.key for one in result)
-        await self._list_children([block for block in missing if block.key in stored])
+        # Also those that are there, but where their parent's object does not tell of them: the list
+        # that does may have been lost.
+        told = {one.member.key for one in found if one.record.tells_parent(one.member)}
+        saved = {block.key for block in missing}
+        await self._children.list_new(
+            [
+                *self._objects([block for block in missing if block.key in stored]),
+                *([block] for block in ordered if block.key not in saved | told),
+            ]
+        )
         if error is not None:
             raise error
         return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
@@ -175,7 +182,7 @@ class S3Writer:
             )
         finally:
             self._finder.gone(unique)
-        await self._unlist_children(found)
+        await self._children.unlist(one.member for one in found)
 
     async def _shrink(self, records: Mapping[str, Record], gone: Collection[BlockKey]) -> None:
         """Take `gone` out of what is said of each payload; remove those that no block needs."""
@@ -191,7 +198,10 @@ class S3Writer:
         name = self._settings.name("k", key.hex())
         for _ in range(_TRIES):
             entry = fetch_entry(self._bucket, self._settings, key)
-            if isinstance(entry, Absent) or entry.record.payload != payload:
+            if isinstance(entry, Absent):
+                # An answer that makes no sense is no reason to drop what others may still need.
+                return entry.damaged
+            if entry.record.payload != payload:
                 return False
             reduced = entry.record.without(gone)
             if len(reduced.members) == len(entry.record.members):
@@ -202,33 +212,3 @@ class S3Writer:
                 continue
             return True
         return True  # other writers keep changing it
-
-    # ------------------------------------------------------------------ children
-
-    async def _list_children(self, blocks: Sequence[StoredBlock]) -> None:
-        listed: defaultdict[BlockKey | None, list[Child]] = defaultdict(list)
-        for one in self._objects(blocks):
-            inside = {block.key for block in one}
-            for block in one:
-                if block.tokens is not None and block.parent not in inside:
-                    listed[block.parent].append(Child(block.key, block.tokens))
-        await self._changed_lists(
-            [self._children.add(parent, children) for parent, children in listed.items()]
-        )
-
-    async def _unlist_children(self, found: Sequence[Found]) -> None:
-        listed: defaultdict[BlockKey | None, set[BlockKey]] = defaultdict(set)
-        for one in found:
-            if one.member.metadata.tokens is not None:
-                listed[one.member.metadata.parent].add(one.member.key)
-        await self._changed_lists(
-            [self._children.discard(parent, keys) for parent, keys in listed.items()]
-        )
-
-    async def _changed_lists(self, changes: Sequence[Coroutine[Any, Any, None]]) -> None:
-        for result in await settled([asyncio.ensure_future(change) for change in changes]):
-            if isinstance(result, BackendUnavailable):
-                # The blocks themselves are there: only short prompts are not found in them.
-                warn_once("s3.children", str(result))
-            elif isinstance(result, BaseException):
-                raise result

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError
+from kvconnect.redaction import without_passwords
 
 __all__ = ["AddressingStyle", "S3Settings"]
 
@@ -25,6 +26,7 @@ _CONCURRENCY = 16
 _TIMEOUT_S = 10.0
 _LOOKUP_TTL_S = 60.0
 _MISS_TTL_S = 2.0
+_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or profile="
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
@@ -70,10 +72,11 @@ class S3Settings:
     miss_ttl_s: float = _MISS_TTL_S
 
     def __post_init__(self) -> None:
-        if "@" in self.bucket:
+        if "@" in self.bucket or ":" in self.bucket:
+            _, at, bucket = self.bucket.rpartition("@")
+            where = f" before '{bucket}'" if at and ":" not in bucket else ""
             raise ConfigurationError(
-                f"s3 store: credentials before '{self.bucket.rpartition('@')[2]}' are not taken "
-                "from the URL; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or profile="
+                f"s3 store: credentials{where} are not taken from the URL; {_CREDENTIALS}"
             )
         if not _BUCKET.fullmatch(self.bucket):
             raise ConfigurationError(
@@ -85,7 +88,7 @@ class S3Settings:
         _within("part_size", self.part_nbytes, 64 << 10, 5 << 30)
 
     def __str__(self) -> str:
-        at = f" at {self.endpoint_url}" if self.endpoint_url else ""
+        at = f" at {without_passwords(self.endpoint_url)}" if self.endpoint_url else ""
         return f"s3 store s3://{self.bucket}/{self.prefix}{at}"
 
     def name(self, kind: str, *parts: str) -> str:
@@ -163,7 +166,12 @@ def _check_endpoint(endpoint_url: str | None) -> None:
         good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
     except ValueError:
         good = False
+    shown = without_passwords(endpoint_url)
+    if good and "@" in parts.netloc:
+        raise ConfigurationError(
+            f"endpoint_url={shown}: credentials are not taken from it; {_CREDENTIALS}"
+        )
     if not good:
         raise ConfigurationError(
-            f"endpoint_url={endpoint_url}: a URL such as https://minio.example:9000 is needed"
+            f"endpoint_url={shown}: a URL such as https://minio.example:9000 is needed"
         )

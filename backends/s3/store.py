@@ -5,26 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
 from kvconnect.backends.lanes import Lanes
+from kvconnect.backends.s3.bucket import S3Bucket
+from kvconnect.backends.s3.children import S3Children
+from kvconnect.backends.s3.find import S3Finder, S3Listing
+from kvconnect.backends.s3.load import S3Reader
+from kvconnect.backends.s3.save import S3Writer
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl
-from kvconnect.errors import BackendUnavailable, MissingExtra
+from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 
-try:
-    from kvconnect.backends.s3.bucket import S3Bucket
-    from kvconnect.backends.s3.children import S3Children
-    from kvconnect.backends.s3.find import S3Finder
-    from kvconnect.backends.s3.listing import S3Listing
-    from kvconnect.backends.s3.load import S3Reader
-    from kvconnect.backends.s3.save import S3Writer
-except ImportError as error:
-    raise MissingExtra(f"store scheme 's3' ({error})", "s3") from error
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["S3Backend", "from_url"]
 

@@ -1,4 +1,4 @@
-"""HTTP under boto3: bytes go straight between sockets and the caller's buffers.
+"""HTTP under boto3, and its bodies: bytes go straight between sockets and the caller's buffers.
 
 boto3's own HTTP library reads a body into new memory and copies it from there, and has no way to
 end a request that another thread waits for.
@@ -7,18 +7,25 @@ end a request that another thread waits for.
 from __future__ import annotations
 
 import http.client
-from collections.abc import Iterator
-from typing import Any, cast
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, cast
 from urllib.parse import SplitResult, urlsplit
 
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
-from botocore.exceptions import ConnectionClosedError
+from botocore.exceptions import ConnectionClosedError, ResponseStreamingError
 
-from kvconnect.backends.s3.body import MOST_SAID, Download, Upload
 from kvconnect.backends.s3.connections import Connections
 
-__all__ = ["Transport"]
+__all__ = ["MOST_OF_ERROR", "Transport", "Upload", "fill"]
 
+MOST_OF_ERROR = 64 << 10
+"""Bytes that are read of an error. Taken apart as XML, each takes many times its place."""
+
+# Of pages of a listing.
+_MOST_LISTED = 16 << 20
+# Views may be of any length; one call of the kernel should not hold a thread for ever.
+_SEND_NBYTES = 4 << 20
 _USUAL_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -43,7 +50,7 @@ class Transport:
         connection = self.connections.take(url)
         self.connections.allow(connection, int(request.headers.get("Content-Length", 0)))
         try:
-            response = _exchange(connection, request, url)
+            response = self._exchange(connection, request, url)
         except (OSError, http.client.HTTPException) as error:
             self.connections.drop(connection)
             raise self.connections.error(error, request.url, ConnectionClosedError) from error
@@ -52,15 +59,36 @@ class Transport:
             raise
         promised = response.length or 0
         # A part of an object is looked at before it is read; what anything else promises is not.
-        known = promised if response.status == 206 else min(promised, MOST_SAID)
+        known = promised if response.status == 206 else min(promised, _most_said(response.status))
         self.connections.allow(connection, known)
-        body = Download(self.connections, connection, response, url=url)
+        body = _Download(self.connections, connection, response, url=url)
         return AWSResponse(request.url, response.status, cast("Any", response.headers), body)
 
+    def _exchange(
+        self, connection: http.client.HTTPConnection, request: AWSPreparedRequest, url: SplitResult
+    ) -> http.client.HTTPResponse:
+        _begin(connection, request, url)
+        sent = 0
+        try:
+            for chunk in _chunks(request.body):
+                left = memoryview(chunk)
+                sent += len(left)
+                while left:  # not `sendall`, whose timeout is for all, however steadily it goes
+                    left = left[connection.sock.send(left) :]
+        except (BrokenPipeError, ConnectionResetError):
+            # It may have answered before it had everything, and closed: the answer tells why.
+            response = connection.getresponse()
+            response.will_close = True
+            return response
+        self.connections.sent(connection, sent)
+        response = connection.getresponse()
+        self.connections.received(connection)
+        return response
 
-def _exchange(
+
+def _begin(
     connection: http.client.HTTPConnection, request: AWSPreparedRequest, url: SplitResult
-) -> http.client.HTTPResponse:
+) -> None:
     target = f"{url.path or '/'}{'?' if url.query else ''}{url.query}"
     connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
     if "host" not in request.headers:
@@ -72,15 +100,6 @@ def _exchange(
         if name.lower() != "expect":
             connection.putheader(name, value)
     connection.endheaders()
-    try:
-        for chunk in _chunks(request.body):
-            connection.sock.sendall(chunk)
-    except (BrokenPipeError, ConnectionResetError):
-        # It may have answered before it had everything, and closed: the answer tells why.
-        response = connection.getresponse()
-        response.will_close = True
-        return response
-    return connection.getresponse()
 
 
 def _chunks(body: Any) -> Iterator[bytes | memoryview]:
@@ -88,3 +107,173 @@ def _chunks(body: Any) -> Iterator[bytes | memoryview]:
         yield from body.chunks()
     elif body:
         yield bytes(body)
+
+
+def _most_said(status: int) -> int:
+    """Bytes that are read of an answer of `status` that is no object."""
+    return _MOST_LISTED if status < 300 else MOST_OF_ERROR
+
+
+class Readable(Protocol):
+    """A body, whichever library brings it."""
+
+    def readinto(self, view: memoryview, /) -> int:
+        """Fill the beginning of `view`; 0 at the end."""
+
+
+def fill(body: Readable, views: Sequence[memoryview]) -> int:
+    """Fill `views` with `body`, one after the other; fewer bytes only where it ends."""
+    received = 0
+    for view in views:
+        filled = 0
+        while filled < view.nbytes:
+            size = body.readinto(view[filled:])
+            if not size:
+                return received + filled
+            filled += size
+        received += filled
+    return received
+
+
+class Upload:
+    """Bytes of several buffers, one after the other, as boto3 wants a body: no copy is made.
+
+    Args:
+        views: of bytes.
+    """
+
+    def __init__(self, views: Sequence[memoryview | bytes]) -> None:
+        self._views: list[memoryview] = [memoryview(view) for view in views]
+        self._nbytes = sum(view.nbytes for view in self._views)
+        self._at = 0
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Everything, in pieces."""
+        for view in self._views:
+            for start in range(0, view.nbytes, _SEND_NBYTES):
+                yield view[start : start + _SEND_NBYTES]
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes from where the last call ended; for those who hash or copy."""
+        end = self._nbytes if size < 0 else min(self._at + size, self._nbytes)
+        parts, start = [], 0
+        for view in self._views:
+            low, high = max(self._at - start, 0), min(end - start, view.nbytes)
+            if low < high:
+                parts.append(view[low:high])
+            start += view.nbytes
+        self._at = end
+        return b"".join(parts)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of a file."""
+        self._at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        )
+        return self._at
+
+    def tell(self) -> int:
+        """As of a file."""
+        return self._at
+
+
+class _Download:
+    """The body of a response.
+
+    Its connection serves other requests once everything was read; else `close` closes it.
+
+    Args:
+        connections: which `connection` belongs to.
+        connection: it brings the body.
+        response: its beginning.
+        url: what was asked for.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        connection: http.client.HTTPConnection,
+        response: http.client.HTTPResponse,
+        *,
+        url: SplitResult,
+    ) -> None:
+        self._connections = connections
+        self._connection: http.client.HTTPConnection | None = connection
+        self._response = response
+        self._url = url
+
+    def readinto(self, view: memoryview) -> int:
+        """Fill the beginning of `view`; 0 at the end.
+
+        Raises:
+            HTTPClientError: `view` is undefined.
+        """
+        try:
+            size = self._response.readinto(view)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._failed(error) from error
+        self._done_if_read()
+        return size
+
+    def read(self, size: int | None = None) -> bytes:
+        """Up to `size` bytes, or all.
+
+        Raises:
+            HTTPClientError: it broke off.
+        """
+        try:
+            data = self._response.read(size)
+            if size is not None and len(data) < size and self._response.length:
+                raise http.client.IncompleteRead(data, self._response.length)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._failed(error) from error
+        self._done_if_read()
+        return data
+
+    def stream(self) -> Iterator[bytes]:
+        """All of it; of an error the beginning, if it is long.
+
+        Raises:
+            HTTPClientError: it broke off, or is no error and longer than what boto3 may look into.
+        """
+        most = _most_said(self._response.status)
+        is_error = most == MOST_OF_ERROR
+        if is_error or (self._response.length or 0) <= most:
+            said = self.read(most if is_error else most + 1)
+            self._drop()  # not if it was given back
+            if len(said) <= most:
+                yield said
+                return
+        raise self._failed(ValueError(f"more than {most} bytes, and no object"))
+
+    def readable(self) -> bool:
+        """As of a file."""
+        return True
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        if self._response.length == 0 and self._connection is not None:
+            self.read()  # nothing; but now it knows that it is at its end
+        self._drop()
+
+    def _failed(self, error: Exception) -> Exception:
+        self._drop()
+        return self._connections.error(error, self._url.geturl(), ResponseStreamingError)
+
+    def _done_if_read(self) -> None:
+        if not self._response.isclosed() or self._connection is None:
+            return
+        if self._response.will_close or self._response.length:
+            self._drop()
+        else:
+            connection, self._connection = self._connection, None
+            self._connections.give_back(self._url, connection)
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._response.close()
+            self._connections.drop(connection)

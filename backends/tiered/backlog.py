@@ -8,14 +8,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvconnect.backend import StoredBlock
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Backlog"]
 
@@ -35,7 +36,8 @@ class Backlog:
     Args:
         name: of the tier, for messages.
         save: writes a batch to the tier; returns how many leading blocks are stored.
-        delete: deletes from the tier.
+        delete: deletes from the tier, now or later.
+        owe: has it deleted later.
         ready: waits until the tier can be written to.
         limit: bytes of all copies together, buffers that are kept for the next ones included.
     """
@@ -45,13 +47,15 @@ class Backlog:
         name: str,
         *,
         save: Callable[[Sequence[StoredBlock]], Awaitable[int]],
-        delete: Callable[[Sequence[BlockKey]], Awaitable[None]],
+        delete: Callable[[Sequence[BlockKey]], Awaitable[bool]],
+        owe: Callable[[Sequence[BlockKey]], None],
         ready: Callable[[], Awaitable[None]],
         limit: int,
     ) -> None:
         self._name = name
         self._save = save
         self._delete = delete
+        self._owe = owe
         self._ready = ready
         self._buffers = _Buffers(limit)
         self._queue: deque[StoredBlock] = deque()
@@ -159,13 +163,14 @@ class Backlog:
         try:
             stored = await self._save(batch)
             if again := self._forgotten & self._writing:
-                await self._delete(list(again))
+                await self._delete(tuple(again))
         except BackendTimeout as error:
             reason, pending = str(error), error.pending
         except KvConnectError as error:
             reason = str(error)
         finally:
-            self._forgotten -= self._writing
+            gone = tuple(self._forgotten & self._writing)
+            self._forgotten.difference_update(gone)
             self._writing = set()
             if pending is None:
                 for block in batch:
@@ -175,7 +180,13 @@ class Backlog:
                 self._known.difference_update(block.key for block in batch)
                 lent = [block.data for block in batch]
                 loop = asyncio.get_running_loop()
-                pending.add_done_callback(lambda _: _soon(loop, self._buffers, lent))
+
+                def ended() -> None:
+                    self._buffers.give_back(lent)
+                    if gone:
+                        self._owe(gone)
+
+                pending.add_done_callback(lambda _: _soon(loop, ended))
         if stored < len(batch):
             self._drop(len(batch) - stored, reason)
 
@@ -191,9 +202,9 @@ class Backlog:
         )
 
 
-def _soon(loop: asyncio.AbstractEventLoop, buffers: _Buffers, lent: Sequence[Tensor]) -> None:
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(buffers.give_back, lent)
+        loop.call_soon_threadsafe(call)
 
 
 class _Buffers:
@@ -213,9 +224,14 @@ class _Buffers:
         while self.nbytes + nbytes > self._limit:
             if not self._discard_one(other_than=nbytes):
                 return None
+        try:
+            # Anonymous maps are page-aligned, so direct I/O takes them as they are.
+            whole = mmap.mmap(-1, max(nbytes, 1))
+        except OSError:  # the machine has less than it may take
+            return None
         self.nbytes += nbytes
-        # Anonymous maps are page-aligned, so direct I/O takes them as they are.
-        whole = mmap.mmap(-1, max(nbytes, 1))
+        import torch
+
         return torch.frombuffer(whole, dtype=torch.uint8)[:nbytes]
 
     def give_back(self, buffers: Iterable[Tensor]) -> None:

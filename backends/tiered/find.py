@@ -1,20 +1,21 @@
-"""Which leading blocks the tiers of a tiered store have between them."""
+"""What the tiers of a tiered store have between them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
+from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
 from kvconnect.backends.tiered.tier import Tier
 from kvconnect.keys import BlockKey
 
-__all__ = ["TierLookups"]
+__all__ = ["TieredFinder"]
 
 # Lookups of one tier that nobody waits for any more; a tier with more of them is slow.
 _MAX_UNANSWERED = 32
 
 
-class TierLookups:
+class TieredFinder:
     """Asks all tiers at once, and waits for none beyond its patience.
 
     Args:
@@ -27,7 +28,7 @@ class TierLookups:
         self._patience_s = patience_s
         self._unanswered: dict[asyncio.Task[int], Tier] = {}
 
-    async def count(self, keys: Sequence[BlockKey]) -> int:
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are present, each in any tier.
 
         Ends as soon as one tier has all that is left, and at the latest after twice the patience:
@@ -54,6 +55,47 @@ class TierLookups:
         """Give up what nobody waits for."""
         for task in self._unanswered:
             task.cancel()
+
+    async def children(self, key: BlockKey | None) -> Sequence[Child]:
+        """Returns the children of `key`, of all tiers that answer soon."""
+        listing = [
+            tier for tier in self._tiers if tier.prompt and tier.guard.capabilities.enumerable
+        ]
+        tasks = [asyncio.create_task(tier.answer(tier.guard.children(key), ())) for tier in listing]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=self._patience_s)
+            for task in late:
+                task.cancel()
+        found: dict[BlockKey, Child] = {}
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                for child in task.result():
+                    found.setdefault(child.key, child)
+        return list(found.values())[:MAX_CHILDREN]
+
+    async def scan(self) -> AsyncIterator[StoredEntry]:
+        """Lists the tiers that tell; a block in several is listed as the first has it."""
+        # A part of each key is enough to know it again, and takes less memory.
+        seen: set[bytes] = set()
+        for tier in self._tiers:
+            if not (tier.alive and tier.guard.capabilities.enumerable):
+                continue
+            async for entry in tier.guard.scan():
+                short = entry.key[:12]
+                if short not in seen:
+                    seen.add(short)
+                    yield entry
+
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """Returns what the first tier that knows it says of each of `keys`."""
+        found: list[StoredEntry | None] = [None] * len(keys)
+        for tier in self._tiers:
+            missing = [at for at, entry in enumerate(found) if entry is None]
+            if missing and tier.alive:
+                entries = await tier.answer(tier.guard.describe([keys[at] for at in missing]), ())
+                for at, entry in zip(missing, entries, strict=False):
+                    found[at] = entry
+        return found
 
     async def _ask(
         self, tiers: Sequence[Tier], keys: Sequence[BlockKey], seconds: float

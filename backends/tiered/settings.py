@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvconnect.backends.url import StoreUrl, parse_duration, without_passwords
+from kvconnect.backends.url import StoreUrl, parse_duration
 from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.redaction import shown_fields
 
 __all__ = ["TieredSettings", "Write", "parse_tiered"]
 
@@ -104,7 +105,7 @@ def parse_tiered(url: StoreUrl) -> tuple[list[str], TieredSettings]:
 def _split(text: str) -> list[str]:
     # A comma within a tier's URL is written %2C, which is %252C inside of this one.
     tiers = [tier.strip() for tier in text.split(",")]
-    shown = without_passwords(text)
+    shown = dict(shown_fields([("tiers", text)]))["tiers"]
     if text and not all(tiers):
         raise ConfigurationError(f"tiers={shown}: one of them is empty; leave out a comma")
     for tier in tiers:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from kvconnect import frame
 from kvconnect.backend import (
-    MAX_CHILDREN,
     Access,
     Backend,
     Capabilities,
@@ -22,18 +16,20 @@ from kvconnect.backend import (
 )
 from kvconnect.backends.guard.calls import raise_any
 from kvconnect.backends.guard.store import GuardedBackend
-from kvconnect.backends.tiered.find import TierLookups
+from kvconnect.backends.tiered.capabilities import capabilities_of, decisive
+from kvconnect.backends.tiered.find import TieredFinder
+from kvconnect.backends.tiered.load import TieredReader
 from kvconnect.backends.tiered.settings import TieredSettings, parse_tiered
 from kvconnect.backends.tiered.tier import Tier
 from kvconnect.backends.url import StoreUrl
-from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, ConfigurationError
+from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
-from kvconnect.trace import count, warn_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["TieredBackend", "from_url"]
-
-T = TypeVar("T")
 
 
 def from_url(url: StoreUrl) -> TieredBackend:
@@ -81,10 +77,10 @@ class TieredBackend(Backend):
                 stores, _unique(names), writes, places, strict=True
             )
         )
-        self._decisive = _decisive(self.tiers)
-        self._declare()
-        self._lookups = TierLookups(self.tiers, settings.patience_s)
-        self._promotes = settings.promote
+        self._decisive = decisive(self.tiers)
+        self.capabilities = capabilities_of(self.capabilities, self.tiers)
+        self._finder = TieredFinder(self.tiers, settings.patience_s)
+        self._reader = TieredReader(self.tiers)
         self._is_open = False
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
@@ -96,7 +92,7 @@ class TieredBackend(Backend):
             ConfigurationError: of the first tier that is configured wrongly.
             BackendUnavailable: no tier that saves wait for can be reached.
         """
-        self._promotes = self._settings.promote and access == "store"
+        self._reader.promotes = self._settings.promote and access == "store"
         # A tier that hangs is given up in time for the others.
         for tier in self.tiers:
             tier.guard.deadline_s = min(tier.guard.deadline_s, self.deadline_s / 2)
@@ -104,7 +100,7 @@ class TieredBackend(Backend):
             opened = await asyncio.gather(
                 *(tier.open(layouts, access) for tier in self.tiers), return_exceptions=True
             )
-            self._declare()
+            self.capabilities = capabilities_of(self.capabilities, self.tiers)
             self._check_opened(opened)
         except BaseException:
             await asyncio.gather(*(tier.abort() for tier in self.tiers))
@@ -114,7 +110,7 @@ class TieredBackend(Backend):
     async def close(self) -> None:
         """Write what waits, for some seconds; close all tiers at once."""
         self._is_open = False
-        self._lookups.close()
+        self._finder.close()
         await asyncio.gather(*(tier.close() for tier in self.tiers))
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
@@ -123,7 +119,7 @@ class TieredBackend(Backend):
         Ends as soon as a tier has all, and at the latest after the patience that tiers are given.
         """
         self._opened()
-        return await self._lookups.count(keys)
+        return await self._finder.lookup(keys)
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fill `into`, each piece from the first tier that has it.
@@ -132,32 +128,7 @@ class TieredBackend(Backend):
             BackendTimeout: a tier holds `into` beyond its deadline, until `pending` is done.
         """
         self._opened()
-        loaded = 0
-        promotions: list[asyncio.Task[None]] = []
-        bad: set[BlockKey] = set()
-        try:
-            progress = True
-            while progress and loaded < len(keys):
-                progress = False
-                # A slow tier comes last: what is in another need not wait for it.
-                for tier in sorted(self.tiers, key=lambda tier: not tier.prompt):
-                    rest = slice(loaded, None)
-                    got = await tier.load(keys[rest], into[rest], bad)
-                    if got:
-                        piece = slice(loaded, loaded + got)
-                        promotions += self._promotion(tier, keys[piece], into[piece])
-                        loaded += got
-                        progress = True
-                    if loaded == len(keys):
-                        break
-        finally:
-            # They read `into`, which is handed on then. What becomes of them is not the load's.
-            for error in await asyncio.gather(*promotions, return_exceptions=True):
-                if error is not None:
-                    warn_once("tiered.promotion", f"loaded blocks were not copied: {error!r}")
-            for _ in bad:  # once, however many tiers had a bad copy
-                count("store.bad_frame")
-        return loaded
+        return await self._reader.load(keys, into)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Store `blocks` in all tiers; wait for those that are written through.
@@ -196,44 +167,16 @@ class TieredBackend(Backend):
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """The stored blocks whose parent is `key`, of all tiers that answer soon."""
-        listing = [
-            tier for tier in self.tiers if tier.prompt and tier.guard.capabilities.enumerable
-        ]
-        tasks = [asyncio.create_task(_quietly(tier.guard.children(key), ())) for tier in listing]
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=self._settings.patience_s)
-            for task in late:
-                task.cancel()
-        found: dict[BlockKey, Child] = {}
-        for task in tasks:
-            if task.done() and not task.cancelled():
-                for child in task.result():
-                    found.setdefault(child.key, child)
-        return list(found.values())[:MAX_CHILDREN]
+        return await self._finder.children(key)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """Everything in the tiers that tell; a block in several is listed as the first has it."""
-        # A part of each key is enough to know it again, and takes less memory.
-        seen: set[bytes] = set()
-        for tier in self.tiers:
-            if not (tier.alive and tier.guard.capabilities.enumerable):
-                continue
-            async for entry in tier.guard.scan():
-                short = entry.key[:12]
-                if short not in seen:
-                    seen.add(short)
-                    yield entry
+        async for entry in self._finder.scan():
+            yield entry
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         """What the first tier that knows it says of each of `keys`."""
-        found: list[StoredEntry | None] = [None] * len(keys)
-        for tier in self.tiers:
-            missing = [at for at, entry in enumerate(found) if entry is None]
-            if missing and tier.alive:
-                entries = await _quietly(tier.guard.describe([keys[at] for at in missing]), ())
-                for at, entry in zip(missing, entries, strict=False):
-                    found[at] = entry
-        return found
+        return await self._finder.describe(keys)
 
     async def stats(self) -> dict[str, float]:
         """Each tier's numbers as ``<tier>.<name>``; ``blocks``, ``bytes``: of the fullest tier.
@@ -242,7 +185,7 @@ class TieredBackend(Backend):
         """
         numbers: dict[str, float] = {"blocks": 0, "bytes": 0}
         for tier in self.tiers:
-            own = await _quietly(tier.guard.stats(), {}) if tier.alive else {}
+            own = await tier.answer(tier.guard.stats(), {}) if tier.alive else {}
             numbers |= {f"{tier.name}.{name}": value for name, value in own.items()}
             numbers[f"{tier.name}.alive"] = tier.alive
             numbers[f"{tier.name}.waiting"] = len(tier.backlog)
@@ -262,10 +205,8 @@ class TieredBackend(Backend):
     async def pin(self, keys: Sequence[BlockKey], ttl: float) -> int:
         """Keep `keys` in every tier; how many leading ones the best of them keeps."""
         alive = [tier for tier in self.tiers if tier.alive]
-        kept = await asyncio.gather(*(_quietly(tier.guard.pin(keys, ttl), 0) for tier in alive))
+        kept = await asyncio.gather(*(tier.answer(tier.guard.pin(keys, ttl), 0) for tier in alive))
         return max(kept, default=0)
-
-    # ---------------------------------------------------------------- inside
 
     def _opened(self) -> None:
         if not self._is_open:
@@ -280,76 +221,6 @@ class TieredBackend(Backend):
         if not any(tier.alive for tier in self.tiers if tier.write == "through"):
             reasons = "; ".join(str(error) for error in opened if error is not None)
             raise BackendUnavailable(f"tiered store: no tier can be reached: {reasons}")
-
-    def _declare(self) -> None:
-        # What holds whichever tier a block is in, or comes from.
-        every = [tier.guard.capabilities for tier in self.tiers]
-        decisive = [tier.guard.capabilities for tier in self._decisive]
-        limits = [one.max_value_bytes for one in decisive]
-        bounded = [limit for limit in limits if limit is not None]
-        self.capabilities = replace(
-            self.capabilities,
-            enumerable=all(one.enumerable for one in every),
-            inline=all(one.inline for one in every),
-            expires=all(one.expires for one in every),
-            variable_length=all(one.variable_length for one in every),
-            durable=all(one.durable for one in decisive),
-            shared=all(one.shared for one in decisive),
-            max_value_bytes=max(bounded) if len(bounded) == len(limits) else None,
-            checks_frames=self.capabilities.checks_frames
-            and all(tier.verify_frames for tier in self.tiers),
-        )
-
-    def _promotion(
-        self, source: Tier, keys: Sequence[BlockKey], frames: Sequence[Tensor]
-    ) -> Iterator[asyncio.Task[None]]:
-        count(f"store.tiered.loaded.{source.name}", blocks=len(keys))
-        faster = [tier for tier in self.tiers[: self.tiers.index(source)] if tier.alive]
-        if faster and self._promotes:
-            yield asyncio.create_task(_promote(source.guard, faster, keys, frames))
-
-
-async def _promote(
-    source: GuardedBackend,
-    faster: Sequence[Tier],
-    keys: Sequence[BlockKey],
-    frames: Sequence[Tensor],
-) -> None:
-    """Have `faster` written in the background; `frames` may be handed on when this returns."""
-    known = await _quietly(source.describe(keys), [None] * len(keys))
-    blocks = []
-    for key, data, entry in zip(keys, frames, known, strict=True):
-        if entry is not None:
-            blocks.append(entry.block(data[: entry.nbytes]))
-        elif not source.capabilities.variable_length:
-            blocks.append(StoredBlock(key, data))
-        else:
-            with suppress(BadFrame):  # no frame: nothing says how long the value is
-                blocks.append(StoredBlock(key, frame.whole(data)))
-    await asyncio.gather(*(tier.backlog.add(blocks) for tier in faster))
-
-
-def _decisive(tiers: Sequence[Tier]) -> list[Tier]:
-    """The tiers that decide whether a save was one: what the whole promises, these must keep."""
-    through = [tier for tier in tiers if tier.write == "through"]
-    tests: tuple[Callable[[Capabilities], bool], ...] = (
-        lambda can: can.durable and can.shared,
-        lambda can: can.durable,
-        lambda can: can.shared,
-    )
-    for test in tests:
-        keeping = [tier for tier in through if test(tier.guard.capabilities)]
-        if keeping:
-            return keeping
-    return through
-
-
-async def _quietly(call: Coroutine[Any, Any, T], otherwise: T) -> T:
-    """The result of `call`, or `otherwise` if the store fails: what is asked for is optional."""
-    try:
-        return await call
-    except (BackendUnavailable, BackendTimeout):
-        return otherwise
 
 
 def _short_name(store: Backend) -> str:

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
-from torch import Tensor
-
-from kvconnect import frame
 from kvconnect.backend import Access, Backend, StoredBlock
-from kvconnect.backends.guard.pieces import load_pieces
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.tiered.backlog import Backlog
 from kvconnect.backends.tiered.settings import TieredSettings, Write
-from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, ConfigurationError
-from kvconnect.frame import FrameChecksum
+from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count, warn_once
 
 __all__ = ["Tier"]
 
-# Hashing less than this takes less time than handing it to a thread.
-_INLINE_NBYTES = 256 << 10
+S = TypeVar("S")
+T = TypeVar("T")
+
 # Between two questions to a tier that did not answer, and how long such a question may take.
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _PROBE_S = 1.0
 _DRAIN_S = 5.0
 _MAX_OWED = 1 << 16
+_FAILED = object()
 
 
 class Tier:
@@ -77,7 +74,8 @@ class Tier:
         self.backlog = Backlog(
             name,
             save=self.save,
-            delete=self.guard.delete,
+            delete=self._delete,
+            owe=self._owe,
             ready=self._ready,
             limit=settings.queue_nbytes,
         )
@@ -124,32 +122,7 @@ class Tier:
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are here; none if the store fails. May take its deadline."""
-        try:
-            return await self.guard.lookup(keys)
-        except BackendTimeout as error:
-            self.skip(str(error))
-        except BackendUnavailable as error:
-            self._tell(error)
-        return 0
-
-    async def load(
-        self, keys: Sequence[BlockKey], into: Sequence[Tensor], bad: set[BlockKey]
-    ) -> int:
-        """Fill `into`; return how many leading ones are filled, and sound if that is checked.
-
-        Nothing is filled if the store fails. Keys of frames that were not sound are added to `bad`.
-
-        Raises:
-            BackendTimeout: `into` belongs to the call until `pending` is done.
-        """
-        if not self.alive:
-            return 0
-        taken = [FrameChecksum(data) for data in into] if self.verify_frames else []
-        return await load_pieces(
-            into,
-            lambda part: self._fill(keys[part], into[part], taken[part]),
-            lambda got: self._check(keys[got], into[got], taken[got], bad),
-        )
+        return await self.answer(self.guard.lookup(keys), 0)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Store `blocks`; return how many leading ones are stored, none if the store fails.
@@ -160,36 +133,18 @@ class Tier:
         if not self.alive:
             return 0
         self._owed.difference_update(block.key for block in blocks)
-        try:
-            return await self.guard.save(blocks)
-        except BackendTimeout as error:
-            self.skip(str(error))
-            if error.pending is not None:
-                raise
-        except BackendUnavailable as error:
-            self._tell(error)
-        return 0
+        return await self.answer(self.guard.save(blocks), 0, holds_buffers=True)
 
     async def delete(self, keys: Sequence[BlockKey]) -> bool:
         """Forget `keys`, now or when the tier answers again; whether it was now."""
         self.backlog.forget(keys)
-        if self.alive:
-            try:
-                await self.guard.delete(keys)
-                return True
-            except BackendTimeout as error:
-                self.skip(str(error))
-            except BackendUnavailable as error:
-                self._tell(error)
-                self._start_probing()
-        if len(self._owed) + len(keys) <= _MAX_OWED:
-            self._owed.update(keys)
-        return False
+        return await self._delete(keys)
 
     async def abort(self) -> None:
         """Take back `open`; it may be called again. Never raises."""
         if self._probing is not None:
             self._probing.cancel()
+        self._is_open = False
         self._alive.clear()
         await self.guard.abort()
 
@@ -209,12 +164,39 @@ class Tier:
         warn_once(f"tiered.skipped.{self.name}", f"tier {self.name} is skipped: {reason}")
         self._start_probing()
 
-    # ---------------------------------------------------------------- inside
+    async def answer(
+        self, call: Coroutine[Any, Any, T], otherwise: S, *, holds_buffers: bool = False
+    ) -> T | S:
+        """Returns what `call` to the store returns; `otherwise` if that fails, which is warned of.
+
+        Raises:
+            BackendTimeout: if it `holds_buffers`: they belong to it until `pending` is done.
+        """
+        try:
+            return await call
+        except BackendTimeout as error:
+            self.skip(str(error))
+            if holds_buffers and error.pending is not None:
+                raise
+        except BackendUnavailable as error:
+            warn_once(f"tiered.failed.{self.name}", f"tier {self.name}: {error}")
+        return otherwise
 
     async def _open(self) -> None:
         await self.guard.open(self._layouts, self._access)
         self._is_open = self.prompt = True
         self._alive.set()
+
+    async def _delete(self, keys: Sequence[BlockKey]) -> bool:
+        if self.alive and await self.answer(self.guard.delete(keys), _FAILED) is not _FAILED:
+            return True
+        self._owe(keys)
+        return False
+
+    def _owe(self, keys: Sequence[BlockKey]) -> None:
+        if len(self._owed) + len(keys) <= _MAX_OWED:
+            self._owed.update(keys)
+        self._start_probing()
 
     async def _ready(self) -> None:
         await self._alive.wait()
@@ -253,57 +235,3 @@ class Tier:
             return
         self._alive.set()
         self.prompt = seconds <= self._patience_s
-
-    async def _fill(
-        self, keys: Sequence[BlockKey], into: Sequence[Tensor], taken: Sequence[FrameChecksum]
-    ) -> int:
-        try:
-            return await self.guard.load_hashed(keys, into, taken)
-        except BackendTimeout as error:
-            self.skip(str(error))
-            if error.pending is not None:
-                raise
-        except BackendUnavailable as error:
-            self._tell(error)
-        return 0
-
-    async def _check(
-        self,
-        keys: Sequence[BlockKey],
-        frames: Sequence[Tensor],
-        taken: Sequence[FrameChecksum],
-        told: set[BlockKey],
-    ) -> int:
-        if not taken:
-            return len(keys)
-        if sum(checksum.left_nbytes for checksum in taken) <= _INLINE_NBYTES:
-            bad = _bad_frames(keys, frames, taken)
-        else:
-            bad = await asyncio.to_thread(_bad_frames, keys, frames, taken)
-        if not bad:
-            return len(keys)
-        for index, error in bad.items():
-            told.add(keys[index])
-            count(f"store.tiered.bad_frame.{self.name}")
-            warn_once(
-                f"{self.name}.bad_frame",
-                f"tier {self.name}: block {keys[index].hex()[:16]} is bad ({error}); it is dropped",
-            )
-        with suppress(BackendTimeout, BackendUnavailable):
-            await self.guard.delete([keys[index] for index in bad])
-        return min(bad)
-
-    def _tell(self, error: BackendUnavailable) -> None:
-        warn_once(f"tiered.failed.{self.name}", f"tier {self.name}: {error}")
-
-
-def _bad_frames(
-    keys: Sequence[BlockKey], frames: Sequence[Tensor], taken: Sequence[FrameChecksum]
-) -> dict[int, BadFrame]:
-    bad: dict[int, BadFrame] = {}
-    for index, (key, data, checksum) in enumerate(zip(keys, frames, taken, strict=True)):
-        try:
-            frame.check(frame.whole(data), key, None, checksum)
-        except BadFrame as error:
-            bad[index] = error
-    return bad

@@ -30,6 +30,8 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | Tensor
 """Integers, -1 for padding: a sequence, a NumPy array or a tensor."""
 
+_INDEX_DTYPES = {torch.int32, torch.int64}
+
 SMALL = 64
 """Up to so many, Python's own minimum is faster than NumPy's."""
 
@@ -131,5 +133,5 @@ _COUNTS = [np.arange(count) for count in range(SMALL + 1)]
 
 def check_integers(name: str, ids: Tensor) -> None:
     """Raises TypeError unless the tensor `ids` is of int32 or int64."""
-    if ids.dtype not in {torch.int32, torch.int64}:
+    if ids.dtype not in _INDEX_DTYPES:
         raise TypeError(f"{name}: int32 or int64 is needed, this is {ids.dtype}")

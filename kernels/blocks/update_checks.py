@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.blocks.block_ids import check_integers
 from kvconnect.kernels.blocks.extents import overlap, shares_elements
 
 __all__ = ["OutsideCache", "check_memory", "check_shapes", "check_values"]
 
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_INDEX_DTYPES = {torch.int32, torch.int64}
-_SMALL = 64
 
 
 class OutsideCache(ConfigurationError, IndexError):
@@ -55,8 +54,7 @@ def check_shapes(
 
 
 def _check_index(name: str, index: Tensor, length: int, cache: Tensor) -> None:
-    if index.dtype not in _INDEX_DTYPES:
-        raise TypeError(f"{name}: int32 or int64 is needed, this is {index.dtype}")
+    check_integers(name, index)
     if index.ndim != 1 or index.shape[0] != length:
         raise ConfigurationError(f"{name}: {tuple(index.shape)} must be ({length},)")
     if index.device != cache.device and index.device.type != "cpu":

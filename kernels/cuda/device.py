@@ -9,12 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.blocks.work import (
     AppendWork,
@@ -41,8 +40,6 @@ __all__ = [
     "set_policy",
     "wanted",
 ]
-
-PATHS: Final = ("auto", "kernel", "dma", "staged")
 
 
 class DeviceWork:
@@ -78,8 +75,6 @@ class DeviceWork:
                 device, or with pageable memory; nothing was copied.
             DriverError: some, all or none of the targets are written.
         """
-        if path not in PATHS:
-            raise ConfigurationError(f"path: '{path}' is unknown; {nearest(path, PATHS)}")
         if not len(copy) or not copy.nbytes:
             return DONE
         if stream is None:

@@ -95,20 +95,15 @@ class Ring:
     Args:
         allocate: makes memory of so many bytes.
         num_slots: at least 1.
-        slot_nbytes: of each, unless more is asked for.
+        slot_nbytes: of each, unless more is asked for; also an attribute.
     """
 
     def __init__(self, allocate: Callable[[int], Memory], num_slots: int, slot_nbytes: int) -> None:
         self.lock = threading.Lock()
         self._allocate = allocate
         self._slots: list[Slot | None] = [None] * num_slots
-        self._slot_nbytes = slot_nbytes
+        self.slot_nbytes = slot_nbytes
         self._next = 0
-
-    @property
-    def slot_nbytes(self) -> int:
-        """Of each slot, at least."""
-        return self._slot_nbytes
 
     def take(self, nbytes: int) -> Slot:
         """The next slot, of at least `nbytes`.
@@ -121,6 +116,6 @@ class Ring:
         if slot is None or slot.memory.nbytes < nbytes:
             if slot is not None:
                 slot.wait()  # its memory goes back
-            slot = Slot(self._allocate(max(nbytes, self._slot_nbytes)))
+            slot = Slot(self._allocate(max(nbytes, self.slot_nbytes)))
             self._slots[at] = slot
         return slot

@@ -35,13 +35,14 @@ def quantize_rows(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
 def convert_blocks(work: QuantizeWork) -> None:
     """Carry out `work`, on the device where its memory is."""
     kv, value, row = work.kv, 0, 0
-    size = max(1, CHUNK_ELEMENTS // kv.views[0][0].numel())
+    num_rows = kv.tokens * kv.heads
+    size = max(1, CHUNK_ELEMENTS // (num_rows * kv.key_dim))
     ids, rows = (
         torch.split(torch.from_numpy(part).to(kv.device), size)
         for part in (work.ids.ids, work.ids.positions)
     )
     for view in kv.views:
-        num_values, num_rows = view[0].numel(), view[0][..., 0].numel()
+        num_values = num_rows * view.shape[3]
         own, own_rows = slice(value, value + num_values), slice(row, row + num_rows)
         for blocks, where in zip(ids, rows, strict=True):
             if work.forward:

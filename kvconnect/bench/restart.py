@@ -8,14 +8,19 @@ saved.
 
 from __future__ import annotations
 
+import mmap
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-from kvconnect.bench.floor import cold_read_seconds, first_pass_seconds
+from kvconnect.backends.disk.direct_io import open_direct
 from kvconnect.bench.report import Figure
 from kvconnect.bench.workload import random_prompt
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
@@ -23,6 +28,7 @@ from kvconnect.tokens import TokenArray
 
 __all__ = ["idle_overhead", "restart"]
 
+_READ_NBYTES = 1 << 20
 _ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 _CONNECTOR_CALLS = (
     "begin_step",
@@ -55,8 +61,8 @@ def restart(model: Path, scratch: Path, *, num_tokens: int, repeats: int) -> lis
     data = max(store.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     restored, reads, copies = [], [], []
     for _ in range(repeats):
-        reads.append(cold_read_seconds(data, min(nbytes, data.stat().st_size), repeats=1))
-        copies.append(first_pass_seconds(nbytes, repeats=1))
+        reads.append(_cold_read_seconds(data, min(nbytes, data.stat().st_size)))
+        copies.append(_first_pass_seconds(nbytes))
         with LLM(model, kv_cache=cache, connector=config) as llm:
             restored.append(_first_token(llm, prompt, computed=1))
     read, copy, seconds = map(statistics.median, (reads, copies, restored))
@@ -129,3 +135,34 @@ def _timed_connector() -> Iterator[list[tuple[float, float]]]:
     finally:
         for name, original in originals.items():
             setattr(KvCacheConnectorManager, name, original)
+
+
+def _cold_read_seconds(path: Path, nbytes: int) -> float:
+    """Seconds to read the first `nbytes` of a file, past the page cache.
+
+    O_DIRECT where the filesystem has it, else buffered with the file's pages dropped first. Blocks.
+    """
+    descriptor = open_direct(path, os.O_RDONLY)
+    # Anonymous maps are page-aligned, as O_DIRECT wants them.
+    with mmap.mmap(-1, nbytes + _READ_NBYTES) as memory, memoryview(memory) as target:
+        target[:] = bytes(len(target))  # the first touch of memory is not the disk's time
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        for offset in range(0, nbytes - nbytes % 4096, _READ_NBYTES):
+            os.preadv(descriptor, [target[offset : offset + _READ_NBYTES]], offset)
+        seconds = time.perf_counter() - start
+    os.close(descriptor)
+    return seconds
+
+
+def _first_pass_seconds(nbytes: int) -> float:
+    """Seconds to copy `nbytes` into host memory that was never touched before.
+
+    That is what the pool of a new process is: its pages are taken as the copy arrives at them. The
+    source is warm. torch copies with all its threads.
+    """
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.from_numpy(np.zeros(nbytes, np.uint8))  # mapped, not yet there
+    start = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - start

@@ -21,13 +21,10 @@ from kvconnect.cache.pool.held_blocks import as_id_array
 from kvconnect.cache.pool.matching import Matcher
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.pin_table import PinTable
-from kvconnect.cache.sequence.publisher import Publisher
-from kvconnect.cache.sequence.sequence import PinHandle
-from kvconnect.cache.sequence.sequence_table import SequenceTable
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError, DuplicateRequest, SequencesLive
-from kvconnect.keys import BlockKey, KeyChain
+from kvconnect.keys import KeyChain
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import Tokens
 
@@ -47,7 +44,7 @@ class SequenceAllocation:
     block_ids: npt.NDArray[np.int32]
 
 
-class BlockManager:
+class BlockManager(PinTable):
     """The block manager of all pools of one cache: pure bookkeeping, it holds no tensors.
 
     Synchronous and not thread-safe: callers serialise. Tokens are any integer sequence or NumPy
@@ -81,21 +78,18 @@ class BlockManager:
         sizes: PoolSizes | None = None,
     ) -> None:
         sizes = sizes or pool_sizes(config, layout, num_blocks, num_host_blocks)
-        self._layouts = sizes.layouts
-        self._tokens_per_block = config.tokens_per_block
-        self._tree = tree = RadixTree(config.tokens_per_block, len(sizes.layouts))
+        tree = RadixTree(config.tokens_per_block, len(sizes.layouts))
         self._events = EventLog(config.event_buffer_max_size, sizes, tree)
         made = make_pools(config, sizes, tree, clock=clock, copier=copier, events=self._events)
-        self._pools = pools = tuple(made)
-        self._slabs = slabs = Slabs(pools, tree, geometry=sizes.slabs, copier=copier)
+        pools = tuple(made)
+        slabs = Slabs(pools, tree, geometry=sizes.slabs, copier=copier)
         matcher = Matcher(tree, pools, config)
+        super().__init__(tree, pools, slabs, matcher=matcher, layouts=sizes.layouts, config=config)
         self._planner = Planner(tree, pools, matcher, slabs=slabs, config=config)
         self._admission = Admission(
             tree, pools, self._planner, slabs=slabs, config=config, copier=copier
         )
-        self._sequences = SequenceTable(tree, slabs, Publisher(tree, config))
-        self._pins = PinTable(tree, pools, matcher)
-        slabs.watch(self._sequences.live.values(), self._pins.live)
+        slabs.watch(self._live.values(), self._pins)
 
     # ---------------------------------------------------------------- queries
 
@@ -169,51 +163,12 @@ class BlockManager:
         """
         return self._slabs.ensure_free(needs)
 
-    def num_tokens(self, request_id: int) -> int:
-        """Tokens of the sequence, prompt and appended."""
-        return self._sequences.get(request_id).num_tokens
-
-    def tokens(self, request_id: int, start: int = 0) -> npt.NDArray[np.int32]:
-        """A copy of the sequence's tokens from `start` on, int32."""
-        return np.frombuffer(bytes(self._sequences.get(request_id).tokens[4 * start :]), np.int32)
-
-    def holds(self, request_id: int) -> bool:
-        """Whether there is a sequence of this id."""
-        return request_id in self._sequences.live
-
     def block_ids(self, request_id: int, *, window: int | None = None) -> npt.NDArray[np.int32]:
         """The sequence's blocks in order of its tokens: int32, the caller's own.
 
         -1 stands for one that the window left behind, and for one that is not reserved yet.
         """
         return self.group_block_ids(request_id, self._group(window))
-
-    def group_block_ids(self, request_id: int, group: int) -> npt.NDArray[np.int32]:
-        """As `block_ids`, by the number of the pool group."""
-        return as_id_array(self._sequences.get(request_id).held[group].ids)
-
-    def num_blocks(self, request_id: int, group: int = 0) -> int:
-        """How many blocks the sequence holds in a pool group."""
-        held = self._sequences.get(request_id).held[group]
-        return held.stop - held.first
-
-    def num_reserved_tokens(self, request_id: int) -> int:
-        """Leading tokens of the sequence that every pool group has blocks for."""
-        return self._sequences.get(request_id).reserved
-
-    def block_keys(self, request_id: int) -> Sequence[BlockKey]:
-        """Chained keys of the sequence's full blocks, each hashed once by its `KeyChain`.
-
-        Without a chain in `add_sequence` they are hashed now, and no store knows them.
-        """
-        return self._sequences.get(request_id).block_keys(self._tokens_per_block, self._layouts)
-
-    def priorities(self, request_id: int, start: int = 0) -> list[int]:
-        """Retention priority of each of the sequence's blocks from number `start` on, in group 0.
-
-        Of a block that it does not hold: the priority that the request asked for.
-        """
-        return self._sequences.get(request_id).priorities(start)
 
     # ---------------------------------------------------------------- the life of a sequence
 
@@ -269,7 +224,7 @@ class BlockManager:
         keys: KeyChain | None = None,
     ) -> SequenceAllocation:
         """As `add_sequence`, of a prompt that was made before and was not admitted yet."""
-        if request_id in self._sequences.live:
+        if request_id in self._live:
             raise DuplicateRequest(f"request {request_id} has blocks already")
         if keys is not None and keys.tokens_per_block != self._tokens_per_block:
             raise ConfigurationError(
@@ -277,99 +232,10 @@ class BlockManager:
                 f"{self._tokens_per_block}"
             )
         sequence = self._admission.admit(prompt, retention, keys)
-        self._sequences.live[request_id] = sequence
+        self._live[request_id] = sequence
         return SequenceAllocation(sequence.matched, as_id_array(sequence.held[0].ids))
 
-    def reserve(self, request_id: int, num_tokens: int) -> None:
-        """Before a later chunk: window pools get blocks up to position `num_tokens`.
-
-        Raises:
-            ConfigurationError: (a ``ValueError``) `num_tokens` is beyond the sequence.
-            OutOfBlocks: there are not enough blocks; nothing changed.
-        """
-        self._sequences.reserve(request_id, num_tokens)
-
-    def append_tokens(self, request_id: int, tokens: Tokens) -> None:
-        """The sequence goes on with `tokens`; takes a block where one begins.
-
-        Raises:
-            ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
-            OutOfBlocks: there are not enough blocks; nothing was appended.
-        """
-        self._sequences.append_tokens(request_id, tokens)
-
-    def commit(self, request_id: int, num_computed_tokens: int) -> None:
-        """The KV of the first `num_computed_tokens` is valid: publish the full blocks among them.
-
-        Window pools then give up the blocks that lie wholly before what the next token reads.
-        Below an earlier commit it does nothing.
-
-        Raises:
-            ConfigurationError: (a ``ValueError``) beyond the sequence, or what is reserved of it.
-        """
-        self._sequences.commit(request_id, num_computed_tokens)
-
-    def rewind(self, request_id: int, num_tokens: int) -> None:
-        """Drop the last `num_tokens` tokens, and the blocks that held nothing else.
-
-        Raises:
-            ConfigurationError: (a ``ValueError``) negative, or below what was committed or matched.
-        """
-        self._sequences.rewind(request_id, num_tokens)
-
-    def release(self, request_id: int) -> None:
-        """The sequence ended, and the KV of all its tokens but the last is valid.
-
-        Publishes that, full blocks and tail, and lets go of its blocks.
-
-        Raises:
-            ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
-        """
-        self._sequences.release(request_id)
-
-    def abort(self, request_id: int, num_valid_tokens: int) -> None:
-        """The sequence ended: as `release`, but only the first `num_valid_tokens` are valid.
-
-        What was committed stays published.
-
-        Raises:
-            ConfigurationError: (a ``ValueError``) beyond the sequence.
-        """
-        self._sequences.abort(request_id, num_valid_tokens)
-
     # ---------------------------------------------------------------- pins
-
-    def pin(self, request_id: int) -> PinHandle:
-        """Keep the blocks that the sequence holds now, also when it lets go of them."""
-        return self._pins.pin(self._sequences.get(request_id))
-
-    def pin_keys(self, keys: Sequence[BlockKey]) -> PinHandle:
-        """Keep the longest leading run of blocks with these keys; perhaps none.
-
-        Only prompts that came with a `KeyChain` can be found. The first call hashes what is
-        published.
-        """
-        return self._pins.pin_keys(keys)
-
-    def unpin(self, handle: PinHandle) -> None:
-        """Let go of what `handle` holds; blocks without another holder can be reused.
-
-        Raises:
-            ConfigurationError: (a ``ValueError``) it was unpinned before.
-        """
-        self._pins.unpin(handle)
-
-    def detach(self, request_id: int, first_block: int) -> PinHandle:
-        """Take the blocks from `first_block` on away from the sequence, and give it fresh ones.
-
-        The handle holds them, unpublished: something may still write to them. Of the sequence at
-        most ``first_block * tokens_per_block`` tokens count as computed.
-
-        Raises:
-            ConfigurationError: (a ``ValueError``) no such block, or it is published.
-            OutOfBlocks: there are not enough blocks.
-        """
-        return self._pins.detach(self._sequences.get(request_id), first_block)
 
     # ---------------------------------------------------------------- the whole
 
@@ -379,7 +245,7 @@ class BlockManager:
         Raises:
             SequencesLive: a sequence or a pin is live.
         """
-        sequences, pins = len(self._sequences.live), len(self._pins.live)
+        sequences, pins = len(self._live), len(self._pins)
         if sequences or pins:
             raise SequencesLive(f"{sequences} sequences and {pins} pins hold blocks")
         self._events.removed_all()
@@ -388,7 +254,10 @@ class BlockManager:
         self._tree.clear()
 
     def take_events(self) -> list[KvCacheEvent]:
-        """Events since the last call, oldest first; see `KvCacheConfig.event_buffer_max_size`."""
+        """Events since the last call, oldest first; see `KvCacheConfig.event_buffer_max_size`.
+
+        Unlike all else here, this may be called from any thread.
+        """
         return self._events.take()
 
     def check_invariants(self) -> None:
@@ -397,7 +266,7 @@ class BlockManager:
         Raises:
             AssertionError: names the broken invariant.
         """
-        check_invariants(self._tree, self._pools, self._sequences.live.values(), self._pins.live)
+        check_invariants(self._tree, self._pools, self._live.values(), self._pins)
 
     # ---------------------------------------------------------------- inside
 

@@ -13,8 +13,9 @@ from kvconnect.cache.admission.demand import peak_to_completion
 from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.memory.cache_memory import CacheMemory
-from kvconnect.cache.memory.host_traffic import MeteredCopier
+from kvconnect.cache.memory.copier import TensorCopier
 from kvconnect.cache.memory.sizing import pool_sizes
+from kvconnect.cache.pool.events import KvCacheEvent
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.cache.sequence.sequence import PinHandle
 from kvconnect.config import KvCacheConfig
@@ -27,6 +28,7 @@ from kvconnect.request import (
     RequestState,
     ScheduledBatch,
 )
+from kvconnect.tokens import common_length
 
 __all__ = ["KVCacheManager"]
 
@@ -68,8 +70,9 @@ class KVCacheManager(BaseKVCacheManager):
         sizes = pool_sizes(config, layouts, num_blocks, device=device)
         self.layouts = sizes.layouts
         self._memory = memory = CacheMemory(sizes, device)
-        self._copier = MeteredCopier(memory.pools, memory.host_pools, sizes.layouts)
+        self._copier = TensorCopier(memory.pools, memory.host_pools, sizes.layouts)
         self.blocks = BlockManager(config, layouts, copier=self._copier, sizes=sizes)
+        self._config = config
         self._tokens_per_block = config.tokens_per_block
         self._max_chunk: int | None = None
         self._matcher: ExternalMatcher | None = None
@@ -93,8 +96,8 @@ class KVCacheManager(BaseKVCacheManager):
             if self.blocks.holds(request.request_id):
                 self._reserve_chunk(request)
                 admitted.append(request)
-            elif not self._admit(request):
-                batch.refused_requests.append(request)
+            elif not self._admit(request, batch):
+                continue
             elif request.state is RequestState.LOADING:
                 batch.loading_requests.append(request)
             else:
@@ -113,6 +116,10 @@ class KVCacheManager(BaseKVCacheManager):
         """Publish what is valid of `request`, tail included, and let go of its blocks, if any."""
         if self.blocks.holds(request.request_id):
             self.blocks.abort(request.request_id, self._num_valid(request))
+
+    def publish_ended(self, request: LlmRequest) -> None:
+        """See `BaseKVCacheManager`. Publishes what is valid of `request`, tail included."""
+        self.blocks.publish_ended(request.request_id, self._num_valid(request))
 
     def add_padding_request(self, request_id: int) -> None:
         """Hold a block for a request of one token, to warm up with; nothing of it is published.
@@ -140,6 +147,21 @@ class KVCacheManager(BaseKVCacheManager):
         """
         return tuple(self._needed(request, group) for group in range(len(self.layouts)))
 
+    def reusable_tokens(self, request: LlmRequest, published: int = 0) -> int:
+        """See `BaseKVCacheManager`."""
+        if not self._config.enable_block_reuse:
+            return 0
+        most = request.num_tokens - 1  # of the last token the logits are needed
+        if not self._config.enable_partial_reuse:
+            most -= most % self._tokens_per_block
+        matched = self.blocks.match(
+            request.tokens.view,
+            cache_salt=request.cache_salt,
+            lora_id=request.lora_id,
+            extra_key=request.extra_key,
+        )
+        return max(matched, min(published, most))
+
     def expect_chunks(self, max_chunk_tokens: int) -> None:
         """See `BaseKVCacheManager`."""
         self._max_chunk = max_chunk_tokens
@@ -148,6 +170,10 @@ class KVCacheManager(BaseKVCacheManager):
         """See `BaseKVCacheManager`."""
         with self._copier.together():
             return self.blocks.ensure_free(needs)
+
+    def take_events(self) -> list[KvCacheEvent]:
+        """See `BlockManager.take_events`; may be called from any thread."""
+        return self.blocks.take_events()
 
     def get_num_free_blocks(self) -> int:
         """Blocks that could be allocated now."""
@@ -210,11 +236,16 @@ class KVCacheManager(BaseKVCacheManager):
 
     # ---------------------------------------------------------------- inside
 
-    def _admit(self, request: LlmRequest) -> bool:
+    def _admit(self, request: LlmRequest, batch: ScheduledBatch) -> bool:
+        """Give `request` its blocks, or put it where `batch` has those that got none."""
         chunk = self._max_chunk
         prompt = Prompt.of(request.tokens.view, request.namespace).within(first_chunk=chunk)
         external = self._match_external(request, prompt)
         if external is None:
+            batch.refused_requests.append(request)
+            return False
+        if external.deferred:
+            batch.deferred_requests.append(request)
             return False
         if external.num_tokens:
             prompt = prompt.within(
@@ -228,6 +259,7 @@ class KVCacheManager(BaseKVCacheManager):
         except OutOfBlocks:
             # Also where it would fit without the store: if that reaches further than the device,
             # less is matched there, so fewer blocks are shared with others.
+            batch.refused_requests.append(request)
             return False
         matched = allocation.matched_tokens
         request.reused_device_tokens = request.num_computed_tokens = matched
@@ -280,9 +312,7 @@ class KVCacheManager(BaseKVCacheManager):
         # Drafts that were appended for an earlier step and not taken are no tokens of the request.
         start = request.num_computed_tokens
         held = self.blocks.tokens(request.request_id, start)
-        wanted = request.tokens.view[start : start + len(held)]
-        differs = held[: len(wanted)] != wanted
-        agreed = int(differs.argmax()) if differs.any() else len(wanted)
+        agreed = common_length(held, request.tokens.view[start:])
         if agreed < len(held):
             self.blocks.rewind(request.request_id, len(held) - agreed)
 

@@ -9,6 +9,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from kvconnect.cache.pool.events import KvCacheEvent
 from kvconnect.cache.sequence.pinned_blocks import PinnedBlocks
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
@@ -97,11 +98,39 @@ class BaseKVCacheManager(BaseResourceManager):
         """
         return needs[0] <= self.get_num_free_blocks()
 
+    def reusable_tokens(self, request: LlmRequest, published: int = 0) -> int:
+        """Leading tokens that `request`, which holds no blocks, would reuse if it were admitted.
+
+        Changes nothing. A manager that reuses nothing says 0, as this does: then no request waits
+        for another that computes the same tokens.
+
+        Args:
+            request: waits.
+            published: as if its first so many tokens, whole blocks, were in the cache.
+        """
+        return 0
+
     def expect_chunks(self, max_chunk_tokens: int) -> None:
         """No request will compute more prompt tokens than this in one step; told at the start.
 
         Pools of sliding windows then hold blocks for so many at a time: see `needed_blocks`.
         """
+
+    def add_padding_request(self, request_id: int) -> None:
+        """Holds a block for a request of one token, to warm up with; nothing of it is published.
+
+        The engine does not ask for it; a manager may go without.
+
+        Raises:
+            ConfigurationError: the manager goes without.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no padding requests; override add_padding_request"
+        )
+
+    def take_events(self) -> list[KvCacheEvent]:
+        """What changed in the cache since the last call, oldest first; on any thread."""
+        return []
 
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:
         """Ask `matcher` during admission from now on."""
@@ -126,6 +155,12 @@ class BaseKVCacheManager(BaseResourceManager):
     def unpin(self, handle: PinnedBlocks) -> None:
         """Let go of what `handle` holds."""
         raise self._no_connector()
+
+    def publish_ended(self, request: LlmRequest) -> None:
+        """`request` ended, but holds its blocks until they are saved; `free_resources` follows.
+
+        What is valid of it may be published now already. Default: nothing.
+        """
 
     def get_priorities(self, request: LlmRequest, start: int = 0) -> list[int]:
         """Retention priority of each block of `request` from block `start` on."""

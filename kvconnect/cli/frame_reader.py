@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.backend import Backend, StoredEntry
-from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame
+from kvconnect.errors import BackendTimeout, BackendUnavailable, BadFrame, RetryLater
 
 __all__ = ["ReadFrame", "read_frames"]
 
@@ -90,6 +90,7 @@ class _Reader:
         self._store = store
         self._entries = entries
         self._ahead: StoredEntry | None = None
+        self._failure: RetryLater | None = None
 
     async def read(self, arena: _Arena) -> list[ReadFrame]:
         """The next batch; empty at the end."""
@@ -110,7 +111,7 @@ class _Reader:
         entries: list[StoredEntry] = []
         nbytes = 0
         while len(entries) < _BATCH_BLOCKS:
-            entry = self._ahead or await anext(self._entries, None)
+            entry = self._ahead or await self._next(told=not entries)
             self._ahead = None
             if entry is None:
                 break
@@ -120,6 +121,17 @@ class _Reader:
                 break
             entries.append(entry)
         return entries
+
+    async def _next(self, *, told: bool) -> StoredEntry | None:
+        """The next entry, or ``None``; raises why the listing failed, but only if `told`."""
+        if self._failure is None:
+            try:
+                return await anext(self._entries, None)
+            except RetryLater as error:
+                self._failure = error
+        if told:
+            raise self._failure
+        return None
 
     async def _load(
         self, entries: Sequence[StoredEntry], buffers: Sequence[Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvconnect.cli.command import picked
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
 
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["Machines", "parse_machines"]
 
 _TIERS = ("device", "host", "external")
+_SERVING = (
+    "tokens_per_block",
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+    "max_batch_size",
+    "max_waiting",
+    "offload_min_priority",
+)
 
 
 class Machines(NamedTuple):
@@ -87,10 +96,5 @@ def _machine(arguments: argparse.Namespace, blocks: dict[str, int]) -> Machine:
         device_blocks=blocks["device"],
         host_blocks=blocks.get("host", 0),
         external_blocks=blocks.get("external", 0),
-        tokens_per_block=arguments.tokens_per_block,
-        prefill_tokens_per_s=arguments.prefill_tokens_per_s,
-        decode_tokens_per_s=arguments.decode_tokens_per_s,
-        max_batch_size=arguments.max_batch_size,
-        max_waiting=arguments.max_waiting,
-        offload_min_priority=arguments.offload_min_priority,
+        **picked(arguments, *_SERVING),
     )

@@ -5,33 +5,37 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any, NoReturn
 
 from kvconnect import __version__
 from kvconnect.cli.command import Command
 from kvconnect.cli.interrupt import Terminated, raise_on_sigterm
 from kvconnect.errors import ConfigurationError, KvConnectError, MissingExtra
+from kvconnect.redaction import text_without_passwords, without_passwords
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = (
-    "kvconnect.cli.commands.generate",
-    "kvconnect.cli.commands.make_model",
-    "kvconnect.cli.commands.ls",
-    "kvconnect.cli.commands.stats",
-    "kvconnect.cli.commands.verify",
-    "kvconnect.cli.commands.prune",
-    "kvconnect.cli.commands.copy",
-    "kvconnect.cli.commands.simulate",
-    "kvconnect.cli.commands.make_trace",
-    "kvconnect.cli.commands.bench",
-    "kvconnect.cli.commands.check",
-)
-"""Modules of the subcommands, in the order of ``kvconnect --help``; each fits `Command`."""
+COMMANDS = {
+    "generate": "answer prompts with a model, keeping its KV cache in a store",
+    "make-model": "write a small random model with a byte-level tokenizer",
+    "ls": "list the blocks in a store",
+    "stats": "sum up what is in a store",
+    "verify": "read every block of a store and check it",
+    "prune": "delete blocks of a store by age, use, size, model or salt",
+    "copy": "copy the blocks of a store to another",
+    "simulate": "find out from a trace of requests how much cache is worth having",
+    "make-trace": "write a synthetic trace for simulate: system prompts, chats, agents",
+    "bench": "measure speed against what the machine can do",
+    "check": "run the conformance kit against a store",
+}
+"""The subcommands in the order of ``kvconnect --help``; each fits `Command` and has a module."""
 
+_URL = re.compile(r"(--[\w-]+=)?[A-Za-z][A-Za-z0-9+.-]*:")
 _HF_EXTRA = ("safetensors", "tokenizers", "tqdm", "transformers")
 
 _DESCRIPTION = """\
@@ -53,11 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     SIGTERM and Ctrl-C end it like an exception: what is staged for a store is saved first.
     """
-    parsed = make_parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # Before it there are nothing but flags.
+    chosen = next((one for one in arguments if not one.startswith("-")), "")
+    parsed = make_parser(chosen).parse_args(arguments)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("kvconnect: %(levelname)s: %(message)s"))
     logging.basicConfig(
-        level=logging.DEBUG if parsed.verbose else logging.WARNING,
-        format="kvconnect: %(levelname)s: %(message)s",
+        level=logging.DEBUG if parsed.verbose else logging.WARNING, handlers=[handler]
     )
+    # Of what may take minutes before anything else is seen.
+    logging.getLogger("kvconnect.digest").setLevel(logging.INFO)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
@@ -67,6 +77,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except Terminated:
         return 128 + signal.SIGTERM
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """What other packages log may name a store's URL; what this one does shows no password."""
+        line = super().format(record)
+        return (
+            line if record.name.partition(".")[0] == "kvconnect" else text_without_passwords(line)
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows no password where it quotes an argument that is a store's URL."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = args
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        for url in filter(_URL.match, self._given):
+            for quoted in (url, repr(url)[1:-1]):
+                message = message.replace(quoted, without_passwords(url))
+        super().error(message)
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -88,9 +123,14 @@ def _run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; imports no engine, so that ``--help`` is quick."""
-    parser = argparse.ArgumentParser(
+def make_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the whole command line.
+
+    Args:
+        only: the command whose options are needed; those of others, and what their modules import,
+            are left out. ``None``: all of them.
+    """
+    parser = _Parser(
         prog="kvconnect",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -99,13 +139,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvconnect {__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        command: Command = import_module(name)
-        command.add_parser(subparsers)
+    for name, about in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=about)
+        if only in {name, None}:
+            module = name.replace("-", "_")
+            command: Command = import_module(f"kvconnect.cli.commands.{module}")
+            command.add_options(subparser)
     return parser
 
 
 def _fail(error: Exception, code: int) -> int:
-    message = " ".join(str(error).split()) or type(error).__name__
+    text = str(error) if isinstance(error, KvConnectError) else text_without_passwords(str(error))
+    message = " ".join(text.split()) or type(error).__name__
     print(f"kvconnect: error: {message}", file=sys.stderr)
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from importlib.util import find_spec
@@ -21,21 +22,26 @@ _BYTES = "bytes"
 class Progress:
     """Counts up to `total` of `unit`; a context manager. Never writes to standard output.
 
+    In ``async with`` it also tells now and then that nothing was counted, as long as the event loop
+    runs.
+
     Args:
         task: what is done.
         total: 0: not known.
         unit: what is counted; ``bytes`` are shown in the units of people, and with their rate.
+        lines: no bar on a terminal either, for commands that write there meanwhile.
     """
 
-    def __init__(self, task: str, total: int, unit: str) -> None:
+    def __init__(self, task: str, total: int, unit: str, *, lines: bool = False) -> None:
         self._task = task
         self._total = total
         self._unit = unit
         self._done = 0
         self._started_at = self._told_at = time.monotonic()
         self._bar: tqdm[Never] | None = None
+        self._ticking: asyncio.Task[None] | None = None
         # Commands that need no extra do without the bar if tqdm is not there.
-        if sys.stderr.isatty() and find_spec("tqdm") is not None:
+        if not lines and sys.stderr.isatty() and find_spec("tqdm") is not None:
             from tqdm import tqdm
 
             sizes = unit == _BYTES
@@ -66,8 +72,22 @@ class Progress:
         rate = format_size(int(self._done / max(now - self._started_at, 1e-9)))
         return f"{format_size(self._done)}{whole}, {rate}/s"
 
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_SECONDS_BETWEEN_LINES)
+            self.advance(0)
+
     def __enter__(self) -> Self:
         return self
+
+    async def __aenter__(self) -> Self:
+        self._ticking = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self.__exit__()
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.url import parse_duration
-from kvconnect.digest import model_digest
+from kvconnect.cli.command import add_number
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Namespace, model_tag
 
@@ -47,11 +47,16 @@ class Selection:
         group.add_argument(
             "--model", metavar="DIR|DIGEST", help="of this model; or the first digits of its digest"
         )
+        group.add_argument(
+            "--model-revision",
+            metavar="NAME",
+            help="what engines name the weights of --model DIR, if they do (model_revision)",
+        )
         group.add_argument("--salt", metavar="TEXT", help="of requests with this cache_salt")
         group.add_argument(
             "--lora", metavar="ID", help="of requests with this adapter (and --salt, or none)"
         )
-        group.add_argument("--group", type=int, metavar="N", help="of this pool group")
+        add_number(group, "--group", "of this pool group")
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> Selection:
@@ -65,7 +70,7 @@ class Selection:
         return cls(
             created_before=now - parse_duration(older, field="--older-than") if older else None,
             used_before=now - parse_duration(unused, field="--unused-for") if unused else None,
-            model=None if arguments.model is None else _model(arguments.model),
+            model=_model(arguments.model, arguments.model_revision),
             namespaces=_namespaces(arguments.salt, arguments.lora),
             groups=None if arguments.group is None else frozenset({arguments.group}),
         )
@@ -86,9 +91,15 @@ class Selection:
         )
 
 
-def _model(text: str) -> str:
-    if Path(text).is_dir():
-        return model_tag(model_digest(text)).hex()
+def _model(text: str | None, revision: str | None) -> str | None:
+    if text is not None and Path(text).is_dir():
+        from kvconnect.digest import model_digest
+
+        return model_tag(model_digest(text, revision=revision)).hex()
+    if revision is not None:
+        raise ConfigurationError(f"--model-revision {revision}: needs --model DIR")
+    if text is None:
+        return None
     if _HEX.fullmatch(text):
         return text.lower()
     raise ConfigurationError(

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.backend import Access, Backend
 from kvconnect.backends.guard.codecs import codec_names
 from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
-__all__ = ["Part", "add_url", "listed", "parts", "visit", "visiting"]
+__all__ = ["add_url", "listed", "parts", "visit", "visiting"]
 
 _DEADLINE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A store that holds frames itself: the whole, or one tier of it."""
-
-    name: str
-    store: Backend
 
 
 def add_url(parser: argparse.ArgumentParser, name: str = "url") -> None:
@@ -37,8 +28,11 @@ def add_url(parser: argparse.ArgumentParser, name: str = "url") -> None:
 
 
 def visit(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end; Ctrl-C and SIGTERM cancel it, and it closes what it opened."""
-    asyncio.run(work)
+    """Run `work` to its end; Ctrl-C and SIGTERM cancel it, and it closes what it opened.
+
+    A store that is stuck is left behind some seconds later.
+    """
+    run_to_end(work)
 
 
 @asynccontextmanager
@@ -53,7 +47,7 @@ async def visiting(url: str, access: Access) -> AsyncIterator[GuardedBackend]:
     codec_names(parsed.codec)  # left out below, but no other parameter may be mistyped either
     if access != "store" and parsed.scheme == "memory":
         raise ConfigurationError(
-            f"{url}: a memory store belongs to the process that opened it; "
+            f"{parsed}: a memory store belongs to the process that opened it; "
             f"from outside there is nothing in it"
         )
     backend = open_backend(without_codec(url), deadline_s=_DEADLINE_S, raw=True)
@@ -66,18 +60,18 @@ async def visiting(url: str, access: Access) -> AsyncIterator[GuardedBackend]:
         await backend.close()
 
 
-def parts(store: GuardedBackend) -> list[Part]:
-    """The stores that hold frames: the tiers of a tiered one that answer, or `store` itself."""
-    return [Part(name, part) for name, part in (store.parts() or {store.name: store}).items()]
+def parts(store: GuardedBackend) -> Mapping[str, Backend]:
+    """By name the stores that hold frames: the tiers that answer of a tiered one, or `store`."""
+    return store.parts() or {store.name: store}
 
 
-def listed(url: str, store: GuardedBackend) -> list[Part]:
+def listed(url: str, store: GuardedBackend) -> dict[str, Backend]:
     """The parts that can list what they hold.
 
     Raises:
         ConfigurationError: there is none.
     """
-    found = [part for part in parts(store) if part.store.capabilities.enumerable]
+    found = {name: part for name, part in parts(store).items() if part.capabilities.enumerable}
     if not found:
         raise ConfigurationError(f"{StoreUrl.parse(url)}: this store cannot list what it holds")
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kvconnect.connector.data import TransferFailure
-from kvconnect.errors import RankDivergence
+from kvconnect.errors import ConnectorContractError, RankDivergence
 
 __all__ = [
     "Communicator",
@@ -16,6 +16,7 @@ __all__ = [
     "SingleProcess",
     "agreed",
     "obeyed",
+    "tell",
 ]
 
 T = TypeVar("T")
@@ -73,14 +74,17 @@ class Instructions:
         metadata: for the workers, from `build_connector_meta`.
         loads: that start now.
         saving: requests that ended and whose blocks are kept for a save that starts now.
-        cancelled: requests that do not wait for their load any more.
+        dropped: requests whose offered load in the background was not taken; a connector that did
+            not see that may return their ids all the same.
+        error: what the leader's scheduler raised instead; see `tell`.
     """
 
     step: int
     metadata: object = None
     loads: tuple[LoadOrder, ...] = ()
     saving: tuple[int, ...] = ()
-    cancelled: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +96,10 @@ class Report:
         saved, loaded: requests whose transfer ended with success on this rank.
         failures: transfers that will not finish on this rank.
         expired_loads, expired_saves: past their deadline by this rank's clock.
+        overdue_saves: whose blocks in quarantine were waited for long enough, by its clock.
         worker_meta: for the scheduler, from `build_worker_meta`.
-        error: how this rank's worker broke its contract. It travels here, so that all ranks raise
-            together instead of one raising and the others waiting for it.
+        error: how this rank's worker broke its contract, or what it raised. It travels here, so
+            that all ranks raise together instead of one raising and the others waiting for it.
     """
 
     step: int
@@ -103,6 +108,7 @@ class Report:
     failures: tuple[TransferFailure, ...] = ()
     expired_loads: tuple[int, ...] = ()
     expired_saves: tuple[int, ...] = ()
+    overdue_saves: tuple[int, ...] = ()
     worker_meta: object = None
     error: str | None = None
 
@@ -112,13 +118,39 @@ def obeyed(communicator: Communicator, mine: Instructions) -> Instructions:
 
     Raises:
         RankDivergence: the leader is in another step than this rank.
+        ConnectorContractError: the leader's scheduler raised.
     """
     leaders = communicator.broadcast(mine)
+    error: Exception
     if leaders.step != mine.step:
-        raise RankDivergence(
+        error = RankDivergence(
             f"rank {communicator.rank} is in step {mine.step}, the leader in step {leaders.step}"
         )
-    return leaders
+    elif leaders.error is not None:
+        error = ConnectorContractError(leaders.error)
+    else:
+        return leaders
+    tell(communicator, mine.step, error, begun=True)
+    raise error
+
+
+def tell(communicator: Communicator, step: int, error: Exception, *, begun: bool) -> None:
+    """This rank leaves its step by `error`: make the exchanges that the others wait for.
+
+    Collective as those are: it blocks until the others come to them.
+
+    Args:
+        communicator: the ranks.
+        step: number of the step.
+        error: raised by the caller afterwards; by the others as `ConnectorContractError`.
+        begun: the first exchange is over.
+    """
+    if communicator.size == 1:
+        return
+    text = f"rank {communicator.rank}: {type(error).__name__}: {error}"
+    if not begun:
+        communicator.broadcast(Instructions(step, error=text))
+    communicator.allgather(Report(step, error=text))
 
 
 def agreed(communicator: Communicator, mine: Report) -> list[Report]:
@@ -126,9 +158,13 @@ def agreed(communicator: Communicator, mine: Report) -> list[Report]:
 
     Raises:
         RankDivergence: a rank is in another step.
+        ConnectorContractError: a rank's worker broke its contract, or raised.
     """
     reports = communicator.allgather(mine)
     steps = [report.step for report in reports]
     if any(step != mine.step for step in steps) or len(steps) != communicator.size:
         raise RankDivergence(f"rank {communicator.rank} is in step {mine.step}, all ranks: {steps}")
+    for report in reports:
+        if report.error is not None:
+            raise ConnectorContractError(report.error)
     return reports

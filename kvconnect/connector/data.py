@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
-from kvconnect.keys import BlockKey, Shard
+from kvconnect.connector.parallel import Mapping, ParallelConfig
+from kvconnect.keys import BlockHash, BlockKey, Shard
 from kvconnect.layout import KvCacheLayout
 
 __all__ = [
@@ -42,6 +43,31 @@ class LlmArgs:
     model_digest: bytes
     shard: Shard = Shard()
     backend: Backend | None = None
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that each hold a part of every layer."""
+        return self.shard.tp_size
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Ranks that hold layers one after the other."""
+        return self.shard.pp_size
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        """How the model is spread; ``to_mapping()`` tells this rank's place."""
+        return ParallelConfig(self.shard)
+
+    @property
+    def mapping(self) -> Mapping:
+        """This rank's place."""
+        return self.parallel_config.to_mapping()
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Of the KV cache."""
+        return self.kv_cache_config.tokens_per_block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +107,11 @@ class RequestData:
     new_block_ids_by_group: tuple[list[int], ...] = ()
     cache_salt: str | None = None
     priorities: list[int] = field(default_factory=list)
+
+    @property
+    def block_hashes(self) -> list[BlockHash]:
+        """`block_keys`, for connectors that know blocks by a hash of 64 bits: ``int(hash)``."""
+        return [BlockHash(key) for key in self.block_keys]
 
 
 @dataclass(frozen=True, slots=True)

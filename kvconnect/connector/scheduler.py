@@ -17,6 +17,10 @@ class KvCacheConnectorScheduler(ABC):
 
     Names and signatures are TensorRT-LLM's, so that its connectors run here by changing an import.
     Methods marked *ours* have defaults. None may block for long: the engine waits.
+
+    What a method raises for one request ends that request by the error, which its ``result()``
+    raises; `request_aborted`, and `request_finished` if it holds blocks, follow. What the methods
+    of a whole step raise ends the engine.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:
@@ -54,9 +58,10 @@ class KvCacheConnectorScheduler(ABC):
 
         Called once per admission, after the device match, only when the blocks are surely there.
         True as second element loads in the background: the request waits, the engine does not.
-        More than ``prompt_len - 1 - num_computed_tokens`` is cut. An answer that reaches no further
-        than a partial match on the device is not taken: then ``computed_position`` of the request's
-        first report lies beyond it, and nothing of it may be loaded.
+        More than ``prompt_len - 1 - num_computed_tokens`` is cut. The answer is dropped if it
+        reaches no further than a partial match on the device, or if no load of this request may
+        start now; then ``request.num_connector_matched_tokens`` is 0 at `update_state_after_alloc`,
+        and nothing of it may be loaded.
         """
 
     @abstractmethod
@@ -68,7 +73,16 @@ class KvCacheConnectorScheduler(ABC):
 
     @abstractmethod
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """`request` was given `block_ids`; comes before `build_connector_meta` of the same step."""
+        """`request` was given `block_ids`; comes before `build_connector_meta` of the same step.
+
+        Called once after each `get_num_new_matched_tokens` that led to an admission, never without.
+        """
+
+    def blocks_replaced(self, request: LlmRequest, block_ids: list[int]) -> None:
+        """*Ours.* `request` holds `block_ids` from now on: a load may still write to old ones.
+
+        It is in `new_requests` of the next step, once more if it was before.
+        """
 
     def on_new_request(self, request: LlmRequest) -> None:
         """*Ours.* `request` enters the queue: start looking things up."""

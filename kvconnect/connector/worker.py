@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from kvconnect.connector.data import KvCachePool, LlmArgs, TransferFailure
+from kvconnect.connector.pool_view import pool_view
+from kvconnect.connector.stream import ForwardStream
 from kvconnect.errors import ConfigurationError
 
 __all__ = ["KvCacheConnectorWorker"]
@@ -17,8 +18,8 @@ __all__ = ["KvCacheConnectorWorker"]
 class KvCacheConnectorWorker(ABC):
     """Moves KV blocks of one rank. Called on the engine's thread.
 
-    `stream` is the CUDA stream of the forward pass, ``None`` on the CPU. Methods marked *ours* have
-    defaults.
+    `stream` is the CUDA stream of the forward pass, on the CPU a `CpuStream` with the same methods;
+    never ``None``. Methods marked *ours* have defaults.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:
@@ -39,7 +40,10 @@ class KvCacheConnectorWorker(ABC):
 
     @abstractmethod
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """Called once, first: the pool, ``[num_blocks, num_layers, kv_factor, elements]``."""
+        """Called once, first: the pool, ``[num_blocks, num_layers, kv_factor, elements]``.
+
+        Also where the pool is in host memory, ``.cpu()`` of a part of it is a copy.
+        """
 
     def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
         """*Ours.* Called instead, with one entry per pool group, in their order.
@@ -60,22 +64,22 @@ class KvCacheConnectorWorker(ABC):
                 f"{type(self).__name__}: the model has {len(pools)} KV pools ({named}); override "
                 "register_kv_cache_layout, and use new_block_ids_by_group, to serve them"
             )
-        self.register_kv_caches(pools[0].tensor)
+        self.register_kv_caches(pool_view(pools[0].tensor))
 
     @abstractmethod
-    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
+    def start_load_kv(self, stream: ForwardStream) -> None:
         """Begin the loads of this step; once a step, after binding, before the forward pass."""
 
     @abstractmethod
-    def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
+    def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
         """After this, layer `layer_idx` of what was loaded may be read on `stream`. Ascending."""
 
     @abstractmethod
-    def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
+    def save_kv_layer(self, layer_idx: int, stream: ForwardStream) -> None:
         """The layer's KV is written, or at least enqueued on `stream`: order copies behind it."""
 
     @abstractmethod
-    def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
+    def wait_for_save(self, stream: ForwardStream) -> None:
         """The end of a forward pass.
 
         When it returns, every byte read from the blocks has left them, or `stream` waits for that.

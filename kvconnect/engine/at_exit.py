@@ -4,11 +4,15 @@ from __future__ import annotations
 
 # Imported for its order: it stops all executors at exit, and what is registered later runs earlier.
 import concurrent.futures.thread  # noqa: F401
+import logging
 import threading
 import weakref
 from typing import Protocol
 
 __all__ = ["close_at_exit"]
+
+
+_log = logging.getLogger(__name__)
 
 
 class _Closable(Protocol):
@@ -25,7 +29,10 @@ def close_at_exit(engine: _Closable) -> None:
 
 def _close_all() -> None:
     for engine in list(_open):
-        engine.close()
+        try:
+            engine.close()
+        except Exception as error:  # noqa: BLE001  the others are to be closed, too
+            _log.error("an engine did not close at exit: %s", error, exc_info=error)
 
 
 # `atexit` is too late: executors take no more work then, and a store may need one to drain.

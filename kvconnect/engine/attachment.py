@@ -1,14 +1,20 @@
-"""What the engine sees of a connector, and what it sees where none is attached."""
+"""A connector as the engine attaches it and sees it, and what it sees where there is none."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, TypeAlias
 
+from kvconnect.backend import Backend
+from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
+from kvconnect.errors import ConfigurationError
 from kvconnect.request import LlmRequest, ScheduledBatch
+from kvconnect.text import shown
 
-__all__ = ["Attachment", "NoConnector"]
+__all__ = ["Attachment", "Connector", "NoConnector", "config_of"]
 
 
 class NoConnector:
@@ -19,6 +25,10 @@ class NoConnector:
 
     def on_new_request(self, request: LlmRequest) -> None:
         """Nothing."""
+
+    def take_errors(self) -> dict[int, Exception]:
+        """None."""
+        return {}
 
     def begin_step(self, batch: ScheduledBatch) -> None:
         """Nothing."""
@@ -64,3 +74,25 @@ class NoConnector:
 
 Attachment: TypeAlias = KvCacheConnectorManager | NoConnector
 """What the engine drives."""
+
+Connector: TypeAlias = KvCacheConnectorConfig | Backend | str | Mapping[str, object]
+"""What a user attaches: a configuration (or its fields as a dict), a store, or a store's URL."""
+
+
+def config_of(connector: Connector | None) -> KvCacheConnectorConfig | None:
+    """`connector` as a configuration.
+
+    Raises:
+        ConfigurationError: see `KvCacheConnectorConfig`.
+    """
+    if isinstance(connector, str):
+        return KvCacheConnectorConfig(url=connector)
+    if isinstance(connector, Backend):
+        return KvCacheConnectorConfig(backend=connector)
+    if connector is None:
+        return None
+    if isinstance(connector, PurePath):
+        raise ConfigurationError(
+            f"connector: {shown(connector)} is a path; give a store's URL, as 'disk:///var/cache/kv'"
+        )
+    return KvCacheConnectorConfig.given("connector", connector)

@@ -12,9 +12,14 @@ __all__ = ["BOS_ID", "EOS_ID", "PAD_ID", "VOCAB_SIZE", "write_byte_tokenizer"]
 EOS_ID, BOS_ID, PAD_ID = 256, 257, 258
 VOCAB_SIZE = 260
 
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
 
 def write_byte_tokenizer(directory: Path, *, model_max_length: int) -> None:
-    """Write ``tokenizer.json`` and its configuration to `directory`."""
+    """Write ``tokenizer.json``, its configuration and a chat template to `directory`."""
     # Byte-level BPE names byte b by a printable character: bytes that are printable in latin-1
     # stand for themselves, the others are moved up behind them, in order.
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
@@ -32,4 +37,5 @@ def write_byte_tokenizer(directory: Path, *, model_max_length: int) -> None:
         pad_token="<pad>",  # noqa: S106
         model_max_length=model_max_length,
         clean_up_tokenization_spaces=False,
+        chat_template=_CHAT_TEMPLATE,
     ).save_pretrained(directory)

@@ -6,7 +6,7 @@ and one token more comes for free. The output is that of plain greedy decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self, TypeAlias
 
 import numpy as np
@@ -24,7 +24,8 @@ NO_DRAFTS: TokenArray = np.empty(0, np.int32)
 class NgramSpeculation(Settings):
     """Prompt lookup: what followed the last few tokens when they occurred before.
 
-    Only greedy requests are drafted for; with a temperature above 0 a request runs without drafts.
+    Only greedy requests are drafted for; with a temperature above 0, a penalty or ``min_tokens`` a
+    request runs without drafts.
 
     Attributes:
         num_draft_tokens: at most so many are proposed per step.
@@ -47,13 +48,15 @@ class NgramSpeculation(Settings):
 
     @classmethod
     def of(cls, speculative: Speculation | None) -> NgramSpeculation | None:
-        """What the user asked for: settings, or the name ``ngram`` for the defaults.
+        """What the user asked for: settings, also as a dict, or ``ngram`` for the defaults.
 
         Raises:
             ConfigurationError: another name.
         """
         if speculative is None or isinstance(speculative, NgramSpeculation):
             return speculative
+        if isinstance(speculative, Mapping):
+            return cls.given("speculative", speculative)
         if speculative != "ngram":
             raise ConfigurationError(
                 f"speculative: {speculative!r} is unknown; give 'ngram' or an NgramSpeculation"
@@ -61,7 +64,7 @@ class NgramSpeculation(Settings):
         return cls()
 
 
-Speculation: TypeAlias = NgramSpeculation | Literal["ngram"]
+Speculation: TypeAlias = NgramSpeculation | Mapping[str, object] | Literal["ngram"]
 """What an engine takes as ``speculative``."""
 
 

@@ -17,6 +17,7 @@ from kvconnect.engine.model.forward_step import (
 )
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
+from kvconnect.engine.request.logprobs import top_tokens
 from kvconnect.engine.request.output import EngineStats
 from kvconnect.engine.request.stops import FinishReason
 from kvconnect.engine.sampler import Sampler
@@ -30,6 +31,9 @@ __all__ = ["Engine"]
 
 class Engine:
     """Runs requests to their end, step by step. One thread owns it, see `EngineThread`.
+
+    What goes wrong for one request, in the connector or here, ends that request by the error. What
+    goes wrong for a whole step is raised, and no step may follow: see `fail_all`.
 
     Args:
         model: computes.
@@ -53,8 +57,9 @@ class Engine:
         self._scheduler = scheduler
         self._layers = layers
         self._num_groups = 1 + max(layer.group for layer in layers)
-        self._sampler = Sampler()
+        self._sampler = Sampler(model.eos_token_ids)
         self._live: dict[int, LiveRequest] = {}
+        self._errors: dict[int, Exception] = {}  # what live requests are to end by
         self.stats = EngineStats(max_blocks=kv.get_max_resource_count())
         self._recount_blocks()
 
@@ -62,12 +67,13 @@ class Engine:
         """One step of the engine; False if nothing came of it, so that there is time to sleep."""
         # schedule: admit what fits, allocate, share out the budget of tokens
         batch = self._schedule()
+        failed = self._end_failed(batch)
         # connect: tell the connector, start its loads
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
             self._connector.begin_step(batch)
         elif not self._connector.expects_news():
-            return self._unblock()
+            return failed or self._unblock()
         # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
         logits = self._forward(batch.requests)
         # agree: whatever failed to load gets nothing from this step
@@ -80,7 +86,8 @@ class Engine:
             self._emit(run)
         # settle: loaded requests resume, saved ones let go
         self._settle(outcome)
-        ended = bool(outcome.loaded or outcome.failed or outcome.saved)
+        failed |= self._end_failed()
+        ended = bool(failed or outcome.loaded or outcome.failed or outcome.saved)
         if self._recount_blocks() or scheduled or ended:
             return True
         return self._connector.wait_seconds() is None and self._unblock()
@@ -92,6 +99,7 @@ class Engine:
         self._live[live.request.request_id] = live
         self._scheduler.waiting.append(live.request)
         self._connector.on_new_request(live.request)
+        self._end_failed()
 
     def abort(self, request_id: int) -> None:
         """End a request now, if it has not ended yet."""
@@ -107,9 +115,8 @@ class Engine:
 
     def fail_all(self, error: BaseException) -> None:
         """End every request by `error`; nothing is given back, and no step may follow."""
-        for live in self._live.values():
+        for live in list(self._live.values()):  # from another thread, if this one is stuck
             live.fail(error)
-        self._live.clear()
 
     def wait_seconds(self) -> float | None:
         """How long to sleep after a step that brought nothing; ``None``: until there is news."""
@@ -185,21 +192,26 @@ class Engine:
             return []
         rows, requests = [row for row, _ in owners], [request for _, request in owners]
         # Requests with drafts are greedy: each of their rows is chosen from on its own.
-        tokens = self._sampler.sample(
-            logits if len(rows) == len(logits) else logits[rows], requests
-        )
+        wanted = logits if len(rows) == len(logits) else logits[rows]
+        tokens = self._sampler.sample(wanted, requests)
         runs = []
         start = 0
         while start < len(requests):
             live = self._live[requests[start].request_id]
             stop = start + 1 + len(live.request.draft_tokens)
-            runs.append(self._take(live, tokens[start:stop]))
+            try:
+                runs.append(self._take(live, tokens[start:stop], wanted[start:stop]))
+            except Exception as error:  # noqa: BLE001  of this request; it ends with the step
+                self._errors[live.request.request_id] = error
             start = stop
         return runs
 
-    def _take(self, live: LiveRequest, chosen: list[int]) -> TokenRun:
-        """Append what was chosen, and take back the drafts that were not."""
-        run = live.take(chosen)
+    def _take(
+        self, live: LiveRequest, chosen: Sequence[int | Exception], logits: Tensor
+    ) -> TokenRun:
+        """Append what was chosen from `logits`, and take back the drafts that were not."""
+        tokens = _sampled(chosen)
+        run = live.take(tokens, top_tokens(logits, live.request, tokens))
         if run.num_rejected:
             self._kv.rewind(live.request, run.num_rejected)
             self._connector.on_rewind(live.request)
@@ -216,8 +228,32 @@ class Engine:
         """`live` is over: its waiter is told."""
         self._let_go(live, aborted=reason == "abort")
         self._count(live.request)
-        live.finish(reason)
+        self._errors |= self._connector.take_errors()
+        try:
+            if error := self._errors.pop(live.request.request_id, None):
+                live.fail(error)
+            else:
+                live.finish(reason)
+        except Exception as error:  # noqa: BLE001  no output can be made of it
+            live.fail(error)
         del self._live[live.request.request_id]  # last: what is in there is told of errors
+
+    def _fail(self, live: LiveRequest, error: Exception) -> None:
+        """`live` ends by an error of its own: its waiter is told."""
+        self._let_go(live, aborted=True)
+        live.fail(error)
+        del self._live[live.request.request_id]
+
+    def _end_failed(self, batch: ScheduledBatch | None = None) -> bool:
+        """End those that something went wrong for, also out of `batch`; whether there were any."""
+        self._errors |= self._connector.take_errors()
+        errors, self._errors = self._errors, {}
+        failed = [live for one in errors if (live := self._live.get(one)) is not None]
+        for live in failed:
+            self._fail(live, errors[live.request.request_id])
+        if failed and batch is not None:
+            batch.drop({live.request.request_id for live in failed})
+        return bool(failed)
 
     def _let_go(self, live: LiveRequest, *, aborted: bool) -> None:
         """`live` leaves the engine: its blocks go, or stay until they are saved."""
@@ -230,6 +266,7 @@ class Engine:
             self._connector.get_kv_transfer_params(request) or request.kv_transfer_params
         )
         if keep:
+            self._kv.publish_ended(request)
             request.state = RequestState.SAVING
             self._scheduler.saving[request.request_id] = request
         else:
@@ -296,9 +333,7 @@ class Engine:
             f"request {request.request_id} needs {' + '.join(map(str, needed))} KV blocks; "
             f"{self._kv.get_num_free_blocks()} are free though no other request holds any"
         )
-        self._let_go(live, aborted=True)
-        live.fail(error)
-        del self._live[request.request_id]
+        self._fail(live, error)
         return True
 
     # ------------------------------------------------------------------ account
@@ -324,3 +359,13 @@ class Engine:
         """Gauges, on any thread: as they were at the end of the last step."""
         free, most = self.stats.free_blocks, self.stats.max_blocks
         return {"engine.blocks.free": free, "engine.blocks.used": max(0, most - free)}
+
+
+def _sampled(chosen: Sequence[int | Exception]) -> list[int]:
+    """`chosen`, if none of it is an error; else that is raised."""
+    tokens = []
+    for one in chosen:
+        if isinstance(one, Exception):
+            raise one
+        tokens.append(one)
+    return tokens

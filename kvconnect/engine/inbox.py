@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from kvconnect.engine.request.owner import Owner
 from kvconnect.errors import EngineClosed
 
 __all__ = ["Inbox"]
@@ -13,21 +16,28 @@ _Message = TypeVar("_Message")
 
 
 class Inbox(Generic[_Message]):
-    """Messages for one reader, and a bell that wakes it. Nothing but `wait` blocks."""
+    """Messages for one reader, and a bell that wakes it. Nothing but `wait` blocks.
+
+    Attributes:
+        owner: the process of its reader.
+    """
 
     def __init__(self) -> None:
-        self._messages: list[_Message] = []
+        self._messages: deque[_Message] = deque()
         self._changed = threading.Condition()
         self._rung = False
         self._closed = False
         self._cause: BaseException | None = None
+        self.owner = Owner()
 
     def post(self, message: _Message) -> None:
         """Leave `message` and wake the reader.
 
         Raises:
-            EngineClosed: the reader has stopped; the cause is the error that ended it, if any.
+            EngineClosed: the reader has stopped; the cause is the error that ended it, if any. Or
+                it is in another process.
         """
+        self.owner.check()
         with self._changed:
             if self._closed:
                 what = "the engine was closed" if self._cause is None else "the engine has failed"
@@ -42,11 +52,14 @@ class Inbox(Generic[_Message]):
             self._rung = True
             self._changed.notify()
 
-    def take(self) -> list[_Message]:
-        """All messages so far, oldest first."""
-        with self._changed:
-            taken, self._messages = self._messages, []
-        return taken
+    def take(self) -> Iterator[_Message]:
+        """The messages so far, oldest first, each taken when it is asked for: others stay."""
+        for _ in range(len(self._messages)):
+            with self._changed:
+                if not self._messages:  # closed meanwhile
+                    return
+                message = self._messages.popleft()
+            yield message
 
     def wait(self, timeout: float | None) -> bool:
         """Sleep until the bell rings, or rang since the last wait; False if `timeout` s passed."""
@@ -56,7 +69,8 @@ class Inbox(Generic[_Message]):
         return rang
 
     def close(self, cause: BaseException | None) -> list[_Message]:
-        """Accept nothing any more; returns what the reader has not taken."""
+        """Accept nothing any more; returns what the reader has not taken. The first cause stays."""
         with self._changed:
-            self._closed, self._cause = True, cause
-        return self.take()
+            self._closed, self._cause = True, self._cause or cause
+            left, self._messages = list(self._messages), deque()
+        return left

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from kvconnect.engine.penalties import Penalties
 from kvconnect.request import LlmRequest, SamplingParams
 
 __all__ = ["Sampler"]
@@ -17,13 +18,17 @@ class Sampler:
 
     A request draws one number per token from its own generator: equal seeds give equal samples,
     whatever else is in the batch.
+
+    Args:
+        eos_token_ids: the model's own end-of-sequence tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, eos_token_ids: Collection[int] = ()) -> None:
         self._generators: dict[int, torch.Generator] = {}
+        self._penalties = Penalties(eos_token_ids)
 
-    def sample(self, logits: Tensor, requests: Sequence[LlmRequest]) -> list[int]:
-        """One token for each request.
+    def sample(self, logits: Tensor, requests: Sequence[LlmRequest]) -> list[int | Exception]:
+        """One token for each request, or why there is none for it.
 
         Args:
             logits: ``[requests, vocab]``.
@@ -31,16 +36,29 @@ class Sampler:
         """
         # As in transformers: the choice is made in float32, whatever the model computes in.
         scores = logits.float()
-        tokens: list[int] = scores.argmax(dim=-1).tolist()
+        tokens: list[int | Exception] = scores.argmax(dim=-1).tolist()
         for row, request in enumerate(requests):
             params = request.sampling_params
-            if params.temperature > 0:
-                tokens[row] = _draw(scores[row], params, self._generator(request))
+            if params.temperature > 0 or params.adjusts_logits:
+                try:
+                    tokens[row] = self._choose(scores[row], request)
+                except Exception as error:  # noqa: BLE001  of this request, not of the batch
+                    tokens[row] = error
         return tokens
 
     def forget(self, request: LlmRequest) -> None:
         """`request` is over."""
         self._generators.pop(request.request_id, None)
+        self._penalties.forget(request)
+
+    def _choose(self, scores: Tensor, request: LlmRequest) -> int:
+        """From the logits ``[vocab]`` of a request that asks for more than the best token."""
+        params = request.sampling_params
+        if params.adjusts_logits:
+            scores = self._penalties.apply(scores, request)
+        if params.temperature > 0:
+            return _draw(scores, params, self._generator(request))
+        return int(scores.argmax())
 
     def _generator(self, request: LlmRequest) -> torch.Generator:
         generator = self._generators.get(request.request_id)
@@ -57,7 +75,7 @@ class Sampler:
 def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
     ranked, order = torch.sort(scores, descending=True, stable=True)
     if params.top_k:
-        ranked = ranked[: params.top_k]
+        ranked = ranked[: min(params.top_k, len(ranked))]
     # Relative to the best one: a temperature near zero must not make infinities.
     relative = (ranked - ranked[0]).double() / params.temperature
     probabilities = torch.softmax(relative, dim=-1)

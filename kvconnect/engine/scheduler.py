@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias, get_args
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.engine.drafts import NO_DRAFTS, NgramDrafter
+from kvconnect.engine.common_prefixes import CommonPrefixes
+from kvconnect.engine.drafts import NO_DRAFTS, NgramDrafter, NgramSpeculation
 from kvconnect.engine.model.forward_step import first_scheduled_token
 from kvconnect.errors import ConfigurationError, OutOfBlocks, nearest
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
@@ -24,10 +25,15 @@ class Scheduler:
     ``guaranteed_no_evict`` admits a request only if what all admitted ones still need to run to
     their end, and what it needs itself, is free: nothing that runs is ever evicted for another.
     Reuse only lowers what a request takes, so that holds without knowing how much is reused.
+    Requests whose load has to wait for other loads keep their place in the queue, and let others
+    pass: they are tried first in the next step.
 
     ``max_utilization`` admits a request as soon as its prompt fits beside what the running ones
     need in this step. When one of those finds no block later, the last admitted one is preempted:
     never the one that runs longest, so that one always gets to its end.
+
+    With `share_prefixes` prompts that begin alike compute what they share once: the first ends a
+    chunk there, and the others wait for it.
 
     Attributes:
         waiting: hold no blocks.
@@ -36,7 +42,7 @@ class Scheduler:
         saving: finished, their blocks are kept until they are saved; by request id.
 
     Raises:
-        ConfigurationError: an unknown policy.
+        ConfigurationError: an unknown policy, or a cache manager that cannot take drafts back.
     """
 
     def __init__(
@@ -46,20 +52,27 @@ class Scheduler:
         max_num_tokens: int,
         max_batch_size: int,
         policy: SchedulingPolicy = "guaranteed_no_evict",
-        drafter: NgramDrafter | None = None,
+        speculation: NgramSpeculation | None = None,
+        share_prefixes: bool = True,
     ) -> None:
         if policy not in get_args(SchedulingPolicy):
             raise ConfigurationError(
                 f"scheduling: {policy!r} is unknown; "
                 f"{nearest(str(policy), get_args(SchedulingPolicy))}"
             )
+        if speculation is not None and not kv.supports_connector:
+            raise ConfigurationError(
+                f"speculative: rejected drafts are rewound, which {type(kv).__name__} does not say "
+                "it can (supports_connector is False)"
+            )
         self._kv = kv
         kv.expect_chunks(max_num_tokens)
         self._max_num_tokens = max_num_tokens
         # Every running request gets at least one token of each step's budget.
         self._max_batch_size = min(max_batch_size, max_num_tokens)
+        self._share_prefixes = share_prefixes
         self._guaranteed = policy == "guaranteed_no_evict"
-        self._drafter = drafter
+        self._drafter = None if speculation is None else NgramDrafter(speculation)
         self.waiting: deque[LlmRequest] = deque()
         self.running: list[LlmRequest] = []
         self.loading: dict[int, LlmRequest] = {}
@@ -81,8 +94,9 @@ class Scheduler:
         if batch.requests:
             self._prepare_running(batch)
         # What runs has its blocks: what is left may go to those that wait.
-        self._admit(batch)
-        self._share_budget(batch)
+        prefixes = CommonPrefixes(self._kv, enabled=self._share_prefixes)
+        self._admit(batch, prefixes)
+        self._share_budget(batch, prefixes)
         return batch
 
     def resume(self, request: LlmRequest) -> None:
@@ -126,14 +140,14 @@ class Scheduler:
     # ------------------------------------------------------------------ what runs
 
     def _propose(self, generation: list[LlmRequest], context: list[LlmRequest]) -> None:
-        """Drafts for greedy requests, within the budget and never beyond ``max_tokens``."""
+        """Drafts for plain greedy requests, within the budget, never beyond ``max_tokens``."""
         if self._drafter is None:
             return
         spare = self._max_num_tokens - len(generation) - len(context)
         for request in generation:
             request.draft_tokens = NO_DRAFTS
             params = request.sampling_params
-            if params.temperature > 0:
+            if params.temperature > 0 or params.adjusts_logits:
                 continue
             # One token comes with every step anyway.
             useful = params.max_tokens - request.num_generated_tokens - 1
@@ -155,63 +169,111 @@ class Scheduler:
 
     # ------------------------------------------------------------------ what waits
 
-    def _admit(self, batch: ScheduledBatch) -> None:
-        """Add to `batch` those from `waiting` that fit."""
+    def _admit(self, batch: ScheduledBatch, prefixes: CommonPrefixes) -> None:
+        """Add to `batch` those from `waiting` that fit and need not wait for another's prefix."""
+        seats, tokens = self._room(batch)
+        if self.waiting and seats > 0 and tokens > 0:
+            # All of these end their prompts in this step: the budget has room for more.
+            prefixes.add(batch.context_requests)
+            if self._guaranteed:
+                self._take_in_candidates(batch, prefixes)
+            else:
+                self._fill(batch, prefixes, seats=seats, tokens=tokens)
+        self.waiting.extendleft(reversed(batch.deferred_requests))
+
+    def _room(self, batch: ScheduledBatch) -> tuple[int, int]:
+        """Seats and tokens that `batch` has left; none if not positive."""
         seats = self._max_batch_size - len(self.running) - len(self.loading)
         tokens = self._max_num_tokens - sum(
             1 + len(request.draft_tokens) for request in batch.generation_requests
         )
-        tokens -= sum(map(_remaining, batch.context_requests))
-        if not self.waiting or seats <= 0 or tokens <= 0:
-            return
-        if self._guaranteed:
-            self._take_in(self._candidates(seats, tokens), batch)
-        else:
-            self._fill(batch, seats, tokens)
+        return seats, tokens - sum(map(_remaining, batch.context_requests))
 
-    def _candidates(self, seats: int, tokens: int) -> list[LlmRequest]:
-        """Takes those from `waiting` that fit, in blocks and in tokens, before any reuse."""
-        candidates: list[LlmRequest] = []
-        while self.waiting and len(candidates) < seats and tokens > 0:
-            if not self._fits([*candidates, self.waiting[0]]):
+    def _take_in_candidates(self, batch: ScheduledBatch, prefixes: CommonPrefixes) -> None:
+        """Take in those that fit, in blocks and in tokens, before any reuse.
+
+        In the place of those that are deferred come others, until none is.
+        """
+        passed = -1
+        refused: list[LlmRequest] = []
+        while not refused and passed < len(batch.deferred_requests) < self._max_batch_size:
+            passed = len(batch.deferred_requests)
+            chosen, held = self._candidates(prefixes, *self._room(batch))
+            refused = self._take_in([one for one in chosen if one not in held], batch)
+            prefixes.discard(one for one in chosen if one.state is not RequestState.CONTEXT)
+            back = held + refused
+            self.waiting.extendleft(one for one in reversed(chosen) if one in back)
+
+    def _candidates(
+        self, prefixes: CommonPrefixes, seats: int, tokens: int
+    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """Takes those from `waiting` that fit; which of them are to wait for another's prefix."""
+        chosen: list[LlmRequest] = []
+        held: list[LlmRequest] = []
+        while self.waiting and len(chosen) < seats and tokens > 0:
+            request = self.waiting[0]
+            if not self._fits([*chosen, request]) or (held and request.num_tokens > tokens):
                 break
-            tokens -= self.waiting[0].num_tokens
-            candidates.append(self.waiting.popleft())
-        return candidates
+            chosen.append(self.waiting.popleft())
+            tokens -= request.num_tokens
+            if prefixes.hold_back(request):
+                held.append(request)
+            else:
+                prefixes.add([request])
+        return chosen, held
 
     def _fits(self, candidates: Iterable[LlmRequest]) -> bool:
         """Whether all that is admitted, and `candidates`, can run to its end."""
-        requests = [*self.running, *self.loading.values(), *candidates]
+        return self._have_room([*self.running, *self.loading.values(), *candidates])
+
+    def _fill(
+        self, batch: ScheduledBatch, prefixes: CommonPrefixes, *, seats: int, tokens: int
+    ) -> None:
+        """Take in one after the other, until the first for whose prompt there is no room."""
+        held: list[LlmRequest] = []
+        refused: list[LlmRequest] = []
+        while self.waiting and not refused and seats > 0 and tokens > 0:
+            request = self.waiting[0]
+            if held and (request.num_tokens > tokens or not self._have_room([*held, request])):
+                break
+            if len(batch.deferred_requests) >= self._max_batch_size:
+                break
+            self.waiting.popleft()
+            if prefixes.hold_back(request):
+                held.append(request)
+                seats -= 1
+                tokens -= request.num_tokens
+                continue
+            refused = self._take_in([request], batch)
+            if request.state is not RequestState.QUEUED:
+                seats -= 1
+            if request.state is RequestState.CONTEXT:
+                prefixes.add([request])
+                tokens -= _remaining(request)
+        self.waiting.extendleft(reversed(held + refused))
+
+    def _have_room(self, requests: Iterable[LlmRequest]) -> bool:
+        """Whether what is free now lasts to the end of all of these."""
         needs = zip(*map(self._kv.needed_blocks, requests), strict=True)
         return self._kv.ensure_free([sum(blocks) for blocks in needs])
 
-    def _fill(self, batch: ScheduledBatch, seats: int, tokens: int) -> None:
-        """Take in one after the other, until the first for whose prompt there is no room."""
-        while self.waiting and seats > 0 and tokens > 0:
-            request = self.waiting.popleft()
-            if not self._take_in([request], batch):
-                break
-            seats -= 1
-            if request.state is not RequestState.LOADING:
-                tokens -= _remaining(request)
-
-    def _take_in(self, candidates: list[LlmRequest], batch: ScheduledBatch) -> bool:
-        """Have `candidates` admitted into `batch`; False if one was refused, which goes back."""
+    def _take_in(self, candidates: list[LlmRequest], batch: ScheduledBatch) -> list[LlmRequest]:
+        """Have `candidates` admitted into `batch`; returns those for which there was no room."""
         if not candidates:
-            return True
+            return []
         admission = ScheduledBatch(candidates)
         self._kv.prepare_resources(admission)
-        self.waiting.extendleft(reversed(admission.refused_requests))
         for request in admission.loading_requests:
             self.loading[request.request_id] = request
         self.running += admission.context_requests
         batch.context_requests += admission.context_requests
         batch.loading_requests += admission.loading_requests
-        return not admission.refused_requests
+        batch.deferred_requests += admission.deferred_requests
+        return admission.refused_requests
 
     # ------------------------------------------------------------------ the budget
 
-    def _share_budget(self, batch: ScheduledBatch) -> None:
+    def _share_budget(self, batch: ScheduledBatch, prefixes: CommonPrefixes) -> None:
         budget = self._max_num_tokens
         for request in batch.generation_requests:
             request.num_scheduled_tokens = 1 + len(request.draft_tokens)
@@ -219,7 +281,9 @@ class Scheduler:
         behind = len(batch.context_requests)
         for request in batch.context_requests:
             behind -= 1
-            request.num_scheduled_tokens = min(_remaining(request), budget - behind)
+            start = first_scheduled_token(request)
+            wanted = prefixes.end(request, start) - start
+            request.num_scheduled_tokens = min(wanted, budget - behind)
             budget -= request.num_scheduled_tokens
 
 

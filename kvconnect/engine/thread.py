@@ -36,11 +36,19 @@ class EngineThread:
     Args:
         engine: no other thread may use it from now on.
         inbox: empty; rung when a transfer of the engine's connector ended.
+        close_s: what `close` waits for at most; ``None``: until the thread has ended.
     """
 
-    def __init__(self, engine: Engine, inbox: Inbox[LiveRequest | Abort | Close]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        inbox: Inbox[LiveRequest | Abort | Close],
+        *,
+        close_s: float | None = None,
+    ) -> None:
         self._engine = engine
         self._inbox = inbox
+        self._close_s = close_s
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvconnect-engine", daemon=True)
         self._thread.start()
@@ -49,9 +57,17 @@ class EngineThread:
         """Have the engine take in `live`.
 
         Raises:
-            EngineClosed: it takes no more requests.
+            EngineClosed: it takes no more requests, or runs in another process.
         """
         self._inbox.post(live)
+
+    def check_process(self) -> None:
+        """Nothing, unless this process was forked from that of the thread.
+
+        Raises:
+            EngineClosed: it was.
+        """
+        self._inbox.owner.check()
 
     def abort(self, request_id: int) -> None:
         """Have the engine end a request; does nothing once that has ended."""
@@ -59,11 +75,21 @@ class EngineThread:
             self._inbox.post(Abort(request_id))
 
     def close(self, *, wait: bool = True) -> None:
-        """Have the engine abort what runs and drain its connector; blocks until then, or not."""
+        """Have the engine abort what runs and drain its connector; blocks until then, or not.
+
+        Every request has ended afterwards, also if the thread is stuck in a connector: it is left
+        behind then, and cannot keep the process from ending.
+        """
         with contextlib.suppress(EngineClosed):
             self._inbox.post(Close())
-        if wait:
-            self._thread.join()
+        if not wait or not self._thread.is_alive():  # nor is it in a forked process
+            return
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            _log.error("the connector did not shut down within %g s: left behind", self._close_s)
+            self._closing = True  # no message says it any more, should the thread come back
+            self._turn_away(EngineClosed("the engine was closed, and its connector is stuck"))
+            self._inbox.ring()
 
     def _run(self) -> None:
         """Step until told to close, abort what still runs, drain the connector.
@@ -78,13 +104,14 @@ class EngineThread:
         except BaseException as caught:  # noqa: BLE001  handed to all that wait
             error = caught
             _log.error("the engine stopped: %s", caught, exc_info=caught)
+        # Before the connector drains, which may take long.
+        self._turn_away(error)
         try:
             self._engine.shutdown()
-        except Exception as caught:  # noqa: BLE001  no caller is there to take it
-            error = error or caught
+        except BaseException as caught:  # noqa: BLE001  no caller is there to take it
+            self._inbox.close(caught)
             _log.error("the connector did not shut down: %s", caught, exc_info=caught)
         hide()
-        self._turn_away(error)
 
     def _step_until_closed(self) -> None:
         while True:

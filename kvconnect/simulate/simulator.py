@@ -176,7 +176,10 @@ class Simulator:
         counts.computed_tokens += computed
         if external:
             counts.loaded_blocks += -(-end // size) - matched // size
-        self._count_load(counts, self.now - request.arrival)
+        waited = self.now - request.arrival
+        counts.waited_s += waited
+        counts.longest_wait_s = max(counts.longest_wait_s, waited)
+        counts.most_blocks = max(counts.most_blocks, self._blocks.num_allocated_blocks())
         self._num_running += 1
         running = _Running(request_id, request, tokens, prefilled=False)
         self._schedule(computed / self.machine.prefill_tokens_per_s, running)
@@ -239,8 +242,3 @@ class Simulator:
         for name, count in moved._asdict().items():
             setattr(counts, name, getattr(counts, name) + count)
         return moved
-
-    def _count_load(self, counts: Counts, waited: float) -> None:
-        counts.waited_s += waited
-        counts.longest_wait_s = max(counts.longest_wait_s, waited)
-        counts.most_blocks = max(counts.most_blocks, self._blocks.num_allocated_blocks())

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.backend import Backend
+from kvconnect.backends.main_loop import main_loop
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.testing.check import Check, Outcome, Result, Violation
 from kvconnect.testing.checks import all_checks
@@ -129,7 +129,7 @@ def run_check(one: Check, subject: Subject) -> Outcome:
 
     def run() -> None:
         try:
-            with _loop() as loop:
+            with main_loop(_GRACE_S / 2) as loop:
                 loop.run_until_complete(_limited(one.body(subject), limit_s))
         except BaseException as error:  # noqa: BLE001 - it is told below, whatever it is
             raised.append(error)
@@ -160,23 +160,3 @@ async def _limited(body: Any, limit_s: float) -> None:
         if not limit.expired():
             raise
         raise Violation(f"hangs: not done after {limit_s:g} s") from error
-
-
-@contextlib.contextmanager
-def _loop() -> Iterator[asyncio.AbstractEventLoop]:
-    # Not asyncio.run: it waits for ever for a thread that a backend has left hanging.
-    loop = asyncio.new_event_loop()
-    try:
-        yield loop
-    finally:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            loop.run_until_complete(asyncio.wait(tasks, timeout=_GRACE_S / 2))
-        for _ in range(3):  # transports that were closed last need it to let go of their sockets
-            loop.run_until_complete(asyncio.sleep(0))
-        with contextlib.suppress(TimeoutError):
-            ending = loop.shutdown_default_executor()
-            loop.run_until_complete(asyncio.wait_for(ending, _GRACE_S / 4))
-        loop.close()

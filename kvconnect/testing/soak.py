@@ -6,19 +6,17 @@ import asyncio
 import errno
 import gc
 import random
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvconnect.backend import Backend
 from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.main_loop import run_to_end
 from kvconnect.keys import BlockKey
 from kvconnect.testing.check import Violation, demand
-from kvconnect.testing.checks.concurrency import descriptors
 from kvconnect.testing.checks.faults import answer, recovers
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, FaultyBackend
 from kvconnect.testing.faults.faulty_filesystem import (
@@ -28,6 +26,7 @@ from kvconnect.testing.faults.faulty_filesystem import (
 )
 from kvconnect.testing.faults.tcp_fault import TcpFault, garbage, longer, shorter
 from kvconnect.testing.faults.tcp_proxy import TcpProxy
+from kvconnect.testing.processes.usage import descriptors, resident_nbytes
 from kvconnect.testing.subject import Address, Subject
 
 __all__ = ["SoakReport", "soak"]
@@ -78,7 +77,7 @@ def soak(
         Violation: a block was wrong, a call took too long, the store was not usable again, or
             memory or file descriptors leak. The message names the round's fault and the seed.
     """
-    return asyncio.run(_Soak(subject, seed).run(seconds, told))
+    return run_to_end(_Soak(subject, seed).run(seconds, told))
 
 
 class _Soak:
@@ -102,7 +101,7 @@ class _Soak:
                     rounds += await self._opening(tools, start + seconds)
                 openings += 1
                 gc.collect()
-                used.append((descriptors(), _resident()))
+                used.append((descriptors(), resident_nbytes()))
                 if told is not None:
                     told(time.monotonic() - last)
                     last = time.monotonic()
@@ -209,15 +208,9 @@ class _Soak:
             return 0
         into = blocks.buffers(len(keys))
         loaded = await answer(store.load(keys, into), _DEADLINE_S, what)
-        for key, buffer in zip(keys[: loaded or 0], into, strict=False):
-            demand(blocks.holds(buffer, key), "a wrong block was a hit")
+        demand(all(map(blocks.holds, into, keys[: loaded or 0])), "a wrong block was a hit")
         self._counts["blocks loaded"] += loaded or 0
         return loaded
-
-
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
 
 
 def _expect_no_leak(used: list[tuple[int, int]]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import torch
 
@@ -19,9 +18,7 @@ from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.faults.clock import ShiftedClock
 
-__all__ = ["Address", "Recipe", "Subject", "Unsupported", "Usage"]
-
-Plain: TypeAlias = "str | int | float | bool | list[str] | None"
+__all__ = ["Address", "Subject", "Unsupported", "Usage"]
 
 
 class Unsupported(Exception):
@@ -42,21 +39,6 @@ class Usage:
 
     claimed: float
     found: float
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What another process needs to make the same subject; everything in it is JSON.
-
-    Attributes:
-        module, file, name: of the class.
-        state: its attributes, as far as they are strings, numbers, paths, addresses and functions.
-    """
-
-    module: str
-    file: str
-    name: str
-    state: dict[str, Plain]
 
 
 class Subject(ABC):
@@ -214,24 +196,3 @@ class Subject(ABC):
         """
         if not getattr(self.capabilities(), capability):
             raise Unsupported(f"the backend does not declare `{capability}`")
-
-    def recipe(self) -> Recipe:
-        """How a child process makes this subject.
-
-        Raises:
-            Unsupported: it cannot, for its class stands inside a function.
-        """
-        kind = type(self)
-        if "<locals>" in kind.__qualname__:
-            raise Unsupported(f"{kind.__qualname__} cannot be imported by a child process")
-        state: dict[str, Plain] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Path):
-                state[name] = ["path", str(value)]
-            elif isinstance(value, Address):
-                state[name] = ["address", value.host, str(value.port)]
-            elif not name.startswith("_") and (
-                isinstance(value, str | int | float) or value is None
-            ):
-                state[name] = value
-        return Recipe(kind.__module__, inspect.getfile(kind), kind.__qualname__, state)

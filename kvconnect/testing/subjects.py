@@ -7,7 +7,6 @@ import os
 import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +21,7 @@ from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.keys import BlockKey
 from kvconnect.testing.framed_values import FramedValues
-from kvconnect.testing.subject import Recipe, Subject, Unsupported, Usage
+from kvconnect.testing.subject import Subject, Unsupported, Usage
 
 __all__ = [
     "DiskSubject",
@@ -45,22 +44,6 @@ class FunctionSubject(Subject):
     def make_backend(self) -> Backend:
         """What the function makes."""
         return self._make()
-
-    def recipe(self) -> Recipe:
-        """A child process imports the function.
-
-        Raises:
-            Unsupported: it is a lambda, or stands inside another function.
-        """
-        name = getattr(self._make, "__qualname__", "<locals>")
-        if "<" in name:
-            raise Unsupported(
-                "a child process cannot import what makes the backend: "
-                "give a function at the top of a module, or a Subject"
-            )
-        found = super().recipe()
-        make = ["function", self._make.__module__, name]
-        return replace(found, state={**found.state, "_make": make})
 
 
 class UrlSubject(Subject):

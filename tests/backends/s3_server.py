@@ -183,6 +183,11 @@ class S3Server:
         with self._lock:
             return self.after(request, self._answer(request, body))
 
+    def stored(self, request: Request) -> Answer:
+        """What it answers without a fault, not counted as a request."""
+        with self._lock:
+            return self._answer(request, b"")
+
     def _answer(self, request: Request, body: bytes) -> Answer:
         if not request.name:
             return self._list(request) if "list-type" in request.query else Answer(200)

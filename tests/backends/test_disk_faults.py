@@ -292,6 +292,29 @@ class TestMounted:
             assert await store.save(kit.chain(keys)) == 4
             assert await kit.stored(store, keys) == [True] * 4
 
+    async def test_filesystem_that_is_full_at_start_is_read_and_takes_blocks_when_there_is_space(
+        self, kit, mounted, caplog, monkeypatch
+    ):
+        monkeypatch.setattr("kvconnect.backends.disk.client._RETRY_S", 0.0)
+        keys, more = kit.keys("full", count=4), kit.keys("more", count=2)
+        async with kit.opened(DiskBackend(mounted / "store", capacity=1 << 20)) as store:
+            await store.save(kit.chain(keys))
+        ballast = mounted / "ballast"
+        with pytest.raises(OSError, match="No space"):
+            write_until_full(ballast)
+        with caplog.at_level(logging.WARNING, "kvconnect"):
+            async with kit.opened(DiskBackend(mounted / "store", capacity=1 << 20)) as store:
+                assert (await store.stats())["read_only"]
+                assert await kit.stored(store, keys) == [True] * 4
+                assert await store.save(kit.chain(more)) == 0
+                assert await kit.stored(store, keys) == [True] * 4
+                (warned,) = [record.getMessage() for record in caplog.records]
+                assert "cannot be written to (No space left on device)" in warned
+                ballast.unlink()
+                assert await store.save(kit.chain(more)) == 2
+                assert await kit.stored(store, [*keys, *more]) == [True] * 6
+                assert not (await store.stats())["read_only"]
+
     async def test_read_only_directory_is_read_and_saves_store_nothing(
         self, kit, mounted, caplog, monkeypatch
     ):

@@ -7,16 +7,16 @@ import signal
 
 import pytest
 
-from kvconnect.backends.disk import identity as disk_identity
-from kvconnect.backends.disk.identity import held
+from kvconnect.backends.disk import path as disk_path
 from kvconnect.backends.disk.owner import Owner, owners
+from kvconnect.backends.disk.path import held
 
 # Python 3.12 warns of threads that a child does not have; these children use none.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 def test_process_forked_during_an_opening_does_not_keep_the_index_in_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_identity, "_OTHERS_S", 0.05)
+    monkeypatch.setattr(disk_path, "_OTHERS_S", 0.05)
     stay, end = os.pipe()
     with held(tmp_path):
         child = os.fork()

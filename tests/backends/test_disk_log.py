@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from kvconnect.backends.disk import log as disk_log
+from kvconnect.backends.disk import format as disk_format
 from kvconnect.backends.disk.format import log_nbytes
 
 CAPACITY = 32 << 20
@@ -74,7 +74,7 @@ async def test_log_stays_short_while_another_process_reads_all_the_time(
 async def test_log_does_not_grow_for_ever_while_a_process_that_reads_is_stopped(
     make_disk, kit, log, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(disk_log, "_BUSY_MS", 1)
+    monkeypatch.setattr(disk_format, "_BUSY_MS", 1)
     async with kit.opened(make_disk(capacity=CAPACITY)) as store:
         first = kit.keys("first", count=64)
         assert await store.save(kit.chain(first, nbytes=128)) == 64

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from disk_index import by_hand, loosen
 
 from kvconnect.backends import open_backend
 from kvconnect.errors import BackendUnavailable, ConfigurationError
@@ -112,11 +113,12 @@ async def test_damaged_rows_do_not_end_a_listing(make_disk, kit):
     keys = kit.keys("damaged", count=4)
     async with kit.opened(store):
         await store.save([full(kit.block(key)) for key in keys])
-        with closing(sqlite3.connect(store._settings.path / "index.sqlite3")) as db:
+    loosen(store._settings.path)
+    async with kit.opened(store):
+        with by_hand(store._settings.path) as db:
             db.execute("UPDATE blocks SET created='yesterday' WHERE key=?", (keys[0],))
             db.execute("UPDATE blocks SET tokens=x'010203', parent='p' WHERE key=?", (keys[1],))
             db.execute("UPDATE blocks SET key='text' WHERE key=?", (keys[2],))
-            db.commit()
         listed = {entry.key: entry async for entry in store.scan()}
         assert listed.keys() == {keys[1], keys[3]}
         assert listed[keys[1]].tokens is None
@@ -221,7 +223,7 @@ async def test_without_a_capacity_a_store_keeps_what_there_is_and_does_not_grow(
         held = (await store.stats())["blocks"]
         stored = [entry.key async for entry in store.scan()]
         size = (await store.stats())["file_bytes"]
-    monkeypatch.setattr("kvconnect.backends.disk.probe._DEFAULT_CAPACITY", kit.frame_nbytes)
+    monkeypatch.setattr("kvconnect.backends.disk.path._DEFAULT_CAPACITY", kit.frame_nbytes)
     for turn in range(3):
         async with kit.opened(make_disk(capacity=None)) as store:
             if turn == 0:

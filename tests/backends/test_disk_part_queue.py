@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from kvconnect.backends.disk.part_queue import PartQueue
+from kvconnect.backends.disk.segments import PartQueue
 from kvconnect.backends.lanes import Lane
 
 
@@ -30,6 +30,24 @@ def test_more_calls_than_there_are_threads_end_all_with_their_parts(lane):
 def test_parts_of_one_call_run_side_by_side_on_three_threads(lane):
     meet = threading.Barrier(3)
     lane.submit(lambda: PartQueue(lane).run([partial(meet.wait, 10)] * 3)).result(20)
+
+
+def test_no_more_than_three_parts_of_all_calls_run_at_a_time(lane):
+    queue, meet, lock = PartQueue(lane), threading.Barrier(3), threading.Lock()
+    running, most = 0, 0
+
+    def part():
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        meet.wait(20)
+        with lock:
+            running -= 1
+
+    for call in [lane.submit(lambda: queue.run([part] * 12)) for _ in range(2)]:
+        call.result(30)
+    assert most == 3
 
 
 def test_parts_of_large_calls_leave_a_thread_to_others(lane):

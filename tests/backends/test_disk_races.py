@@ -17,13 +17,12 @@ import pytest
 
 from kvconnect.backends.disk import directory as disk_directory
 from kvconnect.backends.disk import format as disk_schema
-from kvconnect.backends.disk import identity as disk_identity
+from kvconnect.backends.disk import path as disk_path
 from kvconnect.backends.disk import writer as disk_writer
 from kvconnect.backends.disk.directory import DiskDirectory
 from kvconnect.backends.disk.errors import IndexDamaged
 from kvconnect.backends.disk.format import INDEX_NAME, connect_read_only
-from kvconnect.backends.disk.identity import held, identity, replace_index
-from kvconnect.backends.disk.probe import unwritable
+from kvconnect.backends.disk.path import held, identity, replace_index, unwritable
 from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.store import DiskBackend
@@ -118,7 +117,7 @@ def test_no_index_is_replaced_while_it_is_opened_or_closed(path, settings, monke
 
 
 def test_who_cannot_replace_an_index_says_so_in_time(path, settings, monkeypatch, lanes):
-    monkeypatch.setattr(disk_identity, "_OTHERS_S", 0.05)
+    monkeypatch.setattr(disk_path, "_OTHERS_S", 0.05)
     DiskDirectory(settings, lanes).close()
     seen = identity(path)
     with held(path), pytest.raises(BackendUnavailable, match="opens or replaces it"):

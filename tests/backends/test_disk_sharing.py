@@ -369,7 +369,7 @@ async def test_nobody_else_can_read_what_is_stored(make_disk, kit, tmp_path):
         await store.save([kit.block(kit.key(1), tokens=[1, 2, 3])])
         assert (tmp_path / "store").stat().st_mode & 0o077 == 0
         readable = [f.name for f in (tmp_path / "store").iterdir() if f.stat().st_mode & 0o077]
-        assert [name for name in readable if name != "FORMAT"] == []
+        assert readable == []
 
 
 async def test_default_capacity_is_bounded_by_the_space_there_is(kit, tmp_path, monkeypatch):

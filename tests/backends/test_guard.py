@@ -271,6 +271,79 @@ async def test_a_backend_that_exits_ends_only_its_call(kit):
         assert await store.load([kit.key(1)], kit.buffers(1)) == 0
 
 
+class Unwieldy(Recording):
+    """`before` runs at the start of what opens and closes it, too."""
+
+    async def open(self, layouts):
+        await self._begin("open")
+
+    async def close(self):
+        await self._begin("close")
+
+    async def stats(self):
+        await self._begin("stats")
+        return {}
+
+
+@pytest.fixture
+def elsewhere():
+    """A loop on a thread of its own: what ends a loop ends not the test's."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield lambda call: asyncio.run_coroutine_threadsafe(call, loop).result(5)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        SystemExit(3),
+        BaseExceptionGroup("several", [KeyboardInterrupt()]),
+        StopIteration(1),
+        StopAsyncIteration(),
+        type("Ours", (BaseException,), {})("theirs"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_no_ordinary_error_is_a_failed_call(kit, elsewhere, error):
+    failing = ["open"]
+
+    async def fail(name):
+        if name in failing:
+            raise error
+
+    store = GuardedBackend(Unwieldy(fail))
+    with pytest.raises(BackendUnavailable, match="open failed") as raised:
+        elsewhere(store.open([kit.layout]))
+    assert error in {raised.value.__cause__, raised.value.__cause__.__cause__}
+    failing[:] = ["lookup", "save", "stats", "close"]
+    elsewhere(store.open([kit.layout]))
+    for call in (
+        lambda: store.lookup([kit.key(1)]),
+        lambda: store.save([kit.block(kit.key(1))]),
+        store.stats,
+    ):
+        with pytest.raises(BackendUnavailable, match="failed"):
+            elsewhere(call())
+    failing.remove("lookup")
+    assert elsewhere(store.load([kit.key(1)], kit.buffers(1))) == 0
+    elsewhere(store.close())
+
+
+async def test_a_method_that_is_no_coroutine_fails_as_one(kit):
+    class Plain(Recording):
+        def open(self, layouts):
+            raise KeyError(layouts)
+
+    with pytest.raises(BackendUnavailable, match="open failed"):
+        await GuardedBackend(Plain()).open([kit.layout])
+
+
 async def test_error_leaves_the_next_call_working(kit):
     failing = ["save"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -86,6 +87,51 @@ async def test_work_that_was_not_begun_is_forgotten_when_who_waits_is_cancelled(
     second.go.set()
     assert await asyncio.gather(*calls[:2]) == ["done", "done"]
     assert not third.entered.is_set()
+
+
+async def test_what_is_cancelled_while_all_threads_are_stuck_is_forgotten(lane):
+    class Buffer:
+        pass
+
+    held = [Held(), Held()]
+    stuck = [asyncio.create_task(lane.run(one)) for one in held]
+    for one in held:
+        await one.begun()
+    kept, buffers = [], []
+    for number in range(2000):
+        buffer = Buffer()
+        buffers.append(weakref.ref(buffer))
+        call = asyncio.create_task(lane.run(lambda buffer=buffer, number=number: number))
+        await asyncio.sleep(0)
+        if number % 500 == 0:
+            kept.append(call)
+        else:
+            call.cancel()
+        del buffer, call
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert sum(one() is not None for one in buffers) <= 200
+    for one in held:
+        one.go.set()
+    assert await asyncio.gather(*kept) == [0, 500, 1000, 1500]
+    assert await asyncio.gather(*stuck) == ["done", "done"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_which_has_no_such_threads_is_refused(lane):
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            lane.submit(int)
+        except BackendUnavailable as error:
+            os.write(tell, str(error).encode())
+        os._exit(0)
+    os.close(tell)
+    os.waitpid(child, 0)
+    assert b"the store: was opened by process" in os.read(told, 1000)
+    os.close(told)
+    assert lane.submit(int).result(5) == 0
 
 
 async def test_running_work_is_aborted_once_when_who_waits_is_cancelled(lane):

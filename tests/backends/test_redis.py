@@ -341,6 +341,20 @@ async def test_children_are_the_newest_of_very_many(store, kit, redis_server, pr
     assert redis_server.admin.zcard(f"{prefix}c:{parent.hex()}") == MAX_CHILDREN
 
 
+async def test_an_index_of_children_that_is_something_else_is_begun_anew(
+    store, kit, redis_server, prefix
+):
+    parent, one, other = kit.keys("junk index", count=3)
+    name = f"{prefix}c:{parent.hex()}"
+    redis_server.admin.set(name, "no index")
+    assert await store.children(parent) == []
+    redis_server.admin.set(name, "no index")
+    await store.save([kit.block(one, parent, tokens=[1])])
+    assert [child.key for child in await store.children(parent)] == [one]
+    await store.save([kit.block(other, parent, tokens=[2])])
+    assert {child.key for child in await store.children(parent)} == {one, other}
+
+
 async def test_children_that_are_gone_leave_the_index(store, kit, redis_server, prefix):
     parent, one, other = kit.keys("gone", count=3)
     await store.save([kit.block(k, parent, nbytes=10, tokens=[7]) for k in (one, other)])

@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from redis_faults import Script
 
 from kvconnect.backends import open_backend
+from kvconnect.errors import BackendUnavailable
 
 PARTED = (5 << 20) + 17  # of several values
 
@@ -130,3 +132,55 @@ async def test_promotion_from_redis_to_memory_keeps_all_that_is_known(kit, url):
         for key, parent, entry in zip(keys, parents, await memory.describe(keys), strict=False):
             check(entry, key, parent, kit.frame_nbytes)
         assert [child.key for child in await memory.children(keys[0])] == [keys[1]]
+
+
+# ------------------------------------------------------------------------- what stands in the way
+
+
+@pytest.mark.parametrize("junk", ["string", "list", "hash"])
+async def test_index_of_tails_of_another_type_is_dropped_and_rebuilt(kit, url, redis_server, junk):
+    parent, tail = kit.keys("index", count=2)
+    blocks = [kit.block(parent), kit.block(tail, parent, tokens=[1, 2])]
+    async with opened(url) as store:
+        await store.save(blocks)
+        name = store.inner._opened().finder.names.children(parent)
+        redis_server.admin.delete(name)
+        plant = {
+            "string": lambda: redis_server.admin.set(name, b"junk"),
+            "list": lambda: redis_server.admin.rpush(name, b"junk"),
+            "hash": lambda: redis_server.admin.hset(name, b"junk", b"junk"),
+        }[junk]
+        plant()
+        assert await store.children(parent) == []
+        assert await store.lookup([parent, tail]) == 2
+        plant()
+        assert await store.save(blocks) == 2
+        assert [child.key for child in await store.children(parent)] == [tail]
+
+
+async def test_listing_without_end_ends(kit, redis_server, tmp_path, monkeypatch):
+    """What fills pages and is no block is passed over, but not for ever."""
+    prefix = f"{tmp_path.name}-endless:"
+    async with opened(f"{redis_server.url}?prefix={prefix}") as store:
+        redis_server.admin.mset({f"{prefix}b:junk{number}": b"" for number in range(5000)})
+        assert [entry async for entry in store.scan()] == []
+        monkeypatch.setattr("kvconnect.backends.redis.find._MOST_BARREN_PAGES", 3)
+        with pytest.raises(BackendUnavailable, match="its listing does not end"):
+            _ = [entry async for entry in store.scan()]
+        await store.save([kit.block(kit.key("one"))])
+
+
+async def test_survey_of_a_server_that_lists_nothing_for_ever_ends(monkeypatch):
+    def answer(words):
+        if words[0] == b"SCAN":
+            return b"*2\r\n$1\r\n7\r\n*0\r\n"
+        return b"+PONG\r\n" if words[0] == b"PING" else b"$0\r\n\r\n"
+
+    server = Script(answer)
+    monkeypatch.setattr("kvconnect.backends.redis.server._MOST_EMPTY_PAGES", 50)
+    try:
+        async with opened(f"redis://127.0.0.1:{server.port}?prefix=p:") as store:
+            with pytest.raises(BackendUnavailable, match="its listing does not end"):
+                await store.stats()
+    finally:
+        server.close()

@@ -10,8 +10,8 @@ import pytest
 from redis_server import until
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.redis import node as redis_node
-from kvconnect.backends.redis.node import Kind, RedisNode
+from kvconnect.backends.redis import client as redis_client
+from kvconnect.backends.redis.client import Kind, RedisNode
 from kvconnect.backends.redis.settings import Address, RedisSettings
 from kvconnect.errors import BackendUnavailable
 
@@ -78,7 +78,7 @@ async def test_calls_that_wait_for_a_thread_end_as_the_node_is_closed(own_redis,
 async def test_work_that_ends_well_as_the_node_is_closed_leaves_no_connection(
     own_redis, node_of, monkeypatch
 ):
-    monkeypatch.setattr(redis_node, "_JOIN_S", 0)
+    monkeypatch.setattr(redis_client, "_JOIN_S", 0)
     node, ending, go_on = node_of(own_redis), threading.Event(), threading.Event()
 
     class Slow(list):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+import traceback
 
 import pytest
 from redis_faults import Relay, Script
@@ -98,6 +99,23 @@ async def test_wrong_credentials(redis_server, userinfo):
 async def test_password_that_nobody_asked_for(redis_server):
     with pytest.raises(ConfigurationError, match="look at user and password"):
         await opened(f"redis://me:secret@127.0.0.1:{redis_server.port}")
+
+
+@pytest.mark.parametrize("mode", ["redis", "redis+cluster", "redis+sentinel"])
+async def test_a_server_that_quotes_what_it_was_told_gives_no_password_away(script, mode):
+    def quoting(command):
+        words = " ".join(f"'{word.decode()}'" for word in command[1:])
+        return f"-ERR unknown command '{command[0].decode()}', with args: {words}\r\n".encode()
+
+    url = script(quoting).replace("redis://", f"{mode}://me:Kx1q%40Ly2w@")
+    if mode == "redis+sentinel":
+        url += "/mymaster?sentinel_user=me&sentinel_password=Kx1q%40Ly2w"
+    with pytest.raises((ConfigurationError, BackendUnavailable)) as caught:
+        await opened(url)
+    told = "".join(traceback.format_exception(caught.value))
+    assert "Kx1q" not in told
+    assert "Ly2w" not in told
+    assert "unknown command" in str(caught.value) or mode != "redis"
 
 
 async def test_no_such_database(redis_server):

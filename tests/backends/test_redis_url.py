@@ -77,7 +77,7 @@ def test_url_means(url, settings):
     [
         ("redis:", "host or host:port is needed"),
         ("redis:///0", "host or host:port is needed"),
-        ("redis://host:port", "host 'host:port'"),
+        ("redis://host:port", r"host 'host:\*\*\*': host or host:port is"),
         ("redis://host:0", "port 0: must be from 1"),
         ("redis://host:70000", "port 70000"),
         ("redis://a,b", r"redis takes one host.*redis\+cluster"),

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import struct
 import threading
 import time
+import traceback
+from contextlib import suppress
+from xml.etree.ElementTree import XMLParser
 
 import psutil
 import pytest
+import xxhash
 from s3_server import Answer, S3Server, refusal
 
 from kvconnect.backends import open_backend
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
+
+PREAMBLE = struct.Struct("<8sI8s")
 
 
 @pytest.fixture
@@ -181,6 +188,34 @@ async def test_success_with_an_error_for_a_body_is_a_failure(
     await works(store, kit, saved)
 
 
+@pytest.mark.parametrize("status", [200, 400, 503])
+async def test_of_a_long_error_only_the_beginning_is_read(
+    store, kit, saved, s3_server, status, monkeypatch
+):
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    parsed = []
+
+    class Counting(XMLParser):
+        def feed(self, data):
+            parsed.append(len(data))
+            super().feed(data)
+
+    monkeypatch.setattr("botocore.parsers.ETree.XMLParser", Counting)
+    body = b"<Error><Code>SlowDown</Code>" + b"<a>b</a>" * 20_000 + b"</Error>"
+    s3_server.fault = lambda r: Answer(status, body) if r.method == "PUT" or status > 200 else None
+    for call in (
+        lambda: store.save(kit.chain(kit.keys("long", count=2))),
+        lambda: store.load(saved, kit.buffers(9)),
+        store.stats,
+    ):
+        with suppress(BackendUnavailable):
+            await call()
+    assert parsed
+    assert max(parsed) <= 64 << 10
+    s3_server.fault = lambda _: None
+    await works(store, kit, saved)
+
+
 def range_of(status, headers):
     """Changes an answer's status and headers."""
 
@@ -302,7 +337,8 @@ async def test_frozen_server_is_a_failure_after_its_timeout(make_s3, kit, s3_ser
         await works(store, kit, [])
 
 
-async def test_bytes_that_drip_end_in_time(make_s3, kit, s3_server):
+@pytest.mark.parametrize("last", [False, True], ids=["", "the connection's last answer"])
+async def test_bytes_that_drip_end_in_time(make_s3, kit, s3_server, last):
     key = kit.key("drip")
     async with kit.opened(make_s3(timeout_s=0.5)) as store:
         await store.save([kit.block(key)])
@@ -310,6 +346,7 @@ async def test_bytes_that_drip_end_in_time(make_s3, kit, s3_server):
         def drip(request, answer):
             if request.method == "GET":
                 answer.drip_s = 0.1
+                answer.headers |= {"Connection": "close"} if last else {}
             return answer
 
         s3_server.after = drip
@@ -341,7 +378,20 @@ async def test_server_that_starts_again_is_used_again(kit, make_s3, s3_server, m
 # ---------------------------------------------------------------------- foreign and damaged objects
 
 
-@pytest.mark.parametrize("data", [b"", b"x", b"KVCS3REC" + bytes(16), b'{"blocks": []}' * 99])
+def packed(body):
+    """`body` with the length and the checksum of a record."""
+    return PREAMBLE.pack(b"KVCS3REC", len(body), xxhash.xxh3_64_digest(body)) + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"x", b"KVCS3REC" + bytes(16), b'{"blocks": []}' * 99),
+        packed(b"[" * 10_000),
+        packed(b'{"at":1,"payload":null,"blocks":[{"offset":1e999,"nbytes":1}]}'),
+    ],
+    ids=["empty", "short", "zeros", "text", "deep", "infinite"],
+)
 async def test_object_that_is_no_record_is_a_miss_and_is_replaced(store, kit, s3_server, data):
     keys = kit.keys("foreign", count=8)
     for key in keys[:3]:
@@ -368,9 +418,26 @@ async def test_list_of_children_that_is_damaged_is_begun_anew(store, kit, s3_ser
     parent = kit.key("parent")
     s3_server.objects[f"kv/v1/c/{parent.hex()}"] = (b"what?", '"e"', time.time())
     assert await store.children(parent) == []
+    s3_server.objects[f"kv/v1/c/{parent.hex()}"] = (packed(b"[" * 10_000), '"e"', time.time())
+    assert await store.children(parent) == []
     key = kit.key("child")
     await store.save([kit.block(key, parent, tokens=[1])])
     assert [child.key for child in await store.children(parent)] == [key]
+
+
+async def test_list_of_children_that_was_lost_comes_back_when_its_blocks_are_saved_again(
+    make_s3, kit, s3_server
+):
+    parent, key = kit.key("parent"), kit.key("child")
+    blocks = [kit.block(parent), kit.block(key, parent, tokens=[1])]
+    for block in blocks:
+        async with kit.opened(make_s3()) as store:
+            await store.save([block])
+    s3_server.objects[f"kv/v1/c/{parent.hex()}"] = (packed(b"?"), '"e"', time.time())
+    async with kit.opened(make_s3()) as store:
+        assert await store.children(parent) == []
+        await store.save(blocks)
+        assert [child.key for child in await store.children(parent)] == [key]
 
 
 async def test_service_without_conditional_writes_is_written_to_without(store, kit, s3_server):
@@ -434,6 +501,14 @@ async def test_missing_credentials_are_named_at_open(make_s3, monkeypatch):
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(ConfigurationError, match="AWS_ACCESS_KEY_ID"):
         await opening(make_s3())
+
+
+async def test_a_password_in_an_endpoint_of_the_environment_is_not_told(make_s3, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:Kx1q@127.0.0.1:1")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:1") as caught:
+        await opening(make_s3(endpoint_url=None))
+    assert "Kx1q" not in "".join(traceback.format_exception(caught.value))
 
 
 async def test_missing_profile_is_named_at_open(make_s3):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import random
+import re
 import time
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
 from botocore.exceptions import ClientError
-from s3_server import BUCKET, Answer, refusal
+from s3_server import BUCKET, Answer, Request, refusal
 
 from kvconnect import frame
 from kvconnect.backend import StoredBlock
@@ -111,6 +116,8 @@ LIES = {
 }
 
 
+LIST = Request("GET", "", {}, {"list-type": ["2"], "prefix": ["kv/v1/k/"]})
+
 # How many of nine blocks are loaded, where that is no matter of taste; ``None``: it is a failure.
 LOADED = {
     "compressed bytes": None,
@@ -188,6 +195,26 @@ async def until_sound(store, kit, keys):
     assert all(kit.holds(buffer, key) for buffer, key in zip(into, keys, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["empty pages", "the same page"])
+async def test_listing_without_end_ends(store, kit, s3_server, monkeypatch, kind):
+    monkeypatch.setattr("kvconnect.backends.s3.bucket._MOST_BARREN_PAGES", 5)
+    await store.save(kit.chain(kit.keys("endless", count=9)))
+    (item,) = re.findall(rb"<Contents>.*</Contents>", s3_server.stored(LIST).body)
+    numbers = itertools.count()
+
+    def without_end(request, answer):
+        if "list-type" not in request.query:
+            return answer
+        items = item if kind == "the same page" else b""
+        token = b"<NextContinuationToken>%d</NextContinuationToken>" % next(numbers)
+        more = b"<IsTruncated>true</IsTruncated>" + token
+        return changed(answer, body=b"<ListBucketResult>" + more + items + b"</ListBucketResult>")
+
+    s3_server.after = without_end
+    with pytest.raises(BackendUnavailable, match="its listing does not end"):
+        await listed(store)
+
+
 async def test_objects_of_other_blocks_are_misses(make_s3, kit, s3_server):
     keys = kit.keys("mixed up", count=4)
     store = open_backend(make_s3(blocks_per_object=2))
@@ -214,6 +241,51 @@ def frames(kit, keys):
         frame.seal(data, frame.FrameHeader(2, payload, kit.layout.fingerprint(), block.key))
         made.append(StoredBlock(block.key, data, block.parent))
     return made
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5])
+async def test_what_was_dropped_for_a_lie_is_found_or_saved_again_on_the_next_use(
+    make_s3, kit, s3_server, seed
+):
+    """An endpoint that for a while answers a GET with another object makes misses, no scars."""
+    keys = kit.keys("dropped", count=20)
+    blocks = frames(kit, keys)
+    await use(open_backend(make_s3()), kit, blocks)
+    await use(open_backend(make_s3(prefix="other")), kit, frames(kit, kit.keys("other", count=20)))
+    chance = random.Random(seed)
+
+    def another(request):
+        if request.method != "GET" or not request.name or chance.random() < 0.5:
+            return None
+        name = chance.choice(sorted(s3_server.objects))
+        return s3_server.stored(replace(request, name=name))
+
+    for _ in range(3):
+        s3_server.fault = another
+        with suppress(BackendUnavailable):
+            await use(open_backend(make_s3()), kit, blocks)
+        with suppress(BackendUnavailable):
+            await delete(open_backend(make_s3()), kit, chance.sample(keys, 3))
+        s3_server.fault = lambda _: None
+        await use(open_backend(make_s3()), kit, blocks)
+        assert await use(open_backend(make_s3()), kit, blocks) == len(keys)
+
+
+async def use(store, kit, blocks):
+    """What an engine does with a prompt: it loads what there is and saves the rest; how much."""
+    keys = [block.key for block in blocks]
+    into = kit.buffers(len(keys))
+    async with kit.opened(store):
+        loaded = await store.load(keys[: await store.lookup(keys)], into)
+        for block, buffer in zip(blocks[:loaded], into, strict=False):
+            assert torch.equal(buffer, block.data)
+        assert await store.save(blocks[loaded:]) == len(blocks) - loaded
+    return loaded
+
+
+async def delete(store, kit, keys):
+    async with kit.opened(store):
+        await store.delete(keys)
 
 
 async def test_storm_of_refusals_that_ask_for_an_hour_ends_with_the_deadline(
@@ -271,6 +343,29 @@ async def test_clock_that_is_wrong_for_a_while_is_told_and_forgotten(make_s3, ki
             await store.load(keys, kit.buffers(9))
         s3_server.fault = lambda _: None
         await until_sound(store, kit, keys)
+
+
+@pytest.mark.parametrize("code", ["RequestTimeTooSkewed", "ExpiredToken", "InvalidAccessKeyId"])
+async def test_signatures_from_before_a_machine_slept_cost_no_call(make_s3, kit, s3_server, code):
+    keys = kit.keys("slept", count=9)
+    async with kit.opened(make_s3()) as store:
+        await until_sound(store, kit, keys)
+        before = {request.headers["authorization"] for request in s3_server.requests}
+        s3_server.fault = lambda r: refusal(403, code) if made_before(r) else None
+
+        def made_before(request):
+            return request.headers["authorization"] in before
+
+        clock = datetime.now(UTC) + timedelta(seconds=2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("botocore.auth.get_current_datetime", lambda **_: clock)
+            into = kit.buffers(9)
+            assert await store.load(keys, into) == 9
+            s3_server.fault = lambda _: refusal(403, code)
+            s3_server.counts()
+            with pytest.raises(BackendUnavailable):
+                await store.lookup(keys[:1])
+            assert s3_server.counts().total() <= 2
 
 
 @pytest.mark.parametrize("page", [b"", b"<html><h1>404 Not Found</h1></html>", b"Not found."])
@@ -372,7 +467,11 @@ def test_ranges_of_an_object_share_a_signature_until_it_is_old_or_refused(s3_ser
     s3_server.fault = lambda request: refusal(403, "SignatureDoesNotMatch")
     with pytest.raises(ClientError):
         read(0)
+    assert len(signed) == 3  # perhaps it was only too old
+    with pytest.raises(ClientError):
+        read(0)
+    assert len(signed) == 4
     s3_server.fault = lambda request: None
     read(0)
-    assert len(signed) == 3
+    assert len(signed) == 5
     client.close()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.s3.body import Upload
-from kvconnect.backends.s3.cache import AnswerCache
+from kvconnect.backends.s3.answers import AnswerCache
 from kvconnect.backends.s3.client import S3Client
 from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.backends.s3.transport import Upload
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError
 
@@ -62,6 +62,8 @@ def test_bucket_alone_is_enough():
         ("s3://bucket?endpoint_url=minio:9000", "endpoint_url=minio:9000"),
         ("s3://bucket?endpoint_url=http://", "endpoint_url=http://"),
         ("s3://bucket?endpoint_url=http://x:99999", "endpoint_url"),
+        ("s3://bucket?endpoint_url=http://me:x@h", "http://me:***@h: credentials are not taken"),
+        ("s3://key:secret", "s3 store: credentials are not taken from the URL; set AWS_ACCESS"),
         ("s3://bucket?addressing_style=host", "addressing_style=host"),
         ("s3://bucket?sign_payload=maybe", "sign_payload=maybe"),
         ("s3://bucket?blocks_per_object=0", "blocks_per_object=0"),

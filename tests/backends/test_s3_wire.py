@@ -18,10 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from s3_server import S3Server
 
-from kvconnect.backends.s3.body import fill
 from kvconnect.backends.s3.connections import Connections
 from kvconnect.backends.s3.errors import Aborted
-from kvconnect.backends.s3.transport import Transport
+from kvconnect.backends.s3.transport import Transport, Upload, fill
 
 TIMEOUT_S = 1.0
 DATA = bytes(range(256)) * 1024
@@ -225,3 +224,44 @@ def test_nothing_encrypted_is_read_from_a_connection_that_was_ended(tls):
         with suppress(Aborted):
             got += fill(body, [memoryview(target)[got:]])
         assert target == DATA[:got] + b"\xee" * (len(DATA) - got)
+
+
+def test_answer_that_is_a_connections_last_can_be_ended():
+    def script(sock, ended):
+        sock.recv(65536)
+        head = b"HTTP/1.1 206 Partial\r\nConnection: close\r\nContent-Length: 999\r\n\r\n"
+        sock.sendall(head + DATA[:100])
+        ended.wait(20)
+
+    transport = Transport(Connections(connect_timeout=TIMEOUT_S, read_timeout=60, tls=None))
+    with answering(script) as url:
+        body = asked(transport, url)
+        assert body.read(100) == DATA[:100]
+        transport.connections.abort()
+        started = time.monotonic()
+        with suppress(Aborted):
+            assert fill(body, [memoryview(bytearray(899))]) == 0
+        body.close()
+        assert time.monotonic() - started < 10
+    assert num_open(transport) == 0
+
+
+# --------------------------------------------------------------------------------------- uploads
+
+
+def test_upload_that_goes_on_slowly_is_sent_to_its_end(transport):
+    nbytes = 8 << 20  # of which some wait in the sockets' buffers
+
+    def receive(sock, ended):
+        head = sock.recv(4096)
+        left = nbytes - len(head.partition(b"\r\n\r\n")[2])
+        while left > 0:
+            left -= len(sock.recv(min(left, nbytes // 20), socket.MSG_WAITALL))
+            ended.wait(TIMEOUT_S / 8)
+        sock.sendall(b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: 0\r\n\r\n")
+
+    with answering(receive) as url:
+        body = Upload([bytes(nbytes)])
+        request = AWSRequest(method="PUT", url=url, data=body, stream_output=True).prepare()
+        response = transport(request)
+        assert (response.status_code, response.content) == (200, b"")

@@ -309,6 +309,55 @@ async def test_deletes_that_a_dead_tier_missed_are_made_up_for(kit):
         await until(lambda: two.keys() == {keys[2]})
 
 
+class Stubborn(DictTier):
+    """Fails to delete a block once."""
+
+    failed = False
+
+    async def delete(self, keys):
+        if self.keys() & set(keys) and not self.failed:
+            self.failed = True
+            raise BackendUnavailable("not now")
+        await super().delete(keys)
+
+
+async def test_a_block_deleted_while_it_is_written_goes_though_that_fails_at_first(kit):
+    one, two = DictTier(), Stubborn()
+    key = kit.key("stubborn")
+    async with tiered(one, two, write=("through", "behind")) as store:
+        two.hang.add("save")
+        await store.save([kit.block(key)])
+        await until(lambda: two.calls["save"])
+        await store.delete([key])
+        two.recover()
+        await until(lambda: two.failed)
+        await until(lambda: key not in two.blocks)
+
+
+async def test_a_block_deleted_while_its_write_is_given_up_goes_once_that_ends(kit):
+    one, two = DictTier(), DictTier()
+    key = kit.key("given up")
+    async with tiered(one, two, write=("through", "behind"), deadline_s=0.05) as store:
+        two.hang.add("save")
+        await store.save([kit.block(key)])
+        await until(lambda: two.calls["save"])
+        await store.delete([key])
+        await until(lambda: not store.tiers[1].prompt)  # the write was given up
+        await until(lambda: store.tiers[1].prompt)
+        two.recover()
+        await until(lambda: key in two.blocks)
+        await until(lambda: key not in two.blocks)
+
+
+async def test_copies_that_no_memory_is_left_for_are_dropped(kit):
+    one, two = DictTier(), DictTier()
+    vast = replace(kit.block(kit.key("vast")), data=torch.zeros(1).byte().expand(1 << 60))
+    async with tiered(one, two, queue_nbytes=1 << 61) as store:
+        assert await store.tiers[1].backlog.add([vast, kit.block(kit.key("small"))]) == 1
+        assert store.tiers[1].backlog.nbytes == kit.frame_nbytes
+        await until(lambda: two.keys() == {kit.key("small")})
+
+
 async def test_a_block_saved_again_after_a_missed_delete_stays(kit):
     one, two = DictTier(), DictTier()
     key = kit.key("again")
@@ -341,6 +390,20 @@ async def test_tier_that_cannot_be_reached_at_first_is_opened_later(kit):
         two.open_error = None
         await until(lambda: two.is_open and store.tiers[1].prompt)
         assert await store.lookup(keys) == 2
+
+
+async def test_tier_out_of_reach_when_a_store_is_opened_again_is_opened_later(kit):
+    one, two = DictTier(), DictTier()
+    one.open_error = BackendUnavailable("refused")
+    store = TieredBackend([one, two], TieredSettings(write=("through", "behind")))
+    with pytest.raises(BackendUnavailable, match="no tier can be reached"):
+        await store.open([])
+    assert not two.is_open
+    one.open_error, two.open_error = None, BackendUnavailable("refused")
+    await store.open([])
+    two.open_error = None
+    await until(lambda: two.is_open and store.tiers[1].prompt)
+    await store.close()
 
 
 async def test_opening_fails_if_no_tier_that_is_written_through_can_be_reached(kit):

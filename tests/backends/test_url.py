@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.backends import StoreUrl, open_backend, registry
+from kvconnect.backends import StoreUrl, open_backend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.backends.url import format_size, parse_duration, parse_size
@@ -159,7 +160,9 @@ class FakeEntryPoint:
 
 def install(monkeypatch, entry):
     monkeypatch.setattr(
-        registry, "entry_points", lambda group, name=None: [entry] if name == "mine" else []
+        importlib.metadata,
+        "entry_points",
+        lambda group, name=None: [entry] if name == "mine" else [],
     )
 
 

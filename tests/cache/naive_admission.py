@@ -46,26 +46,32 @@ class NaiveAdmission:
         if match.source:
             source = match.source.blocks[pool]
             claimed.append(source)
-            need -= not self.config.copy_on_partial_reuse and source.primary is not None
+            if found[len(match.path)] and not self.config.copy_on_partial_reuse:
+                need -= source.primary is not None
         return SimpleNamespace(blocks=found, claimed=claimed, need=need)
 
     def fill(self, seq, pool, match, places):
-        slots = pool.take(places.need, places.claimed)
         seq.duplicates[pool], seq.inherited[pool] = set(), {}
         blocks = list(places.blocks)
+        need = places.need
+        for block in blocks[: len(match.path)]:
+            if block and block.primary is None:
+                [block.primary] = pool.take(1, places.claimed)
+                self.copier.onboard(pool.group, [block.host], [block.primary])
+                need -= 1
+        slots = pool.take(need, places.claimed)
+        if match.source:
+            source = match.source.blocks[pool]
+            if blocks[len(match.path)]:
+                blocks[len(match.path)] = self.begin_from(source, pool, match, slots)
+                kept = (35, None) if pool.ran_out(source) else (source.priority, source.duration)
+                seq.inherited[pool][len(match.path)] = kept
+            source.used = pool.tick()
         for number, block in enumerate(blocks):
             if number < len(match.path) and block:
-                if block.primary is None:
-                    block.primary = slots.pop()
-                    self.copier.onboard(pool.group, [block.host], [block.primary])
                 asked = seq.asked(pool, number, self.size)
                 if asked:
                     block.retain(asked)
-            elif block and number == len(match.path) and match.source:
-                source = match.source.blocks[pool]
-                blocks[number] = self.begin_from(source, pool, match, slots)
-                kept = (35, None) if pool.ran_out(source) else (source.priority, source.duration)
-                seq.inherited[pool][number] = kept
             elif block == "fresh":
                 blocks[number] = Block(slots.pop())
         seq.blocks[pool] = blocks
@@ -86,5 +92,4 @@ class NaiveAdmission:
         slot, place = slots.pop(), source.primary if in_primary else source.host
         shared = match.length % self.size
         self.copier.copy_tokens(pool.group, place, slot, shared, from_host=not in_primary)
-        source.used = pool.tick()
         return Block(slot)

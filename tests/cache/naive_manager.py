@@ -146,9 +146,7 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
             self.fill(seq, pool, plan.match, plan.places[pool])
         if plan.match.source and not self.config.copy_on_partial_reuse:
             for pool in self.pools:
-                source = plan.match.source.blocks[pool]
-                pool.unpublish(source)
-                pool.forget_host_copy(source)
+                pool.drop(plan.match.source.blocks[pool])
         seq.matched = seq.computed = plan.match.length
         seq.reserved = plan.end
         self.sequences[request_id] = seq
@@ -226,6 +224,7 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         if num_tokens < 0 or keep < max(seq.computed, seq.matched):
             raise errors.ConfigurationError("committed")
         del seq.tokens[keep:]
+        seq.prompt = min(seq.prompt, keep)
         seq.reserved = min(seq.reserved, keep)
         for pool in self.pools:
             emptied = seq.blocks[pool][-(-keep // self.size) :]
@@ -240,7 +239,8 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         seq = self.sequence(request_id)
         if not self.is_reserved(seq, len(seq.tokens)):
             raise errors.ConfigurationError("abort instead")
-        self.end(request_id, len(seq.tokens) - 1)
+        # A block that was committed whole is offered whole.
+        self.end(request_id, max(len(seq.tokens) - 1, seq.computed // self.size * self.size))
 
     def abort(self, request_id, num_valid_tokens):
         check_position(num_valid_tokens, self.sequence(request_id))
@@ -248,11 +248,11 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
 
     def end(self, request_id, num_valid):
         seq = self.sequences.pop(request_id)
-        count = max(num_valid, seq.computed // self.size * self.size)
         if self.config.enable_block_reuse:
-            pools = [pool for pool in self.pools if self.publishes(seq, pool, count)]
-            if count % self.size and self.config.enable_partial_reuse:
-                self.publish_tail(seq, pools, count)
+            pools = [pool for pool in self.pools if self.publishes(seq, pool, num_valid)]
+            committed = num_valid // self.size < seq.computed // self.size
+            if num_valid % self.size and not committed and self.config.enable_partial_reuse:
+                self.publish_tail(seq, pools, num_valid)
         for pool in self.pools:
             self.give_up(seq, pool, len(seq.blocks[pool]))
 

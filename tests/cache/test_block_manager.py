@@ -251,6 +251,77 @@ def test_can_add_is_exact(held, length, copy):
     manager.check_invariants()
 
 
+def test_a_partial_source_counts_where_the_window_needs_none_of_its_blocks():
+    manager = BlockManager(
+        KvCacheConfig(tokens_per_block=T), replace(LAYOUT, window=5), num_blocks=2
+    )
+    publish(manager, 0, [1, 2, 3, 4, 5])
+    asked = {"tokens": [1, 2] + [9] * 10, "external_end": 9}
+    if manager.can_add(**asked):
+        manager.add_sequence(1, **asked)
+        manager.release(1)
+    manager.check_invariants()
+    assert manager.num_free_blocks() == 2
+
+
+def test_abort_publishes_nothing_beyond_what_it_says_is_valid():
+    manager = make()
+    manager.add_sequence(0, range(12))
+    manager.add_sequence(1, range(12))
+    manager.commit(0, 4)
+    manager.commit(1, 12)  # its first block is a duplicate: all of it stays private
+    manager.abort(0, 4)
+    manager.abort(1, 6)
+    assert manager.match([*range(12), 99]) == 4  # no tail of a block that was committed whole
+
+
+def test_release_offers_again_what_was_committed_whole():
+    manager = make(enable_partial_reuse=False)
+    manager.add_sequence(0, range(8))
+    manager.add_sequence(1, range(8))
+    manager.commit(0, 4)
+    manager.commit(1, 8)
+    manager.abort(0, 4)
+    manager.release(1)
+    assert manager.match([*range(8), 99]) == 8
+
+
+def test_blocks_after_a_rewind_into_the_prompt_are_generated():
+    manager = make()
+    retention = KvCacheRetentionConfig(
+        token_range_retention_configs=[{"token_start": 0, "priority": 80}],
+        decode_retention_priority=20,
+    )
+    manager.add_sequence(0, range(16), retention=retention)
+    manager.rewind(0, 9)
+    manager.append_tokens(0, range(9))
+    assert manager.priorities(0) == [80, 80, 20, 20]
+
+
+@pytest.mark.parametrize("num_device", [16, 17])
+def test_two_conversations_that_fit_into_both_tiers_lose_at_most_a_block(num_device):
+    manager = BlockManager(
+        KvCacheConfig(tokens_per_block=T), LAYOUT, num_blocks=num_device, num_host_blocks=16
+    )
+    matched = []
+    for turn in range(8):
+        tokens = list(range(1000 * (turn % 2), 1000 * (turn % 2) + 64))
+        matched.append(manager.add_sequence(turn, tokens).matched_tokens)
+        manager.commit(turn, 64)
+        manager.check_invariants()
+        manager.release(turn)
+    assert matched[2:] == [63, 60, 63, 60, 63, 60] if num_device == 16 else [63] * 6
+
+
+def test_what_came_back_block_by_block_is_one_run_again():
+    manager = BlockManager(
+        KvCacheConfig(tokens_per_block=T), LAYOUT, num_blocks=16, num_host_blocks=16
+    )
+    for turn in range(4):
+        publish(manager, turn, range(1000 * (turn % 2), 1000 * (turn % 2) + 64))
+        assert len(list(manager._tree.segments())) <= 6
+
+
 # ---------------------------------------------------------------- keys
 
 
@@ -340,8 +411,8 @@ def sizes(manager):
     """Of every container in the manager that could grow."""
     tree, pool = manager._tree, manager._pools[0]
     return {
-        "sequences": len(manager._sequences.live),
-        "pins": len(manager._pins.live),
+        "sequences": len(manager._live),
+        "pins": len(manager._pins),
         "roots": len(tree.roots),
         "index": len(tree.index._first),
         "blank": len(pool.private.blank),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from block_manager_machine import BlockManagerMachine
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from naive_manager import NaiveManager
+from slot_content import SlotContent
 
+from kvconnect.cache.block_manager import BlockManager
+from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError
+from kvconnect.layout import KvCacheLayout
 
 
 class Twin(NaiveManager):
@@ -48,7 +54,7 @@ class NaiveMachine(BlockManagerMachine):
 
 
 QUICK = settings(
-    max_examples=100,
+    max_examples=70,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -70,3 +76,43 @@ class TestNaiveModel(NaiveMachine.TestCase):
 @pytest.mark.timeout(3600)
 class TestBlockManagerLong(BlockManagerMachine.TestCase):
     settings = settings(QUICK, max_examples=2000)
+
+
+@settings(QUICK, max_examples=150)
+@given(random=st.randoms(use_true_random=True))
+def test_conversations_by_turns_come_back_in_long_runs(random):
+    config = KvCacheConfig(
+        tokens_per_block=2, secondary_offload_min_priority=random.choice([0, 35])
+    )
+    windows = random.choice([[None], [None], [None, 9], [9]])
+    primary = dict.fromkeys(windows, random.randint(12, 20))
+    host = dict.fromkeys(windows, random.randint(6, 24))
+    content, expected = SlotContent(2), SlotContent(2)
+    layouts = [KvCacheLayout(1, 1, 1, 1, 2, torch.float32, window) for window in windows]
+    real = BlockManager(
+        config, layouts, num_blocks=primary, num_host_blocks=host, copier=content, clock=float
+    )
+    naive = NaiveManager(config, primary, host, clock=float, copier=expected)
+    conversations = [[name] * random.randint(4, 20) for name in range(random.randint(2, 4))]
+    for turn in range(20):
+        tokens = random.choice(conversations)
+        tokens += [random.randint(0, 9)] * random.randint(0, 6)
+        del tokens[24:]
+        kept = KvCacheRetentionConfig(
+            token_range_retention_configs=[
+                {"token_start": 0, "priority": random.choice([20, 35, 35, 80])}
+            ]
+        )
+        allocated = real.add_sequence(turn, tokens, retention=kept)
+        matched = naive.add_sequence(turn, tokens, retention=kept).matched_tokens
+        assert allocated.matched_tokens == matched
+        held = [list(real.block_ids(turn, window=window)) for window in windows]
+        for group, ids in enumerate(held):
+            content.check(group, ids, None, tokens, matched)
+            content.write(group, ids, None, tokens, matched, len(tokens))
+        for manager in (real, naive):
+            manager.commit(turn, len(tokens))
+            manager.check_invariants()
+            manager.release(turn)
+        for group in range(len(windows)):
+            assert content.orders["onboard", group] == expected.orders["onboard", group]

@@ -13,6 +13,8 @@ from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.bench.store.floor import fastest
 from kvconnect.bench.store.payloads import Payloads
 from kvconnect.bench.store.report import StoreFigure, median_ratio, percentile, render
+from kvconnect.cli.main import main
+from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
 from kvconnect.errors import BadFrame
 from kvconnect.frame import check
 
@@ -52,6 +54,13 @@ def test_each_figure_stands_beside_its_floor(kvconnect, tmp_path, url, floors):
         else:
             # Of one round, so exactly these two.
             assert one["ratio"] == pytest.approx(one["rate"] / one["floor"])
+
+
+def test_the_help_says_how_many_calls_the_connector_makes(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "store", "--help"])
+    said = f"{SAVES_IN_FLIGHT} to store and {LOADS_IN_FLIGHT} to load"
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_store_in_use_keeps_its_blocks_and_nothing_else(kvconnect, tmp_path):

@@ -19,8 +19,8 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 def test_help_names_every_command_and_shows_how_to_begin(kvconnect):
     code, out, _ = kvconnect("--help")
     assert code == 0
-    for module in COMMANDS:
-        assert module.rpartition(".")[2].replace("_", "-") in out
+    for name in COMMANDS:
+        assert name in out
     assert "kvconnect generate" in out
     assert max(map(len, out.splitlines())) <= 100
 

@@ -191,6 +191,7 @@ def test_a_missing_model_is_named(kvconnect):
     assert code == 2
     assert err.startswith("kvconnect: error: ")
     assert "'nowhere' is not a directory" in err
+    assert "Nothing is downloaded here: `hf download nowhere` does" in err
 
 
 def test_a_file_that_is_no_text_is_named(kvconnect, model: Path, tmp_path: Path):

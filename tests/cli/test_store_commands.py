@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -28,6 +30,26 @@ def directory(tmp_path) -> Path:
 @pytest.fixture
 def url(directory) -> str:
     return f"disk:{directory}?capacity=64MiB"
+
+
+WITHOUT_TORCH = """
+import sys
+from kvconnect.cli.main import main
+code = main(sys.argv[1:])
+print(*sorted({"torch", "transformers", "numba"} & set(sys.modules)), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("command", [("ls",), ("ls", "--json", "--sort", "age"), ("stats",)])
+@pytest.mark.parametrize("tiers", ["", "tiered:?tiers="])
+def test_looking_at_a_store_does_not_wait_for_torch(url, command, tiers):
+    fill(url, chain("a", 3))
+    place = tiers + url.partition("?")[0]
+    program = [sys.executable, "-c", WITHOUT_TORCH, *command, place]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    assert "3 blocks" in done.stdout or key_of(("a", 2)).hex()[:16] in done.stdout
 
 
 def age(directory, column, seconds):
@@ -313,6 +335,18 @@ def test_a_running_engine_is_not_harmed_by_any_command(kvconnect, url, tmp_path,
     assert len(entries(url)) == 30
 
 
+def test_what_an_engine_stored_under_a_revision_is_found_by_it(kvconnect, model, url):
+    named = ("--model-revision", "org/name@1")
+    prompt = ("--prompt", "once " * 60, "--max-tokens", 1, "--store", url)
+    assert kvconnect("generate", model, *prompt, *named)[0] == 0
+    stored = len(entries(url))
+    for other in ((), ("--model-revision", "org/name@2")):
+        _, out, _ = kvconnect("prune", url, "--model", model, *other, "--json")
+        assert json.loads(out)["deleted"] == 0
+    _, out, _ = kvconnect("prune", url, "--model", model, *named, "--json")
+    assert json.loads(out)["deleted"] == stored > 0
+
+
 # ------------------------------------------------------------------------------------ odd input
 
 
@@ -327,6 +361,7 @@ def test_a_running_engine_is_not_harmed_by_any_command(kvconnect, url, tmp_path,
         (["prune", "{url}", "--older-than", "soon"], "--older-than=soon: a duration such as"),
         (["prune", "{url}", "--to-size", "small"], "--to-size=small: a size such as"),
         (["prune", "{url}", "--model", "xy"], "--model xy: neither a directory nor at least 4"),
+        (["prune", "{url}", "--model-revision", "r"], "--model-revision r: needs --model DIR"),
         (["prune", "{url}", "--salt", ""], "cache_salt: '' must not be empty"),
         (["prune", "tiered:?tiers={url}", "--to-size", "1GiB"], "give the URL of the tier"),
         (["verify", "{url}&capacty=1"], "unknown parameter 'capacty'; did you mean 'capacity'"),

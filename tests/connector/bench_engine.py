@@ -279,13 +279,20 @@ class BenchEngine:
 
     def step(self) -> bool:
         batch = self.schedule()
+        self._raise_first()
         if batch.requests or batch.loading_requests:
             self.manager.begin_step(batch)
         logits = self.forward(batch)
         outcome = self.manager.end_step()
         self.outcomes.append(outcome)
         self._settle(batch, outcome, logits)
+        self._raise_first()
         return bool(batch.requests or outcome.loaded or outcome.failed or outcome.saved)
+
+    def _raise_first(self) -> None:
+        """What a real engine ends a request by."""
+        for error in self.manager.take_errors().values():
+            raise error
 
     def schedule(self) -> ScheduledBatch:
         contexts = [one for one in self.running if one.state is RequestState.CONTEXT]

@@ -83,6 +83,9 @@ class Recorder(KvCacheConnectorScheduler):
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         self.script.note("update_state_after_alloc", request.request_id, list(block_ids))
 
+    def blocks_replaced(self, request: LlmRequest, block_ids: list[int]) -> None:
+        self.script.note("blocks_replaced", request.request_id, list(block_ids))
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object:
         self.script.note("build_connector_meta", copy.deepcopy(scheduler_output))
         return self.script.meta(scheduler_output)

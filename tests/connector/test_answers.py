@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import recording
 from bench_engine import BenchEngine, PlainKv, T, llm_args, reference
@@ -150,6 +152,31 @@ def test_failures_must_be_failures(script: Script) -> None:
             bench.step()
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"num_valid_tokens": 10**9},
+        {"num_valid_tokens": 9},  # the load ends at 8
+        {"num_valid_tokens": -1},
+        {"num_valid_tokens": 1.0},
+        {"num_valid_tokens": True},
+        {"request_id": "1"},
+        {"direction": "load"},
+        {"writes_ended": None},
+        {"reason": 7},
+    ],
+)
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_failure_must_make_sense(script: Script, broken: dict, is_async: bool) -> None:
+    script.match, script.finished = (lambda *_: (8, is_async)), (lambda *_: ([], []))
+    with engine() as bench:
+        request = bench.submit(PROMPT)
+        told = {"request_id": request.request_id, "direction": Direction.LOAD} | broken
+        script.failures = [TransferFailure(**told)]
+        with pytest.raises(ConnectorContractError, match=rf"get_failed.*{next(iter(broken))}"):
+            bench.step()
+
+
 def test_request_finished_must_answer_a_bool(script: Script) -> None:
     script.keep = lambda _: None
     with engine() as bench:
@@ -168,6 +195,20 @@ def test_each_id_is_passed_in_once(script: Script) -> None:
         passed = script.named("get_finished")
     assert [one for one, _ in passed if one] == [[request.request_id]]
     assert [one for _, one in passed if one] == [[request.request_id]]
+
+
+@pytest.mark.parametrize("told", ["metadata", "worker meta"])
+def test_what_cannot_be_pickled_does_not_pass_in_tests_with_one_rank(
+    script: Script, told: str
+) -> None:
+    with engine() as bench:
+        bench.submit(PROMPT)
+        if told == "metadata":
+            script.meta = lambda _: threading.Lock()
+        else:
+            script.worker.build_worker_meta = threading.Lock  # type: ignore[method-assign,union-attr]
+        with pytest.raises(TypeError, match="pickle"):
+            bench.step()
 
 
 def test_an_unknown_request_is_the_callers_bug(script: Script) -> None:

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from kvconnect.connector.offload.io_loop import DaemonThreads, IoLoop
+from kvconnect.backends.daemon_threads import DaemonThreads
+from kvconnect.connector.offload.io_loop import IoLoop
 from kvconnect.errors import UsageError
 
 
@@ -59,6 +60,27 @@ def test_closing_does_not_wait_for_a_coroutine_that_refuses_to_end() -> None:
     started = time.monotonic()
     loop.close()
     assert time.monotonic() - started < 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_task_of_a_store_does_not_end_the_loop(error: type[BaseException]) -> None:
+    loop = IoLoop()
+    tasks = []
+
+    async def leave() -> None:
+        raise error
+
+    async def begin() -> None:
+        tasks.append(asyncio.create_task(leave()))
+
+    loop.submit(begin()).result(5)
+    assert loop.submit(asyncio.sleep(0, "works")).result(5) == "works"
+    with pytest.raises(error):
+        tasks[0].result()
+    loop.call_soon(tasks.clear)
+    loop.close()
+    assert not loop._thread.is_alive()
 
 
 def test_threads_are_daemons_and_bounded() -> None:

@@ -12,7 +12,7 @@ from bench_engine import LAYERS, LAYOUT, BenchEngine, T, llm_args, reference
 from stores import DictStore
 
 from kvconnect import frame
-from kvconnect.connector.offload.pool_copier import PoolCopier, clear_beyond
+from kvconnect.connector.offload.staging import PoolCopier, clear_beyond
 from kvconnect.connector.offload.worker import OffloadWorker
 from kvconnect.layout import KvCacheLayout
 

@@ -2,125 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
-from bench_engine import LAYOUT, BenchEngine, T, llm_args, reference
-from ranks import Meeting, Rank
+from bench_engine import LAYOUT, BenchEngine, T, reference
+from ranks import PROMPT, Pair
 from stores import DictStore
 
 from kvconnect import frame
-from kvconnect.keys import Shard, store_key
-from kvconnect.request import ExternalMatch, LlmRequest
+from kvconnect.request import RequestState
 
-PROMPT = list(range(1, 4 * T + 2))  # four blocks and a token
 SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
 BOTH = pytest.mark.parametrize("save_on", ["full", "finish"])
-
-
-class Relay:
-    """Hands what the leader's connector matched to the follower, as its scheduler would."""
-
-    def __init__(self, bench: BenchEngine, queue: SimpleQueue[ExternalMatch]) -> None:
-        self._manager, self._queue = bench.manager, queue
-        self._leads = bench.manager._scheduler is not None
-        bench.kv.set_external_matcher(self)
-
-    def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
-        if not self._leads:
-            return self._queue.get(timeout=10)
-        match = self._manager.match_external(request, num_device_tokens)
-        self._queue.put(match)
-        return match
-
-    def blocks_allocated(self, request: LlmRequest, block_ids: list[int]) -> None:
-        self._manager.blocks_allocated(request, block_ids)
-
-
-class Pair:
-    """Two ranks with a store each. What is called here happens on both at once."""
-
-    def __init__(self, stores: list[DictStore], *settings: dict[str, Any], **common: Any) -> None:
-        self.stores = stores
-        self._threads = ThreadPoolExecutor(2)
-        meeting, matches = Meeting(2), SimpleQueue[ExternalMatch]()
-        self.benches: list[BenchEngine] = []
-        common = {"lookup_timeout_ms": 5000.0} | common
-        for rank, own in enumerate(settings or ({}, {})):
-            args = llm_args(stores[rank], shard=Shard(rank, 2), **(common | own))
-            bench = BenchEngine(args, communicator=Rank(meeting, rank))
-            bench._ids = itertools.count()
-            Relay(bench, matches)
-            self.benches.append(bench)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for store in self.stores:
-            store.open_doors()
-        self.both(lambda bench: bench.manager.end_step())  # what just ended is known to the workers
-        self.both(lambda bench: bench.manager.shutdown())
-        self._threads.shutdown()
-
-    @property
-    def leader(self) -> BenchEngine:
-        return self.benches[0]
-
-    def both(self, do: Callable[[BenchEngine], Any]) -> list[Any]:
-        return [one.result(20) for one in [self._threads.submit(do, b) for b in self.benches]]
-
-    def submit(self, prompt: list[int] = PROMPT, max_tokens: int = 1) -> int:
-        """The id of a request that both ranks have."""
-        leaders, _ = [bench.submit(prompt, max_tokens) for bench in self.benches]
-        return leaders.request_id
-
-    def step(self, number: int = 1) -> None:
-        for _ in range(number):
-            self.both(BenchEngine.step)
-
-    def preempt(self, request_id: int) -> None:
-        self.both(lambda bench: bench.preempt(bench.requests[request_id]))
-
-    def run(self) -> None:
-        deadline = time.monotonic() + 15
-        while any(one.queue or one.running or one.loading or one.saving for one in self.benches):
-            assert time.monotonic() < deadline, "the ranks hang"
-            self.step()
-            time.sleep(0.001)
-
-    def flush(self) -> None:
-        """Until what is staged is written or lost."""
-        assert all(self.both(lambda bench: bench.manager._worker._queue.flush(5)))
-
-    def saved(self, request_id: int, *, tail: bool = False) -> list[int]:
-        """How many leading blocks of the request the store of each rank has."""
-        request = self.leader.requests[request_id]
-        keys = request.block_keys()
-        if tail:
-            keys = [*keys, request.key_chain.tail(request.num_computed_tokens)]
-        return [
-            next((n for n, key in enumerate(keys) if store_key(key, 0, Shard(rank, 2)) not in has),
-                 len(keys))
-            for rank, has in enumerate(store.frames for store in self.stores)
-        ]  # fmt: skip
-
-    def answer(self, request_id: int) -> list[list[int]]:
-        requests = [bench.requests[request_id] for bench in self.benches]
-        return [one.tokens.view[one.prompt_len :].tolist() for one in requests]
-
-    def nothing_is_left(self) -> None:
-        assert not self.leader.manager._scheduler._states
-        for bench in self.benches:
-            worker = bench.manager._worker
-            assert bench.kv.get_num_free_blocks() == len(bench.kv.pool)
-            assert not worker._leaving
-            assert not worker._held
 
 
 @pytest.fixture(params=[False, True], ids=["own", "shared"])
@@ -242,7 +138,7 @@ def test_behind_a_backlog_of_any_rank_no_blocks_are_kept(rank: int, save_on: str
         pair.step(2)
         assert first in pair.leader.saving
         other = pair.submit([9, *PROMPT])
-        pair.step()
+        pair.step(2)  # in the second one all ranks hear that they need not keep it
         assert other not in pair.leader.saving
         stores[rank].at_save.open()
         pair.run()
@@ -262,3 +158,105 @@ def test_an_aborted_request_leaves_nothing_behind(stores: list[DictStore], save_
         pair.flush()
         assert pair.saved(request) == [4, 4]
         pair.nothing_is_left()
+
+
+@BOTH
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_ranks_hold_the_same_blocks_when_a_request_follows_another(
+    save_on: str, max_tokens: int
+) -> None:
+    """The leader's ids are what every rank loads into and saves from."""
+    stores = [DictStore(enumerable=False), DictStore(enumerable=False)]
+    with Pair(stores, save_on=save_on) as pair:
+        pair.submit(max_tokens=max_tokens)
+        pair.step(max_tokens)  # to its end
+        if save_on == "full":
+            pair.flush()
+        again = pair.submit(max_tokens=3)
+        pair.step()
+        held = [bench.kv.blocks[again] for bench in pair.benches]
+        assert held[0] == held[1]
+        pair.run()
+        assert pair.answer(again) == [reference(PROMPT, 3)] * 2
+        pair.nothing_is_left()
+
+
+def test_a_rank_that_has_nothing_in_flight_expects_no_news() -> None:
+    """Or it would wait in an exchange for ranks that sleep."""
+    stores = [DictStore(enumerable=False), DictStore(enumerable=False)]
+    with Pair(stores) as pair:
+        pair.submit()
+        pair.run()
+        stores[0].at_load.shut()
+        stores[1].at_load.shut()
+        loading = pair.submit(max_tokens=3)
+        pair.step()
+        pair.both(lambda bench: bench.abort(bench.requests[loading]))
+        assert [bench.manager.expects_news() for bench in pair.benches] == [True, True]
+        for store in stores:
+            store.open_doors()
+        deadline = time.monotonic() + 10
+        while pair.leader.manager.expects_news():
+            assert time.monotonic() < deadline
+            pair.step()
+        assert [bench.manager.expects_news() for bench in pair.benches] == [False, False]
+        assert [bench.manager.wait_seconds() for bench in pair.benches] == [None, None]
+        pair.nothing_is_left()
+
+
+@BOTH
+@pytest.mark.parametrize("ends", ["preempted", "finished"])
+def test_what_was_ordered_before_a_rewind_is_not_saved_with_what_came_after(
+    save_on: str, ends: str
+) -> None:
+    stores = [DictStore(enumerable=False), DictStore(enumerable=False)]
+    with Pair(stores, save_on=save_on) as pair:
+        request = pair.submit(max_tokens=6)
+        pair.step()
+
+        def rewind(bench: BenchEngine) -> None:
+            """To the middle of the third block, from where it goes on with other tokens."""
+            one = bench.requests[request]
+            one.rewind(2 * T + 1)
+            bench.kv.rewind(one, 0)
+            bench.manager.on_rewind(one)
+            one.append_tokens(np.arange(50, 49 + T, dtype=np.int32))
+            one.num_computed_tokens = 2 * T + 1
+            one.state = RequestState.CONTEXT
+
+        pair.both(rewind)
+        pair.step()
+        if ends == "preempted":
+            pair.preempt(request)
+        pair.run()
+        pair.flush()
+        for prompt in (PROMPT, pair.leader.requests[request].tokens.view.tolist()):
+            again = pair.submit(prompt, max_tokens=3)
+            pair.run()
+            assert pair.answer(again) == [reference(prompt, 3)] * 2
+        assert pair.saved(again) == [6, 6]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_that_fails_on_one_rank_is_computed_where_the_other_has_not_come_as_far(
+    stores: list[DictStore], rank: int
+) -> None:
+    with Pair(stores) as pair:
+        pair.submit()
+        pair.run()
+        pair.flush()
+        stores[rank].tamper = lambda key, buffer: (
+            buffer.zero_() if key == pair.store_keys(rank)[2] else None
+        )
+        stores[1 - rank].at_load.shut()
+        for bench in pair.benches:
+            bench.kv.pool.fill_(9.0)
+        again = pair.submit(max_tokens=3)
+        deadline = time.monotonic() + 10
+        while again in pair.leader.loading or pair.leader.queue:
+            assert time.monotonic() < deadline
+            pair.step()
+        pair.step(3)
+        stores[1 - rank].open_doors()
+        pair.run()
+        assert pair.answer(again) == [reference(PROMPT, 3)] * 2

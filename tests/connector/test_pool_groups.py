@@ -196,7 +196,7 @@ def test_a_failed_load_calls_no_more_valid_than_the_device_really_matched(
         assert bench.outcomes[-1].failed == {request.request_id: 2 * T}
 
 
-def test_a_store_that_always_fails_is_asked_twice(script: Script) -> None:
+def test_from_a_store_that_always_fails_is_loaded_twice(script: Script) -> None:
     script.match = lambda _, position: (5 * T - position, True)
     script.finished = lambda *_: ([], [])
     with engine() as bench:
@@ -204,7 +204,9 @@ def test_a_store_that_always_fails_is_asked_twice(script: Script) -> None:
         while bench.queue or bench.running or bench.loading:
             script.failures = [fail(request, 0)] if bench.queue else []
             bench.step()
-        assert len(script.named("get_num_new_matched_tokens")) == 2
+        assert sum(len(output.loading_requests) for output in script.outputs) == 2
+        asked = script.named("get_num_new_matched_tokens")
+        assert len(asked) == len(script.named("update_state_after_alloc")) == 3
         answer = request.tokens.view[len(PROMPT) :].tolist()
         assert answer == reference(PROMPT, FULL_AND_WINDOW, GENERATE)
         assert bench.kv.all_free()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
@@ -10,7 +9,7 @@ from typing import Any, Self
 import pytest
 import recording
 from bench_engine import BenchEngine, PlainKv, T, llm_args
-from ranks import Meeting, Rank
+from ranks import PROMPT, Meeting, Rank
 from recording import Recorder, RecordingWorker, Script
 
 from kvconnect.connector.communicator import LoadOrder, Report, SingleProcess, agreed
@@ -18,10 +17,9 @@ from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.runtime.ledger import StepOutcome, TransferLedger
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.connector.runtime.reporting import RequestRecord
+from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.errors import ConnectorContractError, RankDivergence, UsageError
 from kvconnect.request import LlmRequest
-
-PROMPT = list(range(1, 4 * T + 2))
 
 
 class Ranks:
@@ -101,13 +99,14 @@ def test_a_step_has_two_exchanges_with_or_without_a_batch() -> None:
         assert ranks.meeting.exchanges == 4 * barriers_per_exchange
 
 
-def test_what_the_leader_does_not_keep_followers_free_a_step_later() -> None:
+def test_what_the_leader_does_not_keep_all_ranks_free_a_step_later() -> None:
     with Ranks() as ranks:
-        request = ranks.submit()[0]
+        request_id = ranks.submit()[0].request_id
         ranks.both(compute)
-        assert not ranks.benches[0].kv.blocks
-        assert ranks.benches[1].kv.blocks
-        assert [one.saved for one in ranks.idle_step()] == [[], [request.request_id]]
+        assert all(bench.kv.blocks for bench in ranks.benches)
+        assert [bench.manager.wait_seconds() for bench in ranks.benches] == [0.0, 0.0]
+        assert [one.saved for one in ranks.idle_step()] == [[request_id], [request_id]]
+        assert [script.named("get_finished")[-1] for script in ranks.scripts] == [([], [])] * 2
 
 
 def test_only_the_leader_has_a_scheduler() -> None:
@@ -132,19 +131,91 @@ def test_a_broken_contract_on_one_rank_is_raised_on_all() -> None:
         assert len(set(ranks.both(raises))) == 1
 
 
-def test_ranks_in_different_steps_do_not_hang() -> None:
+def raised_by(run: Callable[[], object]) -> Exception | None:
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001 (whatever it is)
+        return error
+    return None
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ranks_in_different_steps_all_raise_at_once(ahead: int) -> None:
     with Ranks() as ranks:
-        ranks.benches[1].manager._step += 1
+        ranks.benches[ahead].manager._step += 1
+        errors = ranks.both(lambda bench: raised_by(bench.manager.end_step))
+        assert [type(one) for one in errors] == [RankDivergence, RankDivergence]
 
-        def diverges(bench: BenchEngine) -> bool:
-            try:
-                bench.manager.end_step()
-            except (RankDivergence, threading.BrokenBarrierError):
-                ranks.meeting._barrier.abort()
-                return True
-            return False
 
-        assert ranks.both(diverges) == [True, True]
+STEP_METHODS = ["bind_connector_meta", "start_load_kv", "wait_for_layer_load", "save_kv_layer"]
+STEP_METHODS += ["wait_for_save", "get_finished", "get_failed", "build_worker_meta"]
+
+
+def planted(*_: object) -> None:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("method", STEP_METHODS)
+def test_what_a_worker_raises_ends_the_step_on_all_ranks(method: str, rank: int) -> None:
+    with Ranks() as ranks:
+        ranks.submit()
+        setattr(ranks.scripts[rank].worker, method, planted)
+        errors = ranks.both(lambda bench: raised_by(lambda: compute(bench)))
+        assert str(errors[rank]) == "planted"
+        other = errors[1 - rank]
+        assert isinstance(other, ConnectorContractError)
+        assert str(other) == f"rank {rank}: RuntimeError: planted"
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_what_the_leaders_scheduler_raises_ends_the_step_on_all_ranks(idle: bool) -> None:
+    with Ranks() as ranks:
+        ranks.submit()
+        ranks.scripts[0].meta = planted
+        ranks.scripts[0].scheduler.build_idle_meta = planted  # type: ignore[union-attr]
+        step = (lambda bench: bench.manager.end_step()) if idle else compute
+        errors = ranks.both(lambda bench: raised_by(lambda: step(bench)))
+        assert str(errors[0]) == "planted"
+        assert isinstance(errors[1], ConnectorContractError)
+        assert str(errors[1]) == "rank 0: RuntimeError: planted"
+
+
+@pytest.mark.parametrize(
+    ("rank", "method"),
+    [
+        (0, "update_from_workers"),
+        (0, "load_failed"),
+        (0, "blocks_replaced"),
+        (0, "cancel"),
+        (1, "cancel"),
+    ],
+)
+def test_what_is_raised_after_the_second_exchange_ends_all_ranks_in_the_next(
+    rank: int, method: str
+) -> None:
+    with Ranks() as ranks:
+        requests = ranks.submit()
+        broken = ranks.scripts[rank]
+        setattr(broken.worker if method == "cancel" else broken.scheduler, method, planted)
+        ranks.scripts[0].match = lambda *_: (2 * T, False)
+        for script in ranks.scripts:
+            failure = TransferFailure(requests[0].request_id, Direction.LOAD, writes_ended=False)
+            script.failures = [failure]
+
+        def two_steps(bench: BenchEngine) -> None:
+            [request] = bench.queue
+            if bench is ranks.benches[1]:
+                compute(bench)
+            else:
+                bench.step()
+            assert request.num_tokens == len(PROMPT)
+            bench.manager.end_step()
+
+        errors = ranks.both(lambda bench: raised_by(lambda: two_steps(bench)))
+        assert str(errors[rank]) == "planted"
+        assert isinstance(errors[1 - rank], ConnectorContractError)
+        assert str(errors[1 - rank]) == f"rank {rank}: RuntimeError: planted"
 
 
 def test_reports_of_different_steps_are_refused() -> None:
@@ -177,6 +248,7 @@ def loading(bench: BenchEngine, *, num_ranks: int = 3) -> tuple[TransferLedger, 
         bench.kv,
         bench.manager._worker,
         {request.request_id: RequestRecord(request, holds_blocks=True)},
+        RequestErrors(alone=True),
         recording.config(),
         rank=0,
         num_ranks=num_ranks,
@@ -214,19 +286,35 @@ def test_one_rank_that_fails_fails_all_at_the_smallest_valid_position(
     assert not ledger.quarantine
 
 
-def test_blocks_that_another_rank_may_still_write_are_held(bench: BenchEngine) -> None:
+@pytest.mark.parametrize("ended", [True, False])
+def test_nothing_is_valid_that_another_rank_may_still_write(
+    bench: BenchEngine, ended: bool
+) -> None:
+    """It has not said how far it came: the leading blocks may be empty there."""
     ledger, request = loading(bench)
     before = list(bench.kv.blocks[request.request_id])
-    outcome = settle(ledger, failed(request, 9), Report(1), Report(1))
+    done, nothing = Report(1, loaded=(request.request_id,)), Report(1)
+    outcome = settle(ledger, failed(request, 9, ended=ended), done, nothing)
+    assert outcome.failed == {request.request_id: 0}
+    assert set(bench.kv.blocks[request.request_id]).isdisjoint(before)
+    if not ended:
+        settle(ledger, Report(2, loaded=(request.request_id,)), nothing, nothing)
+    assert ledger.quarantine
+    settle(ledger, Report(3), Report(3), Report(3, loaded=(request.request_id,)))
+    assert not ledger.quarantine
+    assert set(before) <= set(bench.kv.free_ids())
+
+
+def test_what_every_rank_calls_valid_is_though_one_may_still_write_behind_it(
+    bench: BenchEngine,
+) -> None:
+    ledger, request = loading(bench)
+    before = list(bench.kv.blocks[request.request_id])
+    done = Report(1, loaded=(request.request_id,))
+    outcome = settle(ledger, failed(request, 9, ended=False), done, done)
     assert outcome.failed == {request.request_id: 8}
     assert bench.kv.blocks[request.request_id][:2] == before[:2]
     assert set(bench.kv.blocks[request.request_id][2:]).isdisjoint(before)
-    late = Report(2, loaded=(request.request_id,))
-    settle(ledger, Report(2), late, Report(2))
-    assert ledger.quarantine
-    settle(ledger, Report(3), Report(3), late)
-    assert not ledger.quarantine
-    assert set(before[2:]) <= set(bench.kv.free_ids())
 
 
 def test_a_rank_past_its_deadline_times_out_for_all(bench: BenchEngine) -> None:
@@ -234,7 +322,20 @@ def test_a_rank_past_its_deadline_times_out_for_all(bench: BenchEngine) -> None:
     done = Report(1, loaded=(request.request_id,))
     late = Report(1, expired_loads=(request.request_id,))
     assert settle(ledger, done, done, late).failed == {request.request_id: 0}
-    assert ledger.quarantine.num_blocks == 4
+    assert ledger.quarantine.num_blocks == 5  # all that the request held
+
+
+def test_a_save_that_one_rank_gives_up_waiting_for_is_over_on_all(bench: BenchEngine) -> None:
+    ledger, request = loading(bench)
+    ledger.start_save(request.request_id)
+    settle(ledger, Report(1, expired_saves=(request.request_id,)), Report(1), Report(1))
+    bench.kv.free_resources(request)
+    assert bench.kv.get_num_free_blocks() < len(bench.kv.pool)
+    settle(ledger, Report(2), Report(2), Report(2, overdue_saves=(request.request_id,)))
+    assert not ledger.quarantine
+    assert bench.kv.get_num_free_blocks() == len(bench.kv.pool)
+    late = Report(3, saved=(request.request_id,))
+    settle(ledger, late, late, late)  # ignored
 
 
 def test_the_manager_runs_alone_by_default() -> None:

@@ -36,6 +36,11 @@ def tokens(request: LlmRequest) -> list[int]:
     return request.tokens.view[request.prompt_len :].tolist()
 
 
+def num_loads(script: Script) -> int:
+    """How many loads in the background were started."""
+    return sum(len(output.loading_requests) for output in script.outputs)
+
+
 def never(_saving: list[int], _loading: list[int]) -> tuple[list[int], list[int]]:
     return [], []
 
@@ -101,7 +106,8 @@ def test_what_a_load_may_still_write_is_exchanged_and_comes_back_with_the_id(
         assert fresh[:2] == old[:2]  # what is valid stays
         assert not set(fresh[2:]) & set(old)
         assert bench.outcomes[-1].failed == {request.request_id: 2 * T}  # a whole block
-        assert script.named("update_state_after_alloc")[-1] == (request.request_id, fresh)
+        assert script.named("blocks_replaced") == [(request.request_id, fresh)]
+        assert script.named("update_state_after_alloc") == [(request.request_id, old)]
         assert ("cancel", request.request_id) in script.calls
         kv.pool[old[2:]] = 666.0  # the late writer
         bench.run()
@@ -150,7 +156,10 @@ def test_while_its_blocks_are_held_a_request_starts_no_second_load(script: Scrip
         bench.step()
         bench.preempt(request)
         bench.run()
-        assert len(script.named("get_num_new_matched_tokens")) == 1
+        # It is asked about, and the answer is dropped.
+        assert len(script.named("get_num_new_matched_tokens")) == 2
+        assert request.num_connector_matched_tokens == 0
+        assert num_loads(script) == 1
         assert tokens(request) == ANSWER
 
 
@@ -165,7 +174,11 @@ def test_too_many_blocks_held_back_stop_new_loads(script: Script) -> None:
         second = bench.submit(PROMPT, 3)
         bench.run()
         assert tokens(first) == tokens(second) == ANSWER
-        assert len(script.named("get_num_new_matched_tokens")) == 1
+        assert num_loads(script) == 1
+        asked = script.named("get_num_new_matched_tokens")
+        allocated = script.named("update_state_after_alloc")
+        assert [one[0] for one in asked] == [first.request_id, second.request_id]
+        assert [one[0] for one in allocated] == [first.request_id, second.request_id]
 
 
 # ---------------------------------------------------------------------- deadlines
@@ -246,6 +259,44 @@ def test_blocks_of_a_late_save_are_hoped_for_as_long_as_a_save_may_take_or_longe
         assert bench.kv.get_num_free_blocks() < len(bench.kv.pool)
         assert bench.manager.wait_seconds() == pytest.approx(hoped, abs=0.1)
         assert bench.manager.expects_news()
+
+
+def test_blocks_of_saves_that_are_never_returned_are_handed_on_in_the_end(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvconnect.connector.runtime.ledger._LONGEST_SAVE_S", 0.0)
+    script.keep, script.finished = (lambda _: True), never
+    kv = PlainKv(20)
+    with engine(kv, save_timeout_s=0.02) as bench:
+        request = bench.submit(PROMPT, 1)
+        bench.run()
+        assert kv.get_num_free_blocks() == 20 - 7
+        deadline = time.monotonic() + 10
+        while kv.get_num_free_blocks() < 20:
+            assert time.monotonic() < deadline
+            bench.manager.end_step()
+        assert not bench.manager.expects_news()
+        script.finished = lambda *_: ([request.request_id], [])
+        bench.manager.end_step()  # a return after that is ignored
+
+
+def test_of_more_than_half_of_the_pool_they_are_handed_on_after_their_grace_period(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvconnect.connector.runtime.ledger._GRACE_S", 0.0)
+    script.keep, script.finished = (lambda _: True), never
+    kv = PlainKv(22)
+    with engine(kv, save_timeout_s=0.02) as bench:
+        for _ in range(10):  # of seven blocks: three times the pool
+            assert bench.submit(PROMPT, 1)
+            bench.run()
+            while bench.manager.has_pending():
+                bench.manager.end_step()
+        deadline = time.monotonic() + 10
+        while kv.get_num_free_blocks() < 22 - 7:
+            assert time.monotonic() < deadline
+            bench.manager.end_step()
+        assert kv.get_num_free_blocks() == 22 - 7  # the youngest stays: it is less than half
 
 
 def test_a_failed_save_loses_nothing_but_the_entry(script: Script) -> None:

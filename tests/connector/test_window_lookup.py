@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stores import DictStore
 
-from kvconnect.backend import StoredBlock
+from kvconnect.backend import Child, StoredBlock
 from kvconnect.connector.offload.lookup import Hit, Query, blocks_needed, look_up
+from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import chain_key
 
 Windows = tuple[int | None, ...]
@@ -122,6 +123,19 @@ def test_a_store_full_of_gaps_is_asked_a_few_times_only() -> None:
     store = store_of(asked, present)
     assert ask(store, asked).end == 300 * T
     assert len(store.lookups) <= 12
+
+
+def test_whole_blocks_count_where_the_index_of_tails_cannot_be_read() -> None:
+    asked = query(3 * T + 3, (None,))
+    store = store_of(asked, [(0, number) for number in range(3)])
+    store.capabilities = replace(store.capabilities, enumerable=True)
+
+    async def children(key: object) -> list[Child]:
+        raise BackendUnavailable("WRONGTYPE, and it may not be deleted")
+
+    store.children = children  # type: ignore[method-assign]
+    hit = ask(store, asked)
+    assert (hit.end, hit.tail, hit.num_stored) == (3 * T, None, (3,))
 
 
 @pytest.mark.parametrize("missing", [None, 0, 1, 2])

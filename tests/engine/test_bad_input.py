@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from kvconnect import LLM, KvCacheConfig, SamplingParams
+from kvconnect import (
+    LLM,
+    KvCacheConfig,
+    KvCacheConnectorConfig,
+    KvCacheRetentionConfig,
+    SamplingParams,
+    TokenRangeRetentionConfig,
+)
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
 
@@ -42,6 +51,128 @@ def llm(llama):
 def test_prompts(llm, prompt, message):
     with pytest.raises(ConfigurationError, match=message):
         llm.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "prompts: None is a NoneType; give text, token ids, or a list of these"),
+        (b"text", "prompts: b'text' is a bytes; give text"),
+        (7, "prompts: 7 is a int; give text"),
+        ({1, 2}, "prompts: {1, 2} is a set; give text"),
+        (iter([1, 2]), "prompts: .* is a list_iterator; give text"),
+        (["text", None], "prompt: None is a NoneType; give text or token ids"),
+        ([[1], b"text"], "prompt: b'text' is a bytes; give text or token ids"),
+        ([None], "prompt: integers are needed, this is a sequence with None in it"),
+        ([[1, "a"]], "prompt: integers are needed, this is a sequence"),
+        (["a\ud800b"], r"prompt: '\\ud800' at position 1 is half of a surrogate pair"),
+        (torch.ones(3, requires_grad=True), "prompt: .*not a flat sequence of integers.*grad"),
+        ([torch.ones(3, requires_grad=True)], "prompt: .*not a flat sequence of integers.*grad"),
+        (torch.tensor(5), "prompt: one dimension is needed, this has 0"),
+    ],
+)
+def test_what_is_no_prompt(llm, prompts, message):
+    with pytest.raises(ConfigurationError, match=message):
+        llm.generate(prompts)
+
+
+def test_a_tensor_is_a_prompt(llm):
+    assert llm.generate(torch.tensor([1, 2, 3]))[0].prompt_token_ids == (1, 2, 3)
+    assert llm.generate([torch.tensor([1, 2, 3])])[0].prompt_token_ids == (1, 2, 3)
+    assert [one.prompt_token_ids for one in llm.generate(torch.tensor([[1], [2]]))] == [(1,), (2,)]
+
+
+BAD_CARGO = [
+    (
+        {"sampling_params": {"temprature": 0.5}},
+        "SamplingParams: unknown field 'temprature'; did you",
+    ),
+    ({"sampling_params": "greedy"}, "sampling_params: 'greedy' is a str; give a SamplingParams"),
+    (
+        {"sampling_params": SamplingParams().model_copy(update={"temperature": "hot"})},
+        "SamplingParams.temperature='hot': ",
+    ),
+    (
+        {"sampling_params": SamplingParams().model_copy(update={"max_tokens": 2.5})},
+        r"SamplingParams.max_tokens=2.5: ",
+    ),
+    (
+        {"sampling_params": SamplingParams().model_copy(update={"temprature": 1})},
+        "SamplingParams: unknown field 'temprature'; did you mean 'temperature'?",
+    ),
+    (
+        {"sampling_params": SamplingParams.model_construct(stop=5)},
+        "SamplingParams.stop=5: ",
+    ),
+    ({"retention": "x"}, "retention: 'x' is a str; give a KvCacheRetentionConfig"),
+    ({"retention": {"priority": 5}}, "KvCacheRetentionConfig: unknown field 'priority'"),
+    (
+        {"retention": KvCacheRetentionConfig().model_copy(update={"decode_duration_ms": "1 h"})},
+        "KvCacheRetentionConfig.decode_duration_ms='1 h': ",
+    ),
+    ({"cache_salt": "a\udc80"}, r"cache_salt: '\\udc80' at position 1 is half of a surrogate"),
+    ({"cache_salt": 5}, "cache_salt: 5 must be a string, or None"),
+    ({"lora_id": 1.5}, "lora_id: 1.5 is a float; give an integer, a string, or None"),
+    ({"lora_id": [1]}, r"lora_id: \[1\] is a list; give an integer"),
+    ({"lora_id": True}, "lora_id: True is a bool; give an integer"),
+    ({"lora_id": "\ud8ff"}, "lora_id: .* is half of a surrogate pair"),
+    ({"extra_key": {}}, "extra_key: {} is a dict; give an integer"),
+]
+
+
+@pytest.mark.parametrize("method", ["generate", "submit", "stream"])
+@pytest.mark.parametrize(("cargo", "message"), BAD_CARGO)
+def test_what_a_request_carries_is_checked_on_its_callers_thread(llm, method, cargo, message):
+    with pytest.raises(ConfigurationError, match=message):
+        getattr(llm, method)([1, 2], **cargo)
+    # And it did not end the engine for others.
+    assert llm.generate([1, 2])[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("params", ["x", {1: 2}, [("a", 1)]])
+def test_kv_transfer_params(llm, params):
+    with pytest.raises(ConfigurationError, match=r"kv_transfer_params: .* is no dict with strings"):
+        llm.submit([1], kv_transfer_params=params)
+
+
+def test_huge_numbers_are_numbers(llm):
+    params = SamplingParams(
+        temperature=1.0, top_k=10**30, seed=10**40, stop_token_ids=(10**30,), max_tokens=2
+    )
+    keep = TokenRangeRetentionConfig(token_start=10**30, priority=50, duration_ms=1e300)
+    retention = KvCacheRetentionConfig(token_range_retention_configs=(keep,))
+    assert len(llm.generate([1, 2], params, retention=retention)[0].output_token_ids) <= 2
+
+
+@pytest.mark.parametrize(
+    ("method", "keyword", "message"),
+    [
+        ("generate", "sampling_parms", "did you mean 'sampling_params'"),
+        ("generate", "salt", "did you mean 'cache_salt'"),
+        ("submit", "kv_params", "did you mean 'kv_transfer_params'"),
+        ("stream", "retentoin", "did you mean 'retention'"),
+    ],
+)
+def test_an_unknown_argument_of_a_request(llm, method, keyword, message):
+    expected = f"LLM.({method}|submit): unknown argument '{keyword}'; {message}"
+    with pytest.raises(ConfigurationError, match=expected):
+        getattr(llm, method)([1], **{keyword: None})
+
+
+def test_settings_stay_as_they_are():
+    config = KvCacheConfig()
+    expected = "KvCacheConfig: cannot change max_tokens to 5: .*model_copy"
+    with pytest.raises(ConfigurationError, match=expected):
+        config.max_tokens = 5
+    with pytest.raises(ConfigurationError, match="unknown field 'max_tokns'; did you mean 'max_to"):
+        config.max_tokns = 5
+    with pytest.raises(ConfigurationError, match="cannot change dtype to nothing"):
+        del config.dtype
+    assert config == KvCacheConfig()
+    store = KvCacheConnectorConfig(url="memory:")
+    with pytest.raises(ConfigurationError) as caught:
+        store.url = "redis://:hunter2@host"
+    assert "hunter2" not in str(caught.value)
 
 
 def test_one_bad_prompt_starts_none(llm):
@@ -85,6 +216,30 @@ def test_a_callers_array_may_change_afterwards(llm):
         ({"kv_cache": KvCacheConfig(dtype="float16")}, "kv_cache.dtype: 'float16' differs"),
         ({"connector": "dosk:///tmp/x"}, "dosk"),
         (
+            {"connector": Path("/var/kv")},
+            "connector: .*Path.'/var/kv'. is a path; give a store's U",
+        ),
+        ({"connector": 5}, "connector: 5 is a int; give a KvCacheConnectorConfig"),
+        ({"connector": {"ulr": "memory:"}}, "KvCacheConnectorConfig: unknown field 'ulr'; did you"),
+        ({"connector": {}}, "KvCacheConnectorConfig: give url, backend, or connector_module"),
+        ({"kv_cache": 5}, "kv_cache: 5 is a int; give a KvCacheConfig"),
+        ({"kv_cache": {"max_tokns": 5}}, "KvCacheConfig: unknown field 'max_tokns'; did you mean"),
+        ({"kv_cache": {"max_tokens": "many"}}, "KvCacheConfig.max_tokens='many': "),
+        (
+            {"kv_cache": KvCacheConfig().model_copy(update={"tokens_per_block": 3})},
+            "KvCacheConfig.tokens_per_block=3: must be a power of two",
+        ),
+        ({"kv_cach": None}, r"LLM.__init__: unknown argument 'kv_cach'; did you mean 'kv_cache'"),
+        ({"max_num_tokens": "9"}, "max_num_tokens: '9' must be an integer, at least 1"),
+        (
+            {"max_logprobs": "9"},
+            "max_logprobs: '9' must be at least 0, or -1: all; give an integer",
+        ),
+        ({"max_batch_size": 2.5}, "max_batch_size: 2.5 must be an integer, at least 1"),
+        ({"dtype": None}, "dtype: 'None' is unknown"),
+        ({"speculative": {"tokens": 5}}, "NgramSpeculation: unknown field 'tokens'"),
+        ({"kv_cache_manager": "mine"}, "kv_cache_manager: 'mine' is a str; give a callable"),
+        (
             {"connector": "memory:", "kv_cache": KvCacheConfig(enable_block_reuse=False)},
             "enable_block_reuse=False",
         ),
@@ -93,6 +248,31 @@ def test_a_callers_array_may_change_afterwards(llm):
 def test_settings(llama, options, message):
     with pytest.raises(ConfigurationError, match=message):
         LLM(llama, **options)
+
+
+def test_settings_as_a_dict(llama, tmp_path):
+    cache = {"max_tokens": 256, "tokens_per_block": 16}
+    with LLM(llama, kv_cache=cache, connector={"url": f"disk://{tmp_path}/kv"}) as llm:
+        assert llm.stats().max_blocks == 16
+        assert llm.generate([1, 2])[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("field", ["max_attention_window", "pool_ratio"])
+def test_an_empty_list_of_windows(field):
+    with pytest.raises(ConfigurationError, match=rf"KvCacheConfig.{field}=\[\]: "):
+        KvCacheConfig(**{field: []})
+
+
+@pytest.mark.parametrize("model", [None, 5, ["a"]])
+def test_what_is_no_directory(model):
+    with pytest.raises(ConfigurationError, match=r"model: .* is a .*; give the directory of a mod"):
+        LLM(model)
+
+
+def test_torchs_own_dtype_and_device(llama):
+    cache = KvCacheConfig(max_tokens=64)
+    with LLM(llama, kv_cache=cache, dtype=torch.float64, device=torch.device("cpu")) as llm:
+        assert llm.layout.dtype == torch.float64
 
 
 def test_no_such_directory(tmp_path):

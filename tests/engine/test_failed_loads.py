@@ -248,7 +248,7 @@ def test_blocks_that_come_back_when_nobody_hopes_for_them_are_used(plan, llm, pr
     assert loading.result(timeout=30).finish_reason == "abort"
     llm.generate(prompts[1], GREEDY)
     ledger = llm._engine._connector._ledger
-    assert ledger.quarantine.num_blocks == 3
+    assert ledger.quarantine.num_blocks == 5
     monkeypatch.setattr(ledger, "next_deadline", lambda: None)
     plan.hold.set()
     # It needs all 32 blocks that are left, and no step of another request comes before it.

@@ -23,8 +23,16 @@ def test_messages_come_in_order_and_ring():
     inbox.post("a")
     inbox.post("b")
     assert inbox.wait(0)
-    assert inbox.take() == ["a", "b"]
-    assert inbox.take() == []
+    assert list(inbox.take()) == ["a", "b"]
+    assert list(inbox.take()) == []
+
+
+def test_what_is_not_asked_for_stays():
+    inbox = Inbox[str]()
+    for message in "abc":
+        inbox.post(message)
+    assert next(inbox.take()) == "a"
+    assert inbox.close(None) == ["b", "c"]
 
 
 def test_a_ring_wakes_a_sleeper():

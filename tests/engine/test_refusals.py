@@ -84,9 +84,9 @@ def test_layers_out_of_order_are_refused():
         probe.attend(1, AttentionInput(tensor, tensor, tensor, None, None))
 
 
-def test_a_forward_pass_that_left_the_cache_out_is_noticed(llama, open_llm):
-    """Another attention implementation ignores ``kv=`` without a word."""
-    llm = open_llm(llama)
+def test_a_forward_pass_that_left_the_cache_out_is_noticed(model_of, open_llm):
+    """Another attention implementation ignores ``kv=`` without a word; layers of Qwen3 ask it."""
+    llm = open_llm(model_of("qwen3"))
     llm._engine._model._model.set_attn_implementation("sdpa")
     with pytest.raises(UsageError, match="0 of 3 attention layers used the KV cache"):
         llm.generate([1, 2, 3])

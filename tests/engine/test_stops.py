@@ -66,6 +66,54 @@ def test_a_stop_string_inside_another_ones_beginning(tokenizer):
     assert "".join(run(tokenizer, b"xaabaac", stop=("aabaab", "aac"))[0]) == "xaab"
 
 
+def test_a_single_stop_string_needs_no_list(tokenizer):
+    texts, reason = run(tokenizer, b"one\n\ntwo", stop="\n\n")
+    assert ("".join(texts), reason) == ("one", "stop")
+
+
+def test_what_it_stopped_with(tokenizer):
+    def stopped(tokens, **params):
+        checker = StopChecker(SamplingParams(max_tokens=9, **params), EOS, tokenizer)
+        return [checker.add(token) for token in tokens][-1].stop_reason
+
+    assert stopped(b"abc", stop=("x", "bc")) == "bc"
+    assert stopped(b"abc", stop_token_ids=(99,)) == 99
+    assert stopped([97, 256]) is None
+    assert stopped(b"abcdefghi") is None
+
+
+def test_no_stop_string_counts_within_the_least_length(tokenizer):
+    # The case of vLLM's own test of its detokenizer.
+    text = " is Lee, and I'm a student in the college"
+    texts, reason = run(tokenizer, text.encode(), stop="e", min_tokens=7)
+    assert ("".join(texts), reason) == (" is Lee, and I'm a stud", "stop")
+    texts, _ = run(tokenizer, text.encode(), stop="e")
+    assert "".join(texts) == " is L"
+
+
+def test_a_stop_string_that_ends_beyond_the_least_length_counts(tokenizer):
+    texts, reason = run(tokenizer, b"xabcy", stop="abc", min_tokens=3)
+    assert ("".join(texts), reason) == ("x", "stop")
+    texts, _ = run(tokenizer, b"xabcyabcz", stop="abc", min_tokens=4)
+    assert "".join(texts) == "xabcy"
+
+
+def test_a_stop_string_inside_the_held_beginning_of_another_came_too_early(tokenizer):
+    texts, reason = run(tokenizer, b"xaaxyaz", stop=("aaay", "a"), min_tokens=3)
+    assert ("".join(texts), reason) == ("xaaxy", "stop")
+
+
+def test_a_stop_token_does_not_count_within_the_least_length(tokenizer):
+    # The sampler does not choose one there: this is for drafts and the like.
+    assert run(tokenizer, [97, 256, 98, 256], min_tokens=3)[1] == "stop"
+    assert len(run(tokenizer, [97, 256, 98, 256], min_tokens=3)[0]) == 4
+
+
+def test_the_least_length_is_all_of_it(tokenizer):
+    texts, reason = run(tokenizer, b"abc", stop="b", min_tokens=3, max_tokens=3)
+    assert ("".join(texts), reason) == ("abc", "length")
+
+
 def test_characters_come_out_whole(tokenizer):
     text = "a\u00e9\u2211\U0001f600b"
     texts, _ = run(tokenizer, text.encode())

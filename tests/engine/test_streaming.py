@@ -144,10 +144,10 @@ def test_an_interrupt_between_two_prompts_aborts_the_first(llm, prompts, monkeyp
     gate, _ = hold_forwards(llm)
     posted = []
 
-    def post(live):
+    def post(lives):
         if posted:
             raise KeyboardInterrupt
-        posted.append(type(llm)._post(llm, live))
+        posted.append(type(llm)._post(llm, lives))
         return posted[0]
 
     monkeypatch.setattr(llm, "_post", post)
@@ -187,7 +187,7 @@ def test_tokens_that_come_with_the_end_are_not_lost():
     live.emit(TokenRun(live, [1], [StopStatus("a", None)], 0))
     meanwhile = [end]
     live._changed = Interrupted()
-    chunks = list(RequestHandle(live, lambda _: None).stream())
+    chunks = list(RequestHandle([live], lambda: None).stream())
     assert [chunk.token_ids for chunk in chunks] == [(1,), (2,)]
     assert "".join(chunk.text for chunk in chunks) == "abc"
     assert [chunk.finish_reason for chunk in chunks] == [None, "abort"]

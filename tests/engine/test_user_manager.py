@@ -111,6 +111,12 @@ def test_it_is_refused_with_a_connector_if_it_serves_none(llama, open_llm, facto
         open_llm(llama, kv_cache_manager=factory, connector="memory:")
 
 
+def test_one_without_padding_requests_says_so(llama, open_llm, factory, made):
+    open_llm(llama, kv_cache_manager=factory)
+    with pytest.raises(ConfigurationError, match=r"NaiveManager.*override add_padding_request"):
+        made[0].add_padding_request(1)
+
+
 def test_memory_of_another_shape_is_refused(llama, open_llm):
     class Wrong(NaiveManager):
         def get_buffers(self, layer_idx):

@@ -169,6 +169,13 @@ def test_nothing_to_copy_needs_no_device(path):
     assert gather_blocks(cache.kv, [-1], rows(1), path=path).done()
 
 
+def test_an_unknown_path_is_refused_by_name():
+    cache, out = SHAPE.make(1), rows(1)
+    with pytest.raises(ValueError, match="path='kernal': did you mean 'kernel'"):
+        gather_blocks(cache.kv, [0], out, path="kernal")
+    assert not out.any()
+
+
 NHD, HND = torch.rand(3, 4, 2, 8), torch.zeros(3, 2, 4, 8)
 TRANSPOSED = {
     "layout": ((NHD, HND), ("NHD", "DHN"), ValueError, "dst_layout"),

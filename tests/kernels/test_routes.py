@@ -18,7 +18,6 @@ from fake_driver import FakeDriver, FakeStream
 from hypothesis import given
 from shim_runs import FEW
 
-from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction
 from kvconnect.kernels.cuda.device import DeviceWork, NoDevice, device_work, driven_by
@@ -235,13 +234,6 @@ def test_copies_within_the_device_are_kernels_and_cannot_be_staged():
         work.copy(copy, None, "staged")
     work.copy(copy, None, "dma")
     assert driver.batches[0].order is AccessOrder.STREAM
-
-
-def test_an_unknown_path_is_refused_by_name():
-    made = HostCopy(Runs((64,)), PAIRS, LOAD)
-    _, work = work_of()
-    with pytest.raises(ConfigurationError, match="did you mean 'kernel'"):
-        work.copy(made.copy, None, "kernal")
 
 
 def test_nothing_to_copy_is_done_at_once():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.kernels.update import kv_cache_update
+from kvconnect.kernels.update import AttentionIOForm, KVCacheMode, kv_cache_update
 
 DTYPES = [
     torch.float32,
@@ -149,6 +151,7 @@ WRONG = {
     "indices": ((UPDATE, torch.tensor([0])), {}, ValueError, "write_indices"),
     "index axes": ((UPDATE, HERE[None]), {}, ValueError, "write_indices"),
     "form": ((UPDATE, HERE), {"update_form": "packed"}, ValueError, "packed_nhd"),
+    "form of another kind": ((UPDATE, HERE), {"update_form": 3}, ValueError, "packed_nhd"),
     "mode": ((UPDATE, HERE), {"cache_mode": "ring"}, ValueError, "linear"),
     "packed without lengths": ((PACKED, HERE), PACK, ValueError, "update_lengths"),
     "padded with lengths": ((UPDATE, HERE, ENDS), {}, ValueError, "update_lengths"),
@@ -166,6 +169,37 @@ WRONG = {
     ),
     "packed axes": ((UPDATE, HERE, ENDS), PACK, ValueError, "total_tokens"),
 }
+
+
+class OfTensorRT(Enum):
+    """Whatever TensorRT's own enums are, their members have these names."""
+
+    PACKED_NHD = 1
+    LINEAR = 0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("packed_nhd", "PACKED_NHD", "kPACKED_NHD", OfTensorRT.PACKED_NHD),
+        *(AttentionIOForm.PACKED_NHD, AttentionIOForm.kPACKED_NHD),
+    ],
+)
+def test_a_form_has_the_names_of_tensorrt(form):
+    cache, expected = torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 4)
+    kv_cache_update(expected, PACKED, HERE, ENDS, **PACK)
+    kv_cache_update(cache, PACKED, HERE, ENDS, update_form=form)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize(
+    "mode", ["LINEAR", "kLINEAR", OfTensorRT.LINEAR, KVCacheMode.LINEAR, KVCacheMode.kLINEAR]
+)
+def test_a_mode_has_the_names_of_tensorrt(mode):
+    cache, expected = torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 4)
+    kv_cache_update(expected, UPDATE, HERE)
+    kv_cache_update(cache, UPDATE, HERE, update_form="kPADDED_BHND", cache_mode=mode)
+    assert torch.equal(cache, expected)
 
 
 @pytest.mark.parametrize(("arguments", "keywords", "error", "words"), WRONG.values(), ids=WRONG)

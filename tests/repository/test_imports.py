@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import kvconnect
+
 
 def run(arguments: list[str], directory: Path) -> str:
     command = [sys.executable, "-W", "error", *arguments]
@@ -32,8 +34,34 @@ try:
     kvconnect.LLM
 except kvconnect.ConfigurationError as error:
     print(error)
+for url in ("s3://bucket/kv", "redis://host"):
+    try:
+        kvconnect.open_backend(url)
+    except kvconnect.ConfigurationError as error:
+        print(error)
 """
-    assert "pip install 'kvconnect[hf]'" in run(["-c", source], repository)
+    said = run(["-c", source], repository)
+    assert all(f"pip install 'kvconnect[{extra}]'" in said for extra in ("hf", "s3", "redis"))
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_do_not_wait_for_torch(repository: Path, option: str):
+    source = f"""
+import sys
+sys.modules["torch"] = sys.modules["numpy"] = None  # importing it raises
+from kvconnect.cli.main import main
+main(["{option}"])
+"""
+    assert "kvconnect" in run(["-c", source], repository)
+
+
+def test_the_vocabulary_is_there_once_kvconnect_is_imported(repository: Path):
+    source = """
+import kvconnect
+assert not set(kvconnect.__all__) - set(dir(kvconnect))
+print(kvconnect.config.KvCacheConfig is kvconnect.KvCacheConfig)
+"""
+    assert run(["-c", source], repository) == "True"
 
 
 TRANSFORMERS_AND_KVCONNECT = """
@@ -76,3 +104,16 @@ def _installed() -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("KvCacheConnectorScheduler", "KvCacheConnectorWorker", "SchedulerOutput"),
+        *("BlockManager", "KVCacheManager"),
+    ],
+)
+def test_the_classes_that_the_documents_name_come_from_the_package_itself(name):
+    assert getattr(kvconnect, name).__name__ == name
+    assert name in kvconnect.__all__
+    assert name in dir(kvconnect)

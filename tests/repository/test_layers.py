@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-VOCABULARY = "errors tokens config layout keys digest backend frame trace request prometheus"
+VOCABULARY = (
+    "errors redaction text tokens config layout keys digest backend frame trace request"
+    " sampling_params prometheus user_cache"
+)
 LAYERS = (
     *("cli server", "bench simulate", "integrations", "testing", "engine", "connector"),
     *("backends", "transfer", "cache", "kernels", VOCABULARY),
@@ -24,7 +27,9 @@ APART = {("engine", "backends"), ("transfer", "cache")}
 """Layers that must not know each other although one stands above the other."""
 
 STORE = "backends.url backends.lanes backends.entries"
-CONTRACT = "connector.scheduler connector.worker connector.data connector.communicator"
+CONTRACT = (
+    "connector.scheduler connector.worker connector.data connector.stream connector.communicator"
+)
 DOORS = {
     "backends.guard": "backends.url backends.lanes kernels.quantized_payload",
     "backends.memory": STORE,
@@ -43,8 +48,10 @@ DOORS = {
     "kernels.host": "kernels.blocks",
     "kernels.cuda.compile": "",
     "kernels.cuda": "kernels.blocks kernels.cuda.compile",
+    "digest": "",
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
+    "integrations.trtllm_shim": "engine connector cache",
 }
 """What each room may import besides itself and the vocabulary; a package stands for all in it."""
 

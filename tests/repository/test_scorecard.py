@@ -9,7 +9,7 @@ import pytest
 
 from kvconnect.testing.checks import all_checks
 
-SEEN_ELSEWHERE = 13
+SEEN_ELSEWHERE = 14
 
 
 @pytest.fixture(scope="module")

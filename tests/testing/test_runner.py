@@ -97,6 +97,27 @@ def test_a_local_function_is_not_called_in_child_processes():
     assert "at the top of a module" in outcome.reason
 
 
+SCRIPT = """
+from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.testing import Subject, check_backend
+
+class Mine(Subject):
+    def make_backend(self):
+        print("making")
+        return MemoryBackend(1 << 20)
+
+if __name__ == "__main__":
+    print(check_backend(Mine(), only=["keys.same_in_every_process", "resources.no_descriptors"]))
+"""
+
+
+def test_a_script_checks_its_own_backend_which_may_print(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert "2 passed, 0 failed, 0 skipped" in ran.stdout
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_check_that_hangs_is_a_failure(blocking, monkeypatch):
     async def hang(subject: Subject):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
-from pydantic import ValidationError
 
 from kvconnect.config import (
     KvCacheConfig,
@@ -92,7 +94,7 @@ def test_a_field_without_effect_says_so(field):
 
 
 def test_settings_cannot_be_changed():
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ConfigurationError, match="frozen"):
         KvCacheConfig().tokens_per_block = 64
 
 
@@ -154,3 +156,51 @@ def test_a_dtype_name_is_looked_up_or_explained():
     assert torch_dtype("bfloat16") is torch.bfloat16
     with pytest.raises(ConfigurationError, match="did you mean 'float16'"):
         torch_dtype("flot16")
+
+
+def test_a_range_may_be_given_by_position_as_in_the_documents():
+    given = KvCacheRetentionConfig.TokenRangeRetentionConfig(0, 4, 100, None)
+    named = TokenRangeRetentionConfig(token_start=0, token_end=4, priority=100, duration_ms=None)
+    assert given == named
+    assert isinstance(given, TokenRangeRetentionConfig)
+    config = KvCacheRetentionConfig([given], 20, 500)
+    assert config.token_range_retention_configs == (named,)
+    assert (config.decode_retention_priority, config.decode_duration_ms) == (20, 500)
+
+
+def test_too_many_values_without_a_name_are_refused_with_the_names():
+    with pytest.raises(ConfigurationError, match="token_start, token_end, priority, duration_ms"):
+        TokenRangeRetentionConfig(0, 4, 100, None, 1)
+    with pytest.raises(ConfigurationError, match="without a name; possible without one: none"):
+        KvCacheConfig(32)
+
+
+def test_a_value_given_by_position_and_by_name_is_refused():
+    with pytest.raises(ConfigurationError, match=r"token_start: was given twice"):
+        TokenRangeRetentionConfig(0, token_start=1)
+
+
+def test_a_duration_may_be_a_timedelta():
+    given = TokenRangeRetentionConfig(0, 4, 100, timedelta(seconds=1.5))
+    assert given.duration_ms == 1500
+    assert KvCacheRetentionConfig(decode_duration_ms=timedelta(minutes=1)).decode_duration_ms == 6e4
+    with pytest.raises(ConfigurationError, match="duration_ms"):
+        TokenRangeRetentionConfig(0, 4, 100, timedelta(0))
+
+
+def test_the_decode_policy_has_two_names():
+    config = KvCacheRetentionConfig(decode_retention_policy=70)
+    assert config == KvCacheRetentionConfig(decode_retention_priority=70)
+    assert config.decode_retention_policy == config.decode_retention_priority == 70
+    for args, given in (((), {"decode_retention_priority": 1}), (([], 1), {})):
+        with pytest.raises(ConfigurationError, match="'decode_retention_policy' is the same"):
+            KvCacheRetentionConfig(*args, **given, decode_retention_policy=1)
+
+
+def test_a_retention_takes_a_transfer_mode_and_says_that_it_has_no_effect():
+    assert KvCacheRetentionConfig(transfer_mode=0).transfer_mode == 0  # the default, no warning
+    with pytest.warns(
+        FutureWarning, match=r"KvCacheRetentionConfig.transfer_mode is dep"
+    ) as caught:
+        KvCacheRetentionConfig(transfer_mode=1)
+    assert [Path(one.filename).name for one in caught] == ["test_config.py"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 import urllib.request
 from pathlib import Path
@@ -100,10 +101,6 @@ def test_the_documented_ratios_divide_series_of_the_same_labels():
         left = {() if one.startswith("sum(") else labels[names(one).pop()] for one in sides}
         summed = {one.startswith("sum(") for one in sides}  # `instance` and `job` are gone then
         assert len(left) == len(summed) == 1, sides
-
-
-def test_counters_and_only_they_end_in_total():
-    assert all(one.name.endswith("_total") == (one.kind == "counter") for one in METRICS)
 
 
 # ------------------------------------------------------------------------------------- the numbers
@@ -216,6 +213,14 @@ def test_a_port_that_is_taken_is_named():
         port = server.port
     with pytest.raises(OSError, match="refused"):
         scrape(port)
+
+
+def test_it_listens_on_this_machine_only_unless_told_otherwise():
+    with serve(0) as server, serve(0, "0.0.0.0") as everywhere:
+        assert scrape(everywhere.port)
+        with pytest.raises(OSError, match="refused"):  # an address of its own on this machine
+            socket.create_connection(("127.0.0.2", server.port), timeout=10)
+        socket.create_connection(("127.0.0.2", everywhere.port), timeout=10).close()
 
 
 def test_an_impossible_port_is_named():

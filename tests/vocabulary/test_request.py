@@ -7,7 +7,13 @@ import pytest
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey, Namespace
-from kvconnect.request import ExternalMatch, LlmRequest, SamplingParams, ScheduledBatch
+from kvconnect.request import (
+    ExternalMatch,
+    LlmRequest,
+    RequestState,
+    SamplingParams,
+    ScheduledBatch,
+)
 
 ROOT = BlockKey(b"r" * 32)
 
@@ -25,14 +31,21 @@ def test_an_empty_prompt_is_refused():
 def test_tokens_are_prompt_and_then_what_was_generated():
     request = make_request(3)
     request.append_tokens(np.array([8, 9], np.int32))
-    assert request.get_tokens() == [0, 1, 2, 8, 9]
+    assert request.get_tokens(0) == [0, 1, 2, 8, 9]
     assert (request.prompt_len, request.num_tokens, request.num_generated_tokens) == (3, 5, 2)
 
 
 def test_get_tokens_gives_a_list_of_the_callers_own():
     request = make_request(3)
-    request.get_tokens().append(99)
-    assert request.get_tokens() == [0, 1, 2]
+    request.get_tokens(0).append(99)
+    assert request.get_tokens(0) == [0, 1, 2]
+
+
+def test_get_tokens_without_a_beam_gives_a_list_of_beams():
+    request = make_request(3)
+    assert request.get_tokens() == [[0, 1, 2]]
+    request.get_tokens()[0].append(99)
+    assert request.get_tokens() == [[0, 1, 2]]
 
 
 def test_there_is_one_beam():
@@ -45,11 +58,27 @@ def test_a_rewind_shortens_tokens_and_keys():
     keys = request.block_keys()
     assert len(keys) == 2
     request.rewind(7)
-    assert request.get_tokens() == list(range(7))
+    assert request.get_tokens(0) == list(range(7))
     assert request.block_keys() == keys[:1]
     request.append_tokens(np.array([1, 1, 1], np.int32))
     assert request.block_keys()[0] == keys[0]
     assert request.block_keys()[1] != keys[1]
+
+
+def test_the_context_is_present_as_far_as_it_is_computed_or_comes_from_a_store():
+    request = make_request(10)
+    assert request.context_current_position == 0
+    request.state, request.num_computed_tokens = RequestState.CONTEXT, 4
+    assert request.context_current_position == 4
+    request.num_external_tokens = 8
+    assert request.context_current_position == 8
+    request.num_computed_tokens, request.num_external_tokens = 10, 0
+    request.append_tokens(np.array([1, 2], np.int32))
+    request.state, request.num_computed_tokens = RequestState.GENERATION, 11
+    assert request.context_current_position == 10
+    # Preempted, and admitted again: what was generated counts as prompt.
+    request.state, request.num_computed_tokens = RequestState.CONTEXT, 11
+    assert request.context_current_position == 11
 
 
 def test_the_namespace_is_seen_through_the_request():
@@ -74,7 +103,7 @@ def test_a_batch_computes_context_requests_first():
         ("max_tokens", 0),
         ("temperature", -0.1),
         ("temperature", float("inf")),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("stop", ("",)),
@@ -83,8 +112,3 @@ def test_a_batch_computes_context_requests_first():
 def test_sampling_settings_are_checked_by_name(field, value):
     with pytest.raises(ConfigurationError, match=rf"SamplingParams\.{field}"):
         SamplingParams(**{field: value})
-
-
-def test_a_single_stop_string_is_a_mistake_that_is_named():
-    with pytest.raises(ConfigurationError, match=r"SamplingParams\.stop='END'"):
-        SamplingParams(stop="END")

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvconnect.user_cache import cache_directory
+
 __all__ = ["CubinCache", "CubinKey", "default_directory"]
 
 _DIGEST_NBYTES = 32
@@ -22,10 +24,7 @@ _DIGEST_NBYTES = 32
 
 def default_directory() -> Path:
     """``kvconnect/cubins`` where the user keeps caches: ``XDG_CACHE_HOME``, or ``~/.cache``."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    # As the XDG specification says, relative paths there mean nothing.
-    base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
-    return base / "kvconnect" / "cubins"
+    return cache_directory() / "cubins"
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,9 @@ class _CopyAttributes(ctypes.Structure):
 class CudaDriver:
     """See `kvconnect.kernels.cuda.driver.interface.Driver`. Streams are `torch.cuda.Stream`.
 
+    Attributes:
+        multiprocessors, error_word: see `Driver`.
+
     Args:
         index: of the device.
         cubins: compiled kernels; the user's cache by default.
@@ -60,7 +63,7 @@ class CudaDriver:
         self._cuda: CudaLibrary = cuda_library()
         self._context = self._cuda.primary_context(index)
         properties: Any = torch.cuda.get_device_properties(self._device)
-        self._multiprocessors = int(properties.multi_processor_count)
+        self.multiprocessors = int(properties.multi_processor_count)
         self._arch = f"sm_{properties.major}{properties.minor}"
         self._cubins = cubins or CubinCache()
         self._lock = threading.Lock()
@@ -69,11 +72,7 @@ class CudaDriver:
         # For what is set up once. Of torch's, so that no other stream is given its memory.
         self._setup = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._errors = self.constant(np.zeros(1, np.int64))
-
-    @property
-    def multiprocessors(self) -> int:
-        """See `Driver`."""
-        return self._multiprocessors
+        self.error_word = self._errors.address
 
     def on_device(self, device: torch.device) -> bool:
         """See `Driver`."""
@@ -162,15 +161,10 @@ class CudaDriver:
         there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return Memory(there.data_ptr(), nbytes, there)
 
-    @property
-    def error_word(self) -> int:
-        """See `Driver`."""
-        return self._errors.address
-
     def take_errors(self) -> int:
         """See `Driver`."""
         word, zero = ctypes.c_int64(), ctypes.c_int64()
-        address, size = ctypes.c_uint64(self._errors.address), ctypes.c_size_t(8)
+        address, size = ctypes.c_uint64(self.error_word), ctypes.c_size_t(8)
         torch.cuda.synchronize(self._device)
         with self._cuda.current(self._context):
             self._cuda.call("cuMemcpyDtoH_v2", ctypes.byref(word), address, size)

@@ -15,7 +15,6 @@ from kvconnect.kernels.cuda.driver.interface import THREADS, Memory
 from kvconnect.kernels.cuda.launch.launcher import (
     TILE,
     Grid,
-    IdList,
     Launcher,
     Params,
     divisor,
@@ -49,55 +48,41 @@ def launch_quantize(launcher: Launcher, work: QuantizeWork, grid: Grid) -> tuple
     blocks = launcher.ids(ids.ids, work.kv.num_blocks, grid.stream)
     positions = launcher.ids(ids.positions, len(work.values), grid.stream)
     keep: list[object] = [work, blocks, positions]
+    listed = (*blocks.params, *positions.params)
     for row_nbytes, planes in _planes_by_row(work.kv).items():
-        memory = launcher.driver.upload(planes, grid.stream)
-        keep.append(memory)
-        _launch(launcher, work, _Part(memory, planes, row_nbytes), blocks, positions, grid)
+        keep.append(_launch(launcher, work, (planes, row_nbytes), listed, grid))
     return tuple(keep)
-
-
-class _Part:
-    """Planes with rows of one length."""
-
-    def __init__(self, memory: Memory, planes: npt.NDArray[np.void], row_nbytes: int) -> None:
-        self.memory = memory
-        self.count = len(planes)
-        self.row_nbytes = row_nbytes
-        limits = [planes[name] for name in ("base", "block", "outer", "inner")]
-        self.alignment = int(np.bitwise_or.reduce(limits, axis=None)) | row_nbytes
-        self.values_alignment = int(np.bitwise_or.reduce(planes["values"]))
 
 
 def _launch(
     launcher: Launcher,
     work: QuantizeWork,
-    part: _Part,
-    blocks: IdList,
-    positions: IdList,
+    alike: tuple[npt.NDArray[np.void], int],
+    listed: tuple[int, ...],
     grid: Grid,
-) -> None:
-    kv = work.kv
+) -> Memory:
+    """Launch what concerns planes with rows of one length, and return where these are uploaded."""
+    kv, (planes, row_nbytes) = work.kv, alike
+    memory = launcher.driver.upload(planes, grid.stream)
     element_nbytes = kv.dtype.itemsize
     values_step, scales_step = work.values.stride(0), work.scales.stride(0) * 4
     values_at = work.values.data_ptr()
     # Values are a byte each, so what limits them limits accesses of elements times their size.
-    limits = (values_at | values_step | part.values_alignment) * element_nbytes
-    width = vector_nbytes(part.alignment, limits)
-    vectors = part.row_nbytes // width
+    limits = (values_at, values_step, *planes["values"].tolist())
+    strides = [n for name in ("base", "block", "outer", "inner") for n in planes[name].tolist()]
+    width = vector_nbytes(row_nbytes, *strides, *(limit * element_nbytes for limit in limits))
+    vectors = row_nbytes // width
     lanes = min(_WARP, 1 << (-(-vectors // _UNROLL) - 1).bit_length())
     outer, inner = (kv.tokens, kv.heads) if kv.layout == "NHD" else (kv.heads, kv.tokens)
-    num_rows = len(work.ids.ids) * part.count * kv.tokens * kv.heads
+    num_rows = len(work.ids.ids) * len(planes) * kv.tokens * kv.heads
     divisor(num_rows)
     params = Params(
         (
-            part.memory.address,
-            *blocks.params,
-            *positions.params,
-            len(work.ids.ids),
+            *(memory.address, *listed, len(work.ids.ids)),
             *(values_at, values_step, work.scales.data_ptr(), scales_step),
             *(vectors, lanes, launcher.driver.error_word),
         ),
-        (*divisor(inner), *divisor(outer), *divisor(part.count)),
+        (*divisor(inner), *divisor(outer), *divisor(len(planes))),
     )
     defines = (
         ("VECTOR_NBYTES", width),
@@ -114,6 +99,7 @@ def _launch(
         ctas = min(grid.max_ctas, -(-count * per_row // per_cta))
         filled = params.filled(span(first, count, per_row))
         launcher.driver.launch(kernel, ctas, filled, grid.stream)
+    return memory
 
 
 def _planes_by_row(kv: PagedKv) -> dict[int, npt.NDArray[np.void]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvconnect.bench.blocks.own_cache import OwnCache
-from kvconnect.bench.blocks.traffic import BLOCK, TokenIds, cached, fresh, settle
+from kvconnect.bench.blocks.traffic import BLOCK, TokenIds, cached, fresh, serve_one, settle
 
 __all__ = ["by_cached_blocks", "by_tokens"]
 
@@ -73,13 +72,7 @@ class _FullPool:
             tokens = np.concatenate((self._prefixes[group], self._random(self._own)))
             if self._alike:
                 tokens[0] = 1
-            request = cache.request(tokens)
-            start = time.perf_counter()
-            cache.match(request)
-            cache.claim(request)
-            cache.publish(request)
-            cache.release(request)
-            seconds += time.perf_counter() - start
+            seconds += serve_one(cache, cache.request(tokens))
         return seconds
 
     def _random(self, num_blocks: int) -> TokenIds:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvconnect.bench.blocks.hashing import make_chain
-from kvconnect.bench.blocks.own_cache import make_manager
+from kvconnect.bench.blocks.own_cache import make_chain, make_manager
 from kvconnect.bench.blocks.traffic import BLOCK, TokenIds
 from kvconnect.cache.block_manager import BlockManager
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kvconnect import __version__
 from kvconnect.bench.blocks.growth import by_cached_blocks, by_tokens
-from kvconnect.bench.blocks.hashing import hash_seconds_per_block
 from kvconnect.bench.blocks.memory import bookkeeping
-from kvconnect.bench.blocks.own_cache import OwnCache
+from kvconnect.bench.blocks.own_cache import OwnCache, hash_seconds_per_block
 from kvconnect.bench.blocks.worker import serve, take_stdout, workloads
 
 __all__ = ["main"]

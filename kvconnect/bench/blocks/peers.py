@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvconnect.bench.blocks.party import Party, PartyFailed
-from kvconnect.bench.checkout import require_checkout
-from kvconnect.errors import ConfigurationError
+from kvconnect.bench.checkout import require_peer_python
 
 __all__ = ["OWN", "Field", "open_field"]
 
@@ -55,13 +54,8 @@ def open_field(pythons: Sequence[Path]) -> Iterator[Field]:
     Raises:
         ConfigurationError: there is no such interpreter, or this is no checkout.
     """
-    if pythons:
-        require_checkout("--peer-python")
     for python in pythons:
-        if not python.is_file():
-            raise ConfigurationError(
-                f"--peer-python: '{python}' is no file; give an environment's bin/python"
-            )
+        require_peer_python(python)
     with ExitStack() as stack:
         field = Field({OWN: stack.enter_context(Party(None, "kvconnect.bench.blocks.ours"))}, [])
         missing: dict[str, str] = {}

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK", "Cache", "cached", "fresh", "mixed"]
+__all__ = ["BLOCK", "Cache", "cached", "fresh", "mixed", "serve_one", "settle"]
 
 BLOCK = 16
 """Tokens of a block."""
@@ -44,7 +44,7 @@ class Cache(Protocol):
 def cached(cache: Cache, *, tokens: int, repeats: int) -> list[float]:
     """Seconds of match, claim and release of a prompt that is cached as a whole."""
     prompt = _random(np.random.default_rng(1), tokens)
-    _serve(cache, cache.request(prompt))
+    serve_one(cache, cache.request(prompt))
     requests = [cache.request(prompt) for _ in range(repeats)]
     settle()
     return [_timed_reuse(cache, request) for request in requests]
@@ -56,10 +56,10 @@ def fresh(cache: Cache, *, tokens: int, repeats: int) -> list[float]:
     The pool holds one prompt, and is full: each prompt takes the blocks of the one before.
     """
     rng = np.random.default_rng(2)
-    _serve(cache, cache.request(_random(rng, tokens)))
+    serve_one(cache, cache.request(_random(rng, tokens)))
     requests = [cache.request(_random(rng, tokens)) for _ in range(repeats)]
     settle()
-    return [_serve(cache, request) for request in requests]
+    return [serve_one(cache, request) for request in requests]
 
 
 def mixed(
@@ -106,7 +106,8 @@ def _timed_reuse(cache: Cache, request: Any) -> float:
     return time.perf_counter() - start
 
 
-def _serve(cache: Cache, request: Any) -> float:
+def serve_one(cache: Cache, request: Any) -> float:
+    """Seconds of one request from match to release."""
     start = time.perf_counter()
     cache.match(request)
     cache.claim(request)

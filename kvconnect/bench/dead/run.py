@@ -7,7 +7,6 @@ its first token is what the store costs. All answers must be equal.
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import threading
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.bench.report import Figure
 from kvconnect.bench.servers.mortal import SERVERS, Death, MortalServer
+from kvconnect.bench.servers.plain_s3 import any_credentials
 from kvconnect.bench.workload import random_prompt
 from kvconnect.engine.random_model import make_model
 from kvconnect.engine.request.output import RequestOutput
@@ -117,7 +117,7 @@ def measure_death(model: Path, server: MortalServer, death: Death, plan: DeadPla
     Raises:
         RuntimeError: an answer was wrong, or the store was not used again.
     """
-    with _s3_credentials(), ExitStack() as stack:
+    with any_credentials(), ExitStack() as stack:
         trial = _Trial(model, server, plan, stack)
         return trial.run(death)
 
@@ -235,16 +235,3 @@ def _told_of(name: str) -> Iterator[threading.Event]:
         yield happened
     finally:
         remove()
-
-
-@contextmanager
-def _s3_credentials() -> Iterator[None]:
-    # The server takes any; boto3 wants some.
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    missing = [name for name in names if name not in os.environ]
-    os.environ.update(dict.fromkeys(missing, "bench"))
-    try:
-        yield
-    finally:
-        for name in missing:
-            del os.environ[name]

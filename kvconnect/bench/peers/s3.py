@@ -10,18 +10,16 @@ processors.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl, parse_size
 from kvconnect.bench.peers.s3_boto3 import Boto3
 from kvconnect.bench.peers.s3_reads import bench_reads
-from kvconnect.bench.servers.plain_s3 import plain_server
+from kvconnect.bench.servers.plain_s3 import any_credentials, plain_server
 from kvconnect.bench.store.floor import Floor, fastest
 from kvconnect.bench.store.floor_s3 import open_floor, values_per_object
 from kvconnect.bench.store.payloads import Payloads, StorePlan
@@ -116,21 +114,6 @@ def compare(figures: Sequence[StoreFigure]) -> list[str]:
     return lines
 
 
-@contextmanager
-def _credentials() -> Iterator[None]:
-    names = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def main() -> None:
     """Measure against a plain server."""
     parser = argparse.ArgumentParser(prog="python -m kvconnect.bench.peers.s3")
@@ -143,7 +126,7 @@ def main() -> None:
         total_nbytes=parse_size(arguments.total, field="--total"),
         rounds=arguments.rounds,
     )
-    with plain_server() as endpoint, _credentials():
+    with plain_server() as endpoint, any_credentials():
         url = f"s3://{_BUCKET}/?endpoint_url={endpoint}&sign_payload=no"
         figures = bench_store(url, plan, _tell) + bench_boto3(url, plan, _tell)
         reads = bench_reads(url, plan, _tell)

@@ -11,6 +11,7 @@ ends.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["plain_server"]
+__all__ = ["any_credentials", "plain_server"]
 
 _RANGE = re.compile(rb"\r\nrange: bytes=(\d+)-(\d*)", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
@@ -39,6 +40,19 @@ def plain_server() -> Iterator[str]:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"
         finally:
             process.kill()
+
+
+@contextmanager
+def any_credentials() -> Iterator[None]:
+    """In the block boto3 has credentials: the server takes any, boto3 wants some."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    missing = [name for name in names if name not in os.environ]
+    os.environ.update(dict.fromkeys(missing, "bench"))
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 class _Server:

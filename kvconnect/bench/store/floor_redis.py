@@ -4,51 +4,42 @@ from __future__ import annotations
 
 import secrets
 import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import unquote, urlsplit
 
 from kvconnect.backends.disk.direct_io import view
-from kvconnect.bench.store.floor import Floor, median_seconds
+from kvconnect.bench.store.floor import Floor, median_seconds, seconds_of
 from kvconnect.bench.store.payloads import Payloads
 
-__all__ = ["RawRedis", "RedisFloor"]
+__all__ = ["RedisFloor"]
 
 _WINDOWS = (1, 2)
 _LOCAL_SEND_NBYTES = 208 << 10  # faster than what the system takes between processes of one host
 
 
-class RawRedis:
-    """Values moved over one blocking TCP socket, as fast as it goes. All methods block.
+class RedisFloor(Floor):
+    """Raw sockets: one blocking connection, requests written by hand. All methods block.
 
     Nothing is checked, indexed or looked up first. Otherwise it is what a store does with the same
     values: names that were free are taken, from and to the same memory.
-
-    Args:
-        sources: the values; may be empty if only `lookup` is asked for.
-        targets: where they are read to, each as long as its source.
 
     Raises:
         OSError: the server is gone.
         RuntimeError: it answered with an error.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        sources: Sequence[memoryview],
-        targets: Sequence[memoryview],
-        *,
-        password: str | None = None,
-        username: str = "default",
-        db: int = 0,
-    ) -> None:
+    name = "raw sockets"
+
+    def __init__(self, payloads: Payloads, url: str) -> None:
+        super().__init__(payloads)
+        self._sources = [view(block.data) for block in payloads.blocks]
+        self._targets = [view(data) for data in payloads.into]
         stem = secrets.token_hex(8).encode()
-        self._sources, self._targets = sources, targets
-        self._names = [b"floor:%s:%06d" % (stem, number) for number in range(len(sources))]
-        self._sock = socket.create_connection((host, port), timeout=30)
+        self._names = [b"floor:%s:%06d" % (stem, number) for number in range(payloads.count)]
+        parts = urlsplit(url)
+        place = (parts.hostname or "localhost", parts.port or 6379)
+        self._sock = socket.create_connection(place, timeout=30)
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sock.settimeout(None)
@@ -56,29 +47,32 @@ class RawRedis:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SEND_NBYTES)
                 with suppress(AttributeError, OSError):
                     self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-            if password is not None:
-                _call(self._sock, b"AUTH", username.encode(), password.encode())
-            _call(self._sock, b"SELECT", b"%d" % db)
+            if parts.password is not None:
+                user = unquote(parts.username or "default")
+                _call(self._sock, b"AUTH", user.encode(), unquote(parts.password).encode())
+            _call(self._sock, b"SELECT", b"%d" % int(parts.path.strip("/") or 0))
         except BaseException:
             self._sock.close()
             raise
 
-    def put(self) -> float:
-        """Seconds to SET all values, with whichever number of them under way is faster here."""
-        return min(self._timed(self._set, window, anew=True) for window in _WINDOWS)
+    def put(self) -> list[float]:
+        """SET of all values, with whichever number of them under way is faster here."""
+        return [min(self._timed(self._set, window, anew=True) for window in _WINDOWS)]
 
-    def get(self) -> float:
-        """Seconds to GET them; the next request is sent when the last value begins to arrive."""
-        return min(self._timed(self._get, window) for window in _WINDOWS)
+    def get(self) -> list[float]:
+        """GET of them; the next request is sent when the last value begins to arrive."""
+        return [min(self._timed(self._get, window) for window in _WINDOWS)]
 
-    def lookup(self, count: int) -> float:
-        """Seconds to ask for `count` of the names, sent and answered together."""
-        names = (self._names * count)[:count]
+    def lookup(self, keys: int) -> float:
+        """EXISTS of so many names, sent and answered together."""
+        names = (self._names * keys)[:keys]
         asked = b"".join(b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%s\r\n" % (len(one), one) for one in names)
-        start = time.perf_counter()
-        self._sock.sendall(asked)
-        _expect(self._sock, b":1\r\n" * count)
-        return time.perf_counter() - start
+
+        def ask() -> None:
+            self._sock.sendall(asked)
+            _expect(self._sock, b":1\r\n" * keys)
+
+        return median_seconds(ask)
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -90,13 +84,10 @@ class RawRedis:
     def _timed(self, run: Callable[[int], None], window: int, *, anew: bool = False) -> float:
         if anew:
             self._forget()
-        start = time.perf_counter()
-        run(window)
-        return time.perf_counter() - start
+        return seconds_of(lambda: run(window))
 
     def _forget(self) -> None:
-        if self._names:
-            _call(self._sock, b"UNLINK", *self._names)
+        _call(self._sock, b"UNLINK", *self._names)
 
     def _set(self, window: int) -> None:
         waiting = 0
@@ -123,41 +114,6 @@ class RawRedis:
             self._sock.sendall(b"".join(requests[number + window : number + window + 1]))
             _receive(self._sock, target)
             _expect(self._sock, b"\r\n")
-
-
-class RedisFloor(Floor):
-    """Raw sockets: one connection, requests written by hand."""
-
-    name = "raw sockets"
-
-    def __init__(self, payloads: Payloads, url: str) -> None:
-        super().__init__(payloads)
-        parts = urlsplit(url)
-        self._raw = RawRedis(
-            parts.hostname or "localhost",
-            parts.port or 6379,
-            [view(block.data) for block in payloads.blocks],
-            [view(data) for data in payloads.into],
-            password=None if parts.password is None else unquote(parts.password),
-            username=unquote(parts.username or "default"),
-            db=int(parts.path.strip("/") or 0),
-        )
-
-    def put(self) -> list[float]:
-        """SET of all values under names that are free."""
-        return [self._raw.put()]
-
-    def get(self) -> list[float]:
-        """GET of all values."""
-        return [self._raw.get()]
-
-    def lookup(self, keys: int) -> float:
-        """EXISTS of each key, sent together."""
-        return median_seconds(lambda: self._raw.lookup(keys))
-
-    def close(self) -> None:
-        """Delete the values."""
-        self._raw.close()
 
 
 def _receive(sock: socket.socket, view: memoryview) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from kvconnect.backends.url import StoreUrl
 from kvconnect.bench.blocks.party import Party, PartyFailed
-from kvconnect.bench.checkout import require_checkout
+from kvconnect.bench.checkout import require_checkout, require_peer_python
 from kvconnect.bench.store.payloads import StorePlan
 from kvconnect.bench.store.report import StoreFigure
 from kvconnect.errors import ConfigurationError
@@ -42,11 +42,7 @@ def bench_peer(
         return list(import_module("kvconnect.bench.peers.s3").bench_boto3(url, plan, tell))
     if python is None:
         return []
-    require_checkout("--peer-python")
-    if not python.is_file():
-        raise ConfigurationError(
-            f"--peer-python: '{python}' is no file; give an environment's bin/python"
-        )
+    require_peer_python(python)
     kinds = _kinds(url)
     if not kinds:
         tell(f"LMCache is left out: it has no counterpart of '{StoreUrl.parse(url).scheme}' here")

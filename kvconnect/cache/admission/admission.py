@@ -13,7 +13,6 @@ from kvconnect.cache.pool.matching import PartialSource
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.sequence import Sequence
 from kvconnect.cache.tree.radix_tree import RadixTree
-from kvconnect.cache.tree.residence import BlockIds
 from kvconnect.cache.tree.retention import DEFAULT_RETENTION, RetentionPlan, RetentionRun
 from kvconnect.cache.tree.segment import Segment
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
@@ -105,30 +104,21 @@ class Admission:
         # Its ids: none before the window, what was claimed, what is fresh, none for what comes
         # later. Where a source is taken over, none for now.
         pool = held.pool
-        fresh = pool.allocate(demand.fresh)
         held.first, held.stop = demand.first, demand.stop
         held.ids = ids = no_ids(num_blocks)
         if held.segment is not None:
             path = held.segment.path(demand.first)
             if demand.onboard:
-                self._onboard(path, pool, fresh[: demand.onboard])
-                del fresh[: demand.onboard]
+                for segment in path:
+                    if segment.pools[pool.group].ids is None:
+                        pool.onboard(segment)
+                path = held.segment.path(demand.first)
             for segment in path:
                 own = segment.pools[pool.group].ids
                 if own is not None:
                     ids[segment.start : segment.end] = own
+        fresh = pool.allocate(demand.fresh - demand.onboard)
         ids[demand.stop - len(fresh) : demand.stop] = fresh
-
-    def _onboard(self, path: list[Segment], pool: BlockPool, ids: BlockIds) -> None:
-        at = 0
-        for segment in path:
-            state = segment.pools[pool.group]
-            if state.ids is None and state.host_ids is not None:
-                part = ids[at : at + len(segment)]
-                at += len(segment)
-                if self._copier is not None:
-                    self._copier.onboard(pool.group, state.host_ids, part)
-                pool.published.adopt(segment, part, None, 0)
 
     def _retain(self, sequence: Sequence, segment: Segment, run: RetentionRun) -> None:
         # From the end of the path upwards: a part that is split off keeps what is below it valid.

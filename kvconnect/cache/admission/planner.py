@@ -141,9 +141,11 @@ class Planner:
                 break  # a holder of these holds all before them
             end = step.start
             step = step.parent
-        if match.source is not None and first <= match.num_blocks:
+        if match.source is not None:
+            # Admission holds it in every pool, also where the window has left it behind.
             state = match.source.segment.pools[pool.group]
             if state.ids is not None and state.references == 0:
                 claimed += 1
-                fresh -= 0 if self._copy else 1
+                if first <= match.num_blocks and not self._copy:
+                    fresh -= 1
         return Demand(first, stop, onboard, fresh + onboard, claimed)

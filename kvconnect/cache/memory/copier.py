@@ -15,6 +15,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import count
 
 __all__ = ["BlockCopier", "TensorCopier"]
 
@@ -49,6 +50,8 @@ class BlockCopier(Protocol):
 class TensorCopier:
     """Copies within and between the pools of a device and their host tier.
 
+    It tells of host traffic: events ``cache.onboard`` and ``cache.offload``.
+
     On the CPU a copy is over when the method returns: the forward pass writes into the blocks that
     were offloaded as soon as it begins, so a thread of its own would have nothing to overlap with.
     On CUDA copies run on streams of their own, see `copy_streams`, and no method waits for them.
@@ -62,6 +65,9 @@ class TensorCopier:
             `pools` are on CUDA.
         layouts: of each group.
         streams: orders the copies; made for the device by default.
+
+    Attributes:
+        onboarded_tokens: tokens that came from the host in pool group 0, so far.
 
     Raises:
         ConfigurationError: the pools do not fit `layouts` or each other. Orders raise it (it is a
@@ -83,6 +89,7 @@ class TensorCopier:
             streams = CopyStreams(CudaStreams(device))
         self._streams = streams
         self._layouts = tuple(layouts)
+        self.onboarded_tokens = 0
         everything = [*zip(pools, layouts, strict=True), *zip(host_pools, layouts, strict=True)]
         numbered = iter(number_slots([(pool, of) for pool, of in everything if pool is not None]))
         self._pools = [next(numbered) for _ in pools]
@@ -93,6 +100,7 @@ class TensorCopier:
         host, pool = self._host(group), self._pools[group]
         copy = partial(copy_pairs, host.kv, pool.kv, host_ids, ids)
         self._load(copy, (host, host_ids), (pool, ids))
+        self._count_onboard(group, len(ids), len(ids) * self._layouts[group].tokens_per_block)
 
     def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
         """See `BlockCopier`."""
@@ -102,6 +110,7 @@ class TensorCopier:
             copy()
         else:
             self._streams.store(copy, pool.slots(ids) + host.slots(host_ids))
+        count("cache.offload", blocks=len(ids))
 
     def copy_tokens(
         self, group: int, source: int, target: int, num_tokens: int, *, from_host: bool = False
@@ -112,6 +121,7 @@ class TensorCopier:
         copy = partial(copy_pairs, origin.kv, pool.kv, [source], [target], [num_tokens])
         if from_host:
             self._load(copy, (origin, [source]), (pool, [target]))
+            self._count_onboard(group, 1, num_tokens)
         else:
             self._load(copy, (pool, [target]))
 
@@ -133,6 +143,11 @@ class TensorCopier:
             copy()
         else:
             self._streams.load(copy, [slot for blocks, ids in used for slot in blocks.slots(ids)])
+
+    def _count_onboard(self, group: int, blocks: int, num_tokens: int) -> None:
+        count("cache.onboard", blocks=blocks)
+        if group == 0:
+            self.onboarded_tokens += num_tokens
 
     def _host(self, group: int) -> BlockSlots:
         host = self._host_pools[group]

@@ -113,6 +113,60 @@ class BlockPool:
         self.host.release(segment)
         return self.published.remove(segment)
 
+    # ---------------------------------------------------------------- onboarding
+
+    def onboard(self, segment: Segment) -> None:
+        """Bring `segment`, which has holders and is in secondary only, back to primary.
+
+        One block after the other, each before anything is reclaimed for the next: its host copy, a
+        second one now, makes room for what the next one pushes out. So many blocks must be free.
+        """
+        parts: list[Segment] = []
+        while segment.pools[self.group].ids is None:
+            exchanged = self._exchange(segment, parts[-1]) if parts else ()
+            parts.extend(exchanged or [self._bring_back(segment)])
+        for part in parts[:-1]:
+            self._tree.join(part, same_holders=True)
+
+    def _bring_back(self, segment: Segment) -> Segment:
+        # Its first block, or as many as push nothing out but into blank host blocks.
+        count = max(len(self.private.blank) + len(self.host.blank), 1)
+        part = self._first_blocks(segment, count)
+        ids = self.allocate(len(part))
+        self.host.onboard(part, ids)
+        self.published.adopt(part, ids, None, 0)
+        return part
+
+    def _exchange(self, segment: Segment, before: Segment) -> tuple[Segment, ...]:
+        # The same for the blocks of a run that go to the host: each takes the place of the copy of
+        # the block that came back just before, and that block's successor takes its own. Returns
+        # nothing where one block at a time would go another way.
+        published, host = self.published, self.host
+        if self.private.blank or host.blank or published.candidates.redundant.first() is not before:
+            return ()
+        leaving = published.candidates.primary.first()
+        if leaving.pools[self.group].host_ids is not None or not host.wants(leaving):
+            return ()
+        part = self._first_blocks(segment, len(leaving))
+        leaving = self._tree.last_blocks(leaving, len(part))
+        room = published.lose_copy(self._tree.last_blocks(before, 1))
+        ids = host.exchange(leaving, part, room)
+        published.evict(leaving)
+        self.num_reclaimed += len(ids)
+        if len(part) == 1:
+            published.adopt(part, ids, None, 0)
+            return (part,)
+        upper = self._tree.split(part, part.end - 1)
+        published.lose_copy(upper)
+        published.adopt(upper, ids[:-1], None, 0)
+        published.adopt(part, ids[-1:], None, 0)
+        return upper, part
+
+    def _first_blocks(self, segment: Segment, count: int) -> Segment:
+        if count < len(segment):
+            return self._tree.split(segment, segment.start + count)
+        return segment
+
     # ---------------------------------------------------------------- reclaiming
 
     def _reclaim(self, most: int) -> BlockIds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
@@ -115,9 +116,11 @@ class EventLog:
             self._add(group, Created((sizes.num_blocks[group], sizes.num_host_blocks[group])))
 
     def take(self) -> list[KvCacheEvent]:
-        """What is there, oldest first; it is not returned again."""
-        events = list(self._events)
-        self._events.clear()
+        """What is there, oldest first; it is not returned again. On any thread."""
+        events: list[KvCacheEvent] = []
+        with suppress(IndexError):  # another thread takes some, too
+            # No more than there are now: they may come faster than they are taken.
+            events.extend(self._events.popleft() for _ in range(len(self._events)))
         return events
 
     def stored(self, group: int, segment: Segment, first: int = 0) -> None:

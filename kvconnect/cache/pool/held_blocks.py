@@ -157,10 +157,6 @@ class HeldBlocks(HeldPath):
         """See `HeldPath.ids_held`."""
         yield self.ids
 
-    def holds(self, start: int, stop: int) -> bool:
-        """Whether it has all these blocks."""
-        return self.first <= start and stop <= self.stop
-
     def first_private(self, stop: int) -> int:
         """The first block before `stop` that it holds and that is not published; `stop`: none."""
         at = self.first

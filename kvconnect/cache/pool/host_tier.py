@@ -43,7 +43,7 @@ class HostTier:
 
         Returns what was copied, divided off; ``None``: not even the last block may come here.
         """
-        if not self.num_blocks or self._published.effective_priority(segment) < self.min_priority:
+        if not self.num_blocks or not self.wants(segment):
             return None
         host_ids = self._make_room(segment, count)
         if not host_ids:
@@ -55,6 +55,36 @@ class HostTier:
         if self._copier is not None and state.ids is not None:
             self._copier.offload(group, state.ids, host_ids)
         return part
+
+    def wants(self, segment: Segment) -> bool:
+        """Whether its priority is enough to be copied here."""
+        return self._published.effective_priority(segment) >= self.min_priority
+
+    def onboard(self, segment: Segment, ids: BlockIds) -> None:
+        """Copy the host blocks of `segment` to primary blocks `ids`."""
+        group = self._published.group
+        host_ids = segment.pools[group].host_ids
+        if self._copier is not None and host_ids is not None:
+            self._copier.onboard(group, host_ids, ids)
+
+    def exchange(self, leaving: Segment, coming: Segment, room: BlockIds) -> BlockIds:
+        """Copy primary blocks here, last to first, and as many host blocks to where those were.
+
+        Each that leaves takes the host block of the one that came last, the first one `room`.
+        Returns the primary blocks of `coming`, which has a valid copy here of its last one only.
+        """
+        group = self._published.group
+        left, came = leaving.pools[group], coming.pools[group]
+        if left.ids is None or came.host_ids is None:
+            return new_ids()
+        ids = left.ids[::-1]
+        taken = room + came.host_ids[:-1]
+        if self._copier is not None:
+            for block, place, source in zip(ids, taken, came.host_ids, strict=True):
+                self._copier.offload(group, [block], [place])
+                self._copier.onboard(group, [source], [block])
+        left.host_ids = taken[::-1]
+        return ids
 
     def release(self, segment: Segment) -> None:
         """`segment` has no host copy any more, if it had one."""

@@ -1,4 +1,4 @@
-"""The live pins of a block manager."""
+"""The live sequences of a block manager, and its pins."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from kvconnect.cache.pool.block_pool import BlockPool
 from kvconnect.cache.pool.held_blocks import NOT_HELD, as_id_array
-from kvconnect.cache.pool.matching import Matcher, first_in_window
+from kvconnect.cache.pool.matching import first_in_window
 from kvconnect.cache.sequence.sequence import PinHandle, Sequence
+from kvconnect.cache.sequence.sequence_table import SequenceTable
 from kvconnect.cache.tree.key_index import KeyIndex
-from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.segment import Segment
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
@@ -19,24 +18,17 @@ from kvconnect.keys import BlockKey
 __all__ = ["PinTable"]
 
 
-class PinTable:
-    """Pins hold published blocks by reference to their path, and private ones by count.
+class PinTable(SequenceTable):
+    """Live sequences, and the pins that hold blocks beside them.
 
-    What a pin holds of a running sequence changes as that goes on: see `Publication` for blocks
-    that become published, and `Sequence.forget` for those it gives up.
-
-    Attributes:
-        live: those that were not unpinned.
+    Pins hold published blocks by reference to their path, and private ones by count. What a pin
+    holds of a running sequence changes as that goes on: see `Publication` for blocks that become
+    published, and `Sequence.forget` for those it gives up.
     """
 
-    def __init__(self, tree: RadixTree, pools: Items[BlockPool], matcher: Matcher) -> None:
-        self._tree = tree
-        self._pools = pools
-        self._matcher = matcher
-        self.live: set[PinHandle] = set()
-
-    def pin(self, sequence: Sequence) -> PinHandle:
-        """See `BlockManager.pin`."""
+    def pin(self, request_id: int) -> PinHandle:
+        """Keep the blocks that the sequence holds now, also when it lets go of them."""
+        sequence = self._get(request_id)
         handle = PinHandle(as_id_array(sequence.held[0].ids), self._pools)
         for held, pinned in zip(sequence.held, handle.held, strict=True):
             pool = held.pool
@@ -48,11 +40,15 @@ class PinTable:
         handle.shares_private = True
         handle.sequence = sequence
         sequence.pins.append(handle)
-        self.live.add(handle)
+        self._pins.add(handle)
         return handle
 
     def pin_keys(self, keys: Items[BlockKey]) -> PinHandle:
-        """See `BlockManager.pin_keys`."""
+        """Keep the longest leading run of blocks with these keys; perhaps none.
+
+        Only prompts that came with a `KeyChain` can be found. The first call hashes what is
+        published.
+        """
         if self._tree.index is None:
             self._tree.index = KeyIndex(self._tree.roots.values(), self._tree.tokens_per_block)
         found = self._tree.index.find(keys)
@@ -61,7 +57,7 @@ class PinTable:
             handle = PinHandle(np.empty(0, np.int32), self._pools)
         else:
             handle = self._pin_path(self._place(found[0], num_blocks), num_blocks)
-        self.live.add(handle)
+        self._pins.add(handle)
         return handle
 
     def _pin_path(self, segment: Segment, num_blocks: int) -> PinHandle:
@@ -87,10 +83,14 @@ class PinTable:
         return self._tree.split(segment, block) if block < segment.end else segment
 
     def unpin(self, handle: PinHandle) -> None:
-        """See `BlockManager.unpin`."""
-        if handle not in self.live:
+        """Let go of what `handle` holds; blocks without another holder can be reused.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) it was unpinned before.
+        """
+        if handle not in self._pins:
             raise ConfigurationError("handle: not a pin of this manager, or unpinned already")
-        self.live.remove(handle)
+        self._pins.remove(handle)
         sequence = handle.sequence
         for pinned in handle.held:
             pool = pinned.pool
@@ -104,8 +104,17 @@ class PinTable:
         if sequence is not None:
             sequence.pins.remove(handle)
 
-    def detach(self, sequence: Sequence, first_block: int) -> PinHandle:
-        """See `BlockManager.detach`."""
+    def detach(self, request_id: int, first_block: int) -> PinHandle:
+        """Take the blocks from `first_block` on away from the sequence, and give it fresh ones.
+
+        The handle holds them, unpublished: something may still write to them. Of the sequence at
+        most ``first_block * tokens_per_block`` tokens count as computed.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) no such block, or it is published.
+            OutOfBlocks: there are not enough blocks.
+        """
+        sequence = self._get(request_id)
         num_blocks = sequence.num_blocks
         if not 0 <= first_block <= num_blocks:
             raise ConfigurationError(f"first_block: {first_block} is outside 0..{num_blocks}")
@@ -128,7 +137,7 @@ class PinTable:
                 held.spans[-1][1] if held.spans else 0
             )
         self._forget_computed(sequence, first_block)
-        self.live.add(handle)
+        self._pins.add(handle)
         return handle
 
     def _forget_computed(self, sequence: Sequence, first_block: int) -> None:

@@ -31,22 +31,34 @@ class Publisher:
             sequence.attempted = stop
             Publication(self._tree, sequence).blocks(first, stop)
 
+    def publish_ended(self, sequence: Sequence, num_valid: int) -> None:
+        """Publish what is valid of a sequence that ended and goes on to hold it, tail included.
+
+        A duplicate, and with full attention what follows it, waits for `finish`.
+        """
+        blocks, tail = divmod(num_valid, self._tree.tokens_per_block)
+        self.commit(sequence, blocks)
+        if self._publishes_tail(sequence, blocks, tail):
+            Publication(self._tree, sequence).tail(blocks, tail)
+
     def finish(self, sequence: Sequence, num_valid: int) -> None:
         """Publish what is valid at the end of `sequence`; the caller then lets go of its blocks."""
         if not self._reuse:
             return
         size = self._tree.tokens_per_block
-        # A block that was committed whole is published whole, whatever is said to be valid now.
-        valid = max(num_valid, sequence.computed // size * size)
-        blocks, tail = divmod(valid, size)
+        blocks, tail = divmod(num_valid, size)
         self.commit(sequence, blocks)
         if sequence.is_published:
             return
         publication = Publication(self._tree, sequence, ends=True)
         if sequence.pins:
-            publication.close_pinned(-(-valid // size))
+            publication.close_pinned(-(-num_valid // size))
         start = publication.first_private(blocks)
         if start < blocks:
             publication.blocks(start, blocks)
-        if tail and self._tails:
+        if self._publishes_tail(sequence, blocks, tail):
             publication.tail(blocks, tail)
+
+    def _publishes_tail(self, sequence: Sequence, blocks: int, tail: int) -> bool:
+        committed = sequence.computed // self._tree.tokens_per_block
+        return bool(tail) and self._reuse and self._tails and blocks >= committed

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from kvconnect.cache.pool.held_blocks import HeldBlocks
-from kvconnect.cache.pool.matching import first_in_window
+from collections.abc import Sequence as Items
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnect.cache.pool.block_pool import BlockPool
+from kvconnect.cache.pool.held_blocks import HeldBlocks, as_id_array
+from kvconnect.cache.pool.matching import Matcher, first_in_window
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.publisher import Publisher
-from kvconnect.cache.sequence.sequence import Sequence, check_position
+from kvconnect.cache.sequence.sequence import PinHandle, Sequence, check_position
 from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError, UnknownRequest
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import Tokens, as_token_array
 
 __all__ = ["SequenceTable"]
@@ -17,33 +26,83 @@ __all__ = ["SequenceTable"]
 class SequenceTable:
     """Sequences by request id: how they grow and shrink, and how they end.
 
-    Attributes:
-        live: those that did not end.
+    All methods raise `UnknownRequest` if no live sequence has the id that they are given.
     """
 
-    def __init__(self, tree: RadixTree, slabs: Slabs, publisher: Publisher) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        pools: Items[BlockPool],
+        slabs: Slabs,
+        *,
+        matcher: Matcher,
+        layouts: Items[KvCacheLayout],
+        config: KvCacheConfig,
+    ) -> None:
         self._tree = tree
+        self._pools = pools
         self._slabs = slabs
-        self._publisher = publisher
+        self._matcher = matcher
+        self._layouts = layouts
+        self._publisher = Publisher(tree, config)
         self._tokens_per_block = tree.tokens_per_block
-        self.live: dict[int, Sequence] = {}
+        self._live: dict[int, Sequence] = {}
+        self._pins: set[PinHandle] = set()
 
-    def get(self, request_id: int) -> Sequence:
-        """The sequence of that id.
+    # ---------------------------------------------------------------- queries
 
-        Raises:
-            UnknownRequest: there is none.
+    def num_tokens(self, request_id: int) -> int:
+        """Tokens of the sequence, prompt and appended."""
+        return self._get(request_id).num_tokens
+
+    def tokens(self, request_id: int, start: int = 0) -> npt.NDArray[np.int32]:
+        """A copy of the sequence's tokens from `start` on, int32."""
+        return np.frombuffer(bytes(self._get(request_id).tokens[4 * start :]), np.int32)
+
+    def holds(self, request_id: int) -> bool:
+        """Whether there is a sequence of this id."""
+        return request_id in self._live
+
+    def group_block_ids(self, request_id: int, group: int) -> npt.NDArray[np.int32]:
+        """The sequence's blocks in a pool group, in order of its tokens: int32, the caller's own.
+
+        -1 stands for one that the window left behind, and for one that is not reserved yet.
         """
-        try:
-            return self.live[request_id]
-        except KeyError:
-            raise UnknownRequest(f"no live request has the id {request_id}") from None
+        return as_id_array(self._get(request_id).held[group].ids)
+
+    def num_blocks(self, request_id: int, group: int = 0) -> int:
+        """How many blocks the sequence holds in a pool group."""
+        held = self._get(request_id).held[group]
+        return held.stop - held.first
+
+    def num_reserved_tokens(self, request_id: int) -> int:
+        """Leading tokens of the sequence that every pool group has blocks for."""
+        return self._get(request_id).reserved
+
+    def block_keys(self, request_id: int) -> Items[BlockKey]:
+        """Chained keys of the sequence's full blocks, each hashed once by its `KeyChain`.
+
+        Without a chain in `add_sequence` they are hashed now, and no store knows them.
+        """
+        return self._get(request_id).block_keys(self._tokens_per_block, self._layouts)
+
+    def priorities(self, request_id: int, start: int = 0) -> list[int]:
+        """Retention priority of each of the sequence's blocks from number `start` on, in group 0.
+
+        Of a block that it does not hold: the priority that the request asked for.
+        """
+        return self._get(request_id).priorities(start)
 
     # ---------------------------------------------------------------- growing and shrinking
 
     def reserve(self, request_id: int, num_tokens: int) -> None:
-        """See `BlockManager.reserve`."""
-        sequence = self.get(request_id)
+        """Before a later chunk: window pools get blocks up to position `num_tokens`.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) `num_tokens` is beyond the sequence.
+            OutOfBlocks: there are not enough blocks; nothing changed.
+        """
+        sequence = self._get(request_id)
         check_position("num_tokens", num_tokens, sequence.num_tokens)
         if num_tokens <= sequence.reserved:
             return
@@ -56,8 +115,13 @@ class SequenceTable:
         sequence.reserved = num_tokens
 
     def append_tokens(self, request_id: int, tokens: Tokens) -> None:
-        """See `BlockManager.append_tokens`."""
-        sequence = self.get(request_id)
+        """The sequence goes on with `tokens`; takes a block where one begins.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
+            OutOfBlocks: there are not enough blocks; nothing was appended.
+        """
+        sequence = self._get(request_id)
         added = as_token_array(tokens)
         if len(added) == 0:
             return
@@ -73,8 +137,12 @@ class SequenceTable:
         sequence.reserved = num_tokens
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
-        """See `BlockManager.rewind`."""
-        sequence = self.get(request_id)
+        """Drop the last `num_tokens` tokens, and the blocks that held nothing else.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) negative, or below what was committed or matched.
+        """
+        sequence = self._get(request_id)
         keep = sequence.num_tokens - num_tokens
         if num_tokens < 0 or keep < max(sequence.computed, sequence.matched):
             raise ConfigurationError(
@@ -91,13 +159,21 @@ class SequenceTable:
         for held in sequence.held:
             del held.ids[blocks:]
         del sequence.tokens[4 * keep :]
+        sequence.plan.rewind(blocks)
         sequence.reserved = min(sequence.reserved, keep)
 
     # ---------------------------------------------------------------- valid KV
 
     def commit(self, request_id: int, num_computed_tokens: int) -> None:
-        """See `BlockManager.commit`."""
-        sequence = self.get(request_id)
+        """The KV of the first `num_computed_tokens` is valid: publish the full blocks among them.
+
+        Window pools then give up the blocks that lie wholly before what the next token reads.
+        Below an earlier commit it does nothing.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) beyond the sequence, or what is reserved of it.
+        """
+        sequence = self._get(request_id)
         check_position("num_computed_tokens", num_computed_tokens, sequence.num_tokens)
         if num_computed_tokens <= sequence.computed:
             return
@@ -120,26 +196,59 @@ class SequenceTable:
 
     # ---------------------------------------------------------------- the end
 
+    def publish_ended(self, request_id: int, num_valid_tokens: int) -> None:
+        """The sequence ended, but its blocks stay: publish what is valid, full blocks and tail.
+
+        `abort` or `release` lets go of them later, and publishes duplicates and what follows those;
+        nothing else may change the sequence in between.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) beyond the sequence.
+        """
+        sequence = self._get(request_id)
+        check_position("num_valid_tokens", num_valid_tokens, sequence.num_tokens)
+        self._publisher.publish_ended(sequence, num_valid_tokens)
+
     def release(self, request_id: int) -> None:
-        """See `BlockManager.release`."""
-        sequence = self.get(request_id)
+        """The sequence ended, and the KV of all its tokens but the last is valid.
+
+        Publishes that, full blocks and tail, and lets go of its blocks.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
+        """
+        sequence = self._get(request_id)
         _check_reserved(sequence, sequence.num_tokens)
-        self._end(request_id, sequence.num_tokens - 1)
+        # A block that was committed whole is offered whole.
+        committed = sequence.computed // self._tokens_per_block * self._tokens_per_block
+        self._end(request_id, max(sequence.num_tokens - 1, committed))
 
     def abort(self, request_id: int, num_valid_tokens: int) -> None:
-        """See `BlockManager.abort`."""
-        sequence = self.get(request_id)
+        """The sequence ended: as `release`, but only the first `num_valid_tokens` are valid.
+
+        What was committed stays published.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) beyond the sequence.
+        """
+        sequence = self._get(request_id)
         check_position("num_valid_tokens", num_valid_tokens, sequence.num_tokens)
         self._end(request_id, num_valid_tokens)
 
     def _end(self, request_id: int, num_valid: int) -> None:
-        sequence = self.live.pop(request_id)
+        sequence = self._live.pop(request_id)
         self._publisher.finish(sequence, num_valid)
         for held in sequence.held:
             private = sequence.hand_over(held, held.first, held.stop)
             held.let_go()
             held.pool.private.drop(private)
         sequence.disband()
+
+    def _get(self, request_id: int) -> Sequence:
+        try:
+            return self._live[request_id]
+        except KeyError:
+            raise UnknownRequest(f"no live request has the id {request_id}") from None
 
 
 def _check_reserved(sequence: Sequence, num_tokens: int) -> None:

@@ -177,10 +177,11 @@ class RadixTree:
             self.index.divided(upper, segment)
         return upper
 
-    def join(self, upper: Segment) -> None:
+    def join(self, upper: Segment, *, same_holders: bool = False) -> None:
         """Undo a `split`: `upper` and the one segment that follows it become one, if they may.
 
-        They may if they have no holder and every pool has them in the same state; and they must be
+        They may if they have no holder, or the caller knows that they have the same holders, of
+        whom none ends between them; and if every pool has them in the same state. They must be
         short, as joining copies both. The lower object stays.
         """
         lower = next(iter(upper.children.values()), None)
@@ -189,7 +190,7 @@ class RadixTree:
         if len(upper) + len(lower) > _LONGEST_JOINED or len(lower.tokens) < self.stride:
             return
         for above, below in zip(upper.pools, lower.pools, strict=True):
-            if not above.goes_on_as(below):
+            if not above.goes_on_as(below) or (above.references and not same_holders):
                 return
         if self.index is not None:
             self.index.joining(upper, lower)

@@ -74,11 +74,11 @@ class Residence:
         return upper
 
     def goes_on_as(self, below: Residence) -> bool:
-        """Whether these blocks and those `below` have no holder and are in the same state."""
+        """Whether these blocks and those `below` are in the same state."""
         if not self.is_resident:
             return not below.is_resident
         return (
-            self.references == below.references == 0
+            self.references == below.references
             and (self.ids is None) == (below.ids is None)
             and (self.host_ids is None) == (below.host_ids is None)
             and (self.stamp, self.expires) == (below.stamp, below.expires)

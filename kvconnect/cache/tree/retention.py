@@ -39,7 +39,7 @@ class RetentionPlan:
     """The retention of every block of one sequence, by block number.
 
     A block takes the range that holds its first token; blocks whose first token was generated take
-    the decode policy. Immutable but for `inherit`.
+    the decode policy. Immutable but for `inherit` and `rewind`.
     """
 
     __slots__ = ("_decode", "_first_decoded", "_inherited", "_ranges")
@@ -77,6 +77,10 @@ class RetentionPlan:
         """`block` is a copy, and has the retention of its source; a range of the request wins."""
         if not self.requested(block, block + 1):
             self._inherited = block
+
+    def rewind(self, num_blocks: int) -> None:
+        """The tokens that come after so many blocks are generated, also where the prompt was."""
+        self._first_decoded = min(self._first_decoded, num_blocks)
 
     def runs(self, start: int, stop: int) -> Iterator[RetentionRun]:
         """All blocks ``start..stop``, in order, as runs of equal retention."""

@@ -9,18 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvconnect.backends.url import StoreUrl, parse_size
-from kvconnect.cli.command import Subparsers
+from kvconnect.cli.command import Subparsers, add_number, picked
 from kvconnect.errors import ConfigurationError, nearest
 
-__all__ = ["add_parser"]
+__all__ = ["add_options"]
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add ``bench`` and its benchmarks."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure speed against what the machine can do",
-        description="Measure speed. Each figure stands beside its floor, measured in the same run.",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``bench``, and add its benchmarks."""
+    parser.description = (
+        "Measure speed. Each figure stands beside its floor, measured in the same run."
     )
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     restart = benchmarks.add_parser(
@@ -28,16 +26,26 @@ def add_parser(subparsers: Subparsers) -> None:
         help="a prompt restored from disk against reading it; and an idle connector's cost",
     )
     _add_common(restart)
-    _count(restart, "--prompt-tokens", 4096)
-    _count(restart, "--repeats", 7, "restarts")
-    _count(restart, "--steps", 500, "decode steps")
+    add_number(restart, "--prompt-tokens", default=4096)
+    add_number(restart, "--repeats", "restarts", default=7)
+    add_number(restart, "--steps", "decode steps", default=500)
     _runs(restart, run_restart)
-    engine = benchmarks.add_parser("engine", help="many requests at once against one")
+    engine = benchmarks.add_parser(
+        "engine",
+        help="many requests at once against one, a long prompt; and vLLM's engine beside it",
+    )
     _add_common(engine)
-    _count(engine, "--requests", 16)
-    _count(engine, "--prompt-tokens", 64)
-    _count(engine, "--max-tokens", 64)
-    _count(engine, "--repeats", 3)
+    add_number(engine, "--requests", default=16)
+    add_number(engine, "--prompt-tokens", default=64)
+    add_number(engine, "--max-tokens", default=64)
+    add_number(engine, "--prefill-tokens", "of the long prompt", default=6000)
+    add_number(engine, "--repeats", "medians of so many", default=3)
+    engine.add_argument(
+        "--peer-python",
+        type=Path,
+        metavar="PYTHON",
+        help="bin/python of an environment with vLLM for the CPU",
+    )
     _runs(engine, run_engine)
     _add_blocks(benchmarks)
     _add_store(benchmarks)
@@ -66,12 +74,9 @@ in the interpreter given.""",
     store.add_argument(
         "--total", default="512MiB", metavar="SIZE", help="of all of them (default: 512MiB)"
     )
-    _count(store, "--rounds", 5, "medians of so many")
-    store.add_argument(
-        "--in-flight",
-        type=int,
-        metavar="N",
-        help="calls at once (default: 2 to store and 4 to load, as the connector)",
+    add_number(store, "--rounds", "medians of so many", default=5)
+    add_number(
+        store, "--in-flight", "calls at once (default: 3 to store and 3 to load, as the connector)"
     )
     store.add_argument(
         "--peer-python",
@@ -95,12 +100,12 @@ and how long after its recovery the store is used again. Takes some minutes.""",
         "--model", type=Path, metavar="DIR", help="default: a random Llama, as small as can be"
     )
     dead.add_argument("--stores", default="redis,s3", metavar="NAME,…", help="default: redis,s3")
-    _count(dead, "--prompt-tokens", 64)
-    _count(dead, "--requests", 200, "to a store that is left alone")
-    dead.add_argument(
-        "--dead-s", type=float, default=15.0, metavar="S", help="a store is dead at least so long"
+    add_number(dead, "--prompt-tokens", default=64)
+    add_number(dead, "--requests", "to a store that is left alone", default=200)
+    add_number(
+        dead, "--dead-s", "a store is dead at least so long", default=15.0, type=float, metavar="S"
     )
-    dead.add_argument("--lookup-timeout-ms", type=float, default=20.0, metavar="MS")
+    add_number(dead, "--lookup-timeout-ms", default=20.0, type=float, metavar="MS")
     dead.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
     _runs(dead, run_dead)
 
@@ -114,8 +119,8 @@ Measure the copies of KV blocks as shares of one copy of the same bytes without 
 run: in host memory against memcpy, with one thread each; on a CUDA device and over its link, if
 there is one.""",
     )
-    _count(kernels, "--mib", 64, "copied in one measurement on the host")
-    _count(kernels, "--repeats", 9, "medians of so many")
+    add_number(kernels, "--mib", "copied in one measurement on the host", default=64)
+    add_number(kernels, "--repeats", "medians of so many", default=9)
     _runs(kernels, run_kernels)
 
 
@@ -136,10 +141,10 @@ interpreters given, in turns with kvconnect.""",
         metavar="PYTHON",
         help="bin/python of an environment with vLLM or SGLang; may be given several times",
     )
-    _count(blocks, "--tokens", 131_072, "of long prompts")
-    _count(blocks, "--requests", 10_000, "of the mixed traffic")
-    _count(blocks, "--cached-blocks", 1_000_000, "of the largest pool")
-    _count(blocks, "--rounds", 5, "medians of so many")
+    add_number(blocks, "--tokens", "of long prompts", default=131_072)
+    add_number(blocks, "--requests", "of the mixed traffic", default=10_000)
+    add_number(blocks, "--cached-blocks", "of the largest pool", default=1_000_000)
+    add_number(blocks, "--rounds", "medians of so many", default=5)
     _runs(blocks, run_blocks)
 
 
@@ -150,12 +155,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="for scratch files, on the disk to measure"
     )
-
-
-def _count(
-    parser: argparse.ArgumentParser, option: str, default: int, about: str | None = None
-) -> None:
-    parser.add_argument(option, type=int, default=default, metavar="N", help=about)
 
 
 def _runs(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
@@ -190,34 +189,26 @@ def run_restart(arguments: argparse.Namespace) -> None:
 def run_engine(arguments: argparse.Namespace) -> None:
     """Measure the engine's throughput."""
     from kvconnect.bench.report import render
-    from kvconnect.bench.throughput import throughput
+    from kvconnect.bench.throughput import ThroughputPlan, throughput
     from kvconnect.bench.workload import bench_model
 
+    numbers = ("requests", "prompt_tokens", "max_tokens", "prefill_tokens", "repeats")
+    _at_least_one(arguments, *numbers)
+    plan = ThroughputPlan(**picked(arguments, *numbers))
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        figures = throughput(
-            bench_model(arguments.model, Path(name)),
-            requests=arguments.requests,
-            prompt_tokens=arguments.prompt_tokens,
-            max_tokens=arguments.max_tokens,
-            repeats=arguments.repeats,
-        )
+        model = bench_model(arguments.model, Path(name))
+        figures = throughput(model, plan, arguments.peer_python)
     print(render("engine", figures, as_json=arguments.json))
 
 
 def run_blocks(arguments: argparse.Namespace) -> None:
     """Measure the block manager beside its peers."""
-    from kvconnect.bench.blocks.comparison import compare
-    from kvconnect.bench.blocks.cost import growth, memory
+    from kvconnect.bench.blocks.comparison import compare, growth, memory
     from kvconnect.bench.blocks.peers import OWN, open_field
     from kvconnect.bench.blocks.plan import BlocksPlan
     from kvconnect.bench.report import render
 
-    plan = BlocksPlan(
-        tokens=arguments.tokens,
-        requests=arguments.requests,
-        cached_blocks=arguments.cached_blocks,
-        rounds=arguments.rounds,
-    )
+    plan = BlocksPlan(**picked(arguments, "tokens", "requests", "cached_blocks", "rounds"))
     with open_field(arguments.peer_python) as field:
         for sentence in field.left_out:
             _tell(sentence)
@@ -276,10 +267,8 @@ def run_dead(arguments: argparse.Namespace) -> None:
         if store not in SERVERS:
             raise ConfigurationError(f"--stores {store}: {nearest(store, SERVERS)}")
     plan = DeadPlan(
-        prompt_tokens=arguments.prompt_tokens,
-        requests=arguments.requests,
-        dead_s=arguments.dead_s,
         budget_ms=arguments.lookup_timeout_ms,
+        **picked(arguments, "prompt_tokens", "requests", "dead_s"),
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         figures = dead_stores(arguments.model, Path(name), stores, plan, _tell)

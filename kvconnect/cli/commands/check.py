@@ -7,15 +7,16 @@ import secrets
 import shutil
 from typing import TYPE_CHECKING
 
+from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl
-from kvconnect.cli.command import Subparsers
+from kvconnect.cli.command import add_number
 from kvconnect.cli.progress import Progress
 from kvconnect.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from kvconnect.testing.subject import Subject
 
-__all__ = ["add_parser"]
+__all__ = ["add_options"]
 
 _DESCRIPTION = """\
 Run the conformance kit against a store: the contract of its four methods, integrity, crashes, full
@@ -33,23 +34,19 @@ exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage or configuration
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add ``check``."""
-    parser = subparsers.add_parser(
-        "check",
-        help="run the conformance kit against a store",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``check``."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", metavar="URL", help="of an empty store, as disk:///var/cache/kv")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="a group or one check"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="of everything random")
+    add_number(parser, "--seed", "of everything random")
     parser.add_argument("--long", action="store_true", help="the long form: 200 kills, and so on")
     parser.add_argument("--soak", action="store_true", help="random faults, and nothing else")
-    parser.add_argument("--minutes", type=float, default=30.0, metavar="M", help="of --soak")
+    add_number(parser, "--minutes", "of --soak", default=30.0, type=float, metavar="M")
     parser.add_argument("--force", action="store_true", help="also if the store is not empty")
     parser.set_defaults(run=run)
 
@@ -75,17 +72,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _expect_empty(subject: Subject, url: str) -> None:
-    import asyncio
-
     async def blocks() -> float:
-        store = subject.make_guarded(30.0)
-        await store.open([])
-        try:
+        async with subject.guarded(30.0) as store:
             return (await store.stats()).get("blocks", 0)
-        finally:
-            await store.close()
 
-    found = asyncio.run(blocks())
+    found = run_to_end(blocks())
     if found:
         raise ConfigurationError(
             f"{StoreUrl.parse(url)}: holds {found:.0f} blocks, which checks may drop; "

@@ -8,33 +8,31 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.url import StoreUrl, format_size
-from kvconnect.cli.command import Subparsers
 from kvconnect.cli.frame_reader import ReadFrame, read_frames
+from kvconnect.cli.listing import each_block
 from kvconnect.cli.progress import Progress
 from kvconnect.cli.selection import Selection
 from kvconnect.cli.visit import add_url, listed, visit, visiting
 from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
 
-__all__ = ["add_parser", "parents_first", "run"]
+__all__ = ["add_options", "parents_first", "run"]
 
 _KEYS_PER_LOOKUP = 256
 # A part of each key is enough to know it again, and takes less memory.
 _SHORT = 12
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add ``copy``."""
-    parser = subparsers.add_parser(
-        "copy",
-        help="copy the blocks of a store to another",
-        description="Copy the blocks of one store to another, with all that is known of them. What "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``copy``."""
+    parser.description = (
+        "Copy the blocks of one store to another, with all that is known of them. What "
         "is there already is skipped, so a copy that was interrupted goes on where it was. Every "
-        "block is checked on its way: a bad one is left behind, and the exit code is 1.",
+        "block is checked on its way: a bad one is left behind, and the exit code is 1."
     )
     add_url(parser, "source")
     add_url(parser, "target")
@@ -47,7 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
 class _Outcome:
     opened: bool = False
     copied: int = 0
-    nbytes: int = 0
+    bytes: int = 0
     skipped: int = 0
     bad: int = 0
     gone: int = 0
@@ -87,7 +85,7 @@ async def _copy(arguments: argparse.Namespace, selection: Selection, outcome: _O
         outcome.opened = True
         keys, nbytes = await _survey(source, selection)
         await _warn_if_too_small(target, nbytes)
-        with Progress("copy", nbytes, "bytes") as progress:
+        async with Progress("copy", nbytes, "bytes") as progress:
             entries = parents_first(_selected(source, selection), keys)
             missing = _missing(target, entries, outcome, progress)
             async for batch in read_frames(source, missing):
@@ -98,14 +96,17 @@ async def _copy(arguments: argparse.Namespace, selection: Selection, outcome: _O
 async def _survey(source: GuardedBackend, selection: Selection) -> tuple[set[bytes], int]:
     keys: set[bytes] = set()
     nbytes = 0
-    async for entry in _selected(source, selection):
-        keys.add(entry.key[:_SHORT])
-        nbytes += entry.nbytes
+    async with Progress("list the source", 0, "blocks") as progress:
+        async for entry in _selected(source, selection, progress):
+            keys.add(entry.key[:_SHORT])
+            nbytes += entry.nbytes
     return keys, nbytes
 
 
-async def _selected(source: GuardedBackend, selection: Selection) -> AsyncIterator[StoredEntry]:
-    async for entry in source.scan():
+async def _selected(
+    source: GuardedBackend, selection: Selection, progress: Progress | None = None
+) -> AsyncIterator[StoredEntry]:
+    async for entry in each_block(source, progress):
         if selection.fits(entry):
             yield entry
 
@@ -193,7 +194,7 @@ async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], outcome: _O
         finally:
             stored = await saving
             outcome.copied += stored
-            outcome.nbytes += sum(block.data.numel() for block in blocks[:stored])
+            outcome.bytes += sum(block.data.numel() for block in blocks[:stored])
         if not stored:
             raise BackendUnavailable("TARGET takes no more blocks; give it more room, then go on")
         blocks = blocks[stored:]
@@ -210,18 +211,10 @@ async def _warn_if_too_small(target: GuardedBackend, nbytes: int) -> None:
 
 
 def _report(arguments: argparse.Namespace, outcome: _Outcome, seconds: float) -> None:
-    rate = outcome.nbytes / max(seconds, 1e-9)
+    rate = outcome.bytes / max(seconds, 1e-9)
     if arguments.json:
-        numbers = {
-            "copied": outcome.copied,
-            "bytes": outcome.nbytes,
-            "skipped": outcome.skipped,
-            "bad": outcome.bad,
-            "gone": outcome.gone,
-            "seconds": seconds,
-            "bytes_per_second": rate,
-            "complete": outcome.complete,
-        }
+        numbers = asdict(outcome) | {"seconds": seconds, "bytes_per_second": rate}
+        del numbers["opened"]
         print(json.dumps(numbers), flush=True)
         return
     notes = [f"{outcome.skipped} were there already"]
@@ -231,5 +224,5 @@ def _report(arguments: argparse.Namespace, outcome: _Outcome, seconds: float) ->
         notes.append(f"{outcome.gone} were dropped meanwhile")
     if not outcome.complete:
         notes.append("not complete: the same command goes on")
-    size, speed = format_size(outcome.nbytes), format_size(int(rate))
+    size, speed = format_size(outcome.bytes), format_size(int(rate))
     print(f"copied {outcome.copied} blocks, {size}, at {speed}/s; {'; '.join(notes)}", flush=True)

@@ -8,22 +8,22 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvconnect.backends.url import parse_size
-from kvconnect.cli.command import Subparsers
+from kvconnect.cli.command import add_number, picked
+from kvconnect.cli.prompts import Job, add_prompt_options, read_jobs
 from kvconnect.cli.retention import parse_retention
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig, KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError
-from kvconnect.request import SamplingParams
 
 if TYPE_CHECKING:
     from kvconnect.engine.drafts import NgramSpeculation
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.request.output import RequestOutput
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 logger = logging.getLogger("kvconnect")
 
@@ -42,18 +42,25 @@ _JSON_FIELDS = (
     "drafted_tokens",
     "accepted_tokens",
 )
+_SAMPLING = (
+    *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "logprobs"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "ignore_eos"),
+)
+_ENGINE = ("dtype", "device", "model_revision", "max_num_tokens", "max_batch_size", "scheduling")
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add ``generate``."""
-    parser = subparsers.add_parser(
-        "generate",
-        help="answer prompts with a model, keeping its KV cache in a store",
-        description="Answer prompts with a Hugging Face causal language model. With --store, the "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``generate``."""
+    parser.description = (
+        "Answer prompts with a Hugging Face causal language model. With --store, the "
         "KV cache of prompts and answers is kept there, and prompts that share a beginning with an "
-        "earlier one are loaded as far as that goes.",
+        "earlier one are loaded as far as that goes."
     )
-    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="model directory")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="model directory, or a name in the local Hugging Face cache, as org/name",
+    )
     _add_input(parser)
     _add_cache(parser)
     _add_sampling(parser)
@@ -63,37 +70,24 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts and output")
-    prompts = group.add_mutually_exclusive_group(required=True)
-    prompts.add_argument(
-        "--prompt", nargs="+", action="extend", metavar="TEXT", help="one prompt or several"
-    )
-    prompts.add_argument(
-        "--prompt-file",
-        nargs="+",
-        action="extend",
-        metavar="F",
-        help="UTF-8 files, each one prompt; - is standard input",
-    )
+    add_prompt_options(group)
     group.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("KV cache")
     group.add_argument("--store", metavar="URL", help="for example disk:///var/cache/kv")
-    group.add_argument(
+    add_number(
+        group,
         "--lookup-timeout-ms",
-        type=float,
+        "what the store may delay a step by; later answers are misses (default: 1000)",
         default=1000.0,
+        type=float,
         metavar="MS",
-        help="what the store may delay a step by; later answers are misses (default: 1000)",
     )
     group.add_argument("--dtype", default="auto", metavar="D", help="of model and cache")
-    group.add_argument(
-        "--tokens-per-block", type=int, default=32, metavar="T", help="a power of two (default: 32)"
-    )
-    group.add_argument(
-        "--kv-cache-tokens", type=int, metavar="N", help="at most so many tokens fit the cache"
-    )
+    add_number(group, "--tokens-per-block", "a power of two (default: 32)", default=32, metavar="T")
+    add_number(group, "--kv-cache-tokens", "at most so many tokens fit the cache")
     group.add_argument(
         "--kv-cache-dtype",
         choices=("auto", "fp8"),
@@ -127,13 +121,34 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=64, metavar="N", help="(default: 64)")
-    group.add_argument(
-        "--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)"
+    add_number(group, "--max-tokens", "(default: 64)", default=64)
+    add_number(group, "--min-tokens", "no end before so many (default: 0)", default=0)
+    add_number(group, "--n", "answers to each prompt; needs a temperature (default: 1)", default=1)
+    add_number(
+        group, "--temperature", "0 is greedy (default: 0)", default=0.0, type=float, metavar="X"
     )
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0: all (default: 0)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(default: 1)")
-    group.add_argument("--seed", type=int, metavar="N", help="equal seeds give equal samples")
+    add_number(group, "--top-k", "0: all (default: 0)", default=0, metavar="K")
+    add_number(group, "--top-p", "(default: 1)", default=1.0, type=float, metavar="P")
+    add_number(group, "--seed", "equal seeds give equal samples")
+    for name, about, default in (
+        ("presence", "against tokens that were generated, -2 to 2", 0.0),
+        ("frequency", "the same for each time, -2 to 2", 0.0),
+        ("repetition", "also against those of the prompt, above 0; 1 is none", 1.0),
+    ):
+        add_number(
+            group,
+            f"--{name}-penalty",
+            f"{about} (default: {default:g})",
+            default=default,
+            type=float,
+            metavar="P",
+        )
+    add_number(
+        group,
+        "--logprobs",
+        "log probabilities of so many likeliest tokens; with --json",
+        metavar="K",
+    )
     group.add_argument(
         "--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="ends the answer"
     )
@@ -144,12 +159,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--max-num-tokens", type=int, default=2048, metavar="N", help="tokens of a step"
-    )
-    group.add_argument(
-        "--max-batch-size", type=int, default=64, metavar="N", help="requests of a step"
-    )
+    add_number(group, "--max-num-tokens", "tokens of a step", default=2048)
+    add_number(group, "--max-batch-size", "requests of a step", default=64)
     group.add_argument(
         "--scheduling",
         choices=("guaranteed_no_evict", "max_utilization"),
@@ -164,18 +175,25 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="verify several tokens per step that followed the same words before (greedy only; "
         "the answer stays the same)",
     )
+    add_number(group, "--num-draft-tokens", "so many at most; with --speculative (default: 5)")
     group.add_argument(
-        "--num-draft-tokens",
-        type=int,
-        metavar="N",
-        help="so many at most; with --speculative (default: 5)",
+        "--model-revision",
+        metavar="NAME",
+        help="stands for the weights in the store's keys, for example org/name@commit, so that "
+        "they are not digested; no other weights may ever go by this name",
     )
     group.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
-    group.add_argument(
+    add_number(
+        group,
         "--metrics-port",
-        type=int,
+        "answer Prometheus there meanwhile (0: any free port; -v says which)",
         metavar="PORT",
-        help="answer Prometheus there meanwhile (0: any free port; -v says which)",
+    )
+    group.add_argument(
+        "--metrics-address",
+        default="127.0.0.1",
+        metavar="IP",
+        help="where to listen for it (default: 127.0.0.1, this machine only; 0.0.0.0: everywhere)",
     )
 
 
@@ -185,45 +203,34 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: a bad option, an unreadable prompt file, an unusable model or store.
     """
-    prompts = list(_read_prompts(arguments))
-    sampling = SamplingParams(
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        stop=tuple(arguments.stop),
-        ignore_eos=arguments.ignore_eos,
-    )
+    jobs = list(read_jobs(arguments, picked(arguments, *_SAMPLING)))
     retention = parse_retention(arguments.retention)
-    with _metrics(arguments.metrics_port), _open_llm(arguments) as llm:
-        for output in _answers(llm, prompts, sampling, arguments.cache_salt, retention):
+    with _metrics(arguments), _open_llm(arguments) as llm:
+        for job, output in _answers(llm, jobs, retention):
             if arguments.json:
-                fields = {name: getattr(output, name) for name in _JSON_FIELDS}
-                print(json.dumps(fields), flush=True)
+                print(json.dumps(_fields(job, output)), flush=True)
             else:
                 _print(output)
 
 
-def _metrics(port: int | None) -> AbstractContextManager[object]:
-    if port is None:
+def _fields(job: Job, output: RequestOutput) -> dict[str, object]:
+    """What ``--json`` prints; single completions only where there is more to say of them."""
+    fields = {name: getattr(output, name) for name in _JSON_FIELDS}
+    if job.sampling.n > 1 or job.sampling.logprobs is not None:
+        fields["outputs"] = [
+            asdict(one) | {"cumulative_logprob": one.cumulative_logprob} for one in output.outputs
+        ]
+    return fields
+
+
+def _metrics(arguments: argparse.Namespace) -> AbstractContextManager[object]:
+    if arguments.metrics_port is None:
         return nullcontext()
     from kvconnect.prometheus import serve
 
-    server = serve(port)
-    logger.info("metrics on port %d", server.port)
+    server = serve(arguments.metrics_port, arguments.metrics_address)
+    logger.info("metrics on %s port %d", arguments.metrics_address, server.port)
     return server
-
-
-def _read_prompts(arguments: argparse.Namespace) -> Iterator[str]:
-    yield from arguments.prompt or ()
-    for name in arguments.prompt_file or ():
-        try:
-            yield sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"--prompt-file {name}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(f"--prompt-file {name}: is not UTF-8 ({error})") from error
 
 
 def _open_llm(arguments: argparse.Namespace) -> LLM:
@@ -238,12 +245,8 @@ def _open_llm(arguments: argparse.Namespace) -> LLM:
         arguments.model,
         kv_cache=_cache_config(arguments),
         connector=connector,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        max_num_tokens=arguments.max_num_tokens,
-        max_batch_size=arguments.max_batch_size,
-        scheduling=arguments.scheduling,
         speculative=_speculation(arguments),
+        **picked(arguments, *_ENGINE),
     )
 
 
@@ -271,34 +274,30 @@ def _speculation(arguments: argparse.Namespace) -> NgramSpeculation | None:
 
 
 def _answers(
-    llm: LLM,
-    prompts: list[str],
-    sampling: SamplingParams,
-    cache_salt: str | None,
-    retention: KvCacheRetentionConfig | None,
-) -> Iterator[RequestOutput]:
+    llm: LLM, jobs: list[Job], retention: KvCacheRetentionConfig | None
+) -> Iterator[tuple[Job, RequestOutput]]:
     from kvconnect.cli.progress import Progress
 
-    handles = [
-        llm.submit(prompt, sampling, cache_salt=cache_salt, retention=retention)
-        for prompt in prompts
-    ]
-    with Progress("generate", len(prompts) * sampling.max_tokens, "tokens") as progress:
-        for handle in handles:
-            remaining = sampling.max_tokens
+    lengths = [job.sampling.n * job.sampling.max_tokens for job in jobs]
+    handles = [job.submit(llm, retention) for job in jobs]
+    with Progress("generate", sum(lengths), "tokens") as progress:
+        for job, handle, remaining in zip(jobs, handles, lengths, strict=True):
+            left = remaining
             for chunk in handle.stream():
                 progress.advance(len(chunk.token_ids))
-                remaining -= len(chunk.token_ids)
-            progress.advance(remaining)  # an answer that stopped early is done all the same
-            yield handle.result()
+                left -= len(chunk.token_ids)
+            progress.advance(left)  # an answer that stopped early is done all the same
+            yield job, handle.result()
 
 
 def _print(output: RequestOutput) -> None:
-    print(output.output_text, flush=True)
+    for completion in output.outputs:
+        print(completion.text, flush=True)
     first = "" if output.ttft_ms is None else f"first token after {output.ttft_ms:.0f} ms; "
     print(
         f"[{output.prompt_tokens} prompt tokens: {output.reused_device_tokens} reused from the "
         f"device, {output.reused_store_tokens} from the store, {output.computed_tokens} computed; "
-        f"{first}{len(output.output_token_ids)} tokens, {output.finish_reason}]",
+        f"{first}{sum(len(one.token_ids) for one in output.outputs)} tokens, "
+        f"{', '.join(one.finish_reason for one in output.outputs)}]",
         file=sys.stderr,
     )

@@ -11,12 +11,14 @@ from typing import Any
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.url import format_size
-from kvconnect.cli.command import Subparsers
+from kvconnect.cli.command import add_number
+from kvconnect.cli.listing import each_block
+from kvconnect.cli.progress import Progress
 from kvconnect.cli.selection import Selection
 from kvconnect.cli.visit import add_url, listed, visit, visiting
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["add_parser", "as_json", "run"]
+__all__ = ["add_options", "as_json", "run"]
 
 _SORT: dict[str, Callable[[StoredEntry], Any]] = {
     "age": lambda entry: entry.created_at,
@@ -29,13 +31,11 @@ _UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 _ROW = "{:<16}  {:>10}  {:>5}  {:>5}  {:>4}  {:>6}  {:>5}  {:<8}  {:<8}"
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add ``ls``."""
-    parser = subparsers.add_parser(
-        "ls",
-        help="list the blocks in a store",
-        description="List the blocks in a store. A listing that is not sorted is printed as it is "
-        "read, however long it is; it does not count as use of the blocks.",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``ls``."""
+    parser.description = (
+        "List the blocks in a store. A listing that is not sorted is printed as it is "
+        "read, however long it is; it does not count as use of the blocks."
     )
     add_url(parser)
     parser.add_argument(
@@ -43,7 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
         choices=sorted(_SORT),
         help="oldest, longest unused, largest or most important first",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first so many")
+    add_number(parser, "--limit", "only the first so many")
     parser.add_argument("--json", action="store_true", help="print one JSON object per block")
     Selection.add_options(parser)
     parser.set_defaults(run=run)
@@ -64,8 +64,10 @@ async def _list(arguments: argparse.Namespace, selection: Selection) -> None:
         if not arguments.json:
             names = ("KEY", "BYTES", "AGE", "USED", "PRIO", "TOKENS", "GROUP", "MODEL", "SPACE")
             print(_ROW.format(*names))
-        async for entry in _chosen(store.scan(), selection, arguments.sort, arguments.limit):
-            show(entry)
+        async with Progress("ls", 0, "blocks", lines=True) as progress:
+            entries = each_block(store, progress)
+            async for entry in _chosen(entries, selection, arguments.sort, arguments.limit):
+                show(entry)
 
 
 async def _chosen(

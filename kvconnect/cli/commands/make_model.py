@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvconnect.cli.command import Subparsers
+from kvconnect.cli.command import add_number
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _SIZES = {
     "hidden_size": "width of the model",
@@ -21,14 +21,12 @@ _SIZES = {
 }
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add ``make-model``."""
-    parser = subparsers.add_parser(
-        "make-model",
-        help="write a small random model with a byte-level tokenizer",
-        description="Write a random model with a byte-level tokenizer (one token per byte) to DIR, "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``make-model``."""
+    parser.description = (
+        "Write a random model with a byte-level tokenizer (one token per byte) to DIR, "
         "as a Hugging Face model directory. Nothing is downloaded. Equal arguments write equal "
-        "weights.",
+        "weights."
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="made if it does not exist")
     parser.add_argument("--arch", default="llama", help="architecture (default: llama)")
@@ -36,7 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--preset", default="tiny", help="size to start from: tiny or demo (default: tiny)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    add_number(parser, "--seed", "of the weights (default: 0)", default=0, metavar="SEED")
     parser.add_argument("--dtype", default="float32", help="of the weights (default: float32)")
     parser.add_argument("--force", action="store_true", help="write into a directory with a model")
     sizes = parser.add_argument_group("size", "Each replaces a number of the preset.")

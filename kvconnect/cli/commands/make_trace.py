@@ -7,32 +7,28 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvconnect.cli.command import Subparsers
+from kvconnect.cli.command import add_number, picked
 from kvconnect.cli.progress import Progress
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _LINES_PER_UPDATE = 256
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add ``make-trace``."""
-    parser = subparsers.add_parser(
-        "make-trace",
-        help="write a synthetic trace for simulate: system prompts, chats, agents",
-        description="Write a trace of requests as JSON lines, in the format of the published "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``make-trace``."""
+    parser.description = (
+        "Write a trace of requests as JSON lines, in the format of the published "
         "Mooncake traces: single prompts behind shared system prompts (prompt), chats of several "
         "turns (chat) and agents that call tools in a loop (agent). Sessions begin as a Poisson "
-        "process. Equal options write equal traces.",
+        "process. Equal options write equal traces."
     )
     parser.add_argument("file", metavar="FILE", help="to write; - is standard output")
-    parser.add_argument(
-        "--requests", type=int, default=10_000, metavar="N", help="lines (default: 10000)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
-    parser.add_argument(
-        "--rate", type=float, default=10.0, metavar="X", help="requests per second (default: 10)"
+    add_number(parser, "--requests", "lines (default: 10000)", default=10_000)
+    add_number(parser, "--seed", "(default: 0)", default=0)
+    add_number(
+        parser, "--rate", "requests per second (default: 10)", default=10.0, type=float, metavar="X"
     )
     parser.add_argument(
         "--mix",
@@ -40,29 +36,21 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="KIND=SHARE,…",
         help="about which share of the requests (default: prompt=0.2,chat=0.4,agent=0.4)",
     )
-    parser.add_argument(
-        "--system-prompts", type=int, default=16, metavar="N", help="of each kind (default: 16)"
-    )
-    parser.add_argument(
+    add_number(parser, "--system-prompts", "of each kind (default: 16)", default=16)
+    add_number(
+        parser,
         "--system-tokens",
-        type=int,
+        "length of a system prompt; half of it for chats, twice for agents (default: 1536)",
         default=1536,
-        metavar="N",
-        help="length of a system prompt; half of it for chats, twice for agents (default: 1536)",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--max-tokens",
-        type=int,
+        "a session ends before it gets longer (default: 32768)",
         default=32_768,
-        metavar="N",
-        help="a session ends before it gets longer (default: 32768)",
     )
-    parser.add_argument(
-        "--hash-tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens that a hash id stands for (default: 512)",
+    add_number(
+        parser, "--hash-tokens", "tokens that a hash id stands for (default: 512)", default=512
     )
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.set_defaults(run=run)
@@ -78,13 +66,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     workload = Workload(
         num_requests=arguments.requests,
-        seed=arguments.seed,
         requests_per_s=arguments.rate,
         mix=_mix(arguments.mix),
-        system_prompts=arguments.system_prompts,
-        system_tokens=arguments.system_tokens,
-        max_tokens=arguments.max_tokens,
-        hash_tokens=arguments.hash_tokens,
+        **picked(arguments, "seed", "system_prompts", "system_tokens", "max_tokens", "hash_tokens"),
     )
     if arguments.file == "-":
         sys.stdout.writelines(workload.lines())

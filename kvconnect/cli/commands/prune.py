@@ -7,30 +7,28 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from kvconnect.backend import Access, Backend, StoredEntry
 from kvconnect.backends.url import format_size, parse_size
-from kvconnect.cli.command import Subparsers
+from kvconnect.cli.listing import each_block
 from kvconnect.cli.progress import Progress
 from kvconnect.cli.selection import Selection
-from kvconnect.cli.visit import Part, add_url, listed, visit, visiting
+from kvconnect.cli.visit import add_url, listed, visit, visiting
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _KEYS_PER_DELETE = 256
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add ``prune``."""
-    parser = subparsers.add_parser(
-        "prune",
-        help="delete blocks of a store by age, use, size, model or salt",
-        description="Delete the blocks that fit all that is given; with --to-size only as many of "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``prune``."""
+    parser.description = (
+        "Delete the blocks that fit all that is given; with --to-size only as many of "
         "them as must go: lowest priority first, then longest unused, and always the end of a "
-        "prompt before its beginning. An engine that has the store open goes on.",
+        "prompt before its beginning. An engine that has the store open goes on."
     )
     add_url(parser)
     Selection.add_options(parser)
@@ -46,9 +44,9 @@ def add_parser(subparsers: Subparsers) -> None:
 class _Outcome:
     opened: bool = False
     deleted: int = 0
-    deleted_nbytes: int = 0
+    deleted_bytes: int = 0
     kept: int = 0
-    kept_nbytes: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -138,39 +136,31 @@ async def _prune(
         if size is not None and store.parts():
             raise ConfigurationError("--to-size: give the URL of the tier that it is about")
         outcome.opened = True
-        for part in chosen:
-            await _prune_part(arguments, part, selection, size, outcome)
+        for name, part in chosen.items():
+            inventory = _Inventory()
+            async with Progress(f"list {name}", 0, "blocks") as progress:
+                async for entry in each_block(part, progress):
+                    inventory.add(entry, chosen=selection.fits(entry))
+            outcome.kept += inventory.blocks
+            outcome.kept_bytes += inventory.nbytes
+            doomed = _doomed(inventory, size)
+            with Progress(f"prune {name}", len(doomed), "blocks") as progress:
+                await _delete(None if arguments.dry_run else part, doomed, outcome, progress)
 
 
-async def _prune_part(
-    arguments: argparse.Namespace,
-    part: Part,
-    selection: Selection,
-    size: int | None,
-    outcome: _Outcome,
+async def _delete(
+    store: Backend | None, doomed: Sequence[_Stored], outcome: _Outcome, progress: Progress
 ) -> None:
-    inventory = await _take_inventory(part, selection)
-    doomed = _doomed(inventory, size)
-    outcome.kept += inventory.blocks
-    outcome.kept_nbytes += inventory.nbytes
-    with Progress(f"prune {part.name}", len(doomed), "blocks") as progress:
-        for start in range(0, len(doomed), _KEYS_PER_DELETE):
-            piece = doomed[start : start + _KEYS_PER_DELETE]
-            if not arguments.dry_run:
-                await _delete(part.store, piece)
-            nbytes = sum(block.nbytes for block in piece)
-            outcome.deleted += len(piece)
-            outcome.deleted_nbytes += nbytes
-            outcome.kept -= len(piece)
-            outcome.kept_nbytes -= nbytes
-            progress.advance(len(piece))
-
-
-async def _take_inventory(part: Part, selection: Selection) -> _Inventory:
-    inventory = _Inventory()
-    async for entry in part.store.scan():
-        inventory.add(entry, chosen=selection.fits(entry))
-    return inventory
+    for start in range(0, len(doomed), _KEYS_PER_DELETE):
+        piece = doomed[start : start + _KEYS_PER_DELETE]
+        if store is not None:
+            await store.delete([block.key for block in piece])
+        nbytes = sum(block.nbytes for block in piece)
+        outcome.deleted += len(piece)
+        outcome.deleted_bytes += nbytes
+        outcome.kept -= len(piece)
+        outcome.kept_bytes -= nbytes
+        progress.advance(len(piece))
 
 
 def _doomed(inventory: _Inventory, size: int | None) -> list[_Stored]:
@@ -184,24 +174,15 @@ def _doomed(inventory: _Inventory, size: int | None) -> list[_Stored]:
     return doomed
 
 
-async def _delete(store: Backend, blocks: Sequence[_Stored]) -> None:
-    await store.delete([block.key for block in blocks])
-
-
 def _report(arguments: argparse.Namespace, outcome: _Outcome) -> None:
     if arguments.json:
-        numbers = {
-            "deleted": outcome.deleted,
-            "deleted_bytes": outcome.deleted_nbytes,
-            "kept": outcome.kept,
-            "kept_bytes": outcome.kept_nbytes,
-            "dry_run": arguments.dry_run,
-        }
+        numbers = asdict(outcome) | {"dry_run": arguments.dry_run}
+        del numbers["opened"]
         print(json.dumps(numbers), flush=True)
         return
     what = "would delete" if arguments.dry_run else "deleted"
     print(
-        f"{what} {outcome.deleted} blocks, {format_size(outcome.deleted_nbytes)}; "
-        f"{outcome.kept} blocks, {format_size(outcome.kept_nbytes)}, stay",
+        f"{what} {outcome.deleted} blocks, {format_size(outcome.deleted_bytes)}; "
+        f"{outcome.kept} blocks, {format_size(outcome.kept_bytes)}, stay",
         flush=True,
     )

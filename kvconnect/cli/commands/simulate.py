@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvconnect.cli.command import Subparsers
+from kvconnect.cli.command import add_number
 from kvconnect.cli.interrupt import note_interrupt
 from kvconnect.cli.machines import parse_machines
 from kvconnect.cli.progress import Progress
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvconnect.simulate.simulator import Simulator
     from kvconnect.simulate.trace_reader import TraceReader
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _REQUESTS_PER_UPDATE = 256
 
@@ -41,15 +41,11 @@ examples:
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add ``simulate``."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="find out from a trace of requests how much cache is worth having",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``simulate``."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("trace", metavar="TRACE", help="JSON lines; .gz is unpacked; - is stdin")
     _add_tiers(parser)
     _add_serving(parser)
@@ -69,15 +65,11 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         "--sweep", metavar="TIER=SIZE,…", help="one run for each size of device, host or external"
     )
     known = group.add_mutually_exclusive_group()
-    known.add_argument(
-        "--bytes-per-token", type=int, metavar="N", help="of keys and values, all layers together"
-    )
+    add_number(known, "--bytes-per-token", "of keys and values, all layers together")
     known.add_argument(
         "--model", type=Path, metavar="DIR", help="the same, of the model whose config.json is here"
     )
-    group.add_argument(
-        "--tokens-per-block", type=int, default=32, metavar="T", help="a power of two (default: 32)"
-    )
+    add_number(group, "--tokens-per-block", "a power of two (default: 32)", default=32, metavar="T")
     policy = group.add_mutually_exclusive_group()
     policy.add_argument(
         "--retention",
@@ -91,53 +83,43 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     policy.add_argument(
         "--retention-file", metavar="F", help="the same, as the fields of KvCacheRetentionConfig"
     )
-    group.add_argument(
+    add_number(
+        group,
         "--offload-min-priority",
-        type=int,
+        "blocks below it are dropped instead of copied to the host (default: 35)",
         default=35,
         metavar="P",
-        help="blocks below it are dropped instead of copied to the host (default: 35)",
     )
 
 
 def _add_serving(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
-    group.add_argument(
-        "--requests", type=int, metavar="N", help="only the first so many (default: all)"
+    add_number(group, "--requests", "only the first so many (default: all)")
+    add_number(
+        group, "--hash-tokens", "tokens that a hash id stands for (default: 512)", default=512
     )
-    group.add_argument(
-        "--hash-tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens that a hash id stands for (default: 512)",
-    )
-    group.add_argument(
+    add_number(
+        group,
         "--prefill-tokens-per-s",
-        type=float,
+        "prompt tokens that one request computes per second (default: 8000)",
         default=8000,
-        metavar="X",
-        help="prompt tokens that one request computes per second (default: 8000)",
-    )
-    group.add_argument(
-        "--decode-tokens-per-s",
         type=float,
-        default=50,
         metavar="X",
-        help="tokens that one request generates per second (default: 50)",
     )
-    group.add_argument(
-        "--max-batch-size",
-        type=int,
-        metavar="N",
-        help="requests served at once (default: as many as have room)",
+    add_number(
+        group,
+        "--decode-tokens-per-s",
+        "tokens that one request generates per second (default: 50)",
+        default=50,
+        type=float,
+        metavar="X",
     )
-    group.add_argument(
+    add_number(group, "--max-batch-size", "requests served at once (default: as many as have room)")
+    add_number(
+        group,
         "--max-waiting",
-        type=int,
+        "requests that may wait for room; more are turned away (default: 10000)",
         default=10_000,
-        metavar="N",
-        help="requests that may wait for room; more are turned away (default: 10000)",
     )
 
 

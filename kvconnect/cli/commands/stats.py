@@ -11,24 +11,21 @@ from dataclasses import dataclass, field
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.url import format_size
-from kvconnect.cli.command import Subparsers
+from kvconnect.cli.listing import each_block
 from kvconnect.cli.progress import Progress
 from kvconnect.cli.visit import add_url, parts, visit, visiting
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
-_ENTRIES_PER_UPDATE = 1024
 _SHOWN = 20
 _SIZES = ("bytes", "file_bytes", "capacity", "used_memory", "maxmemory")
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add ``stats``."""
-    parser = subparsers.add_parser(
-        "stats",
-        help="sum up what is in a store",
-        description="What a store says of itself and, where it can list its blocks, how they "
-        "are divided between models, namespaces and pool groups.",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``stats``."""
+    parser.description = (
+        "What a store says of itself and, where it can list its blocks, how they "
+        "are divided between models, namespaces and pool groups."
     )
     add_url(parser)
     parser.add_argument("--quick", action="store_true", help="do not list the blocks")
@@ -85,13 +82,14 @@ async def _sum_up(arguments: argparse.Namespace) -> None:
     async with visiting(arguments.url, "read") as store:
         numbers = await store.stats()
         census = None
-        if not arguments.quick and any(part.store.capabilities.enumerable for part in parts(store)):
+        if not arguments.quick and any(
+            part.capabilities.enumerable for part in parts(store).values()
+        ):
             census = _Census()
-            with Progress("stats", int(numbers.get("blocks", 0)), "blocks") as progress:
-                async for entry in store.scan():
+            total = int(numbers.get("blocks", 0))
+            async with Progress("stats", total, "blocks") as progress:
+                async for entry in each_block(store, progress):
                     census.add(entry)
-                    if census.blocks % _ENTRIES_PER_UPDATE == 0:
-                        progress.advance(_ENTRIES_PER_UPDATE)
     if arguments.json:
         listed = None if census is None else census.as_json()
         print(json.dumps({"store": dict(numbers), "listed": listed}))

@@ -1,9 +1,9 @@
 """The built-in pair: drives any `Backend` through the public connector API.
 
 Imports the contract beside it, `kvconnect.backends`, `kvconnect.kernels` and the vocabulary; never
-the runtime. Begin with `scheduler` (leader: what to load and save) and `messages` (what they tell
-each other), then `worker` (every rank) and, along a block's `route`, `save_queue`,
-`background_load` and `step_load`.
+the runtime. Begin with `scheduler` (leader: what to load and save) and, under it, `lookup` and
+`save_plan`; `messages` (what they tell each other); then `worker` (every rank). A rank's blocks go
+by `store` and `staging`: `save_queue`, `background_load`, `step_load`.
 """
 
 from __future__ import annotations

@@ -8,10 +8,8 @@ from contextlib import suppress
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload.messages import LoadBlocks
-from kvconnect.connector.offload.pool_copier import copy_batches
-from kvconnect.connector.offload.route import BlockRoute, Fetched
-from kvconnect.connector.offload.staging import Slot
-from kvconnect.connector.offload.store import CALL_NBYTES, LOADS_IN_FLIGHT
+from kvconnect.connector.offload.staging import Slot, copy_batches
+from kvconnect.connector.offload.store import CALL_NBYTES, LOADS_IN_FLIGHT, BlockRoute, Fetched
 from kvconnect.errors import KvConnectError, RetryLater
 from kvconnect.trace import count
 

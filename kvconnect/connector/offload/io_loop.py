@@ -1,19 +1,21 @@
-"""One asyncio loop in a thread of its own, where a process does its store's I/O; its threads."""
+"""One asyncio loop in a thread of its own, where a process does its store's I/O."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+from kvconnect.backends.daemon_threads import DaemonThreads
 from kvconnect.errors import UsageError
 
-__all__ = ["DaemonThreads", "IoLoop"]
+__all__ = ["IoLoop"]
 
-P = ParamSpec("P")
+logger = logging.getLogger("kvconnect")
+
 T = TypeVar("T")
 # A thread that has not ended by then waits for something that may never come.
 _STUCK_S = 0.2
@@ -65,11 +67,23 @@ class IoLoop:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            while not self._ran_to_its_end():
+                pass
             self._cancel_all()
         finally:
             asyncio.set_event_loop(None)
             self.loop.close()
+
+    def _ran_to_its_end(self) -> bool:
+        """Whether the loop was stopped, and not by a store whose task wants to end the process."""
+        try:
+            self.loop.run_forever()
+        except (KeyboardInterrupt, SystemExit) as error:
+            logger.warning("a task of the store raised %r; nothing else ends by that", error)
+            if self._closed:  # which may have been heard just before
+                self.loop.call_soon(self.loop.stop)
+            return False
+        return True
 
     def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks(self.loop)
@@ -79,91 +93,3 @@ class IoLoop:
             task.cancel()
         # A coroutine may refuse to be cancelled: it is given a moment and then left alone.
         self.loop.run_until_complete(asyncio.wait(tasks, timeout=0.5))
-
-
-class DaemonThreads(ThreadPoolExecutor):
-    """`submit` as `ThreadPoolExecutor` has it, on daemon threads.
-
-    Python waits at exit for every thread of the pools it knows: a read from a dead network mount
-    would hold the process for ever. asyncio takes only a subclass as its default executor; nothing
-    of the base class but its type is used.
-    """
-
-    def __init__(self, max_workers: int, name: str) -> None:
-        super().__init__(max_workers)
-        self._max = max_workers
-        self._name = name
-        self._work: dict[Future[Any], Callable[[], None]] = {}  # in order of arrival
-        self._daemons: list[threading.Thread] = []
-        self._idle = 0
-        self._changed = threading.Condition()
-        self._ended = False
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run ``fn(*args, **kwargs)`` on a thread; does not block.
-
-        What is cancelled before its turn is forgotten at once: while all threads are stuck, work
-        that is of no use must not pile up.
-
-        Raises:
-            RuntimeError: the pool has ended, or there is not even one thread to be had; `fn` is not
-                run.
-        """
-        future: Future[T] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 (raised where the future is waited for)
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        with self._changed:
-            if self._ended:
-                raise RuntimeError(f"{self._name}: the pool has ended")
-            if len(self._work) >= self._idle and len(self._daemons) < self._max:
-                self._start_thread()
-            self._work[future] = work
-            self._changed.notify()
-        future.add_done_callback(self._forget)
-        return future
-
-    def end(self, timeout_s: float) -> None:
-        """Take no more work, and wait up to `timeout_s` for the threads to end; idempotent."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-        deadline = time.monotonic() + timeout_s
-        for thread in self._daemons:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _start_thread(self) -> None:
-        name = f"{self._name}-{len(self._daemons)}"
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no more to be had: those there are do the work
-            if not self._daemons:
-                raise
-        else:
-            self._daemons.append(thread)
-
-    def _forget(self, future: Future[Any]) -> None:
-        with self._changed:
-            self._work.pop(future, None)
-
-    def _run(self) -> None:
-        while (work := self._next()) is not None:
-            work()
-            del work  # or an idle thread keeps the arguments of its last work alive
-
-    def _next(self) -> Callable[[], None] | None:
-        """Wait for work; ``None``: there is none and the pool has ended."""
-        with self._changed:
-            self._idle += 1
-            self._changed.wait_for(lambda: self._work or self._ended)
-            self._idle -= 1
-            return self._work.pop(next(iter(self._work))) if self._work else None

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Backend, Child
+from kvconnect.errors import RetryLater
 from kvconnect.keys import BlockKey, Shard, chain_key, store_key
 from kvconnect.request import LlmRequest
 from kvconnect.tokens import TokenArray, as_token_array
+from kvconnect.trace import warn_once
 
 __all__ = ["Hit", "Query", "blocks_needed", "look_up"]
 
@@ -129,7 +131,12 @@ async def _find_tail(
     if len(wanted) == 0 or not backend.capabilities.enumerable:
         return None, 0
     parent = keys[-1] if keys else query.root
-    children = (await backend.children(query.store_key(parent)))[-MAX_CHILDREN:]
+    try:
+        children = (await backend.children(query.store_key(parent)))[-MAX_CHILDREN:]
+    except RetryLater as error:
+        # An index beside the blocks: what it would add is short, and they count without it.
+        warn_once("connector.children", f"only whole blocks are looked up: {error}")
+        return None, 0
     tail, num_tokens = _best_child(query, parent, wanted[: query.tokens_per_block], children)
     for group, window in enumerate(query.windows):
         if tail is None or group == 0 or window is not None:

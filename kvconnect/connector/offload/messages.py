@@ -127,7 +127,7 @@ class OffloadMeta:
         loads: to be started.
         saves: blocks that this step fills.
         ended: requests whose last blocks are to be staged.
-        forgotten: ended requests of which nothing more is to be staged.
+        forgotten: requests of which nothing is to be staged that was ordered before this step.
     """
 
     loads: tuple[LoadBlocks, ...] = ()

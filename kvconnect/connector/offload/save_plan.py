@@ -76,17 +76,24 @@ class SavePlan:
             group.block_ids += block_ids
         self._priorities += priorities
 
-    def hold(self, block_ids: Sequence[int]) -> None:
-        """The request holds exactly `block_ids` in group 0; the never reported do not count."""
+    def hold(self, block_ids: Sequence[int]) -> bool:
+        """The request holds exactly `block_ids` in group 0; the never reported do not count.
+
+        Returns:
+            Whether a rewind took a block, or some of its tokens, that needed no saving.
+        """
         del self._priorities[len(block_ids) :]
         first = self._groups[0]
         # Ids of a window's blocks that were given up stay what they were reported as: see `_held`.
         if first.window is None:
             first.block_ids = list(block_ids[: len(self._priorities)])
+        num_full = self._request.num_tokens // self._request.key_chain.tokens_per_block
+        rewound = any((group.num_done or 0) > num_full for group in self._groups)
         for group in self._groups:
             del group.block_ids[len(block_ids) :]
             if group.num_done is not None:
-                group.num_done = min(group.num_done, len(block_ids))
+                group.num_done = min(group.num_done, num_full)
+        return rewound
 
     def forget_blocks(self) -> None:
         """All blocks are new and will be reported."""

@@ -144,6 +144,13 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         """The blocks are all new; the step's report will list them."""
+        state = self._states[request.request_id]
+        state.saves.forget_blocks()
+        if not request.num_connector_matched_tokens:
+            state.promised = None
+
+    def blocks_replaced(self, request: LlmRequest, block_ids: list[int]) -> None:
+        """Those that the load was to fill are new; the next report lists them all."""
         self._states[request.request_id].saves.forget_blocks()
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
@@ -154,8 +161,13 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         state.saves.note_missing(num_valid_tokens // self._tokens_per_block)
 
     def on_rewind(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Some of its blocks are gone."""
-        self._states[request.request_id].saves.hold(block_ids)
+        """Some of its tokens are gone, and blocks with them."""
+        state = self._states[request.request_id]
+        if state.saves.hold(block_ids) and state.num_held:
+            # What the workers hold may be filled with other tokens than it is ordered with.
+            self._forgotten.append(request.request_id)
+            state.num_held = 0
+            state.saves.note_missing(0)
 
     def request_reset(self, request: LlmRequest) -> None:
         """Look it up again. What was not ordered of it is when it comes again."""

@@ -13,9 +13,8 @@ import torch
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.offload.messages import BlockLoad, LoadBlocks
-from kvconnect.connector.offload.pool_copier import copy_batches
-from kvconnect.connector.offload.route import BlockRoute
-from kvconnect.connector.offload.staging import Slot
+from kvconnect.connector.offload.staging import Slot, copy_batches
+from kvconnect.connector.offload.store import BlockRoute
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["StepLoad"]

@@ -1,23 +1,38 @@
-"""What the built-in scheduler and worker of one process share: the open store and its loop."""
+"""The open store that scheduler and worker of a process share, and a rank's blocks' way to it."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from kvconnect.backend import Backend
 from kvconnect.backends.lanes import Lane
 from kvconnect.backends.registry import codecs_of, open_backend
-from kvconnect.backends.url import without_passwords
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.offload.io_loop import IoLoop
-from kvconnect.errors import ConfigurationError, RetryLater
+from kvconnect.connector.offload.messages import BlockLoad
+from kvconnect.connector.offload.staging import PoolCopier, Slot, StagingPool
+from kvconnect.errors import BackendTimeout, ConfigurationError, KvConnectError, RetryLater
+from kvconnect.keys import Shard, store_key
+from kvconnect.layout import KvCacheLayout
+from kvconnect.redaction import without_passwords
 from kvconnect.trace import warn_once
 
-__all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "OffloadStore", "stored_as"]
+__all__ = [
+    "CALL_NBYTES",
+    "LOADS_IN_FLIGHT",
+    "SAVES_IN_FLIGHT",
+    "BlockRoute",
+    "Fetched",
+    "OffloadStore",
+    "stored_as",
+]
 
 CALL_NBYTES = 16 << 20
 """Blocks of one call to the store: so many that its fixed costs hardly show, few enough that a slow
@@ -28,6 +43,10 @@ LOADS_IN_FLIGHT = 3
 
 SAVES_IN_FLIGHT = 3
 """Calls of all saves: the same."""
+
+# For the store to close once it is drained, and for threads to end after that.
+_CLOSE_S = 1.0
+_END_S = 0.25
 
 
 class OffloadStore:
@@ -59,24 +78,39 @@ class OffloadStore:
         )
         self.inline = self.backend.capabilities.inline
         self.enumerable = self.backend.capabilities.enumerable
+        self._drain_until: float | None = None
         self.copying = Lane("kvconnect-copy", 2)
         with ExitStack() as threads:
-            threads.callback(self.copying.join, 1.0)  # copies are short
+            threads.callback(self.copying.join, _END_S)  # copies are short
             threads.callback(self.copying.end)
             self.io = IoLoop()
-            threads.callback(self.io.close)
+            threads.callback(self.io.close, _END_S)
             self._open(source, deadline_s)
             self._threads = threads.pop_all()
 
+    def begin_close(self) -> float:
+        """The drain begins: from the first call on `close` has ``save_timeout_s`` and a second.
+
+        Returns:
+            When the drain must be over, on the monotonic clock.
+        """
+        save_timeout_s = self.llm_args.kv_connector_config.save_timeout_s
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + save_timeout_s
+        return self._drain_until
+
     def close(self) -> None:
-        """Close the store and end the loop; blocks up to the store's deadlines; never raises."""
+        """Close the store and end the loop, within the time of `begin_close`; never raises."""
+        until = self.begin_close() + _CLOSE_S
+        closing = self.io.submit(self.backend.close())
         try:
-            closing = self.io.submit(self.backend.close())
-            closing.result(2.5 * self.llm_args.kv_connector_config.save_timeout_s + 5.0)
+            closing.result(max(0.0, until - time.monotonic()))
         except TimeoutError as error:
             closing.cancel()
             warn_once("connector.close", f"{self.backend.name}: did not close in time ({error})")
         finally:
+            # A loop that a store blocks ends never: it is left behind, as are stuck threads.
+            self.io.close(max(_END_S, until - time.monotonic()))
             self._threads.close()
 
     def _open(self, source: Backend | str, timeout_s: float) -> None:
@@ -160,3 +194,60 @@ def stored_as(model_digest: bytes, config: KvCacheConnectorConfig | None) -> byt
     state = hashlib.blake2b(codecs.identity, digest_size=32, person=b"kvc-codecs")
     state.update(model_digest)
     return state.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What came of a call to the store.
+
+    Attributes:
+        filled: leading slots that hold their block.
+        reason: why not all of them do.
+        pending: the store may write into the slots until these are done.
+    """
+
+    filled: int
+    reason: str = ""
+    pending: tuple[Future[None], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRoute:
+    """Store, staging memory and the copiers of a rank's pool groups. Thread-safe as those are.
+
+    The rank is `shard` of the model.
+    """
+
+    store: OffloadStore
+    staging: StagingPool
+    copiers: tuple[PoolCopier, ...]
+    shard: Shard
+
+    @property
+    def layouts(self) -> tuple[KvCacheLayout, ...]:
+        """Of the pool groups."""
+        return tuple(copier.layout for copier in self.copiers)
+
+    def slot_for(self, slot: Slot, group: int) -> Slot:
+        """`slot` with just the room that a block of `group` takes."""
+        return slot.sized(self.copiers[group].layout.block_nbytes)
+
+    def wait_for_copies_in(self, groups: Iterable[int] | None = None) -> None:
+        """Block until the copies into the pools (of `groups`) enqueued so far are over."""
+        for group in range(len(self.copiers)) if groups is None else groups:
+            event = self.copiers[group].mark_copies_in()
+            if event is not None:
+                event.synchronize()
+
+    async def fetch(self, blocks: Sequence[BlockLoad], slots: Sequence[Slot]) -> Fetched:
+        """Read `blocks` from the store into `slots`, each of its block's size. On its loop."""
+        keys = [store_key(block.key, block.group, self.shard) for block in blocks]
+        try:
+            filled = await self.store.backend.load(keys, [slot.frame for slot in slots])
+        except BackendTimeout as error:
+            pending = () if error.pending is None else (error.pending,)
+            return Fetched(0, str(error), pending)
+        except KvConnectError as error:
+            return Fetched(0, str(error))
+        missing = filled < len(slots)
+        return Fetched(filled, "a block is gone from the store, or was damaged" if missing else "")

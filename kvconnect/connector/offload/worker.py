@@ -13,14 +13,12 @@ from torch import Tensor
 
 from kvconnect.connector.data import Direction, KvCachePool, LlmArgs, TransferFailure
 from kvconnect.connector.offload.background_load import BackgroundLoads
-from kvconnect.connector.offload.held_saves import HeldSaves
 from kvconnect.connector.offload.messages import OffloadMeta, SaveOrder, WorkerMeta
-from kvconnect.connector.offload.pool_copier import PoolCopier
-from kvconnect.connector.offload.route import BlockRoute
-from kvconnect.connector.offload.save_queue import SaveQueue
-from kvconnect.connector.offload.staging import StagingPool
+from kvconnect.connector.offload.save_queue import HeldSaves, SaveQueue
+from kvconnect.connector.offload.staging import PoolCopier, StagingPool
 from kvconnect.connector.offload.step_load import StepLoad
-from kvconnect.connector.offload.store import OffloadStore
+from kvconnect.connector.offload.store import BlockRoute, OffloadStore
+from kvconnect.connector.stream import ForwardStream, cuda_stream
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import UsageError
 from kvconnect.trace import count, metrics, warn_once
@@ -124,13 +122,13 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     # ------------------------------------------------------------------ loads
 
-    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
+    def start_load_kv(self, stream: ForwardStream) -> None:
         """Start the step's loads; does not block."""
         meta = self._metadata
         if not isinstance(meta, OffloadMeta) or not meta.loads:
             return
         for copier in self._route.copiers:
-            copier.order_copies_in(stream)
+            copier.order_copies_in(cuda_stream(stream))
         for order in meta.loads:
             if order.is_async:
                 self._loads.start(order)
@@ -143,10 +141,10 @@ class OffloadWorker(KvCacheConnectorWorker):
             )
             self._step_load.start()
 
-    def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
+    def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
         """Wait for this layer of the step's own loads, no further."""
         if self._step_load is not None:
-            self._step_load.wait_layer(layer_idx, stream)
+            self._step_load.wait_layer(layer_idx, cuda_stream(stream))
 
     def cancel(self, request_id: int) -> None:
         """Copy nothing more of this load into the pool."""
@@ -159,10 +157,10 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     # ------------------------------------------------------------------ saves
 
-    def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
+    def save_kv_layer(self, layer_idx: int, stream: ForwardStream) -> None:
         """Nothing: whole blocks are copied at the end of the forward pass."""
 
-    def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
+    def wait_for_save(self, stream: ForwardStream) -> None:
         """Stage or hold what the step filled, behind its work; wait for its loads to be over."""
         wrong: set[int] = set()
         if self._step_load is not None:
@@ -181,7 +179,7 @@ class OffloadWorker(KvCacheConnectorWorker):
                 if self._config.save_on == "finish":
                     self._held.add(order)
                 else:
-                    self._stage(order, stream, max(0.0, deadline - time.monotonic()))
+                    self._stage(order, cuda_stream(stream), max(0.0, deadline - time.monotonic()))
 
     def _stage(self, order: SaveOrder, stream: torch.cuda.Stream | None, timeout_s: float) -> None:
         staged = self._queue.stage(order, stream=stream, timeout_s=timeout_s)
@@ -280,13 +278,13 @@ class OffloadWorker(KvCacheConnectorWorker):
         store, self._open_store = self._open_store, None
         if store is None:
             return
+        drain_until = store.begin_close()
         if self._saves is not None:
-            self._drain(self._saves, store)
+            self._drain(self._saves, store, drain_until)
         self._hide_gauges()
         store.release()
 
-    def _drain(self, queue: SaveQueue, store: OffloadStore) -> None:
-        deadline = time.monotonic() + self._config.save_timeout_s
+    def _drain(self, queue: SaveQueue, store: OffloadStore, deadline: float) -> None:
         for leaving in self._leaving.values():
             if leaving.order is not None:
                 left = max(0.0, deadline - time.monotonic())

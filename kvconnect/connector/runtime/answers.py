@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvconnect.connector.data import TransferFailure
+from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.errors import ConnectorContractError
 
 __all__ = ["checked_failures", "checked_finished", "checked_keep", "checked_match"]
@@ -24,7 +24,7 @@ def checked_match(owner: object, answer: object) -> tuple[int, bool]:
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise ConnectorContractError(f"{method} answered {answer!r}; (int, bool) is needed")
     num_tokens, is_async = answer
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
+    if not _is_int(num_tokens):
         raise ConnectorContractError(
             f"{method} answered {answer!r}; the first must be an int, this is a "
             f"{type(num_tokens).__name__}"
@@ -73,16 +73,37 @@ def checked_failures(owner: object, answer: object) -> list[TransferFailure]:
     """The answer of `get_failed`.
 
     Raises:
-        ConnectorContractError: not a sequence of `TransferFailure`.
+        ConnectorContractError: not a sequence of `TransferFailure`, or a field of one is none.
     """
-    if isinstance(answer, Sequence) and all(isinstance(one, TransferFailure) for one in answer):
-        return list(answer)
-    raise ConnectorContractError(
-        f"{_name(owner)}.get_failed answered {answer!r}; a list of TransferFailure is needed"
-    )
+    method = f"{_name(owner)}.get_failed"
+    if not isinstance(answer, Sequence) or not all(isinstance(o, TransferFailure) for o in answer):
+        raise ConnectorContractError(
+            f"{method} answered {answer!r}; a list of TransferFailure is needed"
+        )
+    for failure in answer:
+        fields: list[tuple[str, object, bool, str]] = [
+            ("request_id", failure.request_id, _is_int(failure.request_id), "an int"),
+            ("direction", failure.direction, isinstance(failure.direction, Direction), "Direction"),
+            (
+                "num_valid_tokens",
+                failure.num_valid_tokens,
+                _is_int(failure.num_valid_tokens) and failure.num_valid_tokens >= 0,
+                "an int of at least 0",
+            ),
+            ("reason", failure.reason, isinstance(failure.reason, str), "a str"),
+            ("writes_ended", failure.writes_ended, isinstance(failure.writes_ended, bool), "bool"),
+        ]
+        for field, value, right, wanted in fields:
+            if not right:
+                raise ConnectorContractError(
+                    f"{method} answered {failure!r}; {field} must be {wanted}, not {value!r}"
+                )
+    return list(answer)
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, (list, tuple, set, frozenset)) and all(
-        isinstance(one, int) and not isinstance(one, bool) for one in value
-    )
+    return isinstance(value, (list, tuple, set, frozenset)) and all(map(_is_int, value))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

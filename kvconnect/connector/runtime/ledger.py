@@ -15,9 +15,11 @@ from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.runtime.answers import checked_failures, checked_finished
 from kvconnect.connector.runtime.quarantine import Quarantine, Quarantined
 from kvconnect.connector.runtime.reporting import RequestRecord
+from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.connector.runtime.transfers import Transfer, Transfers, TransferState
 from kvconnect.connector.worker import KvCacheConnectorWorker
-from kvconnect.errors import ConnectorContractError, OutOfBlocks
+from kvconnect.errors import OutOfBlocks
+from kvconnect.request import LlmRequest
 from kvconnect.trace import warn_once
 
 __all__ = ["BlockFate", "StepOutcome", "TransferLedger"]
@@ -25,6 +27,8 @@ __all__ = ["BlockFate", "StepOutcome", "TransferLedger"]
 # Blocks in quarantine are waited for at least so long, however short the deadlines are: a request
 # that waits for them is late, one that gives up has failed.
 _GRACE_S = 10.0
+# A worker that has not returned a save for so long has lost it: its blocks are handed on.
+_LONGEST_SAVE_S = 600.0
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ class TransferLedger:
         kv: BaseKVCacheManager,
         worker: KvCacheConnectorWorker,
         records: dict[int, RequestRecord],
+        errors: RequestErrors,
         config: KvCacheConnectorConfig,
         *,
         rank: int,
@@ -82,11 +87,16 @@ class TransferLedger:
     ) -> None:
         self.loads = Transfers(Direction.LOAD)
         self.saves = Transfers(Direction.SAVE)
-        max_blocks = int(kv.get_max_resource_count() * config.max_quarantined_fraction)
-        self.quarantine = Quarantine(kv, max_blocks)
+        pool_blocks = kv.get_max_resource_count()
+        self.quarantine = Quarantine(
+            kv,
+            int(pool_blocks * config.max_quarantined_fraction),
+            int(pool_blocks * config.max_loading_fraction),
+        )
         self._kv = kv
         self._worker = worker
         self._records = records
+        self._errors = errors
         self._config = config
         self._rank = rank
         self._ranks = frozenset(range(num_ranks))
@@ -98,20 +108,27 @@ class TransferLedger:
         deadline = time.monotonic() + self._config.load_timeout_s if order.is_async else None
         self.loads.start(order.request_id, deadline, order.start, order.end)
 
+    def loading_records(self) -> list[RequestRecord]:
+        """The requests with a load in the background."""
+        return [
+            self._records[load.request_id]
+            for load in self.loads
+            if load.is_async and load.request_id in self._records
+        ]
+
     def start_save(self, request_id: int) -> None:
         """The save of an ended request starts now."""
         self.saves.start(request_id, time.monotonic() + self._config.save_timeout_s)
 
-    def cancel_load(self, record: RequestRecord) -> bool:
+    def cancel_load(self, record: RequestRecord) -> None:
         """The blocks of `record` are about to be let go: hold those that its load still writes."""
         request = record.request
         load = self.loads.get(request.request_id)
         if load is None:
-            return False
+            return
         self.loads.finish(load, TransferState.CANCELLED)
-        self._worker.cancel(request.request_id)
-        self._hold(load, self._kv.pin(request), self._num_blocks(load, load.start))
-        return True
+        self._hold(load, self._kv.pin(request), self._num_held(request))
+        self._cancel(request)
 
     def collect(self, step: int, saving: tuple[int, ...], loading: tuple[int, ...]) -> Report:
         """Ask this rank's worker what ended, once a step; `saving` and `loading` began in it."""
@@ -119,7 +136,7 @@ class TransferLedger:
         saved, loaded = checked_finished(worker, worker.get_finished(list(saving), list(loading)))
         failures = checked_failures(worker, worker.get_failed())
         meta = worker.build_worker_meta()
-        if not (saved or loaded or failures or self.loads or self.saves):
+        if not (saved or loaded or failures or self.loads or self.saves or self.quarantine):
             return Report(step, worker_meta=meta)
         now = time.monotonic()
         error = (
@@ -134,20 +151,14 @@ class TransferLedger:
             failures=tuple(failures),
             expired_loads=self._expired(self.loads, loaded, now),
             expired_saves=self._expired(self.saves, saved, now),
+            overdue_saves=self.quarantine.overdue(now),
             worker_meta=meta,
             error=error,
         )
 
     def settle(self, reports: list[Report], load_failed: LoadFailed) -> StepOutcome:
-        """What `reports`, by rank, add up to. The same on every rank.
-
-        Raises:
-            ConnectorContractError: a rank's worker broke its contract; names the class.
-        """
+        """What `reports`, by rank, add up to. The same on every rank."""
         outcome = StepOutcome()
-        for report in reports:
-            if report.error is not None:
-                raise ConnectorContractError(report.error)
         if not (self.loads or self.saves or self.quarantine):
             return outcome
         for rank, report in enumerate(reports):
@@ -192,13 +203,19 @@ class TransferLedger:
 
     def _unexpected_failure(self, failures: list[TransferFailure]) -> str | None:
         for failure in failures:
-            transfers = self._transfers(failure.direction)
-            if transfers.get(failure.request_id) is None and not self.quarantine.expects(
-                failure.direction, failure.request_id
-            ):
+            direction, request_id = failure.direction, failure.request_id
+            reported = (
+                f"{type(self._worker).__name__}.get_failed reported a {direction.value} of request "
+                f"{request_id}"
+            )
+            transfer = self._transfers(direction).get(request_id)
+            if transfer is None:
+                if not self.quarantine.expects(direction, request_id):
+                    return f"{reported}, which has none"
+            elif direction is Direction.LOAD and failure.num_valid_tokens > transfer.end:
                 return (
-                    f"{type(self._worker).__name__}.get_failed reported a "
-                    f"{failure.direction.value} of request {failure.request_id}, which has none"
+                    f"{reported} with num_valid_tokens={failure.num_valid_tokens}; the load ends "
+                    f"at {transfer.end}"
                 )
         return None
 
@@ -226,6 +243,13 @@ class TransferLedger:
             self.loads.expire(request_id)
         for request_id in report.expired_saves:
             self.saves.expire(request_id)
+        for request_id in report.overdue_saves:
+            if self.quarantine.give_up(request_id):
+                warn_once(
+                    "connector.save.overdue",
+                    f"request {request_id}: {type(self._worker).__name__} never returned its save; "
+                    "its blocks are handed on, and must not be read any more",
+                )
 
     def _enter_failures(self, rank: int, failures: tuple[TransferFailure, ...]) -> None:
         failed_loads = set()
@@ -234,7 +258,7 @@ class TransferLedger:
                 failed_loads.add(failure.request_id)
             transfer = self._transfers(failure.direction).get(failure.request_id)
             if transfer is not None:
-                transfer.fail(failure.num_valid_tokens, failure.reason)
+                transfer.fail(rank, failure)
             if failure.writes_ended:
                 self._done(rank, failure.direction, failure.request_id)
         for load in self.loads:
@@ -265,7 +289,9 @@ class TransferLedger:
 
     def _fail_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
         request_id = load.request_id
-        num_valid = load.num_valid if load.failed and self._divisible else load.start
+        # A rank that has not said how far it came may have nothing.
+        heard = load.done_ranks | load.failed_ranks >= self._ranks
+        num_valid = load.num_valid if heard and self._divisible else load.start
         # The request's own failure tells more than the clock.
         state = TransferState.FAILED if load.failed else TransferState.TIMED_OUT
         self.loads.finish(load, state)
@@ -290,16 +316,18 @@ class TransferLedger:
     def _exchange_blocks(self, load: Transfer, record: RequestRecord, num_valid: int) -> BlockFate:
         request = record.request
         if self._rank not in load.done_ranks:
-            self._worker.cancel(request.request_id)
-        handle: PinnedBlocks | None = None
+            self._cancel(request)
+        num_held, first = self._num_held(request), num_valid // self._tokens_per_block
         if self._divisible:
             with suppress(OutOfBlocks):
-                handle = self._kv.detach(request, num_valid // self._tokens_per_block)
-        fate = BlockFate.LOST if handle is None else BlockFate.EXCHANGED
-        if handle is None:
-            handle = self._kv.pin(request)
-        self._hold(load, handle, self._num_blocks(load, num_valid))
-        return fate
+                self._hold(load, self._kv.detach(request, first), num_held - first)
+                return BlockFate.EXCHANGED
+        self._hold(load, self._kv.pin(request), num_held)
+        return BlockFate.LOST
+
+    def _cancel(self, request: LlmRequest) -> None:
+        with self._errors.kept(request):
+            self._worker.cancel(request.request_id)
 
     def _settle_save(self, save: Transfer, outcome: StepOutcome) -> None:
         done = save.done_ranks >= self._ranks
@@ -321,20 +349,22 @@ class TransferLedger:
         elif record is not None:
             # Handed on while they are still read, the blocks' new content would be stored under
             # the old content's keys.
-            ids = self._kv.get_batch_cache_indices([record.request])[save.request_id]
-            self._hold(save, self._kv.pin(record.request), len(ids))
+            self._hold(save, self._kv.pin(record.request), self._num_held(record.request))
         outcome.saved.append(save.request_id)
 
     def _hold(self, transfer: Transfer, handle: PinnedBlocks, num_blocks: int) -> None:
         is_load = transfer.direction is Direction.LOAD
         timeout_s = self._config.load_timeout_s if is_load else self._config.save_timeout_s
+        now = time.monotonic()
         blocks = Quarantined(
             handle,
             num_blocks,
             pending_ranks=set(self._ranks - transfer.done_ranks),
-            grace_until=time.monotonic() + max(timeout_s, _GRACE_S),
+            grace_until=now + max(timeout_s, _GRACE_S),
+            keep_until=now + max(10 * timeout_s, _LONGEST_SAVE_S),
         )
         self.quarantine.hold(transfer.direction, transfer.request_id, blocks)
 
-    def _num_blocks(self, load: Transfer, first_token: int) -> int:
-        return -(-load.end // self._tokens_per_block) - first_token // self._tokens_per_block
+    def _num_held(self, request: LlmRequest) -> int:
+        ids = self._kv.get_batch_cache_indices([request])[request.request_id]
+        return sum(block >= 0 for block in ids)

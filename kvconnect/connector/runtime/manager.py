@@ -16,22 +16,23 @@ from kvconnect.connector.communicator import (
     SingleProcess,
     agreed,
     obeyed,
+    tell,
 )
 from kvconnect.connector.data import Direction, KvCachePool, LlmArgs
-from kvconnect.connector.runtime.answers import checked_keep, checked_match
+from kvconnect.connector.runtime.answers import checked_keep
 from kvconnect.connector.runtime.ledger import BlockFate, StepOutcome, TransferLedger
+from kvconnect.connector.runtime.load_admission import LoadAdmission
 from kvconnect.connector.runtime.loading import build_pair, connector_classes
 from kvconnect.connector.runtime.reporting import RequestRecord, StepReporter
+from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
-from kvconnect.errors import ConfigurationError, UsageError
+from kvconnect.connector.stream import CpuStream, ForwardStream
+from kvconnect.errors import ConfigurationError, DuplicateRequest, UsageError
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
 __all__ = ["KvCacheConnectorManager", "StepOutcome"]
 
-# With windows a load that failed is of no use at all. The second try finds what is wrong with the
-# store's blocks gone; more of them would let a slow store hold a request up for ever.
-_MOST_FAILED_LOADS = 2
 _FIRST_POLL_S = 0.001
 _LAST_POLL_S = 0.010
 
@@ -44,11 +45,15 @@ class KvCacheConnectorManager:
     the engine's thread. Every step makes exactly two exchanges with the other ranks, whatever
     happens in it.
 
+    What the connector raises for one request, or answers wrongly for it, is kept for `take_errors`
+    and ends that request; it is not asked to load or to place anything of that request any more.
+    What it raises for a step, and on several ranks all that it raises, is raised.
+
     A load that did not succeed leaves its request with fewer valid tokens, and where its writes may
-    still come, with fresh blocks: those are told with `update_state_after_alloc`, and the request
-    is in `new_requests` (once more, if it was before), since all about its blocks is new. With
-    windows or several pools the request goes back to the queue instead: what windows would need to
-    compute from an earlier position was never there.
+    still come, with fresh blocks: those are told with `blocks_replaced`, and the request is in
+    `new_requests` (once more, if it was before), since all about its blocks is new. With windows or
+    several pools the request goes back to the queue instead: what windows would need to compute
+    from an earlier position was never there.
 
     Raises:
         ConfigurationError: block reuse is off, the cache manager serves no connector, a class
@@ -79,24 +84,35 @@ class KvCacheConnectorManager:
             raise
         tokens_per_block = llm_args.kv_cache_config.tokens_per_block
         self._records: dict[int, RequestRecord] = {}
+        self._errors = RequestErrors(alone=self._communicator.size == 1)
         self._reporter = StepReporter(kv, tokens_per_block, len(llm_args.layouts))
-        self._divisible = [layout.window for layout in llm_args.layouts] == [None]
+        divisible = [layout.window for layout in llm_args.layouts] == [None]
         self._ledger = TransferLedger(
             kv,
             self._worker,
             self._records,
+            self._errors,
             llm_args.kv_connector_config,
             rank=self._communicator.rank,
             num_ranks=self._communicator.size,
             tokens_per_block=tokens_per_block,
-            divisible=self._divisible,
+            divisible=divisible,
+        )
+        self._admission = LoadAdmission(
+            kv,
+            self._ledger,
+            llm_args.kv_connector_config,
+            errors=self._errors,
+            tokens_per_block=tokens_per_block,
+            divisible=divisible,
         )
         self._tokens_per_block = tokens_per_block
-        self._step = 0
+        self._step = 1  # of the step that has begun or is next
         self._instructions: Instructions | None = None  # of the step that has begun
-        self._stream: torch.cuda.Stream | None = None
-        self._saving: list[int] = []  # ended, to be passed to get_finished in the next step
-        self._cancelled: list[int] = []
+        self._telling = _Telling(self._tell)
+        self._stream: ForwardStream = CpuStream()
+        self._ended: dict[int, bool] = {}  # since the last exchange: whether to keep their blocks
+        self._refused: list[int] = []  # those of this step whose blocks go with it
         self._poll_s = _FIRST_POLL_S
         kv.set_external_matcher(self)
 
@@ -120,80 +136,84 @@ class KvCacheConnectorManager:
     # ------------------------------------------------------------------ requests
 
     def on_new_request(self, request: LlmRequest) -> None:
-        """`request` enters the queue."""
-        self._records[request.request_id] = RequestRecord(request)
+        """`request` enters the queue.
+
+        Raises:
+            DuplicateRequest: a request of this id is live, or blocks of one are still held.
+        """
+        request_id = request.request_id
+        if request_id in self._records or self._ledger.quarantine.knows(request_id):
+            raise DuplicateRequest(f"request {request_id}: the connector has a request of this id")
+        self._records[request_id] = RequestRecord(request)
         if self._scheduler is not None:
-            self._scheduler.on_new_request(request)
+            with self._errors.kept(request):
+                self._scheduler.on_new_request(request)
+
+    def take_errors(self) -> dict[int, Exception]:
+        """What the connector raised for single requests since the last call, by request id.
+
+        The engine ends these requests, `request_finished` included, before the next step begins;
+        some may have ended already. Of several ranks there are none: an error ends their step.
+        """
+        return self._errors.take()
 
     def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
-        """What the connector supplies beyond the device match; asked once per admission.
-
-        While too many blocks are held back for transfers that timed out, or the request's own last
-        load is still held, the connector is not asked; nor once loads of this request have failed
-        `_MOST_FAILED_LOADS` times, where each of them sends it back to the queue.
-        """
-        position = num_device_tokens - num_device_tokens % self._tokens_per_block
-        nothing = ExternalMatch(position)
-        record = self._record(request)
-        record.match = None
-        quarantine = self._ledger.quarantine
-        given_up = not self._divisible and record.failed_loads >= _MOST_FAILED_LOADS
-        if given_up or quarantine.full or quarantine.holds(Direction.LOAD, request.request_id):
-            return nothing
+        """What is to be loaded beyond the device match; see `LoadAdmission.match`."""
         scheduler = self._leader("match_external")
-        answer = scheduler.get_num_new_matched_tokens(request, position)
-        num_tokens, is_async = checked_match(scheduler, answer)
-        # The last token is always computed: its logits are needed.
-        num_tokens = min(num_tokens, request.num_tokens - 1 - position)
-        match = ExternalMatch(position, num_tokens, is_async)
-        if match.end <= num_device_tokens:
-            return nothing
-        record.match = match
-        return match
+        return self._admission.match(scheduler, self._record(request), num_device_tokens)
 
     def blocks_allocated(
         self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]] = ()
     ) -> None:
         """`request` was admitted and holds `block_ids`."""
-        self._record(request).admitted()
-        if self._scheduler is not None:
-            self._scheduler.update_state_after_alloc(request, [int(block) for block in block_ids])
+        self._admission.admitted(self._record(request))
+        if self._scheduler is not None and request not in self._errors:
+            with self._errors.kept(request):
+                self._scheduler.update_state_after_alloc(request, list(map(int, block_ids)))
 
     def request_finished(self, request: LlmRequest, *, aborted: bool = False) -> bool:
         """Generation ended; the request's blocks are still there.
+
+        Of several ranks each keeps them until all know what the leader's connector answers: blocks
+        are named by the leader's ids, so that all of them must take and free the same ones.
 
         Returns:
             True: keep the blocks until `end_step` lists the request as saved. Blocks that a
             cancelled load may still write are held apart in any case.
         """
+        request.is_finished, request.is_finished_normal = True, not aborted
         record = self._records.get(request.request_id)
         if record is None:
             return False
         scheduler = self._scheduler
         if aborted and scheduler is not None:
-            scheduler.request_aborted(request)
-        self._cancel(record)
+            with self._errors.kept(request):
+                scheduler.request_aborted(request)
+        self._ledger.cancel_load(record)
         keep = False
         if record.holds_blocks and scheduler is not None:
             block_ids = self._reporter.block_ids(request)
-            keep = checked_keep(scheduler, scheduler.request_finished(request, block_ids))
-        elif record.holds_blocks:
-            keep = True  # until the leader's next instructions say what it answered
-        if keep:
-            self._saving.append(request.request_id)
-        else:
-            del self._records[request.request_id]
-        return keep
+            with self._errors.kept(request):
+                keep = checked_keep(scheduler, scheduler.request_finished(request, block_ids))
+        if keep or (record.holds_blocks and self._communicator.size > 1):
+            self._ended[request.request_id] = keep
+            return True
+        del self._records[request.request_id]
+        return False
 
     def request_reset(self, request: LlmRequest) -> None:
         """`request` is about to lose its blocks and goes back to the queue."""
         record = self._records.get(request.request_id)
         if record is None or not record.holds_blocks:
             return
-        self._cancel(record)
-        self._worker.request_reset(request.request_id, request.num_computed_tokens)
+        self._ledger.cancel_load(record)
+        with self._errors.kept(request):
+            self._worker.request_reset(request.request_id, request.num_computed_tokens)
+        if request in self._errors and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # nothing may read the blocks any more
         if self._scheduler is not None:
-            self._scheduler.request_reset(request)
+            with self._errors.kept(request):
+                self._scheduler.request_reset(request)
         record.evicted()
 
     def on_rewind(self, request: LlmRequest) -> None:
@@ -203,11 +223,15 @@ class KvCacheConnectorManager:
         record.num_tokens = min(record.num_tokens, request.num_tokens)
         record.num_blocks = [min(reported, len(block_ids)) for reported in record.num_blocks]
         if self._scheduler is not None:
-            self._scheduler.on_rewind(request, block_ids)
+            with self._errors.kept(request):
+                self._scheduler.on_rewind(request, block_ids)
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
         """What travels to the client with the result of `request`."""
-        return self._scheduler.get_kv_transfer_params(request) if self._scheduler else None
+        if self._scheduler is not None:
+            with self._errors.kept(request):
+                return self._scheduler.get_kv_transfer_params(request)
+        return None
 
     def take_events(self) -> Sequence[object]:
         """The connector's events since the last call."""
@@ -223,7 +247,6 @@ class KvCacheConnectorManager:
         Raises:
             RankDivergence: ranks are in different steps.
         """
-        self._step += 1
         loads: list[LoadOrder] = []
         metadata: object = None
         if self._scheduler is not None:
@@ -231,48 +254,58 @@ class KvCacheConnectorManager:
             for requests in (loading, batch.context_requests):
                 loads += [load for one in requests if (load := self._order(one)) is not None]
             output = self._reporter.report(batch, self._records, loading)
-            metadata = self._scheduler.build_connector_meta(output)
+            with self._telling:
+                metadata = self._scheduler.build_connector_meta(output)
         self._exchange(metadata, tuple(loads))
         if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)
-        self._worker.bind_connector_meta(self._begun.metadata)
-        self._worker.start_load_kv(self._stream)
+        with self._telling:
+            self._worker.bind_connector_meta(self._begun.metadata)
+            self._worker.start_load_kv(self._stream)
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
         """Before the layer's work is enqueued: what is loaded of it may be read afterwards."""
-        self._worker.wait_for_layer_load(layer_idx, self._stream)
+        with self._telling:
+            self._worker.wait_for_layer_load(layer_idx, self._stream)
 
     def save_kv_layer(self, layer_idx: int) -> None:
         """After the layer's work was enqueued."""
-        self._worker.save_kv_layer(layer_idx, self._stream)
+        with self._telling:
+            self._worker.save_kv_layer(layer_idx, self._stream)
 
     def end_forward(self) -> None:
         """At the end of a forward pass, before anything is sampled."""
-        if self._after_forward is not None:
-            self._after_forward()
-        self._worker.wait_for_save(self._stream)
-        self._worker.clear_connector_meta()
+        with self._telling:
+            if self._after_forward is not None:
+                self._after_forward()
+            self._worker.wait_for_save(self._stream)
+            self._worker.clear_connector_meta()
 
     def end_step(self) -> StepOutcome:
         """Ask every rank what ended; call it once a step, idle steps too, before sampling.
 
         Raises:
-            ConnectorContractError: a worker broke its contract; names the class.
+            ConnectorContractError: a worker broke its contract; names the class. Another rank
+                raised.
             RankDivergence: ranks are in different steps.
         """
         if self._instructions is None:
             self._begin_idle_step()
-        begun, self._instructions = self._begun, None
+        begun = self._begun
         loading = tuple(load.request_id for load in begun.loads if load.is_async)
-        report = self._ledger.collect(begun.step, begun.saving, loading)
-        self._worker.clear_connector_meta()
+        with self._telling:
+            report = self._ledger.collect(begun.step, begun.saving, loading)
+            self._worker.clear_connector_meta()
         reports = agreed(self._communicator, report)
-        if self._scheduler is not None:
-            metas = [one.worker_meta for one in reports if one.worker_meta is not None]
-            self._scheduler.update_from_workers(metas)
-        outcome = self._ledger.settle(reports, self._load_failed)
-        if self._scheduler is None:
-            self._release_refused(begun, outcome)
+        # What is raised from here on the other ranks hear of when they begin the next step.
+        self._instructions = None
+        self._step += 1
+        with self._telling:
+            if self._scheduler is not None:
+                metas = [one.worker_meta for one in reports if one.worker_meta is not None]
+                self._scheduler.update_from_workers(metas)
+            outcome = self._ledger.settle(reports, self._load_failed)
+        outcome.saved += self._refused
         for request_id in outcome.saved:
             self._records.pop(request_id, None)
         self._back_off(progress=bool(report.saved or report.loaded or report.failures))
@@ -280,7 +313,7 @@ class KvCacheConnectorManager:
 
     def wait_seconds(self) -> float | None:
         """How long to sleep with nothing runnable; ``None``: until something arrives."""
-        if self._saving or self._cancelled:
+        if self._ended:
             return 0.0
         deadline = self._ledger.next_deadline()
         if deadline is None:
@@ -290,11 +323,11 @@ class KvCacheConnectorManager:
 
     def has_pending(self) -> bool:
         """Whether a transfer is in flight."""
-        return bool(self._saving or self._ledger.loads or self._ledger.saves)
+        return bool(self._ended or self._ledger.loads or self._ledger.saves)
 
     def expects_news(self) -> bool:
         """Whether an idle `end_step` may bring anything, if only blocks of a transfer given up."""
-        return self.has_pending() or bool(self._cancelled or self._ledger.quarantine)
+        return self.has_pending() or bool(self._ledger.quarantine)
 
     def shutdown(self) -> None:
         """Drain what is staged up to ``save_timeout_s`` and end the connector; idempotent."""
@@ -333,46 +366,45 @@ class KvCacheConnectorManager:
         return LoadOrder(request.request_id, start, match.end, match.is_async)
 
     def _begin_idle_step(self) -> None:
-        self._step += 1
-        self._exchange(None if self._scheduler is None else self._scheduler.build_idle_meta(), ())
+        metadata: object = None
+        if self._scheduler is not None:
+            with self._telling:
+                metadata = self._scheduler.build_idle_meta()
+        self._exchange(metadata, ())
         if self._begun.metadata is not None:
-            self._worker.bind_connector_meta(self._begun.metadata)
+            with self._telling:
+                self._worker.bind_connector_meta(self._begun.metadata)
 
     def _exchange(self, metadata: object, loads: tuple[LoadOrder, ...]) -> None:
-        mine = Instructions(
-            self._step, metadata, loads, tuple(self._saving), tuple(self._cancelled)
-        )
-        self._instructions = obeyed(self._communicator, mine)
-        for load in self._instructions.loads:
+        saving = tuple(request_id for request_id, keep in self._ended.items() if keep)
+        dropped = self._admission.take_dropped()
+        mine = Instructions(self._step, metadata, loads, saving, dropped)
+        self._instructions = begun = obeyed(self._communicator, mine)
+        for request_id in begun.dropped:
+            self._ledger.quarantine.note_ended(Direction.LOAD, request_id)
+        for load in begun.loads:
             self._ledger.start_load(load)
-        for request_id in self._instructions.saving:
+        for request_id in begun.saving:
             self._ledger.start_save(request_id)
-        if self._scheduler is None:
-            for request_id in self._instructions.cancelled:
-                self._worker.cancel(request_id)
-            return
-        self._saving.clear()
-        self._cancelled.clear()
+        self._refused = [one for one in self._ended if one not in begun.saving]
+        self._ended.clear()
 
-    def _cancel(self, record: RequestRecord) -> None:
-        record.match = None
-        if self._ledger.cancel_load(record) and self._communicator.size > 1:
-            self._cancelled.append(record.request.request_id)
+    def _tell(self, error: Exception) -> None:
+        tell(self._communicator, self._step, error, begun=self._instructions is not None)
 
     def _load_failed(self, record: RequestRecord, num_valid: int, fate: BlockFate) -> None:
         request = record.request
         record.failed_loads += 1
         if self._scheduler is not None:
-            self._scheduler.load_failed(request, num_valid)
+            with self._errors.kept(request):
+                self._scheduler.load_failed(request, num_valid)
         if fate is BlockFate.EXCHANGED:
-            self.blocks_allocated(request, self._reporter.block_ids(request))
+            record.forget_reports()
+            if self._scheduler is not None:
+                with self._errors.kept(request):
+                    self._scheduler.blocks_replaced(request, self._reporter.block_ids(request))
         elif fate is BlockFate.LOST:
             self.request_reset(request)
-
-    def _release_refused(self, begun: Instructions, outcome: StepOutcome) -> None:
-        """On a follower: the leader answered that these need not be kept."""
-        outcome.saved += [one for one in self._saving if one not in begun.saving]
-        self._saving.clear()
 
     def _back_off(self, *, progress: bool) -> None:
         self._poll_s = _FIRST_POLL_S if progress else min(2 * self._poll_s, _LAST_POLL_S)
@@ -384,6 +416,21 @@ class KvCacheConnectorManager:
         finally:
             if self._scheduler is not None:
                 self._scheduler.shutdown()
+
+
+class _Telling:
+    """Lets the other ranks know of an error in a step: `tell` is called before it goes on."""
+
+    def __init__(self, tell: Callable[[Exception], None]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Tell the others, unless the process is asked to end."""
+        if isinstance(error, Exception):
+            self._tell(error)
 
 
 def _check(llm_args: LlmArgs, kv: BaseKVCacheManager) -> None:

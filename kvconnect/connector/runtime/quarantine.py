@@ -19,15 +19,18 @@ class Quarantined:
 
     Attributes:
         handle: holds them.
-        num_blocks: how many of them count.
+        num_blocks: how many they are, in group 0.
         pending_ranks: whose workers may still touch them.
         grace_until: so long it is worth waiting for them, on the monotonic clock.
+        keep_until: so long they are held, if they are only read; those that may be written to are
+            held until they are returned.
     """
 
     handle: PinnedBlocks
     num_blocks: int
     pending_ranks: set[int]
     grace_until: float
+    keep_until: float
 
 
 class Quarantine:
@@ -35,11 +38,18 @@ class Quarantine:
 
     A request has at most one entry for each direction: while its load is held here, no new load of
     the same id starts.
+
+    Args:
+        kv: of the blocks.
+        max_blocks: while more are held, no new load starts.
+        max_read_blocks: while more are held, those that are only read stay for their grace period
+            at most: a worker that does not report its saves must not take the whole pool.
     """
 
-    def __init__(self, kv: BaseKVCacheManager, max_blocks: int) -> None:
+    def __init__(self, kv: BaseKVCacheManager, max_blocks: int, max_read_blocks: int) -> None:
         self._kv = kv
         self._max_blocks = max_blocks
+        self._max_read_blocks = max_read_blocks
         self._held: dict[tuple[Direction, int], Quarantined] = {}
         self._ended: OrderedDict[tuple[Direction, int], None] = OrderedDict()
         self.num_blocks = 0
@@ -50,6 +60,31 @@ class Quarantine:
     def holds(self, direction: Direction, request_id: int) -> bool:
         """Whether blocks of this transfer are held."""
         return (direction, request_id) in self._held
+
+    def knows(self, request_id: int) -> bool:
+        """Whether blocks of any transfer of this request are held."""
+        return any(self.holds(direction, request_id) for direction in Direction)
+
+    def overdue(self, now: float) -> tuple[int, ...]:
+        """Requests whose save was waited for long enough, the oldest first."""
+        found: list[int] = []
+        excess = self.num_blocks - self._max_read_blocks
+        for (direction, request_id), held in self._held.items():
+            until = held.grace_until if excess > 0 else held.keep_until
+            if direction is Direction.SAVE and until <= now:
+                found.append(request_id)
+                excess -= held.num_blocks
+        return tuple(found)
+
+    def give_up(self, request_id: int) -> bool:
+        """Let go of the blocks of a save that is overdue on a rank; False if none are held."""
+        key = (Direction.SAVE, request_id)
+        held = self._held.get(key)
+        if held is None:
+            return False
+        self._let_go(key, held)
+        self.note_ended(*key)
+        return True
 
     def grace_until(self) -> float | None:
         """When the last grace period ends, on the monotonic clock; ``None``: it is empty."""

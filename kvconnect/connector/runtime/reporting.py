@@ -19,7 +19,9 @@ class RequestRecord:
     Attributes:
         request: the engine's.
         holds_blocks: it was admitted and has not given its blocks back.
-        match: what the connector supplies for this admission, until its load starts.
+        offer: what the connector answered for the admission to come.
+        waits_until: when an offer that has to wait is dropped, on the monotonic clock.
+        match: what is taken of the offer, until its load starts.
         failed_loads: how many, over all admissions.
         reported: it was in `new_requests` since its blocks were allocated.
         num_tokens: how many were reported.
@@ -28,6 +30,8 @@ class RequestRecord:
 
     request: LlmRequest
     holds_blocks: bool = False
+    offer: ExternalMatch | None = None
+    waits_until: float | None = None
     match: ExternalMatch | None = None
     failed_loads: int = 0
     reported: bool = False
@@ -35,8 +39,13 @@ class RequestRecord:
     num_blocks: list[int] = field(default_factory=list)
 
     def admitted(self) -> None:
-        """It holds blocks that were never reported."""
+        """It holds blocks that were never reported, and what the connector answered is used up."""
         self.holds_blocks = True
+        self.offer = self.waits_until = None
+        self.forget_reports()
+
+    def forget_reports(self) -> None:
+        """Its blocks were never reported."""
         self.reported = False
         self.num_tokens = 0
         self.num_blocks = []

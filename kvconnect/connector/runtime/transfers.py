@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvconnect.connector.data import Direction
+from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.trace import count
 
 __all__ = ["Transfer", "TransferState", "Transfers"]
@@ -34,7 +34,7 @@ class Transfer:
         start, end: the tokens that a load makes valid.
         num_valid: the smallest number of leading tokens that a rank called valid.
         done_ranks: ranks whose worker touches the blocks no more.
-        failed: whether a rank reported failure.
+        failed_ranks: ranks that reported failure.
         timed_out: whether a rank saw the deadline pass.
         reason: the first one, for the log.
     """
@@ -46,7 +46,7 @@ class Transfer:
     end: int = 0
     num_valid: int = 0
     done_ranks: set[int] = field(default_factory=set)
-    failed: bool = False
+    failed_ranks: set[int] = field(default_factory=set)
     timed_out: bool = False
     reason: str = ""
     state: TransferState = TransferState.ACTIVE
@@ -56,11 +56,16 @@ class Transfer:
         """Whether it runs in the background."""
         return self.deadline is not None
 
-    def fail(self, num_valid: int, reason: str) -> None:
-        """A rank cannot finish it, and calls so many leading tokens valid."""
-        self.num_valid = min(self.num_valid, max(num_valid, self.start))
-        self.reason = self.reason or reason
-        self.failed = True
+    @property
+    def failed(self) -> bool:
+        """Whether a rank reported failure."""
+        return bool(self.failed_ranks)
+
+    def fail(self, rank: int, failure: TransferFailure) -> None:
+        """`rank` cannot finish it."""
+        self.num_valid = min(self.num_valid, max(failure.num_valid_tokens, self.start))
+        self.reason = self.reason or failure.reason
+        self.failed_ranks.add(rank)
 
     def finish(self, state: TransferState) -> None:
         """Enter a final state, once."""

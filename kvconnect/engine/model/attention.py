@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvconnect.engine.model.pages import LayerPages
+from kvconnect.engine.model.pages import LayerPages, PageNumbers
 from kvconnect.errors import UsageError
 
 __all__ = ["AttentionInput", "BlockTable", "Chunk", "DecodeGroup", "held_blocks"]
@@ -25,7 +25,10 @@ BlockTable: TypeAlias = npt.NDArray[np.int64]
 """Block ids of one request in one pool group, in order of its tokens; -1: not held."""
 
 _MAX_MASK = 1 << 24
-"""Elements of a mask; longer chunks are computed in tiles."""
+"""Elements of a chunk's masks; longer chunks are computed in parts."""
+
+_TILE = 512
+"""Queries that share a mask on the CPU: none of them looks at keys behind the last of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,15 +70,25 @@ class _Span:
     """The keys that some queries see: which pages, which tokens of these, under which mask.
 
     Attributes:
-        pages: ``[sequences * pages]`` int64.
+        pages: of all sequences, one after the other.
         first, last: the tokens of the gathered pages that are used.
-        mask: added to the scores; ``None``: everything is seen.
+        mask: added to the scores; ``None``: everything is seen, or `tiles` have masks.
+        tiles: of the queries, where there are several.
     """
 
-    pages: Tensor
+    pages: PageNumbers
     first: int
     last: int
-    mask: Tensor | None
+    mask: Tensor | None = None
+    tiles: tuple[_Tile, ...] = ()
+
+
+class _Tile(NamedTuple):
+    """Consecutive queries of a chunk, the keys of its span that any of them sees, their mask."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -127,8 +140,9 @@ class Chunk:
         first_page = seen // size
         pages = held_blocks(self.table, first_page, -(-self.end // size))
         base = first_page * size
-        mask = _causal_mask(self.start, self.end, seen, window, dtype, self.device)
-        span = _Span(torch.from_numpy(pages).to(self.device), seen - base, self.end - base, mask)
+        numbers = PageNumbers(torch.from_numpy(pages).to(self.device))
+        tiles = tuple(self._mask_tiles(window, seen, dtype))
+        span = _Span(numbers, seen - base, self.end - base, tiles=tiles)
         if self.keep_masks:
             self._spans[window] = span
         return span
@@ -141,25 +155,26 @@ class Chunk:
             pages: the layer's memory.
             out: ``[tokens, heads, value_dim]``.
         """
-        q = given.query[0, :, self.rows]
+        q, scaling = given.query[0, :, self.rows], given.scaling
         if self.start == 0 and (given.window is None or self.end <= given.window):
-            k, v, mask = given.key[0, :, self.rows], given.value[0, :, self.rows], None
-        else:
-            span = self.span(given.window, given.query.dtype)
-            k, v = (
-                both[span.first : span.last].transpose(0, 1) for both in pages.gather(span.pages)
+            k, v = given.key[0, :, self.rows], given.value[0, :, self.rows]
+            out[self.rows] = _attended(q, k, v, None, scaling)
+            return
+        span = self.span(given.window, given.query.dtype)
+        k, v = (both[span.first : span.last].transpose(0, 1) for both in pages.gather(span.pages))
+        rows = out[self.rows]
+        for queries, keys, mask in span.tiles:
+            rows[queries] = _attended(q[:, queries], k[:, keys], v[:, keys], mask, scaling)
+
+    def _mask_tiles(self, window: int | None, seen: int, dtype: torch.dtype) -> Iterator[_Tile]:
+        size = _TILE if self.device.type == "cpu" else self.end - self.start
+        for first in range(self.start, self.end, size):
+            end = min(first + size, self.end)
+            low = 0 if window is None else max(0, first - window + 1)
+            mask = _causal_mask(first, end, low, window, dtype, self.device)
+            yield _Tile(
+                slice(first - self.start, end - self.start), slice(low - seen, end - seen), mask
             )
-            mask = span.mask
-        kv_heads, groups = k.shape[0], q.shape[0] // k.shape[0]
-        attended = scaled_dot_product_attention(
-            q.reshape(kv_heads, groups, *q.shape[1:]),
-            k[:, None].expand(-1, groups, -1, -1),
-            v[:, None].expand(-1, groups, -1, -1),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=given.scaling,
-        )
-        out[self.rows] = attended.flatten(0, 1).transpose(0, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,12 +183,14 @@ class DecodeGroup:
 
     Attributes:
         rows: where they are in the packed row, ``[requests]`` int64.
+        all_rows: these are all of it, in order.
         lengths: tokens of each sequence, this one included.
         tables: block ids of each sequence.
         tokens_per_block: of the pool.
     """
 
     rows: Tensor
+    all_rows: bool
     lengths: Sequence[int]
     tables: Sequence[BlockTable]
     tokens_per_block: int
@@ -195,10 +212,14 @@ class DecodeGroup:
         )
         # The heads that share a KV head stand where queries of several positions would: they see
         # the same keys.
-        q = given.query[0].index_select(1, self.rows).transpose(0, 1)
+        q = given.query[0] if self.all_rows else given.query[0].index_select(1, self.rows)
+        q = q.transpose(0, 1)
         q = q.reshape(count, k.shape[1], -1, k.shape[3])
         attended = scaled_dot_product_attention(q, k, v, attn_mask=span.mask, scale=given.scaling)
-        out.index_copy_(0, self.rows, attended.flatten(1, 2))
+        if self.all_rows:
+            out.copy_(attended.flatten(1, 2))
+        else:
+            out.index_copy_(0, self.rows, attended.flatten(1, 2))
 
     def _make_span(self, window: int | None, dtype: torch.dtype) -> _Span:
         size = self.tokens_per_block
@@ -214,15 +235,31 @@ class DecodeGroup:
             row[count:] = table[first]  # padding: any page of its own, whose content is finite
         first_seen, last_seen = seen - first_pages * size, ends - first_pages * size
         device = self.rows.device
-        flat = torch.from_numpy(pages.reshape(-1)).to(device)
+        flat = PageNumbers(torch.from_numpy(pages.reshape(-1)).to(device))
         if np.ptp(first_seen) == 0 and np.ptp(last_seen) == 0:
-            return _Span(flat, int(first_seen[0]), int(last_seen[0]), None)
+            return _Span(flat, int(first_seen[0]), int(last_seen[0]))
         places = np.arange(pages.shape[1] * size)
         hidden = (places < first_seen[:, None]) | (places >= last_seen[:, None])
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(
             torch.from_numpy(hidden), -torch.inf
         )
         return _Span(flat, 0, len(places), mask[:, None, None].to(device))
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    # [tokens, heads, value_dim] of [heads, tokens, dim]; without a mask the keys are the queries'.
+    kv_heads, groups = k.shape[0], q.shape[0] // k.shape[0]
+    attended = scaled_dot_product_attention(
+        q.reshape(kv_heads, groups, *q.shape[1:]),
+        k[:, None].expand(-1, groups, -1, -1),
+        v[:, None].expand(-1, groups, -1, -1),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+    )
+    return attended.flatten(0, 1).transpose(0, 1)
 
 
 def _causal_mask(

@@ -138,6 +138,7 @@ class GroupStep:
         return [
             DecodeGroup(
                 rows=self._tensor(np.array([slices[index].first_row for index in group])),
+                all_rows=len(group) == len(slices),
                 lengths=[slices[index].end for index in group],
                 tables=[tables[index] for index in group],
                 tokens_per_block=self._size,

@@ -20,7 +20,9 @@ from transformers import (
 
 from kvconnect.config import torch_dtype
 from kvconnect.engine.model.forward_step import ForwardStep
+from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, LayerShape
+from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
 __all__ = ["Model", "PositionLimit"]
@@ -61,12 +63,15 @@ class Model:
         self.device = _device(device)
         self._model = _load(directory, config, dtype)
         self._model.to(self.device).eval()
+        unmap(self._model)
         self.config = config
         self.dtype: torch.dtype = self._model.dtype
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self.position_limit = _position_limit(config)
         self.eos_token_ids = _eos_token_ids(self._model)
         self.layers = self._probe()
+        if self.device.type == "cpu":
+            make_lean(self._model)
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Compute `step` and write its KV into the pools.
@@ -119,11 +124,6 @@ class Model:
 
 
 def _load_config(directory: Path) -> PreTrainedConfig:
-    if not directory.is_dir():
-        raise ConfigurationError(
-            f"model: '{directory}' is not a directory; give a Hugging Face model directory "
-            "(`kvconnect make-model DIR` writes a small random one)"
-        )
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -10,7 +10,32 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.update import reshape_and_cache
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["LayerPages"]
+__all__ = ["LayerPages", "PageNumbers"]
+
+
+class PageNumbers:
+    """Pages to be gathered from every layer of a pool group.
+
+    Attributes:
+        pages: int64, of the pool's device.
+    """
+
+    __slots__ = ("_pairs", "pages")
+
+    def __init__(self, pages: Tensor) -> None:
+        self.pages = pages
+        self._pairs: dict[int, Tensor] = {}
+
+    def pairs(self, step: int) -> Tensor:
+        """Rows of all keys, then of all values, where a page's lie side by side; made once.
+
+        Args:
+            step: rows from one page to the next.
+        """
+        if (rows := self._pairs.get(step)) is None:
+            keys = self.pages * step
+            rows = self._pairs[step] = torch.cat((keys, keys + 1))
+        return rows
 
 
 class LayerPages:
@@ -30,7 +55,16 @@ class LayerPages:
         ConfigurationError: they do not.
     """
 
-    __slots__ = ("_dtype", "_key_memory", "_kv", "_stored", "_value_memory", "keys", "values")
+    __slots__ = (
+        "_dtype",
+        "_key_memory",
+        "_kv",
+        "_pairs",
+        "_stored",
+        "_value_memory",
+        "keys",
+        "values",
+    )
 
     def __init__(
         self,
@@ -58,6 +92,7 @@ class LayerPages:
         self._kv = PagedKv.from_layers([(keys, values)])
         self._key_memory = _Memory(keys)
         self._value_memory = _Memory(values)
+        self._pairs = None if isinstance(buffers, tuple) else _pairs(buffers)
 
     def as_stored(self, states: Tensor) -> Tensor:
         """Keys or values as they read back once they were written, in the model's dtype."""
@@ -78,9 +113,17 @@ class LayerPages:
         self._key_memory.view[blocks, offsets] = 0
         self._value_memory.view[blocks, offsets] = 0
 
-    def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of `pages`, one after the other: ``[len(pages) * T, heads, dim]`` each."""
-        keys, values = self._key_memory.gather(pages), self._value_memory.gather(pages)
+    def gather(self, numbers: PageNumbers) -> tuple[Tensor, Tensor]:
+        """Copies of pages, one after the other: ``[number of pages * T, heads, dim]`` each."""
+        if self._pairs is not None:
+            matrix, step = self._pairs
+            rows = torch.index_select(matrix, 0, numbers.pairs(step))
+            keys, values = rows.view(self._stored).view(2, -1, *self.keys.shape[2:]).unbind()
+        else:
+            pages = numbers.pages
+            keys, values = self._key_memory.gather(pages), self._value_memory.gather(pages)
+        if self._stored == self._dtype:
+            return keys, values
         return keys.to(self._dtype), values.to(self._dtype)
 
     def _rounded(self, states: Tensor) -> Tensor:
@@ -113,6 +156,16 @@ class _Memory:
         matrix, step = self._rows
         picked = torch.index_select(matrix, 0, pages * step if step != 1 else pages)
         return picked.view(shape).view(self._dtype)
+
+
+def _pairs(buffers: Tensor) -> tuple[Tensor, int] | None:
+    """As `_rows`, of keys and values, row by row: one selection gets both."""
+    whole = buffers.view(torch.uint8) if buffers.dtype.itemsize == 1 else buffers
+    found = _rows(whole)
+    if found is None:
+        return None
+    elements, step = whole[0, 0].numel(), 2 * found[1]
+    return whole.as_strided((step * (len(whole) - 1) + 2, elements), (elements, 1)), step
 
 
 def _rows(view: Tensor) -> tuple[Tensor, int] | None:

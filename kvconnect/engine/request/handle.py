@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 
 from kvconnect.engine.request.live_request import LiveRequest
-from kvconnect.engine.request.output import RequestOutput, StreamChunk
+from kvconnect.engine.request.output import RequestOutput, StreamChunk, as_one
+from kvconnect.engine.request.wakeup import Wakeup
 
 __all__ = ["RequestHandle"]
 
@@ -13,45 +17,141 @@ __all__ = ["RequestHandle"]
 class RequestHandle:
     """A submitted request. Every method may be called from any thread.
 
+    In a coroutine, ``await handle`` gives the output, and ``async for chunk in handle`` what comes
+    out as it comes; neither takes a thread. A cancelled ``await``, and an ``async for`` that is
+    left early, abort the request.
+
     Args:
-        live: the request.
-        abort: ends the request with this id. It also keeps the engine open as long as the handle is
-            held, which is why the engine itself holds `live` and not the handle.
+        lives: the request; several if it has several completions.
+        abort: ends them. It also keeps the engine open as long as the handle is held, which is why
+            the engine itself holds `lives` and not the handle.
     """
 
-    def __init__(self, live: LiveRequest, abort: Callable[[int], None]) -> None:
-        self.request_id = live.request.request_id
-        self._live = live
+    def __init__(self, lives: Sequence[LiveRequest], abort: Callable[[], None]) -> None:
+        self.request_id = lives[0].request.request_id
+        self._lives = lives
         self._abort = abort
 
     @property
     def done(self) -> bool:
         """Whether it has ended."""
-        return self._live.done
+        return all(live.done for live in self._lives)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the output.
 
         Raises:
             TimeoutError: it has not ended within `timeout` seconds; it goes on.
-            KvConnectError: or whatever else ended the engine while the request was in it.
+            EngineClosed: it has not ended, and this process was forked from the engine's.
+            KvConnectError: or whatever else ended the request, or the engine with it.
         """
-        return self._live.result(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        outputs = []
+        for live in self._lives:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                outputs.append(live.result(left))
+            except TimeoutError:
+                if live.done:
+                    raise  # what it failed of
+                raise TimeoutError(f"the request has not finished within {timeout} s") from None
+        return as_one(outputs)
 
     def stream(self) -> Iterator[StreamChunk]:
         """What comes out, from the start, as it comes; the last chunk has a finish reason.
 
+        With several completions, chunks of all of them in the order in which they come.
+
         Raises:
             KvConnectError: as in `result`, in place of the chunk that never came.
         """
-        seen = 0
-        while True:
-            chunk = self._live.wait_beyond(seen)
-            seen += len(chunk.token_ids)
-            yield chunk
-            if chunk.finish_reason is not None:
-                return
+        if len(self._lives) == 1:
+            yield from _stream_of(self._lives[0])
+            return
+        changed = threading.Event()
+        reader = _Reader(self._lives, changed.set)
+        try:
+            while not reader.ended:
+                changed.wait()
+                changed.clear()
+                yield from reader.take()
+        finally:
+            reader.close()
 
     def abort(self) -> None:
         """End it now; its result has what came so far. Does nothing once it has ended."""
-        self._abort(self.request_id)
+        self._abort()
+
+    def __await__(self) -> Generator[object, None, RequestOutput]:
+        return self._wait().__await__()
+
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        wakeup = Wakeup(asyncio.get_running_loop())
+        reader = _Reader(self._lives, wakeup.ring)
+        try:
+            while not reader.ended:
+                await wakeup.wait()
+                for chunk in reader.take():
+                    yield chunk
+        finally:
+            reader.close()
+            self._abort_if_left()
+
+    async def _wait(self) -> RequestOutput:
+        wakeup = Wakeup(asyncio.get_running_loop())
+        reader = _Reader(self._lives, wakeup.ring)
+        try:
+            while not self.done:
+                await wakeup.wait()
+        finally:
+            reader.close()
+            self._abort_if_left()
+        return self.result()
+
+    def _abort_if_left(self) -> None:
+        if not self.done:
+            self.abort()
+
+
+class _Reader:
+    """Goes through what comes out of several requests; told of news by a call of `ring`."""
+
+    def __init__(self, lives: Sequence[LiveRequest], ring: Callable[[], None]) -> None:
+        self._lives = lives
+        self._ring = ring
+        self._seen = [0] * len(lives)
+        self._open = set(range(len(lives)))
+        for live in lives:
+            live.add_listener(ring)
+        ring()  # what is there already is told to no listener
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last chunk of all was taken."""
+        return not self._open
+
+    def take(self) -> Iterator[StreamChunk]:
+        """What came since the last time, of each request at most one chunk."""
+        for number in sorted(self._open):
+            chunk = self._lives[number].chunk_beyond(self._seen[number])
+            if chunk is None:
+                continue
+            self._seen[number] += len(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                self._open.discard(number)
+            yield chunk
+
+    def close(self) -> None:
+        """Listen no more."""
+        for live in self._lives:
+            live.remove_listener(self._ring)
+
+
+def _stream_of(live: LiveRequest) -> Iterator[StreamChunk]:
+    seen = 0
+    while True:
+        chunk = live.wait_beyond(seen)
+        seen += len(chunk.token_ids)
+        yield chunk
+        if chunk.finish_reason is not None:
+            return

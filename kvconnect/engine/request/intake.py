@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from kvconnect.config import KvCacheRetentionConfig
 from kvconnect.engine.model.model import Model
+from kvconnect.engine.request.prompts import Prompt, as_text_or_tokens
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Namespace, root_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest, SamplingParams
+from kvconnect.text import check_text, shown
 from kvconnect.tokens import TokenArray, Tokens, as_token_array
 
 __all__ = ["Intake"]
+
+_log = logging.getLogger(__name__)
 
 
 class Intake:
@@ -27,6 +32,8 @@ class Intake:
         layouts: Sequence[KvCacheLayout],
         model_digest: bytes,
         max_blocks: int,
+        *,
+        max_logprobs: int = -1,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -34,11 +41,13 @@ class Intake:
         self._tokens_per_block = layouts[0].tokens_per_block
         self._digest = model_digest
         self._max_blocks = max_blocks
+        self._max_logprobs = max_logprobs
+        self._said_no_adapter = False
 
     def request(
         self,
         request_id: int,
-        prompt: str | Tokens,
+        prompt: Prompt,
         params: SamplingParams,
         namespace: Namespace,
         retention: KvCacheRetentionConfig | None,
@@ -46,16 +55,26 @@ class Intake:
     ) -> LlmRequest:
         """A request in the state QUEUED.
 
+        All that it carries is checked here, on the thread of its submitter: what comes up in a step
+        of the engine comes up between other requests.
+
         Raises:
             ConfigurationError: it is empty, has tokens that the model does not know, or is longer
-                than the model or the cache can ever hold.
+                than the model or the cache can ever hold; a setting is wrong.
         """
+        params = SamplingParams.checked("sampling_params", params)
+        if retention is not None:
+            retention = KvCacheRetentionConfig.checked("retention", retention)
+        _check_transfer_params(kv_transfer_params)
         if params.stop and self._tokenizer is None:
             raise ConfigurationError(
                 "stop: strings need a tokenizer, which the model's directory lacks; "
                 "use stop_token_ids"
             )
-        tokens = self._tokens(prompt)
+        self._check_logprobs(params.logprobs)
+        if namespace.lora_id is not None:
+            self._say_no_adapter(namespace.lora_id)
+        tokens = self._tokens(as_text_or_tokens(prompt))
         self._check_length(len(tokens), params.max_tokens)
         return LlmRequest(
             request_id,
@@ -68,6 +87,37 @@ class Intake:
             kv_transfer_params=kv_transfer_params,
         )
 
+    def another(self, first: LlmRequest, request_id: int, params: SamplingParams) -> LlmRequest:
+        """A request like `first`, in the state QUEUED, of the same tokens."""
+        return LlmRequest(
+            request_id,
+            first.tokens.view,
+            chain_root=first.key_chain.root,
+            tokens_per_block=self._tokens_per_block,
+            sampling_params=params,
+            namespace=first.namespace,
+            retention=first.retention,
+            kv_transfer_params=first.kv_transfer_params,
+        )
+
+    def _say_no_adapter(self, lora_id: int | str) -> None:
+        if not self._said_no_adapter:
+            self._said_no_adapter = True
+            _log.warning(
+                "lora_id=%r: no adapter is applied, the answers are the model's own; the id only "
+                "keeps cached blocks apart (said once)",
+                lora_id,
+            )
+
+    def _check_logprobs(self, wanted: int | None) -> None:
+        most = self._max_logprobs
+        if wanted is None or most == -1 or 0 <= wanted <= most:
+            return
+        raise ConfigurationError(
+            f"logprobs: {'all' if wanted == -1 else wanted} are more than max_logprobs={most}; ask "
+            "for fewer, or give LLM(max_logprobs=…), -1 for the whole vocabulary"
+        )
+
     def _tokens(self, prompt: str | Tokens) -> TokenArray:
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -75,7 +125,12 @@ class Intake:
                     "prompt: text needs a tokenizer, which the model's directory lacks; "
                     "give token ids"
                 )
+            check_text("prompt", prompt)
             tokens = self._tokenizer.encode(prompt)
+        elif isinstance(prompt, (bytes, bytearray)) or not hasattr(prompt, "__len__"):
+            raise ConfigurationError(
+                f"prompt: {shown(prompt)} is a {type(prompt).__name__}; give text or token ids"
+            )
         else:
             # A copy: the caller may go on writing into an array of its own.
             tokens = as_token_array(prompt, field="prompt").copy()
@@ -109,3 +164,11 @@ class Intake:
                 f"{self._max_blocks}; raise KvCacheConfig.max_tokens to at least {needed * size}, "
                 "shorten the prompt or lower max_tokens"
             )
+
+
+def _check_transfer_params(params: object) -> None:
+    if params is None or (isinstance(params, dict) and all(isinstance(key, str) for key in params)):
+        return
+    raise ConfigurationError(
+        f"kv_transfer_params: {shown(params)} is no dict with strings as keys; give one, or None"
+    )

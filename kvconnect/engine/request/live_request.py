@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvconnect.engine.drafts import NO_DRAFTS, accepted_run
-from kvconnect.engine.request.output import RequestOutput, StreamChunk
+from kvconnect.engine.request.logprobs import TokenLogprobs, TopTokens, token_logprobs
+from kvconnect.engine.request.output import CompletionOutput, RequestOutput, StreamChunk
+from kvconnect.engine.request.owner import Owner
 from kvconnect.engine.request.stops import FinishReason, StopChecker, StopStatus
+from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.request import LlmRequest, RequestState
 
 __all__ = ["LiveRequest", "TokenRun"]
@@ -26,12 +29,14 @@ class TokenRun:
         tokens: appended to it; the last one was not fed yet.
         statuses: what each of them brought; only the last may end the request.
         num_rejected: drafts that were fed and not taken.
+        logprobs: of each token; empty if the request asked for none.
     """
 
     live: LiveRequest
     tokens: list[int]
     statuses: list[StopStatus]
     num_rejected: int
+    logprobs: Sequence[TokenLogprobs] = ()
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -42,18 +47,36 @@ class TokenRun:
 class LiveRequest:
     """A request in the engine, what it cost so far, and what has come out of it.
 
-    The engine's thread owns it. Any other may call `done`, `result` and `wait_beyond`, and nothing
-    else: what they read is written under a lock.
+    The engine's thread owns it. Any other may call `done`, `result`, `chunk_beyond`, `wait_beyond`,
+    `add_listener` and `remove_listener`, and nothing else: what they read is written under a lock.
+
+    Args:
+        request: as it was taken in.
+        stops: follows its text, and says when it ends.
+        index: its number among the completions of its prompt.
+        tokenizer: for the texts beside log probabilities; ``None``: they have none.
 
     Attributes:
         request: what the scheduler, the cache and connectors see of it.
+        index: its number among the completions of its prompt.
         preemptions: how often it lost its blocks.
     """
 
-    def __init__(self, request: LlmRequest, stops: StopChecker) -> None:
+    def __init__(
+        self,
+        request: LlmRequest,
+        stops: StopChecker,
+        *,
+        index: int = 0,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.request = request
+        self.index = index
         self.preemptions = 0
+        self._tokenizer = tokenizer
         self._stops = stops
+        self._owner = Owner()
+        self._stop_reason: int | str | None = None
         self._first_token_at: float | None = None
         self._drafted_tokens = 0
         self._accepted_tokens = 0
@@ -62,14 +85,17 @@ class LiveRequest:
         self._streams = 0
         self._tokens: list[int] = []
         self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._listeners: tuple[Callable[[], None], ...] = ()
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
 
-    def take(self, chosen: Sequence[int]) -> TokenRun:
+    def take(self, chosen: Sequence[int], top: Sequence[TopTokens] = ()) -> TokenRun:
         """Append what a step yielded: the drafts that were right and one more, up to the end.
 
         Args:
             chosen: the token after the request's last one and after each of its drafts.
+            top: the likeliest tokens beside each of `chosen`; empty if not asked for.
         """
         request, drafts = self.request, self.request.draft_tokens
         tokens: list[int] = []
@@ -86,7 +112,14 @@ class LiveRequest:
         request.draft_tokens = NO_DRAFTS
         self._drafted_tokens += len(drafts)
         self._accepted_tokens += len(tokens) - 1
-        return TokenRun(self, tokens, statuses, num_rejected=len(drafts) - (len(tokens) - 1))
+        self._stop_reason = statuses[-1].stop_reason
+        return TokenRun(
+            self,
+            tokens,
+            statuses,
+            num_rejected=len(drafts) - (len(tokens) - 1),
+            logprobs=[token_logprobs(one, self._tokenizer) for one in top[: len(tokens)]],
+        )
 
     def emit(self, run: TokenRun) -> None:
         """Show `run` to those that wait for it."""
@@ -95,8 +128,10 @@ class LiveRequest:
         with self._changed:
             self._tokens += run.tokens
             self._texts += [status.text for status in run.statuses]
+            self._logprobs += run.logprobs
             if self._streams:
                 self._changed.notify_all()
+        self._tell()
 
     def finish(self, reason: FinishReason) -> None:
         """End it; what waits for it gets its output."""
@@ -105,6 +140,7 @@ class LiveRequest:
                 self._texts.append(self._stops.abort())
             self._output = self._make_output(reason)
             self._end()
+        self._tell()
 
     def fail(self, error: BaseException) -> None:
         """End it by an error; later ones are ignored."""
@@ -112,16 +148,24 @@ class LiveRequest:
             if not self.done:
                 self._error = error
             self._end()
+        self._tell()
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._output is not None or self._error is not None
 
+    @property
+    def aborted(self) -> bool:
+        """Whether it was ended before its end."""
+        return self._output is not None and self._output.finish_reason == "abort"
+
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end; see `RequestHandle.result`."""
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"the request has not finished within {timeout} s")
+        if not self.done:
+            self._owner.check()
+            if not self._ended.wait(timeout):
+                raise TimeoutError(f"the request has not finished within {timeout} s")
         if self._error is not None:
             raise self._error
         assert self._output is not None  # noqa: S101  done without an error
@@ -129,6 +173,7 @@ class LiveRequest:
 
     def wait_beyond(self, seen: int) -> StreamChunk:
         """Wait for more than `seen` tokens, or the end; return what came since."""
+        self._owner.check()
         with self._changed:
             self._streams += 1
             try:
@@ -136,12 +181,52 @@ class LiveRequest:
             finally:
                 self._streams -= 1
             # All of it under the lock: an end that comes after these tokens may bring others.
-            tokens, text = tuple(self._tokens[seen:]), "".join(self._texts[seen:])
-            output, error = self._output, self._error
-        if error is not None:
-            raise error
-        reason = None if output is None else output.finish_reason
-        return StreamChunk(self.request.request_id, tokens, text, reason)
+            return self._chunk(seen)
+
+    def chunk_beyond(self, seen: int) -> StreamChunk | None:
+        """What came beyond `seen` tokens, or the end; ``None`` if neither did yet."""
+        with self._changed:
+            return self._chunk(seen) if len(self._tokens) > seen or self.done else None
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever tokens came, and at the end.
+
+        On the engine's thread, which must not be kept waiting and takes no exceptions. What came
+        before is not told again: look after adding it.
+
+        Raises:
+            EngineClosed: it has not ended, and this process was forked from the engine's.
+        """
+        if not self.done:
+            self._owner.check()
+        with self._changed:
+            self._listeners += (listener,)
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` no more; a call that is under way goes on."""
+        with self._changed:
+            self._listeners = tuple(one for one in self._listeners if one != listener)
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    def _chunk(self, seen: int) -> StreamChunk:
+        if self._error is not None:
+            raise self._error
+        return StreamChunk(
+            self.request.request_id,
+            tuple(self._tokens[seen:]),
+            "".join(self._texts[seen:]),
+            None if self._output is None else self._output.finish_reason,
+            index=self.index,
+            logprobs=self._logprobs_from(seen),
+        )
+
+    def _logprobs_from(self, first: int) -> tuple[TokenLogprobs, ...] | None:
+        if self.request.sampling_params.logprobs is None:
+            return None
+        return tuple(self._logprobs[first:])
 
     def _end(self) -> None:
         self._changed.notify_all()
@@ -151,11 +236,19 @@ class LiveRequest:
         request = self.request
         tokens = request.tokens.view.tolist()
         ttft = None if self._first_token_at is None else self._first_token_at - request.arrived_at
+        completion = CompletionOutput(
+            index=self.index,
+            text="".join(self._texts),
+            token_ids=tuple(tokens[request.prompt_len :]),
+            finish_reason=reason,
+            stop_reason=self._stop_reason,
+            logprobs=self._logprobs_from(0),
+        )
         return RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=tuple(tokens[: request.prompt_len]),
-            output_token_ids=tuple(tokens[request.prompt_len :]),
-            output_text="".join(self._texts),
+            output_token_ids=completion.token_ids,
+            output_text=completion.text,
             finish_reason=reason,
             prompt_tokens=request.prompt_len,
             computed_tokens=request.computed_tokens,
@@ -167,4 +260,5 @@ class LiveRequest:
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
             preemptions=self.preemptions,
+            outputs=(completion,),
         )

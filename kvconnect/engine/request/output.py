@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from kvconnect.engine.request.logprobs import TokenLogprobs
 from kvconnect.engine.request.stops import FinishReason
 
-__all__ = ["EngineStats", "RequestOutput", "StreamChunk"]
+__all__ = ["CompletionOutput", "EngineStats", "RequestOutput", "StreamChunk", "as_one"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the completions of a prompt.
+
+    Attributes:
+        index: its number among them, from 0.
+        text: without special tokens and without the stop string; empty without a tokenizer.
+        token_ids: what came out; a stop token is part of it.
+        finish_reason: a stop token or string, the length, or an abort.
+        stop_reason: which of the request's own stop strings or stop tokens ended it; ``None`` for
+            the model's end-of-sequence token, too.
+        logprobs: of each token; ``None`` if not asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log probabilities of its tokens; ``None`` if not asked for."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(logprobs[token].logprob for token, logprobs in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request.
+    """A finished request. With several completions, text, tokens and reason are the first one's.
 
     Attributes:
         request_id: unique within the engine.
@@ -28,6 +59,7 @@ class RequestOutput:
         reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
         drafted_tokens, accepted_tokens: proposed by speculative decoding, and found right.
         preemptions: how often it lost its blocks to others and came back.
+        outputs: all its completions, by index. Counts are the sums of theirs, but `prompt_tokens`.
     """
 
     request_id: int
@@ -45,6 +77,33 @@ class RequestOutput:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
+    outputs: tuple[CompletionOutput, ...] = ()
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Of the first completion; see `CompletionOutput`."""
+        return self.outputs[0].logprobs if self.outputs else None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of the first completion; see `CompletionOutput`."""
+        return self.outputs[0].cumulative_logprob if self.outputs else None
+
+
+def as_one(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """The output of a prompt, from those of its completions in order."""
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    return replace(
+        first,
+        computed_tokens=sum(one.computed_tokens for one in outputs),
+        reused_device_tokens=sum(one.reused_device_tokens for one in outputs),
+        reused_store_tokens=sum(one.reused_store_tokens for one in outputs),
+        reused_host_tokens=sum(one.reused_host_tokens for one in outputs),
+        preemptions=sum(one.preemptions for one in outputs),
+        outputs=tuple(completion for one in outputs for completion in one.outputs),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +114,17 @@ class StreamChunk:
         request_id: whose.
         token_ids: new tokens.
         text: new text; it lags behind the tokens where characters or stop strings are unfinished.
-        finish_reason: set in the last chunk.
+        finish_reason: set in the last chunk, of each completion if there are several.
+        index: number of the completion.
+        logprobs: of the new tokens; ``None`` if not asked for.
     """
 
     request_id: int
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(slots=True)

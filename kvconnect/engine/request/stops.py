@@ -16,10 +16,17 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class StopStatus:
-    """What one more token brought: text that is certain now, and whether it was the last one."""
+    """What one more token brought: text that is certain now, and whether it was the last one.
+
+    Attributes:
+        text: follows that of the tokens before.
+        finish_reason: set if it was the last one.
+        stop_reason: what it ended with, of the request's own stop strings and stop tokens.
+    """
 
     text: str
     finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
 
 
 class StopChecker:
@@ -41,21 +48,24 @@ class StopChecker:
     ) -> None:
         own = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_tokens = own | frozenset(params.stop_token_ids)
+        self._named = frozenset(params.stop_token_ids)
         self._stop_strings = params.stop
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._left = params.max_tokens
+        self._max_tokens = params.max_tokens
+        self._min_tokens = params.min_tokens
+        self._count = 0
         self._held = ""
 
     def add(self, token: int) -> StopStatus:
         """`token` was generated."""
-        self._left -= 1
-        if token in self._stop_tokens:
-            return StopStatus(self._rest(self._held), "stop")
+        self._count += 1
+        if token in self._stop_tokens and self._count >= self._min_tokens:
+            reason = token if token in self._named else None
+            return StopStatus(self._rest(self._held), "stop", reason)
         text = self._held + (self._detokenizer.add(token) if self._detokenizer else "")
-        found = _first(text, self._stop_strings)
-        if found is not None:
-            return StopStatus(text[:found], "stop")
-        if self._left == 0:
+        if (found := self._find(text)) is not None:
+            return StopStatus(text[: found.start], "stop", found.stop)
+        if self._count == self._max_tokens:
             return self._at_length(text)
         certain = len(text) - _beginning(text, self._stop_strings)
         self._held = text[certain:]
@@ -67,17 +77,38 @@ class StopChecker:
 
     def _at_length(self, text: str) -> StopStatus:
         rest = self._rest(text)
-        found = _first(rest, self._stop_strings)
-        return StopStatus(rest, "length") if found is None else StopStatus(rest[:found], "stop")
+        if (found := self._find(rest)) is not None:
+            return StopStatus(rest[: found.start], "stop", found.stop)
+        return StopStatus(rest, "length")
 
     def _rest(self, text: str) -> str:
         return text + (self._detokenizer.finish() if self._detokenizer else "")
 
+    def _find(self, text: str) -> _Found | None:
+        """The earliest stop string in `text`, if any may count yet.
 
-def _first(text: str, stops: Sequence[str]) -> int | None:
-    """Where the earliest of `stops` begins in `text`."""
-    places = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return min(places, default=None)
+        It ends in what was added to the text held back: one that ended there came too early.
+        """
+        if self._count <= self._min_tokens:
+            return None
+        known = len(self._held)
+        return min(
+            (
+                _Found(start, stop)
+                for stop in self._stop_strings
+                if (start := text.find(stop, max(0, known - len(stop) + 1))) >= 0
+            ),
+            key=lambda found: found.start,
+            default=None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A stop string, and where it begins."""
+
+    start: int
+    stop: str
 
 
 def _beginning(text: str, stops: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Tokenizer:
             raise ConfigurationError(f"model: '{directory}' has no tokenizer: {error}") from error
         self._encoding = threading.Lock()
         self._decoder: Any = copy.deepcopy(self._encoder)
+        self._texts: dict[int, str] = {}  # by token; no more than the vocabulary has
 
     @staticmethod
     def of(directory: Path) -> Tokenizer | None:
@@ -47,9 +49,32 @@ class Tokenizer:
         with self._encoding:
             return as_token_array(self._encoder.encode(text, verbose=False))
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model says how conversations become prompts."""
+        return bool(self._encoder.chat_template)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], **how: Any) -> TokenArray:
+        """Token ids of a conversation; `how` as in ``apply_chat_template`` of transformers.
+
+        Special tokens are those of the template; none are added.
+        """
+        with self._encoding:
+            tokens = self._encoder.apply_chat_template(
+                list(messages), tokenize=True, return_dict=False, **how
+            )
+        return as_token_array(tokens)
+
     def decode(self, tokens: list[int]) -> str:
         """The text of `tokens`, without special tokens."""
         text: str = self._decoder.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def text_of(self, token: int) -> str:
+        """The text of one token alone, also of a special one."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._decoder.decode([token])
         return text
 
 

@@ -44,8 +44,7 @@ async def calls_in_time(
     loaded = await answer(store.load(keys, into), deadline_s, f"{what}: load")
     for name, count in (("lookup", found), ("load", loaded)):
         demand(0 <= (count or 0) <= 3, f"{what}: {name} of 3 blocks said {count}")
-    for key, buffer in zip(keys[: loaded or 0], into, strict=False):
-        demand(blocks.holds(buffer, key), f"{what}: a wrong block was a hit")
+    demand(all(map(blocks.holds, into, keys[: loaded or 0])), f"{what}: a wrong block was a hit")
     for buffer in into:
         demand(blocks.margins_whole(buffer), f"{what}: a load wrote outside of its buffer")
     fresh = blocks.keys(what, count=2)
@@ -71,8 +70,7 @@ async def recovers(
             why = str(error)
         demand(time.monotonic() < end, f"{what}: not usable {within_s:g} s afterwards: {why}")
         await asyncio.sleep(0.05)
-    for key, buffer in zip(keys, into, strict=True):
-        demand(blocks.holds(buffer, key), f"{what}: a block is wrong afterwards")
+    demand(all(map(blocks.holds, into, keys)), f"{what}: a block is wrong afterwards")
 
 
 async def _suffer(subject: Subject, fault: BackendFault, deadline_s: float = 0.5) -> None:

@@ -47,8 +47,7 @@ async def _calls(shimmed: _Shimmed, what: str) -> None:
         old, new = blocks.keys("old", count=4), blocks.keys(what, turn, count=4)
         into = blocks.buffers(4)
         loaded = await answer(store.load(old, into), _DEADLINE_S, f"{what}: load")
-        for key, buffer in zip(old[: loaded or 0], into, strict=False):
-            demand(blocks.holds(buffer, key), f"{what}: a loaded block is wrong")
+        demand(all(map(blocks.holds, into, old[: loaded or 0])), f"{what}: a loaded block is wrong")
         await answer(store.save(blocks.chain(new)), _DEADLINE_S, f"{what}: save")
         await answer(store.lookup(old + new), _DEADLINE_S, f"{what}: lookup")
 
@@ -137,8 +136,7 @@ async def short_transfers(subject: Subject) -> None:
         into = blocks.buffers(6)
         loaded = await store.load(keys, into)
         demand(loaded == 6, f"with short writes and reads, load filled {loaded} of 6 blocks")
-        for key, buffer in zip(keys, into, strict=True):
-            demand(blocks.holds(buffer, key), "a block is wrong after a short read or write")
+        demand(all(map(blocks.holds, into, keys)), "a block is wrong after a short read or write")
         if not files.hits:
             raise Unsupported("the store makes no read or write that the shim sees")
 
@@ -174,8 +172,7 @@ async def full_filesystem(subject: Subject) -> None:
                 into = blocks.buffers(saved or 0)
                 loaded = await guarded.load(keys[: saved or 0], into)
                 demand(loaded == (saved or 0), f"full disk: {saved} saved, {loaded} can be loaded")
-                for key, buffer in zip(keys[:loaded], into, strict=True):
-                    demand(blocks.holds(buffer, key), "full disk: a block is wrong")
+                demand(all(map(blocks.holds, into, keys[:loaded])), "full disk: a block is wrong")
                 kept += loaded
             demand(kept, "nothing at all could be stored on 3 MiB")
 
@@ -193,8 +190,7 @@ async def read_only_filesystem(subject: Subject) -> None:
             into = blocks.buffers(4)
             loaded = await store.load(keys, into)
             demand(loaded == 4, f"read-only: load filled {loaded} of 4 blocks")
-            for key, buffer in zip(keys, into, strict=True):
-                demand(blocks.holds(buffer, key), "read-only: a block is wrong")
+            demand(all(map(blocks.holds, into, keys)), "read-only: a block is wrong")
             saved = await answer(store.save(blocks.chain(more)), _DEADLINE_S, "read-only: save")
             demand(not saved, f"read-only: save says {saved}")
             demand(await store.lookup(more) == 0, "read-only: a block that was not saved is found")

@@ -10,7 +10,6 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,19 +19,12 @@ from kvconnect.errors import RetryLater
 from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.key_variants import digest
+from kvconnect.testing.processes.usage import descriptors, resident_nbytes
 from kvconnect.testing.subject import Subject
 
 __all__ = ["crowd", "few_files", "grow", "keys_of_everything", "limited", "read", "save"]
 
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """How many blocks are there, and how many of them are wrong."""
-
-    kept: int
-    wrong: int
 
 
 def chain_of(blocks: BlockMaker, start: int, count: int, nbytes: int) -> Sequence[StoredBlock]:
@@ -131,17 +123,12 @@ async def grow(
     blocks = subject.blocks(name)
     async with subject.opened(subject.make_small(capacity)) as store:
         await store.save(chain_of(blocks, 0, batch, nbytes))
-        before = _resident()
+        before = resident_nbytes()
         for start in range(batch, count, batch):
             chain = chain_of(blocks, start, batch, nbytes)
             await store.save(chain)
             await store.load([one.key for one in chain], blocks.buffers(batch, nbytes))
-        tell({"grew": _resident() - before})
-
-
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
+        tell({"grew": resident_nbytes() - before})
 
 
 async def limited(
@@ -166,15 +153,7 @@ async def limited(
         except RetryLater:
             failed += 1
     found = await _verify(blocks, store, saved, subject.patience_s)
-    tell(
-        {
-            "opened": True,
-            "saved": len(saved),
-            "failed": failed,
-            "kept": found.kept,
-            "wrong": found.wrong,
-        }
-    )
+    tell({"opened": True, "saved": len(saved), "failed": failed, **found})
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     await asyncio.sleep(0)
     again = 0
@@ -185,13 +164,14 @@ async def limited(
         except RetryLater:
             await asyncio.sleep(0.1)
     found = await _verify(blocks, store, [blocks.key("again")], subject.patience_s)
-    tell({"again": again, "kept": found.kept, "wrong": found.wrong})
+    tell({"again": again, **found})
     await store.close()
 
 
 async def _verify(
     blocks: BlockMaker, store: Backend, keys: Sequence[BlockKey], within_s: float
-) -> Verified:
+) -> dict[str, int]:
+    """How many blocks are there, and how many of them are wrong."""
     wrong = kept = 0
     end = time.monotonic() + within_s
     for key in keys:
@@ -206,11 +186,7 @@ async def _verify(
                 await asyncio.sleep(0.1)
         kept += loaded
         wrong += loaded and not blocks.holds(into, key)
-    return Verified(kept, wrong)
-
-
-def _open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return {"kept": kept, "wrong": wrong}
 
 
 async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
@@ -222,7 +198,7 @@ async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
     store = subject.make_guarded(5.0)
     await store.open([BlockMaker.layout])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_open_files() + 8, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 8, hard))
     held: list[int] = []
     try:
         while True:
@@ -245,7 +221,7 @@ async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     found = await _verify(blocks, store, keys, subject.patience_s)
     again = await store.save(blocks.chain(blocks.keys("again", count=2)))
-    tell({"answers": answers, "kept": found.kept, "wrong": found.wrong, "again": again})
+    tell({"answers": answers, "again": again, **found})
     await store.close()
 
 

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kvconnect.testing.check import Violation
+from kvconnect.testing.processes.packed import pack
 from kvconnect.testing.subject import Subject
 
 __all__ = ["Child", "Told", "start"]
@@ -121,10 +121,10 @@ class _ForkServer:
         return self._process.poll() is None
 
     def start(self, subject: Subject, work: str, arguments: dict[str, Any]) -> Child:
-        recipe = asdict(subject.recipe())
+        packed = pack(subject).hex()
         with self._lock:
             self._number += 1
-            job = {"job": self._number, "subject": recipe, "work": work, "arguments": arguments}
+            job = {"job": self._number, "subject": packed, "work": work, "arguments": arguments}
             lines = self._jobs[self._number] = queue.Queue()
             stdin = self._process.stdin
             if stdin is None or not self.alive:

@@ -1,0 +1,138 @@
+"""Damage to the disk store's index that SQLite does not see: looked for when it is opened.
+
+Tables that are `STRICT` refuse values of another type. Those of an older version take any, and
+whoever writes to the database by hand can change what a table is.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kvconnect.backends.disk.errors import IndexDamaged
+
+__all__ = ["expect_schema", "expect_sound", "whole_numbers"]
+
+T = TypeVar("T", bound=tuple[object, ...])
+
+_NUMBER, _TEXT, _BYTES, _BYTES_OR_NULL = "integer", "text", "blob", "blob or null"
+_COLUMNS = {
+    "segments": {"id": _NUMBER, "size": _NUMBER, "slots": _NUMBER, "fresh": _NUMBER},
+    "free": {"segment": _NUMBER, "slot": _NUMBER},
+    "reserved": {"owner": _TEXT, "save": _NUMBER, "segment": _NUMBER, "slot": _NUMBER},
+    "blocks": {
+        "id": _NUMBER,
+        "key": _BYTES,
+        "segment": _NUMBER,
+        "slot": _NUMBER,
+        "size": _NUMBER,
+        "length": _NUMBER,
+        "priority": _NUMBER,
+        "created": _NUMBER,
+        "used": _NUMBER,
+        "parent": _BYTES_OR_NULL,
+        "tokens": _BYTES_OR_NULL,
+        "namespace": _BYTES,
+        "pool_group": _NUMBER,
+        "model": _BYTES,
+    },
+}
+# An older version's blocks have no model.
+_OPTIONAL = {("blocks", "model")}
+_WRONG = {
+    _NUMBER: "typeof({0}) <> 'integer'",
+    _TEXT: "typeof({0}) <> 'text'",
+    _BYTES: "typeof({0}) <> 'blob'",
+    _BYTES_OR_NULL: "typeof({0}) NOT IN ('blob', 'null')",
+}
+# A row gets the number that is one above the last: at the end of all numbers nothing can be saved.
+_VALUES = {
+    "segments.id": "SELECT 1 FROM segments WHERE id > 1 << 62 LIMIT 1",
+    "blocks.id": "SELECT 1 FROM blocks WHERE id > 1 << 62 LIMIT 1",
+    "segments.fresh": "SELECT 1 FROM segments WHERE fresh < 0",
+    "sqlite_sequence.seq": (
+        "SELECT 1 FROM sqlite_sequence"
+        " WHERE typeof(seq) <> 'integer' OR seq NOT BETWEEN 0 AND 1 << 62"
+    ),
+    # A slot of two blocks, or that is to be used again while a block is in it: each time one of
+    # them is saved the other is overwritten.
+    "blocks.slot": (
+        "SELECT 1 FROM (SELECT segment, slot FROM blocks UNION ALL SELECT segment, slot FROM free"
+        " UNION ALL SELECT segment, slot FROM reserved)"
+        " GROUP BY segment, slot HAVING count(*) > 1 LIMIT 1"
+    ),
+    "blocks.segment": (
+        "SELECT 1 FROM blocks JOIN segments ON segments.id = segment WHERE slot >= fresh LIMIT 1"
+    ),
+}
+
+
+def expect_schema(db: sqlite3.Connection) -> None:
+    """Raise if tables or columns are missing, or if something acts on what is written to them.
+
+    Raises:
+        IndexDamaged: it says what.
+        sqlite3.Error: the database cannot be read.
+    """
+    for table, columns in _COLUMNS.items():
+        missing = columns.keys() - _columns(db, table)
+        for column in sorted(missing):
+            if (table, column) not in _OPTIONAL:
+                raise IndexDamaged(f"{table} has no column {column}")
+        # A row that one of these does not let in would count as stored.
+        query = "SELECT name FROM pragma_index_list(?) WHERE \"unique\" AND origin = 'c'"
+        for (name,) in db.execute(query, (table,)).fetchall():
+            raise IndexDamaged(f"there is an index {name!r}, which is none of its own")
+    query = "SELECT type, name FROM sqlite_schema WHERE type IN ('trigger', 'view')"
+    for kind, name in db.execute(query).fetchall():
+        raise IndexDamaged(f"there is a {kind} {name!r}, which is none of its own")
+
+
+def expect_sound(db: sqlite3.Connection) -> None:
+    """Raise if values are none that were written. Reads all rows.
+
+    Raises:
+        IndexDamaged: it names the column of one.
+        sqlite3.Error: the database cannot be read.
+    """
+    listed = db.execute("PRAGMA table_list").fetchall()  # an older SQLite lists none
+    strict = {name for _, name, _, _, _, is_strict in listed if is_strict}
+    for table in _COLUMNS.keys() - strict:
+        _expect_types(db, table)
+    for column, query in _VALUES.items():
+        if db.execute(query).fetchall():
+            raise _bad_value(column)
+
+
+def whole_numbers(rows: Sequence[T]) -> Sequence[T]:
+    """Return `rows` if all values in them are whole numbers.
+
+    Raises:
+        IndexDamaged: one is not: somebody wrote to an index of an older version while it was open.
+    """
+    for row in rows:
+        for value in row:
+            if not isinstance(value, int):
+                raise IndexDamaged(f"{value!r:.40} stands where a number belongs")
+    return rows
+
+
+def _expect_types(db: sqlite3.Connection, table: str) -> None:
+    there = _columns(db, table)
+    wrong = " ".join(
+        f"WHEN {_WRONG[kind].format(column)} THEN '{column}'"
+        for column, kind in _COLUMNS[table].items()
+        if column in there
+    )
+    query = f"SELECT CASE {wrong} END AS odd FROM {table} WHERE odd IS NOT NULL LIMIT 1"  # noqa: S608 - names of columns
+    for (column,) in db.execute(query).fetchall():
+        raise _bad_value(f"{table}.{column}")
+
+
+def _bad_value(column: str) -> IndexDamaged:
+    return IndexDamaged(f"a value of {column} is none that belongs there")
+
+
+def _columns(db: sqlite3.Connection, table: str) -> set[str]:
+    return {name for _, name, *_ in db.execute(f"PRAGMA table_info({table})").fetchall()}

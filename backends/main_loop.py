@@ -1,0 +1,62 @@
+"""An event loop for a program's own thread, which ends although a store in it is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+from kvconnect.backends.daemon_threads import DaemonThreads
+
+__all__ = ["main_loop", "run_to_end"]
+
+T = TypeVar("T")
+
+_THREADS = 16
+_END_S = 5.0
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """As ``asyncio.run``, which waits for ever for a thread that is stuck. Main thread only.
+
+    Ctrl-C cancels `work`, as does an exception of another signal handler. What has not ended some
+    seconds later, a read from a dead network mount say, is left behind on daemon threads.
+    """
+    with main_loop(_END_S) as loop:
+        # Closing the runner would wait for tasks that never end: the context does it instead.
+        return asyncio.Runner(loop_factory=lambda: loop).run(work)
+
+
+@contextlib.contextmanager
+def main_loop(end_s: float) -> Iterator[asyncio.AbstractEventLoop]:
+    """A new loop. At the end what runs in it is cancelled, and left behind after `end_s` seconds.
+
+    ``asyncio.to_thread`` runs on daemon threads: stuck ones do not keep the process from ending.
+    """
+    loop = asyncio.new_event_loop()
+    threads = DaemonThreads(_THREADS, "kvconnect-main")
+    loop.set_default_executor(threads)
+    try:
+        yield loop
+    finally:
+        try:
+            _end(loop, end_s)
+            threads.end(end_s / 4)
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop, end_s: float) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=end_s))
+    for _ in range(3):  # transports that were closed last need it to let go of their sockets
+        loop.run_until_complete(asyncio.sleep(0))
+    with contextlib.suppress(TimeoutError):
+        loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), end_s / 4))
+    if not all(task.done() for task in tasks):  # they are known to be lost: no complaints
+        loop.set_exception_handler(lambda *_: None)

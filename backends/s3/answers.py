@@ -1,0 +1,128 @@
+"""Answers of the service about a block, and how long they are remembered."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvconnect.backends.s3.bucket import Fetched, S3Bucket
+from kvconnect.backends.s3.format import BadRecord, Member, Record, record_nbytes
+from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.keys import BlockKey
+
+__all__ = ["Absent", "AnswerCache", "Found", "fetch_entry"]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A block that is stored.
+
+    Attributes:
+        record: it and the blocks that share its object.
+        member: it.
+        data_start: where its object's payload begins.
+        etag: of the object that stands for it; ``None`` if only a neighbour's was read.
+        expires_at: monotonic seconds after which it counts as gone.
+    """
+
+    record: Record
+    member: Member
+    data_start: int
+    etag: str | None
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A block that is not stored.
+
+    Attributes:
+        etag: of the object of its name that is damaged or too old; empty if there is none.
+        damaged: that object is no record of it. It may be one all the same, and the answer wrong.
+    """
+
+    etag: str = ""
+    damaged: bool = False
+
+
+def fetch_entry(bucket: S3Bucket, settings: S3Settings, key: BlockKey) -> Found | Absent:
+    """What the object of `key` says. Blocks.
+
+    Raises:
+        BackendUnavailable: it cannot be read.
+    """
+    name = settings.name("k", key.hex())
+    limit = 1024 + 768 * settings.blocks_per_object
+    fetched = bucket.fetch(name, limit)
+    if fetched is None:
+        return Absent()
+    try:
+        nbytes = record_nbytes(fetched.data)
+        if nbytes > len(fetched.data) and nbytes <= fetched.nbytes:
+            longer = bucket.fetch(name, nbytes)
+            if longer is None or longer.etag != fetched.etag:
+                return Absent()
+            fetched = longer
+        return _entry(fetched, nbytes, settings, key)
+    except BadRecord:
+        return Absent(fetched.etag, damaged=True)
+
+
+def _entry(fetched: Fetched, nbytes: int, settings: S3Settings, key: BlockKey) -> Found | Absent:
+    record = Record.decode(fetched.data)
+    member = record.find(key)
+    start = 0 if record.payload is not None else nbytes
+    if member is None or (start and start + member.nbytes != fetched.nbytes):
+        return Absent(fetched.etag, damaged=True)
+    left = float("inf") if settings.ttl_s is None else settings.ttl_s - fetched.age_s
+    if left <= 0:
+        return Absent(fetched.etag)
+    return Found(record, member, start, fetched.etag, time.monotonic() + left)
+
+
+class AnswerCache(Generic[K, V]):
+    """The `capacity` answers used last. Belongs to one thread.
+
+    Args:
+        capacity: entries.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, capacity: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._capacity = capacity
+        self._clock = clock
+        self._answers: OrderedDict[K, tuple[float, V]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get(self, key: K) -> V | None:
+        """The answer for `key`, unless it is too old."""
+        entry = self._answers.get(key)
+        if entry is None:
+            return None
+        if self._clock() >= entry[0]:
+            del self._answers[key]
+            return None
+        self._answers.move_to_end(key)
+        return entry[1]
+
+    def put(self, key: K, answer: V, seconds: float) -> None:
+        """Remember `answer` for so many seconds; 0: not at all."""
+        if seconds <= 0:
+            self._answers.pop(key, None)
+            return
+        self._answers[key] = (self._clock() + seconds, answer)
+        self._answers.move_to_end(key)
+        if len(self._answers) > self._capacity:
+            self._answers.popitem(last=False)
+
+    def drop(self, key: K) -> None:
+        """Forget `key`, at once."""
+        self._answers.pop(key, None)

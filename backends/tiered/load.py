@@ -1,0 +1,157 @@
+"""Blocks loaded from the tiers: each piece from the first that has it, checked and promoted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvconnect import frame
+from kvconnect.backend import StoredBlock
+from kvconnect.backends.guard.pieces import load_pieces
+from kvconnect.backends.tiered.tier import Tier
+from kvconnect.errors import BadFrame
+from kvconnect.frame import FrameChecksum
+from kvconnect.keys import BlockKey
+from kvconnect.trace import count, warn_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["TieredReader"]
+
+# Hashing less than this takes less time than handing it to a thread.
+_INLINE_NBYTES = 256 << 10
+
+
+class TieredReader:
+    """Loads blocks, and has copies of them written to faster tiers. Belongs to the event loop.
+
+    Args:
+        tiers: in order.
+
+    Attributes:
+        promotes: whether what a slower tier had is copied to the faster ones.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
+        self.promotes = False
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        """Fills `into`; see `TieredBackend.load`."""
+        loaded = 0
+        promotions: list[asyncio.Task[None]] = []
+        bad: set[BlockKey] = set()
+        try:
+            progress = True
+            while progress and loaded < len(keys):
+                progress = False
+                # A slow tier comes last: what is in another need not wait for it.
+                for tier in sorted(self._tiers, key=lambda tier: not tier.prompt):
+                    rest = slice(loaded, None)
+                    got = await _load(tier, keys[rest], into[rest], bad)
+                    if got:
+                        piece = slice(loaded, loaded + got)
+                        promotions += self._promotion(tier, keys[piece], into[piece])
+                        loaded += got
+                        progress = True
+                    if loaded == len(keys):
+                        break
+        finally:
+            # They read `into`, which is handed on then. What becomes of them is not the load's.
+            for error in await asyncio.gather(*promotions, return_exceptions=True):
+                if error is not None:
+                    warn_once("tiered.promotion", f"loaded blocks were not copied: {error!r}")
+            for _ in bad:  # once, however many tiers had a bad copy
+                count("store.bad_frame")
+        return loaded
+
+    def _promotion(
+        self, source: Tier, keys: Sequence[BlockKey], frames: Sequence[Tensor]
+    ) -> Iterator[asyncio.Task[None]]:
+        count(f"store.tiered.loaded.{source.name}", blocks=len(keys))
+        faster = [tier for tier in self._tiers[: self._tiers.index(source)] if tier.alive]
+        if faster and self.promotes:
+            yield asyncio.create_task(_promote(source, faster, keys, frames))
+
+
+async def _promote(
+    source: Tier,
+    faster: Sequence[Tier],
+    keys: Sequence[BlockKey],
+    frames: Sequence[Tensor],
+) -> None:
+    """Have `faster` written in the background; `frames` may be handed on when this returns."""
+    known = await source.answer(source.guard.describe(keys), [None] * len(keys))
+    blocks = []
+    for key, data, entry in zip(keys, frames, known, strict=True):
+        if entry is not None:
+            blocks.append(entry.block(data[: entry.nbytes]))
+        elif not source.guard.capabilities.variable_length:
+            blocks.append(StoredBlock(key, data))
+        else:
+            with suppress(BadFrame):  # no frame: nothing says how long the value is
+                blocks.append(StoredBlock(key, frame.whole(data)))
+    await asyncio.gather(*(tier.backlog.add(blocks) for tier in faster))
+
+
+async def _load(
+    tier: Tier, keys: Sequence[BlockKey], into: Sequence[Tensor], bad: set[BlockKey]
+) -> int:
+    """Fill `into`; return how many leading ones are filled, and sound if that is checked.
+
+    Nothing is filled if the store fails. Keys of frames that were not sound are added to `bad`.
+
+    Raises:
+        BackendTimeout: `into` belongs to the call until `pending` is done.
+    """
+    if not tier.alive:
+        return 0
+    taken = [FrameChecksum(data) for data in into] if tier.verify_frames else []
+    return await load_pieces(
+        into,
+        lambda part: tier.answer(
+            tier.guard.load_hashed(keys[part], into[part], taken[part]), 0, holds_buffers=True
+        ),
+        lambda got: _check(tier, keys[got], into[got], taken[got], bad),
+    )
+
+
+async def _check(
+    tier: Tier,
+    keys: Sequence[BlockKey],
+    frames: Sequence[Tensor],
+    taken: Sequence[FrameChecksum],
+    told: set[BlockKey],
+) -> int:
+    if not taken:
+        return len(keys)
+    if sum(checksum.left_nbytes for checksum in taken) <= _INLINE_NBYTES:
+        bad = _bad_frames(keys, frames, taken)
+    else:
+        bad = await asyncio.to_thread(_bad_frames, keys, frames, taken)
+    if not bad:
+        return len(keys)
+    for index, error in bad.items():
+        told.add(keys[index])
+        count(f"store.tiered.bad_frame.{tier.name}")
+        warn_once(
+            f"{tier.name}.bad_frame",
+            f"tier {tier.name}: block {keys[index].hex()[:16]} is bad ({error}); it is dropped",
+        )
+    await tier.answer(tier.guard.delete([keys[index] for index in bad]), None)
+    return min(bad)
+
+
+def _bad_frames(
+    keys: Sequence[BlockKey], frames: Sequence[Tensor], taken: Sequence[FrameChecksum]
+) -> dict[int, BadFrame]:
+    bad: dict[int, BadFrame] = {}
+    for index, (key, data, checksum) in enumerate(zip(keys, frames, taken, strict=True)):
+        try:
+            frame.check(frame.whole(data), key, None, checksum)
+        except BadFrame as error:
+            bad[index] = error
+    return bad

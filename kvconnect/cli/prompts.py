@@ -1,0 +1,153 @@
+"""The prompts of a command line: arguments, files of one prompt each, and JSONL files of many."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvconnect.config import KvCacheRetentionConfig
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvconnect.engine.llm import LLM
+    from kvconnect.engine.request.handle import RequestHandle
+
+__all__ = ["Job", "add_prompt_options", "read_jobs"]
+
+_FORMS = ("prompt", "prompt_token_ids", "messages")
+_FORM = 'write {"prompt": "…"}, {"prompt_token_ids": […]} or {"messages": […]}'
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt to answer.
+
+    Attributes:
+        content: of `form`: text, token ids, or the messages of a conversation.
+        form: ``prompt``, ``prompt_token_ids`` or ``messages``.
+        sampling: how to go on from it.
+        cache_salt: of its blocks.
+    """
+
+    content: Any
+    form: str
+    sampling: SamplingParams
+    cache_salt: str | None
+
+    def as_chat(self) -> Job:
+        """The same, its text as what a user says.
+
+        Raises:
+            ConfigurationError: it is token ids.
+        """
+        if self.form == "messages":
+            return self
+        if self.form != "prompt":
+            raise ConfigurationError("--chat: token ids are no message; give a text or messages")
+        messages = [{"role": "user", "content": self.content}]
+        return Job(messages, "messages", self.sampling, self.cache_salt)
+
+    def submit(self, llm: LLM, retention: KvCacheRetentionConfig | None) -> RequestHandle:
+        """Start it."""
+        prompt = (
+            llm.chat_prompt(self.content) if self.form == "messages" else {self.form: self.content}
+        )
+        return llm.submit(prompt, self.sampling, cache_salt=self.cache_salt, retention=retention)
+
+
+def add_prompt_options(group: argparse._ArgumentGroup) -> None:
+    """Describe where prompts come from."""
+    prompts = group.add_mutually_exclusive_group(required=True)
+    prompts.add_argument(
+        "--prompt", nargs="+", action="extend", metavar="TEXT", help="one prompt or several"
+    )
+    prompts.add_argument(
+        "--prompt-file",
+        nargs="+",
+        action="extend",
+        metavar="F",
+        help="UTF-8 files, each one prompt; - is standard input",
+    )
+    prompts.add_argument(
+        "--jsonl",
+        nargs="+",
+        action="extend",
+        metavar="F",
+        help="files of one prompt a line; - is standard input. A line is a JSON string, a list of "
+        "token ids, or an object with prompt, prompt_token_ids or messages, and, if wanted, "
+        "cache_salt and sampling parameters of its own, named as in Python (max_tokens, …)",
+    )
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        help="each prompt is what a user says: put it into the model's chat template",
+    )
+
+
+def read_jobs(arguments: argparse.Namespace, sampling: Mapping[str, object]) -> Iterator[Job]:
+    """The prompts that `arguments` name, in order.
+
+    Args:
+        arguments: of `add_prompt_options`, and ``cache_salt``.
+        sampling: fields of `SamplingParams`, for all that say nothing else.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or a line of it is wrong, which it names.
+    """
+    plain = SamplingParams.given("sampling", sampling)
+    texts = list(arguments.prompt or ())
+    texts += [_read("--prompt-file", name) for name in arguments.prompt_file or ()]
+    jobs = [Job(text, "prompt", plain, arguments.cache_salt) for text in texts]
+    for name in arguments.jsonl or ():
+        for number, line in enumerate(_read("--jsonl", name).splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                jobs.append(_job(line, sampling, arguments.cache_salt))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"--jsonl {name} line {number}: {error}") from error
+    for job in jobs:
+        yield job.as_chat() if arguments.chat else job
+
+
+def _read(option: str, name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{option} {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{option} {name}: is not UTF-8 ({error})") from error
+
+
+def _job(line: str, sampling: Mapping[str, object], cache_salt: str | None) -> Job:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"is not JSON ({error})") from error
+    if isinstance(given, str):
+        given = {"prompt": given}
+    elif isinstance(given, list):
+        given = {"prompt_token_ids": given}
+    elif not isinstance(given, dict):
+        raise ConfigurationError(_FORM)
+    known = {*_FORMS, "cache_salt", *SamplingParams.model_fields}
+    for key in given:
+        if key not in known:
+            raise ConfigurationError(f"unknown key '{key}'; {nearest(key, known)}")
+    forms = [form for form in _FORMS if form in given]
+    if len(forms) != 1:
+        raise ConfigurationError(f"{len(forms)} of {', '.join(_FORMS)} are given; {_FORM}")
+    (form,) = forms
+    own = {name: given[name] for name in given.keys() & SamplingParams.model_fields.keys()}
+    return Job(
+        given[form],
+        form,
+        SamplingParams.given("sampling", {**sampling, **own}),
+        given.get("cache_salt", cache_salt),
+    )

@@ -1,0 +1,60 @@
+"""The pool as connectors see it: copies to host memory are copies, also where the pool is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["PoolView", "pool_view"]
+
+_TO_HOST = frozenset({Tensor.cpu, Tensor.to})
+
+
+class PoolView(Tensor):
+    """A pool in host memory, or a part of it.
+
+    Connectors take a block off a device with ``pool[block].cpu()``. Here that would be the block
+    itself: what is written meanwhile would be saved in its place, and ``torch.save`` would save the
+    whole pool with it. So `cpu` and `to` copy; everything else is as with any tensor.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  documented for this
+            result = func(*args, **(kwargs or {}))
+            if func in _TO_HOST:
+                return _apart(result, args[0])
+            return _within(result, args)
+
+
+def pool_view(pool: Tensor) -> Tensor:
+    """Returns `pool` itself on a device, else a `PoolView` of it."""
+    return pool.as_subclass(PoolView) if pool.is_cpu else pool
+
+
+def _apart(result: Tensor, source: Tensor) -> Tensor:
+    plain = result.as_subclass(Tensor)
+    return plain.clone() if _same(plain, source) else plain
+
+
+def _within(result: Any, args: tuple[Any, ...]) -> Any:
+    """Parts of the pool stay views of it; what was computed from them is a plain tensor."""
+    if isinstance(result, (tuple, list)) and any(isinstance(one, Tensor) for one in result):
+        return type(result)([_within(one, args) for one in result])
+    if not isinstance(result, Tensor) or (args and result is args[0]):
+        return result
+    views = any(isinstance(one, PoolView) and _same(result, one) for one in args)
+    return result.as_subclass(PoolView if views else Tensor)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -1,0 +1,137 @@
+"""Which of the connector's offers are taken, and when their loads may start."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from kvconnect.cache.resource_manager import BaseKVCacheManager
+from kvconnect.config import KvCacheConnectorConfig
+from kvconnect.connector.data import Direction
+from kvconnect.connector.runtime.answers import checked_match
+from kvconnect.connector.runtime.ledger import TransferLedger
+from kvconnect.connector.runtime.reporting import RequestRecord
+from kvconnect.connector.runtime.request_errors import RequestErrors
+from kvconnect.connector.scheduler import KvCacheConnectorScheduler
+from kvconnect.request import ExternalMatch
+
+__all__ = ["LoadAdmission"]
+
+# With windows a load that failed is of no use at all. The second try finds what is wrong with the
+# store's blocks gone; more of them would let a slow store hold a request up for ever.
+_MOST_FAILED_LOADS = 2
+
+
+class LoadAdmission:
+    """Asks the connector at each admission, once, and bounds what loads in the background hold.
+
+    Requests that load, and blocks in quarantine, take at most ``max_loading_fraction`` of the pool.
+    An offer beyond that waits, while the blocks are of loads in flight and for ``load_timeout_s``
+    at most; then it is dropped. A load that is larger than all that starts when nothing is held.
+    """
+
+    def __init__(
+        self,
+        kv: BaseKVCacheManager,
+        ledger: TransferLedger,
+        config: KvCacheConnectorConfig,
+        *,
+        errors: RequestErrors,
+        tokens_per_block: int,
+        divisible: bool,
+    ) -> None:
+        self._ledger = ledger
+        self._errors = errors
+        self._max_blocks = int(kv.get_max_resource_count() * config.max_loading_fraction)
+        self._patience_s = config.load_timeout_s
+        self._tokens_per_block = tokens_per_block
+        self._divisible = divisible
+        self._admitted: list[RequestRecord] = []  # those of this step among them have a match
+        self._dropped: list[int] = []
+
+    def match(
+        self, scheduler: KvCacheConnectorScheduler, record: RequestRecord, num_device_tokens: int
+    ) -> ExternalMatch:
+        """What is to be loaded of `record` beyond the device match.
+
+        Changes the record's `offer`, and its `match` to what is taken. Nothing is while too many
+        blocks are held back for transfers that timed out, or the request's own last load is still
+        held; nor once loads of it have failed `_MOST_FAILED_LOADS` times, where each of them sends
+        it back to the queue. What the connector raises, or answers wrongly, is kept and ends the
+        request.
+        """
+        request = record.request
+        record.match = None
+        request.num_connector_matched_tokens = 0
+        position = num_device_tokens - num_device_tokens % self._tokens_per_block
+        offer = self._offer(scheduler, record, position)
+        # An offer that had to wait began where the device match ended then.
+        reaches = offer.position <= position and offer.end > num_device_tokens
+        if reaches and self._may_load(record):
+            room = not offer.is_async or self._room(record)
+            if room is None:
+                return replace(offer, num_tokens=0, deferred=True)
+            if room:
+                record.match = offer
+                request.num_connector_matched_tokens = offer.num_tokens
+                return offer
+        return ExternalMatch(position)
+
+    def admitted(self, record: RequestRecord) -> None:
+        """`record` has its blocks; a load of it starts with the step."""
+        if record.match is not None:
+            self._admitted.append(record)
+        elif record.offer is not None and record.offer.is_async:
+            self._dropped.append(record.request.request_id)
+        record.admitted()
+
+    def take_dropped(self) -> tuple[int, ...]:
+        """Admitted requests whose offer of a load in the background was dropped, each once."""
+        dropped, self._dropped = tuple(self._dropped), []
+        return dropped
+
+    # ------------------------------------------------------------------ inside
+
+    def _offer(
+        self, scheduler: KvCacheConnectorScheduler, record: RequestRecord, position: int
+    ) -> ExternalMatch:
+        if record.offer is None:
+            request = record.request
+            num_tokens, is_async = 0, False
+            if request not in self._errors:
+                with self._errors.kept(request):
+                    answer = scheduler.get_num_new_matched_tokens(request, position)
+                    num_tokens, is_async = checked_match(scheduler, answer)
+            # The last token is always computed: its logits are needed.
+            num_tokens = max(0, min(num_tokens, request.num_tokens - 1 - position))
+            record.offer = ExternalMatch(position, num_tokens, is_async)
+        return record.offer
+
+    def _may_load(self, record: RequestRecord) -> bool:
+        quarantine = self._ledger.quarantine
+        given_up = not self._divisible and record.failed_loads >= _MOST_FAILED_LOADS
+        held = quarantine.holds(Direction.LOAD, record.request.request_id)
+        return not (given_up or quarantine.full or held)
+
+    def _room(self, record: RequestRecord) -> bool | None:
+        """Whether its load in the background may start; ``None``: perhaps later."""
+        loading = self._num_loading()
+        held = loading + self._ledger.quarantine.num_blocks
+        if held == 0 or held + self._num_blocks(record) <= self._max_blocks:
+            return True
+        if loading == 0:
+            return False  # what is in quarantine may never come back
+        now = time.monotonic()
+        if record.waits_until is None:
+            record.waits_until = now + self._patience_s
+        return None if now < record.waits_until else False
+
+    def _num_loading(self) -> int:
+        """Blocks of group 0 that requests hold which load, or will in the step to come."""
+        self._admitted = [one for one in self._admitted if one.match is not None]
+        starting = [one for one in self._admitted if one.match is not None and one.match.is_async]
+        records = [*starting, *self._ledger.loading_records()]
+        return sum(map(self._num_blocks, records))
+
+    def _num_blocks(self, record: RequestRecord) -> int:
+        return -(-record.request.num_tokens // self._tokens_per_block)

@@ -1,0 +1,82 @@
+"""The stream that a connector's worker is given: CUDA's, or on the CPU one that is always done."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias, TypeVar
+
+import torch
+
+__all__ = ["CpuEvent", "CpuStream", "ForwardStream", "cuda_stream"]
+
+
+class Waitable(Protocol):
+    """A stream or an event of any device."""
+
+    def synchronize(self) -> None:
+        """Blocks until what it stands for is done."""
+
+
+Event = TypeVar("Event")
+
+
+class CpuEvent:
+    """A point of a `CpuStream`: passed as soon as it is recorded."""
+
+    def query(self) -> bool:
+        """Returns True: the point is passed."""
+        return True
+
+    def record(self, stream: object = None) -> None:
+        """Does nothing: what was called before has run."""
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+    def wait(self, stream: object = None) -> None:
+        """Returns at once."""
+
+
+class CpuStream:
+    """The order of work on the CPU, with the methods of ``torch.cuda.Stream``.
+
+    Work on the CPU has run when the call that asked for it returns, so there is nothing to wait
+    for; what is waited for on another device blocks the caller.
+
+    Attributes:
+        device: the CPU.
+        cuda_stream: 0, CUDA's name for "no stream of its own".
+    """
+
+    device = torch.device("cpu")
+    cuda_stream = 0
+
+    def query(self) -> bool:
+        """Returns True: all work has run."""
+        return True
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+    def wait_stream(self, stream: Waitable) -> None:
+        """Blocks until what `stream` was given so far is done; at once if it is a `CpuStream`."""
+        stream.synchronize()
+
+    def wait_event(self, event: Waitable) -> None:
+        """Blocks until `event` is passed; at once if it is a `CpuEvent`."""
+        event.synchronize()
+
+    def record_event(self, event: Event | None = None) -> Event | CpuEvent:
+        """Returns `event`, or a new one, which is passed already."""
+        return CpuEvent() if event is None else event
+
+    def __repr__(self) -> str:
+        return "CpuStream()"
+
+
+ForwardStream: TypeAlias = torch.cuda.Stream | CpuStream
+"""What the forward pass runs on."""
+
+
+def cuda_stream(stream: ForwardStream | None) -> torch.cuda.Stream | None:
+    """Returns `stream` if it is CUDA's, else ``None``."""
+    return None if stream is None or isinstance(stream, CpuStream) else stream

@@ -1,0 +1,94 @@
+"""Digests of files that were hashed before, kept for the next process."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from kvconnect.digest.identity import FileIdentity
+
+__all__ = ["DigestCache"]
+
+_NAME = "model-digests"
+_MAX_ENTRIES = 1024
+_MAX_NBYTES = 1 << 20
+_DIGEST_NBYTES = 32
+
+
+class DigestCache:
+    """Digests by identity: 1,024 at most, the oldest go first.
+
+    One small file, a line for each. It is replaced as a whole, so several processes may use it: one
+    may lose what another adds, which costs time. So does a file that is damaged, that cannot be
+    read or written, or that other users may write.
+
+    Args:
+        directory: made when first written to, for this user alone; ``None``: nothing is kept.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._path = None if directory is None else directory / _NAME
+
+    def read(self) -> dict[FileIdentity, bytes]:
+        """All that is kept and whole, the oldest first."""
+        if self._path is None:
+            return {}
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                text = file.read(_MAX_NBYTES) if _private(descriptor) else b""
+        except OSError:
+            return {}
+        entries = map(_entry, text.splitlines())
+        return dict(entry for entry in entries if entry is not None)
+
+    def add(self, entries: Mapping[FileIdentity, bytes]) -> None:
+        """Keep `entries`, too; never raises."""
+        if self._path is None or not entries:
+            return
+        kept = {key: value for key, value in self.read().items() if key not in entries}
+        lines = list(map(_line, (kept | dict(entries)).items()))[-_MAX_ENTRIES:]
+        with suppress(OSError):
+            _replace(self._path, b"".join(lines))
+
+
+def _private(descriptor: int) -> bool:
+    found = os.fstat(descriptor)
+    ours = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return ours and stat.S_ISREG(found.st_mode)
+
+
+def _line(entry: tuple[FileIdentity, bytes]) -> bytes:
+    identity, digest = entry
+    text = " ".join([*map(str, identity), digest.hex()]).encode()
+    return b"%s %s\n" % (text, xxhash.xxh3_64_hexdigest(text).encode())
+
+
+def _entry(line: bytes) -> tuple[FileIdentity, bytes] | None:
+    text, _, check = line.rpartition(b" ")
+    if xxhash.xxh3_64_hexdigest(text).encode() != check:
+        return None
+    *numbers, digest = text.split(b" ")
+    try:
+        entry = FileIdentity(*map(int, numbers)), bytes.fromhex(digest.decode())
+    except (ValueError, TypeError):  # a version to come may write other fields
+        return None
+    return entry if len(entry[1]) == _DIGEST_NBYTES else None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

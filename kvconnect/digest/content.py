@@ -1,0 +1,135 @@
+"""The digest of a file's whole content, hashed by several threads at once."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import xxhash
+
+from kvconnect.errors import ModelChanged
+
+__all__ = ["Content", "content_digests"]
+
+logger = logging.getLogger("kvconnect.digest")
+
+_WHOLE = 256 << 20
+_LEAF = 16 << 20
+_PIECE = 1 << 20  # is hashed while it is in the processor's cache
+_MAX_THREADS = 16
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Content(NamedTuple):
+    """What an open file holds.
+
+    Attributes:
+        descriptor: open for reading; its position is neither used nor moved.
+        size: in bytes.
+    """
+
+    descriptor: int
+    size: int
+
+
+def content_digests(contents: Sequence[Content]) -> list[bytes]:
+    """32 bytes of each of `contents`, of all that it holds.
+
+    Up to 256 MiB that is BLAKE2b of size and content. Beyond, it is BLAKE2b of size and leaves:
+    XXH3-128 of every 16 MiB, which is as fast as memory. XXH3 finds every accident; it does not
+    stop an author who makes two files alike on purpose.
+
+    Blocks on file I/O and tells every 5 seconds how far it is.
+
+    Raises:
+        ModelChanged: a file is shorter than its size.
+        OSError: it cannot be read.
+    """
+    pool = ThreadPoolExecutor(_num_threads(), "kvconnect-digest")
+    buffer = _Buffer()
+    progress = _Progress(sum(content.size for content in contents))
+    try:
+        pending = [
+            [pool.submit(_hash, content, start, buffer) for start in _starts(content.size)]
+            for content in contents
+        ]
+        digests = []
+        for content, parts in zip(contents, pending, strict=True):
+            leaves = []
+            for part in parts:
+                leaves.append(part.result())
+                progress.advance(content.size // len(parts))
+            digests.append(leaves[0] if content.size <= _WHOLE else _root(content.size, leaves))
+        return digests
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _num_threads() -> int:
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _starts(size: int) -> range:
+    return range(1) if size <= _WHOLE else range(0, size, _LEAF)
+
+
+def _hash(content: Content, start: int, buffer: _Buffer) -> bytes:
+    if content.size <= _WHOLE:
+        state = hashlib.blake2b(content.size.to_bytes(8, "little"), digest_size=32)
+        for piece in _pieces(content, range(content.size), buffer):
+            state.update(piece)
+        return state.digest()
+    leaf = xxhash.xxh3_128()
+    for piece in _pieces(content, range(start, min(start + _LEAF, content.size)), buffer):
+        leaf.update(piece)
+    return leaf.digest()
+
+
+def _root(size: int, leaves: Sequence[bytes]) -> bytes:
+    # Personalised: no file that is hashed as a whole looks like the leaves of another.
+    state = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=32, person=b"kvc-leaves")
+    for leaf in leaves:
+        state.update(leaf)
+    return state.digest()
+
+
+def _pieces(content: Content, span: range, buffer: _Buffer) -> Iterator[memoryview]:
+    start = span.start
+    while start < span.stop:
+        piece = buffer.view[: span.stop - start]
+        count = os.preadv(content.descriptor, [piece], start)
+        if count == 0:
+            raise ModelChanged(
+                f"model: a weight file of {content.size} bytes ended after {start} while it was "
+                "read; try again when no process writes to the directory"
+            )
+        yield piece[:count]
+        start += count
+
+
+class _Buffer(threading.local):
+    """One for each thread: new memory for every leaf would cost as much as hashing it."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(_PIECE))
+
+
+class _Progress:
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._told_at = time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        now = time.monotonic()
+        if now - self._told_at >= _SECONDS_BETWEEN_LINES:
+            self._told_at = now
+            done, total = self._done / 2**30, self._total / 2**30
+            logger.info("digest of the weights: %.1f of %.1f GiB read", done, total)

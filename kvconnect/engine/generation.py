@@ -1,0 +1,264 @@
+"""What an `LLM` does with prompts: at once, in a chat, one by one, in coroutines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, Unpack
+
+from kvconnect.config import KvCacheRetentionConfig
+from kvconnect.engine.keywords import known_keywords
+from kvconnect.engine.model.model import Model
+from kvconnect.engine.request.chat import ChatFormat, Conversation, as_conversations
+from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.engine.request.intake import Intake
+from kvconnect.engine.request.live_request import LiveRequest
+from kvconnect.engine.request.options import BatchOptions, ChatOptions, RequestOptions
+from kvconnect.engine.request.output import RequestOutput, StreamChunk
+from kvconnect.engine.request.prompts import Prompt, as_prompts, one_each
+from kvconnect.engine.request.siblings import Siblings
+from kvconnect.engine.request.stops import StopChecker
+from kvconnect.engine.request.tokenizer import Tokenizer
+from kvconnect.engine.thread import EngineThread
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.keys import Namespace
+from kvconnect.request import SamplingParams
+
+__all__ = ["Generation"]
+
+Params: TypeAlias = SamplingParams | Mapping[str, object]
+Retention: TypeAlias = KvCacheRetentionConfig | Mapping[str, object]
+
+
+class Generation:
+    """The methods of an `LLM` that take prompts.
+
+    Every method may be called from any thread.
+
+    Attributes:
+        tokenizer: of the model; ``None`` if its directory has none.
+    """
+
+    tokenizer: Tokenizer | None
+    _ids: Iterator[int]
+    _intake: Intake
+    _model: Model
+    _thread: EngineThread
+
+    @known_keywords
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        cache_salt: str | Sequence[str | None] | None = None,
+        lora_id: int | str | None = None,
+        extra_key: str | int | None = None,
+        retention: Retention | Sequence[Retention | None] | None = None,
+        kv_transfer_params: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer `prompts`, texts or token ids, all at once; blocks until the last one ended.
+
+        Args:
+            prompts: one or several; one is answered by a list of one. Each is text, token ids, or a
+                dict with one of ``prompt`` and ``prompt_token_ids``.
+            sampling_params: one for all, or one each; also as a dict.
+            cache_salt: requests share cached blocks only if theirs is equal; one for all, or a
+                list of one each.
+            lora_id: the same for adapters. None is applied: the id only keeps blocks apart.
+            extra_key: the same for anything else.
+            retention: which blocks are worth keeping; one for all, or a list of one each; also as
+                a dict.
+            kv_transfer_params: data for the connector that travels with the requests; one for all,
+                or a list of one each.
+
+        Raises:
+            ConfigurationError: a prompt or a setting is wrong; nothing was started.
+            EngineClosed: the engine takes no more requests, or this process was forked from its.
+            Exception: what the connector raised for one of these requests; the others go on.
+            BaseException: what stopped the engine, or interrupted the wait (Ctrl-C); these requests
+                are aborted.
+        """
+        several = as_prompts(prompts)
+        count = len(several)
+        params = one_each("sampling_params", sampling_params, count)
+        salts: list[str | None] = one_each("cache_salt", cache_salt, count)
+        kept = one_each("retention", retention, count)
+        carried = one_each("kv_transfer_params", kv_transfer_params, count)
+        made = [
+            self._make(prompt, one, Namespace(salt, lora_id, extra_key), keep, carry)
+            for prompt, one, salt, keep, carry in zip(
+                several, params, salts, kept, carried, strict=True
+            )
+        ]
+        handles: list[RequestHandle] = []
+        try:
+            for lives in made:
+                handles.append(self._post(lives))  # noqa: PERF401  what was posted is to be aborted
+            return [handle.result() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[RequestOutput]:
+        """Answer conversations, put into the model's chat template; see `generate`.
+
+        Args:
+            messages: a conversation, or several: lists of dicts with ``role`` and ``content``.
+            sampling_params: as in `generate`, one for all, or one for each conversation.
+            chat_template: a Jinja template instead of the model's own.
+            add_generation_prompt: end the prompt with what begins the model's answer.
+            continue_final_message: leave the last message open, so that the answer goes on with it.
+            tools: JSON schemas of functions that the template tells the model of.
+            chat_template_kwargs: further variables for the template.
+            options: those of `generate`.
+
+        Raises:
+            ConfigurationError: also if the model has no chat template, or it refuses the messages.
+        """
+        prompts = [
+            self.chat_prompt(
+                one,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for one in as_conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, **options)
+
+    def chat_prompt(self, messages: Conversation, **how: Unpack[ChatOptions]) -> Prompt:
+        """The prompt that `chat` answers, for `submit`, `stream` and `generate_async`.
+
+        Raises:
+            ConfigurationError: as `chat` does.
+        """
+        for name in how.keys() - ChatOptions.__annotations__.keys():
+            raise ConfigurationError(
+                f"{type(self).__name__}.chat_prompt: unknown argument '{name}'; "
+                f"{nearest(name, ChatOptions.__annotations__)}"
+            )
+        return {"prompt_token_ids": ChatFormat(**how).tokens(messages, self.tokenizer)}
+
+    @known_keywords
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        *,
+        cache_salt: str | None = None,
+        lora_id: int | str | None = None,
+        extra_key: str | int | None = None,
+        retention: Retention | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> RequestHandle:
+        """Start one request and return at once; see `generate`.
+
+        Args:
+            prompt: text or token ids, or a dict of either.
+            sampling_params: how to go on from it.
+            cache_salt: as in `generate`.
+            lora_id: as in `generate`.
+            extra_key: as in `generate`.
+            retention: as in `generate`.
+            kv_transfer_params: data for the connector that travels with the request.
+
+        Raises:
+            ConfigurationError: the prompt or a setting is wrong.
+            EngineClosed: the engine takes no more requests.
+        """
+        namespace = Namespace(cache_salt, lora_id, extra_key)
+        made = self._make(prompt, sampling_params, namespace, retention, kv_transfer_params)
+        return self._post(made)
+
+    def generate_async(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestHandle:
+        """Start one request in a coroutine; see `submit`.
+
+        ``await`` what it returns for the output, or iterate over it with ``async for``. To cancel
+        the one, or to leave the other early, aborts the request.
+        """
+        return self.submit(prompt, sampling_params, **options)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[StreamChunk]:
+        """Start one request and iterate over what comes out; see `submit`.
+
+        Starts at once, not with the first ``next``. Leaving the iteration early aborts the request.
+        """
+        handle = self.submit(prompt, sampling_params, **options)
+        chunks = _abort_when_left(handle)
+        next(chunks)
+        return chunks
+
+    def _make(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None,
+        namespace: Namespace,
+        retention: Retention | None,
+        kv_transfer_params: dict[str, Any] | None,
+    ) -> list[LiveRequest]:
+        self._thread.check_process()
+        params = _params(sampling_params)
+        keep = None if retention is None else KvCacheRetentionConfig.given("retention", retention)
+        first = self._intake.request(
+            next(self._ids), prompt, params.for_completion(0), namespace, keep, kv_transfer_params
+        )
+        requests = [first] + [
+            self._intake.another(first, next(self._ids), params.for_completion(index))
+            for index in range(1, params.n)
+        ]
+        eos, tokenizer = self._model.eos_token_ids, self.tokenizer
+        return [
+            LiveRequest(
+                request, StopChecker(params, eos, tokenizer), index=index, tokenizer=tokenizer
+            )
+            for index, request in enumerate(requests)
+        ]
+
+    def _post(self, lives: Sequence[LiveRequest]) -> RequestHandle:
+        siblings = Siblings(lives, self._thread.post, self._thread.abort)
+        siblings.start()
+        # The handle keeps the engine open, and what the engine itself holds does not.
+        return RequestHandle(lives, partial(self._abort, siblings))
+
+    def _abort(self, siblings: Siblings) -> None:
+        siblings.abort()
+
+
+def _params(given: Params | None) -> SamplingParams:
+    if given is None:
+        return SamplingParams()
+    return SamplingParams.given("sampling_params", given)
+
+
+def _abort_when_left(handle: RequestHandle) -> Iterator[StreamChunk]:
+    try:
+        # A generator that was never started runs no `finally`: the caller takes this one.
+        yield StreamChunk(handle.request_id, (), "", None)
+        yield from handle.stream()
+    finally:
+        handle.abort()

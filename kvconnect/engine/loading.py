@@ -1,0 +1,60 @@
+"""From a directory to a model, its tokenizer and its digest, all of the same files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconnect.digest.files import ModelFiles
+from kvconnect.digest.model import check_revision, digest_of
+from kvconnect.engine.model.model import Model
+from kvconnect.engine.request.tokenizer import Tokenizer
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["LoadedModel", "load_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model and what came with it.
+
+    Attributes:
+        model: loaded.
+        tokenizer: ``None`` if the directory has none.
+        digest: of the configuration and the weights that were loaded, 32 bytes.
+    """
+
+    model: Model
+    tokenizer: Tokenizer | None
+    digest: bytes
+
+
+def load_model(
+    directory: Path, *, dtype: str, device: str, revision: str | None = None
+) -> LoadedModel:
+    """Load the model of `directory`; blocks until its weights are read and digested.
+
+    A directory that is switched to another one meanwhile changes nothing: files are opened once.
+
+    Args:
+        directory: of the model.
+        dtype: see `Model`.
+        device: see `Model`.
+        revision: stands for the weights in the digest; see `model_digest`.
+
+    Raises:
+        ConfigurationError: the directory, dtype, device or revision is wrong.
+        UnsupportedModel: the model cannot be served; the message is the reason.
+        ModelChanged: one of its files changed while it was read.
+    """
+    check_revision(revision)
+    with ModelFiles(directory) as files, files.linked() as linked:
+        try:
+            model = Model(linked, dtype=dtype, device=device)
+            tokenizer = Tokenizer.of(linked)
+        except ConfigurationError as error:
+            files.check()  # half-written files fail in many ways
+            raise type(error)(str(error).replace(str(linked), str(directory))) from error
+        digest = digest_of(files, revision=revision)
+        files.check()
+        return LoadedModel(model, tokenizer, digest)

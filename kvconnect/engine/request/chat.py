@@ -1,0 +1,146 @@
+"""Conversations: from messages to the tokens of a prompt, by the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+from kvconnect.engine.request.tokenizer import Tokenizer
+from kvconnect.errors import ConfigurationError
+from kvconnect.text import check_text, shown
+from kvconnect.tokens import TokenArray
+
+__all__ = ["ChatFormat", "Conversation", "Message", "as_conversations"]
+
+Message: TypeAlias = Mapping[str, object]
+"""``role`` and ``content``: a string, or a list of parts ``{"type": "text", "text": …}``."""
+
+Conversation: TypeAlias = Sequence[Message]
+
+
+def as_conversations(
+    messages: Conversation | Sequence[Conversation],
+) -> list[Conversation]:
+    """`messages` as a list of conversations, also if it is a single one.
+
+    Raises:
+        ConfigurationError: it is neither, or empty.
+    """
+    _check_list(messages)
+    if not messages or isinstance(messages[0], Mapping):
+        return [cast("Conversation", messages)]
+    return list(cast("Sequence[Conversation]", messages))
+
+
+def _check_list(messages: object) -> None:
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise ConfigurationError(
+            "messages: a list of messages is needed, as in [{'role': 'user', 'content': '…'}]; "
+            f"this is a {type(messages).__name__}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """How a conversation becomes a prompt; the names are transformers'.
+
+    Attributes:
+        chat_template: a Jinja template; ``None``: the model's own.
+        add_generation_prompt: end with what begins the model's answer.
+        continue_final_message: leave the last message open, so that the answer goes on with it.
+        tools: JSON schemas of functions that the template tells the model of.
+        chat_template_kwargs: further variables for the template.
+    """
+
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, object]] | None = None
+    chat_template_kwargs: Mapping[str, object] | None = None
+
+    def tokens(self, conversation: Conversation, tokenizer: Tokenizer | None) -> TokenArray:
+        """The prompt that `conversation` becomes.
+
+        Raises:
+            ConfigurationError: there is no tokenizer or no template, a message is wrong, or the
+                template refuses the conversation, whose reason the message has.
+        """
+        from jinja2 import TemplateError
+
+        if tokenizer is None:
+            raise ConfigurationError(
+                "messages: a chat needs a tokenizer, which the model's directory lacks"
+            )
+        if self.chat_template is None and not tokenizer.has_chat_template:
+            raise ConfigurationError(
+                "messages: the model has no chat template; give chat_template=, or a prompt to "
+                "generate"
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ConfigurationError(
+                "continue_final_message: needs add_generation_prompt=False; the answer either goes "
+                "on with the last message or begins anew"
+            )
+        _check_list(conversation)
+        messages = [_checked(message, number) for number, message in enumerate(conversation)]
+        if not messages:
+            raise ConfigurationError("messages: there are none; give at least one")
+        try:
+            return tokenizer.encode_chat(
+                messages,
+                chat_template=self.chat_template,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                tools=None if self.tools is None else [dict(tool) for tool in self.tools],
+                **(self.chat_template_kwargs or {}),
+            )
+        except (
+            TemplateError,
+            ValueError,
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ) as error:  # a template is a program
+            raise ConfigurationError(f"messages: the chat template failed: {error}") from error
+
+
+def _checked(message: Message, number: int) -> dict[str, object]:
+    """A copy of `message` whose content is text, as templates take it."""
+    where = f"messages[{number}]"
+    if not isinstance(message, Mapping):
+        raise ConfigurationError(
+            f"{where}: a dict with 'role' and 'content' is needed, this is a "
+            f"{type(message).__name__}"
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ConfigurationError(f"{where}: role={shown(role)} must be a string, as 'user'")
+    return dict(message) | {"content": _text(message.get("content"), f"{where}.content")}
+
+
+def _text(content: object, where: str) -> str | None:
+    """The text of a message; its parts are joined by newlines, as vLLM does."""
+    if content is None:
+        return None
+    if isinstance(content, str):
+        check_text(where, content)
+        return content
+    if not isinstance(content, Sequence):
+        raise ConfigurationError(
+            f"{where}: a string or a list of text parts is needed, this is a "
+            f"{type(content).__name__}"
+        )
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ConfigurationError(
+                f"{where}: parts of type {shown(kind)} are not served; only text"
+            )
+        check_text(where, text)
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,45 @@
+"""What a request carries besides its prompt and how tokens are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from kvconnect.config import KvCacheRetentionConfig
+
+__all__ = ["BatchOptions", "ChatOptions", "RequestOptions"]
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of `LLM.submit`, which says what they are."""
+
+    cache_salt: str | None
+    lora_id: int | str | None
+    extra_key: str | int | None
+    retention: KvCacheRetentionConfig | Mapping[str, object] | None
+    kv_transfer_params: dict[str, Any] | None
+
+
+class BatchOptions(TypedDict, total=False):
+    """Keyword arguments of `LLM.generate`, which says what they are."""
+
+    cache_salt: str | Sequence[str | None] | None
+    lora_id: int | str | None
+    extra_key: str | int | None
+    retention: (
+        KvCacheRetentionConfig
+        | Mapping[str, object]
+        | Sequence[KvCacheRetentionConfig | Mapping[str, object] | None]
+        | None
+    )
+    kv_transfer_params: dict[str, Any] | Sequence[dict[str, Any] | None] | None
+
+
+class ChatOptions(TypedDict, total=False):
+    """Keyword arguments of `LLM.chat`; see `ChatFormat`."""
+
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, object]] | None
+    chat_template_kwargs: Mapping[str, object] | None

@@ -1,0 +1,30 @@
+"""Which process an engine's threads run in."""
+
+from __future__ import annotations
+
+import os
+
+from kvconnect.errors import EngineClosed
+
+__all__ = ["Owner"]
+
+
+class Owner:
+    """The process that made this. One that is forked from it has none of the engine's threads."""
+
+    __slots__ = ("_process",)
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def check(self) -> None:
+        """Nothing, in the owner. In a forked process call it before any lock: who holds it is gone.
+
+        Raises:
+            EngineClosed: this process was forked from the owner.
+        """
+        if os.getpid() != self._process:
+            raise EngineClosed(
+                f"the engine runs in process {self._process}, and this one, {os.getpid()}, was "
+                "forked from it; make an LLM in this process"
+            )

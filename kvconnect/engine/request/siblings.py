@@ -1,0 +1,70 @@
+"""The completions of one prompt: the first computes it, the others begin when it has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from kvconnect.engine.request.live_request import LiveRequest
+from kvconnect.errors import EngineClosed
+
+__all__ = ["Siblings"]
+
+
+class Siblings:
+    """Requests of equal prompts, started so that they share the KV blocks of the prompt.
+
+    Every method may be called from any thread, and none waits for the engine.
+
+    Args:
+        lives: at least one; the engine has seen none of them.
+        post: has the engine take one in; raises `EngineClosed`.
+        abort: ends the request with an id, if the engine has it.
+    """
+
+    def __init__(
+        self,
+        lives: Sequence[LiveRequest],
+        post: Callable[[LiveRequest], None],
+        abort: Callable[[int], None],
+    ) -> None:
+        self._lives = lives
+        self._post = post
+        self._abort = abort
+        self._lock = threading.Lock()
+        self._waiting = lives[1:]  # not posted yet
+
+    def start(self) -> None:
+        """Post the first one.
+
+        Raises:
+            EngineClosed: the engine takes no more requests.
+        """
+        first = self._lives[0]
+        if self._waiting:
+            first.add_listener(self._go_on)
+        self._post(first)
+
+    def abort(self) -> None:
+        """End all that have not ended."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, ()
+        for live in waiting:
+            live.finish("abort")
+        for live in self._lives:
+            self._abort(live.request.request_id)
+
+    def _go_on(self) -> None:
+        # The first one has a token, so that the blocks of its prompt are published; or it ended.
+        first = self._lives[0]
+        first.remove_listener(self._go_on)
+        if first.aborted:
+            self.abort()
+            return
+        with self._lock:  # an abort that comes later finds them in the engine
+            waiting, self._waiting = self._waiting, ()
+            for live in waiting:
+                try:
+                    self._post(live)
+                except EngineClosed as error:
+                    live.fail(error)

@@ -1,0 +1,152 @@
+"""Results as TensorRT-LLM gives them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.engine.request.logprobs import TokenLogprobs
+from kvconnect.engine.request.output import RequestOutput as EngineOutput
+
+__all__ = ["CompletionOutput", "RequestOutput", "RequestResult"]
+
+_FINISH_REASONS = {"abort": "cancelled"}
+
+
+def _sum(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> float | None:
+    if not logprobs:
+        return None
+    return sum(each[token].logprob for token, each in zip(tokens, logprobs, strict=True))
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer to a prompt; there is one to each.
+
+    Attributes:
+        index: 0.
+        text: without special tokens and without the stop string.
+        token_ids: a stop token is part of it.
+        finish_reason: ``"stop"``, ``"length"``, ``"cancelled"``; ``None`` while it goes on.
+        text_diff, token_ids_diff: what came since the output before this one.
+        logprobs: of each token, by token id; empty if not asked for.
+        cumulative_logprob: their sum; ``None`` if not asked for.
+        stop_reason: not computed.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    text_diff: str = ""
+    token_ids_diff: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stop_reason: int | str | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens it has."""
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt.
+
+    Attributes:
+        request_id: unique within the engine.
+        prompt: the text, if it was given as one.
+        prompt_token_ids: its tokens.
+        outputs: of one `CompletionOutput`.
+        finished: whether nothing more comes.
+        engine_output: kvconnect's own, with what came from the cache; ``None`` while it goes on.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    engine_output: EngineOutput | None = None
+
+    @classmethod
+    def of(cls, output: EngineOutput, prompt: str | None) -> RequestOutput:
+        """Returns a finished request's output; `prompt` is its text, if it was given as one."""
+        tokens = list(output.output_token_ids)
+        reason = _FINISH_REASONS.get(output.finish_reason, output.finish_reason)
+        logprobs = list(output.outputs[0].logprobs or ())
+        completion = CompletionOutput(
+            *(0, output.output_text, tokens),
+            *(reason, output.output_text, list(tokens)),
+            *(_sum(tokens, logprobs), logprobs),
+        )
+        prompt_ids = list(output.prompt_token_ids)
+        return cls(output.request_id, prompt, prompt_ids, [completion], engine_output=output)
+
+
+class RequestResult:
+    """A request under way. It can be awaited, iterated over, and waited for with `result`."""
+
+    def __init__(self, handle: RequestHandle, prompt: str | None) -> None:
+        self.request_id = handle.request_id
+        self.prompt = prompt
+        self._handle = handle
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more comes."""
+        return self._handle.done
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Returns the whole output; blocks until it is there.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout` seconds; it goes on.
+            KvConnectError: as `kvconnect.LLM.generate` does.
+        """
+        return RequestOutput.of(self._handle.result(timeout), self.prompt)
+
+    async def aresult(self) -> RequestOutput:
+        """Returns the whole output, as `result` does."""
+        return await asyncio.to_thread(self.result)
+
+    def __await__(self) -> Generator[object, None, RequestOutput]:
+        return self.aresult().__await__()
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """Yields what came so far, whenever more comes; the last one is finished."""
+        completion = CompletionOutput(0, "", [])
+        for chunk in self._handle.stream():
+            tokens = list(chunk.token_ids)
+            reason = chunk.finish_reason
+            all_tokens = completion.token_ids + tokens
+            logprobs = completion.logprobs + list(chunk.logprobs or ())
+            completion = CompletionOutput(
+                0,
+                completion.text + chunk.text,
+                all_tokens,
+                None if reason is None else _FINISH_REASONS.get(reason, reason),
+                chunk.text,
+                tokens,
+                _sum(all_tokens, logprobs),
+                logprobs,
+            )
+            done = reason is not None
+            output = self._handle.result() if done else None
+            ids = [] if output is None else list(output.prompt_token_ids)
+            yield RequestOutput(
+                self.request_id, self.prompt, ids, [completion], done, engine_output=output
+            )
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """Yields what came so far, whenever more comes; the last one is finished."""
+        outputs = iter(self)
+        while (output := await asyncio.to_thread(next, outputs, None)) is not None:
+            yield output
+
+    def abort(self) -> None:
+        """Ends the request now; its result has what came so far."""
+        self._handle.abort()

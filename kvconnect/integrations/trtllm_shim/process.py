@@ -1,0 +1,56 @@
+"""What TensorRT-LLM says of the process: its rank, its log, its version."""
+
+from __future__ import annotations
+
+import logging
+
+import torch.distributed
+
+__all__ = ["__version__", "logger", "mpi_rank", "mpi_world_size"]
+
+__version__ = "1.4.0+kvconnect"
+"""The newest version whose connector interface is answered here."""
+
+
+def mpi_rank() -> int:
+    """Returns this process's rank: 0, unless ``torch.distributed`` runs."""
+    return torch.distributed.get_rank() if _distributed() else 0
+
+
+def mpi_world_size() -> int:
+    """Returns how many ranks there are: 1, unless ``torch.distributed`` runs."""
+    return torch.distributed.get_world_size() if _distributed() else 1
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+class Logger(logging.LoggerAdapter[logging.Logger]):
+    """The log ``tensorrt_llm``, with the two methods that loggers have there only."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.getLogger("tensorrt_llm"))
+        self._said: set[object] = set()
+
+    def set_level(self, name: str) -> None:
+        """Shows messages from the level `name` on: ``"verbose"``, ``"info"``, ``"error"`` …."""
+        level = {"verbose": "DEBUG", "internal_error": "CRITICAL"}.get(name, name.upper())
+        self.setLevel(level)
+
+    def info_once(self, message: str, *, key: object = None) -> None:
+        """Logs a message if its `key` (or itself) was not logged before."""
+        self._once(logging.INFO, message, key)
+
+    def warning_once(self, message: str, *, key: object = None) -> None:
+        """Logs a warning if its `key` (or itself) was not logged before."""
+        self._once(logging.WARNING, message, key)
+
+    def _once(self, level: int, message: str, key: object) -> None:
+        key = message if key is None else key
+        if key not in self._said:
+            self._said.add(key)
+            self.log(level, message)
+
+
+logger = Logger()

@@ -1,0 +1,108 @@
+"""TensorRT-LLM's sampling parameters, and kvconnect's that mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.request import SamplingParams as EngineParams
+
+__all__ = ["SamplingParams"]
+
+_TRANSLATED = {"end_id", "stop", "stop_token_ids", "temperature", "top_k", "top_p"}
+_SAME = {"max_tokens", "min_tokens", "repetition_penalty", "seed", "ignore_eos", "logprobs"}
+_WITHOUT_EFFECT = {"pad_id", "exclude_input_from_output", "return_perf_metrics"}
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation stops; names and defaults are TensorRT-LLM's.
+
+    Without temperature, `top_k` and `top_p` it is greedy. What kvconnect's engine does not have is
+    refused when it is asked for, see `for_engine`.
+    """
+
+    end_id: int | None = None
+    pad_id: int | None = None
+    max_tokens: int = 32
+    bad: Sequence[str] | str | None = None
+    bad_token_ids: Sequence[int] | None = None
+    stop: Sequence[str] | str | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    embedding_bias: object = None
+    logits_processor: object = None
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    top_k: int | None = None
+    top_p: float | None = None
+    top_p_min: float | None = None
+    top_p_reset_ids: int | None = None
+    top_p_decay: float | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    length_penalty: float | None = None
+    early_stopping: int | None = None
+    no_repeat_ngram_size: int | None = None
+    min_p: float | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
+    return_perf_metrics: bool = False
+    exclude_input_from_output: bool = True
+    guided_decoding: object = None
+    ignore_eos: bool = False
+    detokenize: bool = True
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def for_engine(self) -> EngineParams:
+        """Returns kvconnect's parameters that mean the same.
+
+        Raises:
+            ConfigurationError: a value is wrong, or asks for what the engine does not have.
+        """
+        values = dict(self._chosen()) | dict(self._stops())
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in _TRANSLATED | _WITHOUT_EFFECT or value == field.default:
+                continue
+            if name not in _SAME:
+                raise ConfigurationError(
+                    f"SamplingParams.{name}={value!r}: kvconnect's engine does not have it; "
+                    f"leave it at {field.default!r}"
+                )
+            values[name] = value
+        return EngineParams(**{"max_tokens": self.max_tokens} | values)
+
+    def _chosen(self) -> list[tuple[str, Any]]:
+        given = (self.temperature, self.top_k, self.top_p)
+        if given == (None, None, None) or self.temperature == 0 or self.top_k == 1:
+            return [("temperature", 0.0)]
+        if self.top_p == 0:
+            return [("temperature", 0.0)]
+        return [
+            ("temperature", 1.0 if self.temperature is None else self.temperature),
+            ("top_k", self.top_k or 0),
+            ("top_p", 1.0 if self.top_p is None else self.top_p),
+        ]
+
+    def _stops(self) -> list[tuple[str, Any]]:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        token_ids = tuple(self.stop_token_ids or ())
+        chosen: list[tuple[str, Any]] = [("stop", stop)]
+        if self.end_id == -1:  # no token has this id: the generation goes on to its length
+            chosen.append(("ignore_eos", True))
+        elif self.end_id is not None:
+            token_ids += (self.end_id,)
+        return [*chosen, ("stop_token_ids", token_ids)]

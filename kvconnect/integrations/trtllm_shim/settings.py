@@ -1,0 +1,174 @@
+"""TensorRT-LLM's settings, as far as they mean something here, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum, IntEnum
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field
+
+from kvconnect.config import KvCacheConfig as EngineKvCacheConfig
+from kvconnect.config import KvCacheConnectorConfig as EngineKvCacheConnectorConfig
+from kvconnect.config import Settings
+from kvconnect.connector.data import LlmArgs as ConnectorLlmArgs
+
+__all__ = [
+    "CapacitySchedulerPolicy",
+    "ExecutorConfig",
+    "KvCacheConfig",
+    "KvCacheConnectorConfig",
+    "KvCacheTransferMode",
+    "LlmArgs",
+    "LlmOptions",
+    "SchedulerConfig",
+    "TorchLlmArgs",
+]
+
+TorchLlmArgs = LlmArgs = ExecutorConfig = ConnectorLlmArgs
+"""What connectors are built with."""
+
+
+class KvCacheTransferMode(IntEnum):
+    """How blocks go to host memory; a debug option, without effect here."""
+
+    DRAM = 0
+    GDS = 1
+    POSIX_DEBUG_FALLBACK = 2
+
+
+class CapacitySchedulerPolicy(Enum):
+    """When a request starts; see ``scheduling`` of `kvconnect.LLM`."""
+
+    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
+    MAX_UTILIZATION = "max_utilization"
+
+
+class SchedulerConfig(Settings):
+    """When requests start. What else TensorRT-LLM's has does not change answers."""
+
+    capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    context_chunking_policy: Any = None
+    dynamic_batch_config: Any = None
+
+
+class KvCacheConfig(EngineKvCacheConfig):
+    """The KV cache on the device; ``None`` in any field is its default.
+
+    Attributes:
+        onboard_blocks, cross_kv_cache_fraction, attention_dp_events_gather_period_ms,
+            iteration_stats_interval, mamba_ssm_cache_dtype, use_kv_cache_manager_v2,
+            max_util_for_resume: accepted for compatibility; they do not change answers.
+    """
+
+    onboard_blocks: Any = None
+    cross_kv_cache_fraction: Any = None
+    attention_dp_events_gather_period_ms: Any = None
+    iteration_stats_interval: Any = None
+    mamba_ssm_cache_dtype: Any = None
+    use_kv_cache_manager_v2: Any = None
+    max_util_for_resume: Any = None
+
+    def __init__(self, /, **values: Any) -> None:
+        super().__init__(**{name: value for name, value in values.items() if value is not None})
+
+
+def _names(module: str, prefix: str, scheduler: str, worker: str) -> Mapping[str, str]:
+    return {
+        "connector_module": module,
+        "connector_scheduler_class": prefix + scheduler,
+        "connector_worker_class": prefix + worker,
+    }
+
+
+_LMCACHE = "lmcache.integration.tensorrt_llm"
+_KVBM = "kvbm.trtllm_integration.connector"
+_PAIR = ("KvConnectorScheduler", "KvConnectorWorker")
+_PRESETS = {
+    "lmcache": _names(f"{_LMCACHE}.tensorrt_adapter", "LMCache", *_PAIR),
+    "lmcache-mp": _names(f"{_LMCACHE}.tensorrt_mp_adapter", "LMCacheMP", *_PAIR),
+    "kvbm": _names(_KVBM, "DynamoKVBM", "ConnectorLeader", "ConnectorWorker"),
+}
+
+
+class KvCacheConnectorConfig(EngineKvCacheConnectorConfig):
+    """A connector, by the names of its module and classes, or by its own.
+
+    Attributes:
+        connector: one of the connectors that TensorRT-LLM knows by name; stands for module and
+            classes.
+        server_url: where the server of such a connector listens, for those that read it.
+    """
+
+    connector: Literal["lmcache", "lmcache-mp", "kvbm"] | None = None
+    server_url: Annotated[str | None, Field(repr=False)] = None
+
+    def __init__(self, /, **values: Any) -> None:
+        given = values.get("connector")
+        preset = _PRESETS.get(given, {}) if isinstance(given, str) else {}
+        super().__init__(**{**preset, **values})
+
+
+_Made = TypeVar("_Made")
+
+
+def _from_dict(made: Callable[..., _Made]) -> BeforeValidator:
+    return BeforeValidator(lambda given: made(**given) if isinstance(given, dict) else given)
+
+
+class LlmOptions(Settings):
+    """What ``tensorrt_llm.LLM`` takes beside the model.
+
+    Attributes:
+        kv_cache_config, kv_connector_config, scheduler_config: settings, or a dict of them.
+        dtype: of weights and KV.
+        max_batch_size, max_num_tokens: of one step; ``None``: kvconnect's default.
+        tokenizer: the model's own is used; the model's directory, or ``None``.
+        tensor_parallel_size, pipeline_parallel_size, context_parallel_size, max_beam_width: 1.
+        quant_config, lora_config, speculative_config, guided_decoding_backend, revision,
+            trust_remote_code: they would change answers, and kvconnect's engine does not have them.
+        backend and those after it: how TensorRT-LLM runs a model; without effect here.
+    """
+
+    kv_cache_config: Annotated[EngineKvCacheConfig | None, _from_dict(KvCacheConfig)] = None
+    kv_connector_config: Annotated[
+        EngineKvCacheConnectorConfig | None, _from_dict(KvCacheConnectorConfig)
+    ] = None
+    scheduler_config: Annotated[SchedulerConfig | None, _from_dict(SchedulerConfig)] = None
+    dtype: str = "auto"
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    tokenizer: str | None = None
+    tensor_parallel_size: Literal[1] = 1
+    pipeline_parallel_size: Literal[1] = 1
+    context_parallel_size: Literal[1] = 1
+    max_beam_width: Literal[1] | None = None
+    quant_config: None = None
+    lora_config: None = None
+    speculative_config: None = None
+    guided_decoding_backend: None = None
+    revision: None = None
+    tokenizer_revision: None = None
+    trust_remote_code: Literal[False] = False
+    backend: Any = None
+    attn_backend: Any = None
+    cuda_graph_config: Any = None
+    disable_overlap_scheduler: Any = None
+    enable_chunked_prefill: Any = None
+    enable_iter_perf_stats: Any = None
+    fail_fast_on_attention_window_too_large: Any = None
+    garbage_collection_gen0_threshold: Any = None
+    gpus_per_node: Any = None
+    load_format: Any = None
+    max_input_len: Any = None
+    max_seq_len: Any = None
+    moe_config: Any = None
+    num_postprocess_workers: Any = None
+    orchestrator_type: Any = None
+    print_iter_log: Any = None
+    sampler_type: Any = None
+    skip_tokenizer_init: Any = None
+    stream_interval: Any = None
+    tokenizer_mode: Any = None
+    torch_compile_config: Any = None
+    use_torch_sampler: Any = None

@@ -1,0 +1,106 @@
+"""How a request's tokens are chosen, and when it ends."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from kvconnect.config import Settings
+
+__all__ = ["SamplingParams"]
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class SamplingParams(Settings):
+    """How tokens are chosen and when generation stops. Names and meanings are vLLM's.
+
+    Attributes:
+        n: completions of the one prompt; more than one need a temperature above 0.
+        max_tokens: generate at most so many.
+        min_tokens: generate at least so many: until then no token that would end the generation is
+            chosen, and no stop string counts.
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 or -1: all.
+        top_p: keep the likeliest tokens that together reach this probability.
+        seed: equal seeds give equal samples, whatever else runs in the batch; completion ``i`` of
+            several draws with ``seed + i``. ``None`` or -1: another one each time.
+        presence_penalty: -2 to 2; taken off the logit of each token that was generated before.
+        frequency_penalty: -2 to 2; the same for each time that it was generated.
+        repetition_penalty: above 0; divides the logit, or multiplies it where negative, of each
+            token that is in the prompt or was generated.
+        logprobs: how many of the likeliest tokens to give the log probability of, besides the
+            chosen one; 0: only that, -1: the whole vocabulary, ``None``: none. They are the model's
+            own, before penalties and temperature.
+        stop: a string or several that end the text; they are not part of it.
+        stop_token_ids: tokens that end it, besides the model's own.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+    """
+
+    n: Annotated[int, Field(ge=1, le=16384)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: int | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    logprobs: Annotated[int, Field(ge=-1)] | None = None
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _several(cls, stop: Any) -> Any:
+        if isinstance(stop, str):
+            return (stop,)
+        return () if stop is None else stop
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _none_is_empty(cls, token_ids: Any) -> Any:
+        return () if token_ids is None else token_ids
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _all(cls, top_k: Any) -> Any:
+        return 0 if top_k == -1 else top_k
+
+    @field_validator("seed", mode="before")
+    @classmethod
+    def _unseeded(cls, seed: Any) -> Any:
+        return None if seed == -1 else seed
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}"
+            )
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(
+                f"n={self.n} needs a temperature above 0: with temperature=0 all would be equal"
+            )
+        return self
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether what was generated so far changes the logits of the next token."""
+        return (
+            self.min_tokens > 0
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+    def for_completion(self, index: int) -> SamplingParams:
+        """Those of completion `index` alone: n is 1, and the seed its own."""
+        if self.n == 1:
+            return self
+        # Never -1, which stands for none: seeds count modulo 2**63.
+        seed = None if self.seed is None else (self.seed + index) % (1 << 63)
+        return self.model_copy(update={"n": 1, "seed": seed})

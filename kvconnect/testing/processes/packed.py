@@ -1,0 +1,80 @@
+"""A subject as bytes, for a child process of the kit."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
+from pathlib import Path
+from types import FunctionType, NoneType
+from typing import Any
+
+from kvconnect.testing.subject import Address, Subject, Unsupported
+
+__all__ = ["pack", "unpack"]
+
+_CARRIED = (str, int, float, NoneType, Path, Address, FunctionType, type)
+
+
+def pack(subject: Subject) -> bytes:
+    """`subject` for `unpack`: its class, and those attributes that are plain values.
+
+    Those are strings, numbers, paths, addresses, and what a module defines at its top.
+
+    Raises:
+        Unsupported: a class or function of it stands inside a function, or is a lambda.
+    """
+    state = {name: value for name, value in vars(subject).items() if isinstance(value, _CARRIED)}
+    packed = io.BytesIO()
+    _Pickler(packed).dump((type(subject), state))
+    return packed.getvalue()
+
+
+def unpack(packed: bytes) -> Subject:
+    """The subject in this process, which imports the modules that it needs."""
+    kind, state = pickle.loads(packed)  # noqa: S301 - the parent process packed it
+    subject: Subject = object.__new__(kind)
+    vars(subject).update(state)
+    return subject
+
+
+class _Pickler(pickle.Pickler):
+    """Names classes and functions with their files: test runners import modules by their paths."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is _named or not isinstance(obj, type | FunctionType):
+            return NotImplemented
+        if "<" in obj.__qualname__:
+            raise Unsupported(
+                f"a child process cannot import {obj.__qualname__}: "
+                "give a function at the top of a module, or a Subject"
+            )
+        return _named, (obj.__module__, inspect.getfile(obj), obj.__qualname__)
+
+
+def _named(module: str, file: str, name: str) -> Any:
+    return attrgetter(name)(_module(module, file))
+
+
+@cache
+def _module(name: str, file: str) -> Any:
+    if name == "__main__":  # the parent's script, of which nothing is to be run here
+        name = "__kvconnect_main__"
+    with suppress(ImportError):
+        module = import_module(name)
+        if getattr(module, "__file__", None) == file:
+            return module
+    # A script, or a test module, which its runner imported by its path.
+    spec = spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {file}")
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,34 @@
+"""Text that a user gives: checked once, where it comes in."""
+
+from __future__ import annotations
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.redaction import text_without_passwords
+
+__all__ = ["check_text", "shown"]
+
+_LONGEST = 80
+
+
+def check_text(field: str, text: str) -> None:
+    """Nothing, if `text` can be encoded: half of a surrogate pair stands for no character.
+
+    Raises:
+        ConfigurationError: it cannot; names `field`, what stands where, and the remedy.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"{field}: {text[error.start]!r} at position {error.start} is half of a surrogate "
+            "pair, no character; give valid Unicode (as bytes.decode(errors='replace') makes)"
+        ) from error
+
+
+def shown(value: object) -> str:
+    """`value` for an error message: short, and nothing that may hold a store's password."""
+    text = repr(value)
+    # Where a URL ends in it is not sure, if its password has an odd character.
+    if "@" in text or "://" in text or text_without_passwords(text) != text:
+        return "what was given"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

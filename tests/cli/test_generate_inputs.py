@@ -1,0 +1,179 @@
+"""``kvconnect generate``: JSONL files, chats, and the parameters of sampling."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(model: Path, tmp_path_factory) -> Path:
+    """The same model with a chat template."""
+    directory = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(model, directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def answer(kvconnect, chatty):
+    """Runs ``generate --json`` with more arguments and returns the objects it prints."""
+
+    def run(*arguments: object) -> list[dict]:
+        common = ("--json", "--dtype", "float64", "--max-tokens", 6, "--ignore-eos")
+        code, out, err = kvconnect("generate", chatty, *common, *arguments)
+        assert code == 0, err
+        return [json.loads(line) for line in out.splitlines()]
+
+    return run
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """Writes lines to a file."""
+
+    def write(*lines: object) -> Path:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
+        return file
+
+    return write
+
+
+def test_a_line_is_a_prompt_in_any_form(answer, jsonl):
+    tokens = list(b"Hello")
+    forms = ["Hello", tokens, {"prompt": "Hello"}, {"prompt_token_ids": tokens}]
+    expected = answer("--prompt", "Hello")[0]["output_token_ids"]
+    found = answer("--jsonl", jsonl(*forms))
+    assert [one["output_token_ids"] for one in found] == [expected] * 4
+
+
+def test_a_line_has_its_own_parameters(answer, jsonl):
+    lines = [
+        {"prompt": "Hello"},
+        {"prompt": "Hello", "max_tokens": 3},
+        {"prompt": "Hello", "temperature": 1.0, "seed": 3, "n": 2},
+        {"prompt": "Hello", "stop": "x" * 9},
+    ]
+    found = answer("--jsonl", jsonl(*lines))
+    assert [len(one["output_token_ids"]) for one in found] == [6, 3, 6, 6]
+    assert [len(one.get("outputs", [])) for one in found] == [0, 0, 2, 0]
+
+
+def test_a_line_has_its_own_salt(answer, jsonl):
+    text = "Hello " * 20
+    salts = [{"prompt": text, "cache_salt": salt} for salt in ("a", "b", "a")]
+    found = answer("--jsonl", jsonl(*salts), "--max-batch-size", 1)
+    assert [one["reused_device_tokens"] > 0 for one in found] == [False, False, True]
+
+
+def test_lines_from_standard_input(answer, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO('"one"\n\n"three"'))
+    assert [one["prompt_tokens"] for one in answer("--jsonl", "-")] == [3, 5]
+
+
+def test_chat_puts_prompts_into_the_template(answer, jsonl):
+    (plain,) = answer("--prompt", "<user>Hello<assistant>")
+    (chat,) = answer("--chat", "--prompt", "Hello")
+    messages = {"messages": [{"role": "user", "content": "Hello"}]}
+    lines = answer("--jsonl", jsonl(messages))
+    both = answer("--chat", "--jsonl", jsonl("Hello", messages))
+    for one in (chat, *lines, *both):
+        assert one["output_token_ids"] == plain["output_token_ids"]
+        assert one["prompt_tokens"] == plain["prompt_tokens"]
+
+
+def test_several_answers_and_log_probabilities(answer, kvconnect, chatty):
+    sampled = ("--prompt", "Hello", "--n", 3, "--temperature", 1, "--seed", 5, "--logprobs", 2)
+    (found,) = answer(*sampled)
+    assert [one["index"] for one in found["outputs"]] == [0, 1, 2]
+    first = found["outputs"][0]
+    assert first["token_ids"] == found["output_token_ids"]
+    assert first["text"] == found["output_text"]
+    assert len(first["logprobs"]) == 6
+    for token, logprobs in zip(first["token_ids"], first["logprobs"], strict=True):
+        assert logprobs[str(token)]["rank"] >= 1
+    total = sum(
+        logprobs[str(token)]["logprob"]
+        for token, logprobs in zip(first["token_ids"], first["logprobs"], strict=True)
+    )
+    assert first["cumulative_logprob"] == pytest.approx(total)
+    code, out, err = kvconnect(
+        *("generate", chatty, "--dtype", "float64", "--max-tokens", 6, "--ignore-eos"), *sampled
+    )
+    assert code == 0
+    assert out == "".join(one["text"] + "\n" for one in found["outputs"])
+    assert "18 tokens, length, length, length]" in err
+
+
+def test_penalties_and_the_least_length(answer):
+    (plain,) = answer("--prompt", "Hello", "--max-tokens", 20)
+    for option in ("--presence-penalty", "--frequency-penalty", "--repetition-penalty"):
+        (other,) = answer("--prompt", "Hello", "--max-tokens", 20, option, 1.9)
+        assert other["output_token_ids"] != plain["output_token_ids"]
+    (stopped,) = answer("--prompt", "Hello", "--min-tokens", 6, "--stop", *"aeiou")
+    assert stopped["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "line 2: is not JSON"),
+        ("5", 'line 2: write {"prompt"'),
+        ("{}", "line 2: 0 of prompt, prompt_token_ids, messages are given"),
+        ('{"prompt": "x", "messages": []}', "line 2: 2 of prompt"),
+        ('{"promt": "x"}', "line 2: unknown key 'promt'; did you mean 'prompt'"),
+        ('{"prompt": "x", "max_tokens": 0}', "line 2: SamplingParams.max_tokens=0"),
+        ('{"prompt": 5}', "prompt: 'prompt' is a string, this is int"),
+        ('{"prompt_token_ids": [999]}', "token id 999 is outside"),
+        ('{"messages": "Hello"}', "messages"),
+    ],
+)
+def test_a_mistake_names_the_line(kvconnect, chatty, tmp_path, line, complaint):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'"fine"\n{line}\n', encoding="utf-8")
+    code, out, err = kvconnect("generate", chatty, "--jsonl", file)
+    assert (code, out) == (2, "")
+    (message,) = err.splitlines()
+    assert complaint in message
+
+
+def test_mistakes_about_chats(kvconnect, model, chatty, jsonl, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.jinja"))
+    code, _, err = kvconnect("generate", bare, "--chat", "--prompt", "x")
+    assert code == 2
+    assert "the model has no chat template" in err
+    code, _, err = kvconnect("generate", chatty, "--chat", "--jsonl", jsonl([1, 2]))
+    assert code == 2
+    assert "--chat: token ids are no message" in err
+    code, _, err = kvconnect("generate", chatty, "--prompt", "x", "--n", 2)
+    assert code == 2
+    assert "n=2 needs a temperature above 0" in err
+
+
+def test_a_model_by_its_name(kvconnect, chatty, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "c0ffee"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(chatty)
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("c0ffee")
+    code, out, err = kvconnect("generate", "org/name", "--prompt", "x", "--max-tokens", 3)
+    assert code == 0, err
+    assert out

@@ -1,0 +1,65 @@
+"""A store that is stuck where no deadline helps: the command ends all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvconnect.backends.registry import open_backend
+
+STUCK = """
+import sys
+import threading
+import kvconnect.backends.disk.path as path
+import kvconnect.cli.visit as visit
+from kvconnect.cli.main import main
+
+def stuck(*_):
+    print("stuck", flush=True)
+    threading.Event().wait()
+
+path.open_own = stuck
+visit._DEADLINE_S = float(sys.argv.pop(1))
+sys.exit(main())
+"""
+"""A dead mount cannot be had here: opening a file of the store waits for ever instead."""
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Of a disk store."""
+    url = f"disk://{tmp_path}/kv?capacity=8MiB"
+
+    async def make() -> None:
+        store = open_backend(url, raw=True)
+        await store.open([])
+        await store.close()
+
+    asyncio.run(make())
+    return url
+
+
+def test_the_command_ends_after_its_deadline(url: str) -> None:
+    command = [sys.executable, "-c", STUCK, "0.2", "ls", url]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert run.stdout == "stuck\n"
+    assert run.stderr.startswith("kvconnect: error: DiskBackend: open took longer than 0.2 s")
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command(url: str, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", STUCK, "600", "-v", "stats", url]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "stuck\n"
+        run.send_signal(number)
+        assert run.wait(60) == 128 + number

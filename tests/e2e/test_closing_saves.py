@@ -1,0 +1,64 @@
+"""What requests hold is saved when the engine is closed under them, also with save_on=finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import open_llm
+from test_faulty_backends import DictBackend
+
+from kvconnect import KvCacheConnectorConfig, SamplingParams
+from kvconnect.backend import StoredBlock
+
+T = 16
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
+SLOT = 2 * (4096 + (1 << 13))
+
+
+class SlowBackend(DictBackend):
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        await asyncio.sleep(0.002 * len(blocks))
+        return await super().save(blocks)
+
+
+@pytest.mark.parametrize("save_on", ["finish", "full"])
+@pytest.mark.parametrize("staging_bytes", [4 * SLOT, 64 << 20], ids=["few slots", "many"])
+@pytest.mark.parametrize("on_backlog", ["drop", "wait"])
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_every_block_of_running_requests_is_saved(
+    model: Path, save_on: str, staging_bytes: int, on_backlog: str, num_tokens: int
+) -> None:
+    store = SlowBackend()
+    config = KvCacheConnectorConfig(
+        backend=store,
+        save_on=save_on,
+        staging_bytes=staging_bytes,
+        on_backlog=on_backlog,
+        lookup_timeout_ms=5000,
+        save_timeout_s=20,
+    )
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, 250, length).tolist() for length in (5, 16, 70, 90, 130)]
+    with open_llm(model, config, max_tokens=4096) as llm:
+        handles = [llm.submit(prompt, LONG) for prompt in prompts]
+        for handle in handles:
+            seen = 0
+            for chunk in handle.stream():
+                seen += len(chunk.token_ids)
+                if seen >= num_tokens:
+                    break
+    said = [[*p, *h.result(0).output_token_ids] for p, h in zip(prompts, handles, strict=True)]
+    with open_llm(model) as llm:
+        expected = [output.output_token_ids for output in llm.generate(said, SHORT)]
+    settings = {"lookup_timeout_ms": 5000, "load_timeout_s": 10, "save_timeout_s": 10}
+    with open_llm(model, KvCacheConnectorConfig(backend=store, **settings)) as llm:
+        for tokens, answer in zip(said, expected, strict=True):
+            again = llm.generate([tokens], SHORT)[0]
+            assert again.output_token_ids == answer
+            # The last token was never fed back.
+            assert again.reused_store_tokens >= (len(tokens) - 1) // T * T

@@ -1,0 +1,381 @@
+"""Scripts and connectors written for TensorRT-LLM, with its names, arguments and results."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import runpy
+import subprocess
+import sys
+from datetime import timedelta
+from importlib import import_module
+
+import pytest
+
+import kvconnect
+from kvconnect import ConfigurationError
+from kvconnect.integrations import trtllm_shim
+from kvconnect.integrations.trtllm_shim import modules
+from kvconnect.integrations.trtllm_shim.sampling_params import SamplingParams
+from kvconnect.integrations.trtllm_shim.settings import KvCacheConnectorConfig, LlmOptions
+
+TEXT = "Clients of another engine run here. " * 4
+CACHE = {"tokens_per_block": 16, "max_tokens": 1024}
+
+
+@pytest.fixture
+def llm(installed, tiny):
+    from tensorrt_llm import LLM
+
+    with LLM(model=str(tiny), kv_cache_config=CACHE) as llm:
+        yield llm
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_nothing_is_answered_before_it_is_installed(clean_modules):
+    with pytest.raises(ModuleNotFoundError):
+        import_module("tensorrt_llm")
+
+
+@pytest.mark.parametrize("name", modules.MODULES)
+def test_every_name_of_every_module_is_there(installed, name):
+    module = import_module(name)
+    assert module.__name__ == name
+    for inner in modules.MODULES[name]:
+        assert getattr(module, inner) is not None
+        assert inner in dir(module)
+
+
+def test_both_paths_of_the_connector_give_the_same_classes(installed):
+    old = import_module("tensorrt_llm._torch.pyexecutor.kv_cache_connector")
+    new = import_module("tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector")
+    for name in ("KvCacheConnectorScheduler", "KvCacheConnectorWorker", "SchedulerOutput"):
+        assert getattr(old, name) is getattr(new, name) is getattr(kvconnect, name)
+
+
+def test_modules_are_reached_as_attributes_too(installed):
+    import tensorrt_llm
+    import tensorrt_llm.llmapi.llm_args
+
+    assert tensorrt_llm.llmapi.llm_args.TorchLlmArgs is tensorrt_llm.TorchLlmArgs
+    assert import_module("tensorrt_llm.logger").logger is tensorrt_llm.logger
+    assert tensorrt_llm.__version__.startswith("1.4.")
+    assert (tensorrt_llm.mpi_rank(), tensorrt_llm.mpi_world_size()) == (0, 1)
+
+
+def test_what_is_not_answered_is_not_found(installed):
+    with pytest.raises(ModuleNotFoundError, match=r"tensorrt_llm\.serve"):
+        import_module("tensorrt_llm.serve")
+    with pytest.raises(ImportError, match="cannot import name 'BuildConfig'"):
+        from tensorrt_llm import BuildConfig  # noqa: F401  it is to fail
+
+
+def test_installing_twice_changes_nothing(installed):
+    before = sys.modules["tensorrt_llm"]
+    trtllm_shim.install()
+    assert sys.modules["tensorrt_llm"] is before
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_it_refuses_where_tensorrt_llm_itself_is(clean_modules, tmp_path, monkeypatch, imported):
+    package = tmp_path / "tensorrt_llm"
+    package.mkdir()
+    (package / "__init__.py").write_text("real = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if imported:
+        import_module("tensorrt_llm")
+    with pytest.raises(ConfigurationError, match=rf"is installed \({package}.*hide it"):
+        trtllm_shim.install()
+    assert import_module("tensorrt_llm").real
+
+
+def test_installing_imports_no_engine():
+    source = (
+        "import sys\n"
+        "from kvconnect.integrations import trtllm_shim\n"
+        "trtllm_shim.install()\n"
+        "import tensorrt_llm.llmapi\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_answers_are_those_of_kvconnect_in_the_other_shape(llm, tiny):
+    from tensorrt_llm import SamplingParams
+
+    with kvconnect.LLM(tiny) as plain:
+        [expected] = plain.generate([TEXT], kvconnect.SamplingParams(max_tokens=6))
+    [output] = llm.generate([TEXT], SamplingParams(max_tokens=6), use_tqdm=False)
+    [answer] = output.outputs
+    assert answer.text == expected.output_text
+    assert answer.token_ids == list(expected.output_token_ids)
+    assert answer.length == len(answer.token_ids)
+    assert answer.finish_reason == expected.finish_reason
+    assert (output.prompt, output.finished) == (TEXT, True)
+    assert output.prompt_token_ids == list(expected.prompt_token_ids)
+
+
+def test_one_prompt_gets_one_output_and_a_list_gets_a_list(llm):
+    from tensorrt_llm import SamplingParams
+
+    params = SamplingParams(max_tokens=3, end_id=-1)
+    one = llm.generate("text", params)
+    same = llm.generate({"prompt": "text"}, params)
+    ids = llm.generate({"prompt_token_ids": one.prompt_token_ids}, params)
+    flat = llm.generate(one.prompt_token_ids, params)
+    listed = llm.generate(["text", {"prompt": "text"}], [params, params])
+    outputs = [one, same, ids, flat, *listed]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    assert [output.prompt for output in outputs] == ["text", "text", None, None, "text", "text"]
+
+
+def test_without_parameters_it_is_greedy_and_32_tokens(llm, tiny):
+    with kvconnect.LLM(tiny) as plain:
+        [expected] = plain.generate([TEXT], kvconnect.SamplingParams(max_tokens=32))
+    assert llm.generate(TEXT).outputs[0].token_ids == list(expected.output_token_ids)
+
+
+def test_a_request_can_be_waited_for_awaited_and_iterated_over(llm):
+    from tensorrt_llm import SamplingParams
+
+    params = SamplingParams(max_tokens=5, end_id=-1)
+    expected = llm.generate(TEXT, params).outputs[0]
+    assert llm.generate_async(TEXT, params).result(60).outputs[0] == expected
+
+    async def both():
+        awaited = await llm.generate_async(TEXT, params)
+        chunks = [one async for one in llm.generate_async(TEXT, params, streaming=True)]
+        return awaited, chunks
+
+    awaited, chunks = asyncio.run(both())
+    assert awaited.outputs[0] == expected
+    assert [one.finished for one in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].outputs[0].token_ids == expected.token_ids
+    assert chunks[-1].outputs[0].text == expected.text
+    assert "".join(one.outputs[0].text_diff for one in chunks) == expected.text
+    new = [token for one in chunks for token in one.outputs[0].token_ids_diff]
+    assert new == expected.token_ids
+
+
+def test_an_abort_is_called_cancelled(llm):
+    from tensorrt_llm import SamplingParams
+
+    result = llm.generate_async(TEXT, SamplingParams(max_tokens=300, end_id=-1))
+    result.abort()
+    assert result.result(60).outputs[0].finish_reason == "cancelled"
+
+
+def test_retention_and_salt_are_passed_on(llm):
+    from tensorrt_llm import SamplingParams
+    from tensorrt_llm.llmapi import KvCacheRetentionConfig
+
+    ranges = [
+        KvCacheRetentionConfig.TokenRangeRetentionConfig(0, 16, 90, timedelta(seconds=30)),
+    ]
+    keep = KvCacheRetentionConfig(ranges, decode_retention_priority=20)
+    params = SamplingParams(max_tokens=2)
+    for salt, reused in (("a", False), ("b", False), ("a", True)):
+        output = llm.generate(TEXT, params, kv_cache_retention_config=keep, cache_salt=salt)
+        assert (output.engine_output.reused_device_tokens > 0) is reused
+
+
+def test_after_shutdown_nothing_is_taken_in(llm):
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(kvconnect.errors.EngineClosed):
+        llm.generate("text")
+
+
+# ---------------------------------------------------------------- a connector
+
+
+def test_a_connector_of_tensorrt_llm_keeps_prompts_over_restarts(
+    installed, tiny, tmp_path, monkeypatch, caplog
+):
+    from tensorrt_llm import LLM, SamplingParams
+    from tensorrt_llm.llmapi.llm_args import KvCacheConnectorConfig
+
+    monkeypatch.setenv("PERSISTENT_CLIENT_FOLDER", str(tmp_path))
+    config = KvCacheConnectorConfig(
+        connector_module="persistent_client",
+        connector_scheduler_class="PersistentLeader",
+        connector_worker_class="PersistentWorker",
+    )
+    outputs = []
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, "tensorrt_llm"):
+            llm = LLM(
+                model=str(tiny),
+                backend="pytorch",
+                cuda_graph_config=None,
+                kv_cache_config=CACHE,
+                kv_connector_config=config,
+            )
+            outputs += llm.generate([TEXT], SamplingParams(max_tokens=8))
+            llm.shutdown()
+    first, second = outputs
+    assert first.outputs[0].text == second.outputs[0].text
+    whole = len(first.prompt_token_ids) // 16
+    assert second.engine_output.reused_store_tokens == min(
+        16 * whole, len(first.prompt_token_ids) - 1
+    )
+    assert import_module("persistent_client").PersistentWorker.loaded == whole
+    assert [record.message[:9] for record in caplog.records][-1:] == ["matched 9"]
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_known_connectors_have_names():
+    config = KvCacheConnectorConfig(connector="lmcache-mp", server_url="tcp://h:1")
+    assert config.connector_module == "lmcache.integration.tensorrt_llm.tensorrt_mp_adapter"
+    assert config.connector_scheduler_class == "LMCacheMPKvConnectorScheduler"
+    assert config.connector_worker_class == "LMCacheMPKvConnectorWorker"
+    assert config.server_url == "tcp://h:1"
+    assert "tcp://" not in repr(config)
+    with pytest.raises(ConfigurationError, match="lmcache"):
+        KvCacheConnectorConfig(connector="lmcash")
+
+
+def test_settings_may_be_dicts_and_none_is_the_default():
+    cache = {"enable_block_reuse": True, "host_cache_size": None, "onboard_blocks": True}
+    options = LlmOptions(
+        kv_cache_config=cache,
+        kv_connector_config={"connector": "kvbm"},
+        scheduler_config={"capacity_scheduler_policy": "max_utilization"},
+    )
+    assert options.kv_cache_config.host_cache_size == 0
+    assert options.kv_connector_config.connector_worker_class == "DynamoKVBMConnectorWorker"
+    assert options.scheduler_config.capacity_scheduler_policy.value == "max_utilization"
+    assert LlmOptions(kv_cache_config=kvconnect.KvCacheConfig()).kv_cache_config.tokens_per_block
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"kv_cache_confg": None}, "did you mean 'kv_cache_config'"),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2"),
+        ({"speculative_config": object()}, "speculative_config"),
+        ({"trust_remote_code": True}, "trust_remote_code=True"),
+        ({"kv_cache_config": {"tokens_per_blok": 32}}, "did you mean 'tokens_per_block'"),
+    ],
+)
+def test_what_is_not_possible_is_refused_by_name(given, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        LlmOptions(**given)
+
+
+def test_another_tokenizer_is_refused(tiny):
+    from kvconnect.integrations.trtllm_shim.llm import LLM
+
+    with pytest.raises(ConfigurationError, match="tokenizer: '/other'"):
+        LLM(tiny, "/other")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"temperature": 0, "max_tokens": 32}),
+        ({"top_k": 1, "temperature": 3.0}, {"temperature": 0}),
+        ({"top_p": 0.0, "temperature": 3.0}, {"temperature": 0}),
+        ({"top_k": 5}, {"temperature": 1, "top_k": 5, "top_p": 1}),
+        ({"top_p": 0.5}, {"temperature": 1, "top_k": 0, "top_p": 0.5}),
+        ({"temperature": 0.5}, {"temperature": 0.5, "top_k": 0, "top_p": 1}),
+        ({"stop": "END"}, {"stop": ("END",)}),
+        ({"stop": ["A", "B"], "stop_token_ids": [3]}, {"stop": ("A", "B"), "stop_token_ids": (3,)}),
+        ({"end_id": 7, "pad_id": 0}, {"stop_token_ids": (7,), "ignore_eos": False}),
+        ({"end_id": -1}, {"stop_token_ids": (), "ignore_eos": True}),
+        ({"seed": 4, "temperature": 1.0, "ignore_eos": True}, {"seed": 4, "ignore_eos": True}),
+        (
+            {"min_tokens": 3, "repetition_penalty": 1.5},
+            {"min_tokens": 3, "repetition_penalty": 1.5},
+        ),
+    ],
+)
+def test_sampling_parameters_mean_the_same(given, expected):
+    made = SamplingParams(**given).for_engine()
+    assert {name: getattr(made, name) for name in expected} == expected
+
+
+def test_log_probabilities_are_given_where_they_are_asked_for(llm):
+    asked = SamplingParams(max_tokens=4, logprobs=2)
+    [whole] = llm.generate(TEXT, asked).outputs
+    pairs = list(zip(whole.token_ids, whole.logprobs, strict=True))
+    assert len(pairs) == 4
+    assert whole.cumulative_logprob == sum(each[token].logprob for token, each in pairs)
+    *_, last = llm.generate_async(TEXT, asked)
+    assert [list(each) for each in last.outputs[0].logprobs] == [list(each) for _, each in pairs]
+    assert last.outputs[0].cumulative_logprob == pytest.approx(whole.cumulative_logprob, abs=1e-3)
+    assert llm.generate(TEXT, SamplingParams(max_tokens=1)).outputs[0].logprobs == []
+
+
+def test_kvconnects_own_parameters_ask_for_one_answer_each(llm):
+    with pytest.raises(ConfigurationError, match=r"SamplingParams\.n=2: one answer to each prompt"):
+        llm.generate(TEXT, kvconnect.SamplingParams(n=2, temperature=1.0))
+
+
+# TensorRT-LLM counts the tokens of the prompt in its penalties of presence and frequency.
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"n": 2}, {"use_beam_search": True}, {"top_p_decay": 0.5}),
+        *({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}),
+    ],
+)
+def test_sampling_that_the_engine_lacks_is_refused_by_name(given):
+    [(name, value)] = given.items()
+    with pytest.raises(ConfigurationError, match=rf"SamplingParams\.{name}={value}.*leave it at"):
+        SamplingParams(**given).for_engine()
+
+
+def test_arguments_of_a_request_that_would_change_its_answer_are_refused(llm):
+    with pytest.raises(ConfigurationError, match="lora_request"):
+        llm.generate("text", lora_request=object())
+    with pytest.raises(ConfigurationError, match=r"unknown argument 'cache_slat'.*'cache_salt'"):
+        llm.generate("text", cache_slat="x")
+    with pytest.raises(ConfigurationError, match="give SamplingParams"):
+        llm.generate("text", {"max_tokens": 3})
+    with pytest.raises(ConfigurationError, match="'prompt' or 'prompt_token_ids'"):
+        llm.generate({"text": "x"})
+
+
+def test_the_log_has_levels_and_says_some_things_once(installed, caplog):
+    from tensorrt_llm import logger
+
+    level = logging.getLogger("tensorrt_llm").level
+    try:
+        logger.set_level("verbose")
+        assert logging.getLogger("tensorrt_llm").level == logging.DEBUG
+        for number in range(2):
+            logger.warning_once(f"warned {number}", key="test")
+            logger.info_once("informed")
+        assert caplog.messages == ["warned 0", "informed"]
+    finally:
+        logging.getLogger("tensorrt_llm").setLevel(level)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_lists_every_name_that_is_answered(repository):
+    page = (repository / "docs/engines.md").read_text(encoding="utf-8")
+    for module, names in modules.MODULES.items():
+        if names:
+            assert f"`{module}`" in page
+        assert not [name for name in names if f"`{name}`" not in page]
+
+
+def test_the_code_of_the_page_runs(clean_modules, repository, tiny, tmp_path, monkeypatch, capsys):
+    page = (repository / "docs/engines.md").read_text(encoding="utf-8")
+    code = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(tiny)
+    (tmp_path / "page.py").write_text(code, encoding="utf-8")
+    runpy.run_path("page.py")
+    assert capsys.readouterr().out
