@@ -82,7 +82,7 @@ class S3Finder:
         return [*found, *(one for one in answers.values() if isinstance(one, Found))]
 
     async def standing(self, keys: Sequence[BlockKey]) -> list[Found]:
-        """Those of `present` whose own object says so: what only a neighbour's tells of may be lost.
+        """Those of `present` whose own object says so: what a neighbour's tells of may be lost.
 
         A lookup that happens to ask for the block itself would not find it.
 
