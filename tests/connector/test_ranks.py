@@ -142,7 +142,7 @@ def raised_by(run: Callable[[], object]) -> Exception | None:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_ranks_in_different_steps_all_raise_at_once(ahead: int) -> None:
     with Ranks() as ranks:
-        ranks.benches[ahead].manager._step += 1
+        ranks.benches[ahead].manager._steps.number += 1
         errors = ranks.both(lambda bench: raised_by(bench.manager.end_step))
         assert [type(one) for one in errors] == [RankDivergence, RankDivergence]
 

@@ -11,24 +11,21 @@ import torch
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.communicator import (
     Communicator,
-    Instructions,
     LoadOrder,
     SingleProcess,
-    agreed,
-    obeyed,
-    tell,
 )
-from kvconnect.connector.data import Direction, KvCachePool, LlmArgs
+from kvconnect.connector.data import Direction, LlmArgs
 from kvconnect.connector.runtime.answers import checked_keep
 from kvconnect.connector.runtime.ledger import BlockFate, StepOutcome, TransferLedger
 from kvconnect.connector.runtime.load_admission import LoadAdmission
 from kvconnect.connector.runtime.loading import build_pair, connector_classes
+from kvconnect.connector.runtime.pools import check_attachable, checked_pools
 from kvconnect.connector.runtime.reporting import RequestRecord, StepReporter
 from kvconnect.connector.runtime.request_errors import RequestErrors
+from kvconnect.connector.runtime.steps import RankSteps
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.stream import CpuStream, ForwardStream
-from kvconnect.errors import ConfigurationError, DuplicateRequest, UsageError
-from kvconnect.layout import KvCacheLayout
+from kvconnect.errors import DuplicateRequest, UsageError
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
 __all__ = ["KvCacheConnectorManager", "StepOutcome"]
@@ -68,7 +65,7 @@ class KvCacheConnectorManager:
         wakeup: Callable[[], None],
         communicator: Communicator | None = None,
     ) -> None:
-        _check(llm_args, kv)
+        check_attachable(llm_args, kv)
         self._kv = kv
         self._communicator = communicator or SingleProcess()
         leads = self._communicator.rank == 0
@@ -107,9 +104,7 @@ class KvCacheConnectorManager:
             divisible=divisible,
         )
         self._tokens_per_block = tokens_per_block
-        self._step = 1  # of the step that has begun or is next
-        self._instructions: Instructions | None = None  # of the step that has begun
-        self._telling = _Telling(self._tell)
+        self._steps = RankSteps(self._communicator)
         self._stream: ForwardStream = CpuStream()
         self._ended: dict[int, bool] = {}  # since the last exchange: whether to keep their blocks
         self._refused: list[int] = []  # those of this step whose blocks go with it
@@ -117,21 +112,11 @@ class KvCacheConnectorManager:
         kv.set_external_matcher(self)
 
     def _attach(self, llm_args: LlmArgs, wakeup: Callable[[], None]) -> None:
-        pools = [self._pool(group, layout) for group, layout in enumerate(llm_args.layouts)]
+        pools = checked_pools(self._kv, llm_args.layouts)
         self._device = pools[0].tensor.device
         self._worker.register_kv_cache_layout(pools)
         self._after_forward = self._worker.register_forward_pass_callable()
         self._worker.set_wakeup(wakeup)
-
-    def _pool(self, group: int, layout: KvCacheLayout) -> KvCachePool:
-        tensor = self._kv.pool_tensor(group) if group else self._kv.pool_tensor()
-        if tensor.shape != layout.flat_shape(len(tensor)) or tensor.dtype != layout.dtype:
-            raise ConfigurationError(
-                f"pool group {group}: {type(self._kv).__name__} has {tensor.dtype} "
-                f"{tuple(tensor.shape)}, the layout says {layout.dtype} "
-                f"{layout.flat_shape(len(tensor))}"
-            )
-        return KvCachePool(layout, tensor)
 
     # ------------------------------------------------------------------ requests
 
@@ -254,28 +239,28 @@ class KvCacheConnectorManager:
             for requests in (loading, batch.context_requests):
                 loads += [load for one in requests if (load := self._order(one)) is not None]
             output = self._reporter.report(batch, self._records, loading)
-            with self._telling:
+            with self._steps.telling:
                 metadata = self._scheduler.build_connector_meta(output)
         self._exchange(metadata, tuple(loads))
         if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)
-        with self._telling:
-            self._worker.bind_connector_meta(self._begun.metadata)
+        with self._steps.telling:
+            self._worker.bind_connector_meta(self._steps.begun.metadata)
             self._worker.start_load_kv(self._stream)
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
         """Before the layer's work is enqueued: what is loaded of it may be read afterwards."""
-        with self._telling:
+        with self._steps.telling:
             self._worker.wait_for_layer_load(layer_idx, self._stream)
 
     def save_kv_layer(self, layer_idx: int) -> None:
         """After the layer's work was enqueued."""
-        with self._telling:
+        with self._steps.telling:
             self._worker.save_kv_layer(layer_idx, self._stream)
 
     def end_forward(self) -> None:
         """At the end of a forward pass, before anything is sampled."""
-        with self._telling:
+        with self._steps.telling:
             if self._after_forward is not None:
                 self._after_forward()
             self._worker.wait_for_save(self._stream)
@@ -289,18 +274,15 @@ class KvCacheConnectorManager:
                 raised.
             RankDivergence: ranks are in different steps.
         """
-        if self._instructions is None:
+        if not self._steps.has_begun:
             self._begin_idle_step()
-        begun = self._begun
+        begun = self._steps.begun
         loading = tuple(load.request_id for load in begun.loads if load.is_async)
-        with self._telling:
+        with self._steps.telling:
             report = self._ledger.collect(begun.step, begun.saving, loading)
             self._worker.clear_connector_meta()
-        reports = agreed(self._communicator, report)
-        # What is raised from here on the other ranks hear of when they begin the next step.
-        self._instructions = None
-        self._step += 1
-        with self._telling:
+        reports = self._steps.end(report)
+        with self._steps.telling:
             if self._scheduler is not None:
                 metas = [one.worker_meta for one in reports if one.worker_meta is not None]
                 self._scheduler.update_from_workers(metas)
@@ -337,12 +319,6 @@ class KvCacheConnectorManager:
 
     # ------------------------------------------------------------------ inside
 
-    @property
-    def _begun(self) -> Instructions:
-        if self._instructions is None:
-            raise UsageError("no step has begun")
-        return self._instructions
-
     def _leader(self, method: str) -> KvCacheConnectorScheduler:
         if self._scheduler is None:
             raise UsageError(f"{method}: rank {self._communicator.rank} is not the leader")
@@ -368,18 +344,17 @@ class KvCacheConnectorManager:
     def _begin_idle_step(self) -> None:
         metadata: object = None
         if self._scheduler is not None:
-            with self._telling:
+            with self._steps.telling:
                 metadata = self._scheduler.build_idle_meta()
         self._exchange(metadata, ())
-        if self._begun.metadata is not None:
-            with self._telling:
-                self._worker.bind_connector_meta(self._begun.metadata)
+        if self._steps.begun.metadata is not None:
+            with self._steps.telling:
+                self._worker.bind_connector_meta(self._steps.begun.metadata)
 
     def _exchange(self, metadata: object, loads: tuple[LoadOrder, ...]) -> None:
         saving = tuple(request_id for request_id, keep in self._ended.items() if keep)
         dropped = self._admission.take_dropped()
-        mine = Instructions(self._step, metadata, loads, saving, dropped)
-        self._instructions = begun = obeyed(self._communicator, mine)
+        begun = self._steps.begin(metadata, loads, saving=saving, dropped=dropped)
         for request_id in begun.dropped:
             self._ledger.quarantine.note_ended(Direction.LOAD, request_id)
         for load in begun.loads:
@@ -388,9 +363,6 @@ class KvCacheConnectorManager:
             self._ledger.start_save(request_id)
         self._refused = [one for one in self._ended if one not in begun.saving]
         self._ended.clear()
-
-    def _tell(self, error: Exception) -> None:
-        tell(self._communicator, self._step, error, begun=self._instructions is not None)
 
     def _load_failed(self, record: RequestRecord, num_valid: int, fate: BlockFate) -> None:
         request = record.request
@@ -416,29 +388,3 @@ class KvCacheConnectorManager:
         finally:
             if self._scheduler is not None:
                 self._scheduler.shutdown()
-
-
-class _Telling:
-    """Lets the other ranks know of an error in a step: `tell` is called before it goes on."""
-
-    def __init__(self, tell: Callable[[Exception], None]) -> None:
-        self._tell = tell
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Tell the others, unless the process is asked to end."""
-        if isinstance(error, Exception):
-            self._tell(error)
-
-
-def _check(llm_args: LlmArgs, kv: BaseKVCacheManager) -> None:
-    if not llm_args.kv_cache_config.enable_block_reuse:
-        raise ConfigurationError(
-            "enable_block_reuse=False: a connector needs block reuse; switch it on, or attach none"
-        )
-    if not kv.supports_connector:
-        raise ConfigurationError(
-            f"{type(kv).__name__} does not support connectors (supports_connector is False)"
-        )

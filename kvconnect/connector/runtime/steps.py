@@ -1,0 +1,99 @@
+"""The step that a rank is in: its number, its instructions, its exchanges with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvconnect.connector.communicator import (
+    Communicator,
+    Instructions,
+    LoadOrder,
+    Report,
+    agreed,
+    obeyed,
+    tell,
+)
+from kvconnect.errors import UsageError
+
+__all__ = ["RankSteps"]
+
+
+class RankSteps:
+    """Steps of one rank, one after the other: each is one `begin` and one `end`.
+
+    Attributes:
+        number: of the step that has begun or is next; the first is 1.
+        telling: ``with steps.telling:`` around what may raise in a step. The other ranks hear of
+            an `Exception` before it goes on, and raise, too, instead of waiting for this rank.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._begun: Instructions | None = None
+        self.number = 1
+        self.telling = _Telling(self._tell)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the step is between its exchanges."""
+        return self._begun is not None
+
+    @property
+    def begun(self) -> Instructions:
+        """The leader's instructions for the step that has begun.
+
+        Raises:
+            UsageError: none has.
+        """
+        if self._begun is None:
+            raise UsageError("no step has begun")
+        return self._begun
+
+    def begin(
+        self,
+        metadata: object,
+        loads: tuple[LoadOrder, ...],
+        *,
+        saving: tuple[int, ...],
+        dropped: tuple[int, ...],
+    ) -> Instructions:
+        """The first exchange; arguments, of which the leader's count, as in `Instructions`.
+
+        Raises:
+            RankDivergence: the leader is in another step.
+            ConnectorContractError: the leader's scheduler raised.
+        """
+        mine = Instructions(self.number, metadata, loads, saving, dropped)
+        self._begun = begun = obeyed(self._communicator, mine)
+        return begun
+
+    def end(self, report: Report) -> list[Report]:
+        """The second exchange: every rank's report; the next step has not begun after it.
+
+        Raises:
+            RankDivergence: a rank is in another step.
+            ConnectorContractError: a rank's worker broke its contract, or raised.
+        """
+        reports = agreed(self._communicator, report)
+        # What is raised from here on the other ranks hear of when they begin the next step.
+        self._begun = None
+        self.number += 1
+        return reports
+
+    def _tell(self, error: Exception) -> None:
+        tell(self._communicator, self.number, error, begun=self.has_begun)
+
+
+class _Telling:
+    """Lets the other ranks know of an error in a step: `tell` is called before it goes on."""
+
+    def __init__(self, tell: Callable[[Exception], None]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Tell the others, unless the process is asked to end."""
+        if isinstance(error, Exception):
+            self._tell(error)
