@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Access, Backend, Capabilities, StoredBlock
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 

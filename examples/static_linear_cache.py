@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.kernels.update import kv_cache_update
 
 PROMPTS = ([5, 17, 200, 31, 8, 99, 4], [42], [7, 7, 12, 150, 66, 3, 91, 30, 11, 12, 13])

@@ -29,7 +29,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
 
     @cache
     def directory(arch: str) -> Path:
-        from kvconnect.engine.random_model import make_model  # transformers: seconds
+        from kvconnect.engine.checkpoint.random_model import make_model  # transformers: seconds
 
         return make_model(root / arch, arch, num_layers=3)
 

@@ -15,7 +15,7 @@ def bench_model(directory: Path | None, scratch: Path) -> Path:
     """The user's model, or a random Llama of about 46 million parameters made in `scratch`."""
     if directory is not None:
         return directory
-    from kvconnect.engine.random_model import make_model
+    from kvconnect.engine.checkpoint.random_model import make_model
 
     target = scratch / "model"
     make_model(target, "llama", preset="demo")

@@ -4,5 +4,5 @@ Imports the connector and the cache manager's interface, never a store (`kvconne
 with `llm` and `generation` (what users call), then `thread` and `engine` (the path of a request
 through one step), `scheduler`, `sampler`, `penalties`, `drafts`. Below them are `request` (a
 request from prompt to output) and `model` (the forward pass), which know neither of these but
-`drafts`.
+`drafts`. `checkpoint` loads a model from its directory.
 """

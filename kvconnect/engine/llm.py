@@ -18,13 +18,13 @@ from kvconnect.connector.offload.store import stored_as
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Attachment, Connector, NoConnector, config_of
+from kvconnect.engine.checkpoint.hub_cache import model_directory
+from kvconnect.engine.checkpoint.loading import load_model
 from kvconnect.engine.drafts import NgramSpeculation, Speculation
 from kvconnect.engine.engine import Engine
 from kvconnect.engine.generation import Generation
-from kvconnect.engine.hub_cache import model_directory
 from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.keywords import known_keywords
-from kvconnect.engine.loading import load_model
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.pool_groups import CacheGeometry
 from kvconnect.engine.request.intake import Intake

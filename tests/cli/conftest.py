@@ -9,7 +9,7 @@ import pytest
 from transformers.utils import logging
 
 from kvconnect.cli.main import main
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.engine.random_model import ARCHITECTURES
+from kvconnect.engine.checkpoint.random_model import ARCHITECTURES
 
 
 def weights(directory: Path) -> bytes:

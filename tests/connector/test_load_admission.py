@@ -17,7 +17,7 @@ from bench_engine import T as BENCH_T
 from recording import Script
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.errors import DuplicateRequest
 from kvconnect.request import LlmRequest
 

@@ -13,7 +13,7 @@ from bench_engine import BenchEngine, llm_args
 from recording import Script
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.keys import Shard
 from kvconnect.request import LlmRequest
 

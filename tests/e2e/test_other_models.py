@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import answer, disk_url
 
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 
 
 @pytest.fixture

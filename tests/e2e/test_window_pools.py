@@ -16,7 +16,7 @@ from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.memory.store import MemoryBackend
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.keys import BlockKey
 
 WINDOW = 40  # of the model's sliding layers: two blocks and a half

@@ -21,7 +21,7 @@ def tokens(outputs):
 @pytest.fixture(scope="module")
 def calm_model(tmp_path_factory):
     """A Llama with weights of ordinary size, for which rounding is not chaos."""
-    from kvconnect.engine.random_model import make_model
+    from kvconnect.engine.checkpoint.random_model import make_model
 
     return make_model(tmp_path_factory.mktemp("calm"), "llama", initializer_range=0.1)
 

@@ -75,7 +75,7 @@ def test_weights_keep_their_values_and_take_no_more_memory(model_of, arch):
 
 
 def test_tied_weights_stay_tied(tmp_path):
-    from kvconnect.engine.random_model import make_model
+    from kvconnect.engine.checkpoint.random_model import make_model
 
     model = load(make_model(tmp_path, config_overrides={"tie_word_embeddings": True}))
     make_lean(model)

@@ -17,7 +17,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 @pytest.fixture(scope="module")
 def calm_model(tmp_path_factory):
     """A Llama with weights of ordinary size: chaos is not what is measured here."""
-    from kvconnect.engine.random_model import make_model
+    from kvconnect.engine.checkpoint.random_model import make_model
 
     return make_model(tmp_path_factory.mktemp("calm"), "llama", initializer_range=0.1)
 

@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.engine.model import model as loading
-from kvconnect.engine.random_model import make_model
 from kvconnect.errors import ConfigurationError, ModelChanged
 
 PROMPT = random.Random(5).choices(range(1, 250), k=100)

@@ -148,7 +148,7 @@ def model(request, model_of):
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     """Gemma3 with windows of 24 in four of six layers, full attention in between."""
-    from kvconnect.engine.random_model import make_model
+    from kvconnect.engine.checkpoint.random_model import make_model
 
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     return make_model(

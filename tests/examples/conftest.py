@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.integrations import trtllm_shim
 
 sys.path.insert(0, str(Path(__file__).parent))

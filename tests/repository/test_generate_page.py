@@ -12,7 +12,7 @@ import pytest
 
 from kvconnect import SamplingParams
 from kvconnect.cli.main import main
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -49,6 +49,7 @@ DOORS = {
     "kernels.cuda.compile": "",
     "kernels.cuda": "kernels.blocks kernels.cuda.compile",
     "digest": "",
+    "engine.checkpoint": "engine.model engine.request.tokenizer",
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
     "integrations.trtllm_shim": "engine connector cache",

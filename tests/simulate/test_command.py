@@ -26,7 +26,7 @@ def trace(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    from kvconnect.engine.random_model import make_model
+    from kvconnect.engine.checkpoint.random_model import make_model
 
     return make_model(tmp_path_factory.mktemp("simulate") / "model", "llama")
 

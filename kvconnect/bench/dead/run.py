@@ -20,7 +20,7 @@ from kvconnect.bench.report import Figure
 from kvconnect.bench.servers.mortal import SERVERS, Death, MortalServer
 from kvconnect.bench.servers.plain_s3 import any_credentials
 from kvconnect.bench.workload import random_prompt
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.engine.request.output import RequestOutput
 from kvconnect.tokens import TokenArray
 from kvconnect.trace import Event, metrics

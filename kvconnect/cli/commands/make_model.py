@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: an unknown architecture or a bad size, or the directory holds a model.
     """
-    from kvconnect.engine.random_model import make_model
+    from kvconnect.engine.checkpoint.random_model import make_model
 
     directory: Path = arguments.directory
     if not arguments.force and (directory / "config.json").exists():
@@ -73,7 +73,7 @@ class _ListArchitectures(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from kvconnect.engine.random_model import ARCHITECTURES
+        from kvconnect.engine.checkpoint.random_model import ARCHITECTURES
 
         print("\n".join(ARCHITECTURES))
         parser.exit()

@@ -26,7 +26,7 @@ _MAX_TOKENS = 8
 @cache
 def _model() -> Path:
     try:
-        from kvconnect.engine.random_model import make_model
+        from kvconnect.engine.checkpoint.random_model import make_model
     except ImportError as error:
         raise Unsupported(f"the engine is not installed ({error}): kvconnect[hf]") from None
     directory = Path(tempfile.mkdtemp(prefix="kvconnect-kit-"))

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from kvconnect.config import torch_dtype
-from kvconnect.engine.byte_tokenizer import (
+from kvconnect.engine.checkpoint.byte_tokenizer import (
     BOS_ID,
     EOS_ID,
     PAD_ID,
