@@ -4,8 +4,8 @@ Imports the vocabulary, ``url`` and ``lanes``; never another store, nor what sta
 Begin with `settings` (what the URL says) and `store` (the `Backend` methods), then `find`, `load`
 and `save`, `format` (the index as a SQLite database), `client` (when the directory is opened, and
 opened anew) and `errors`. Then what is the disk's own: `directory` (what is open), `writer` and
-`slots` (changes of the index), `segments` and `direct_io` (the data files), `path` (what is known
-of a directory before it is opened) and `owner` (who uses it).
+`slots` (changes of the index), `path` (what is known of a directory before it is opened), and the
+room `files` (data files, and how every file of a store is opened).
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from kvconnect.backend import Child, StoredEntry
 from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged, IndexFailed
+from kvconnect.backends.disk.files.own_file import warn_shared
+from kvconnect.backends.disk.files.owner import Lifetime
+from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.find import IndexReader, Located, microseconds
 from kvconnect.backends.disk.format import (
     connect,
@@ -18,8 +21,6 @@ from kvconnect.backends.disk.format import (
     empty_index,
     log_nbytes,
 )
-from kvconnect.backends.disk.own_file import warn_shared
-from kvconnect.backends.disk.owner import Lifetime
 from kvconnect.backends.disk.path import (
     Identity,
     check_format,
@@ -34,7 +35,6 @@ from kvconnect.backends.disk.path import (
     warn_damaged,
     write_format,
 )
-from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.writer import IndexWriter
 from kvconnect.backends.lanes import Lanes

@@ -13,8 +13,8 @@ import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
 from kvconnect.backends.disk.damage import whole_numbers
-from kvconnect.backends.disk.direct_io import Location
 from kvconnect.backends.disk.errors import index_errors
+from kvconnect.backends.disk.files.direct_io import Location
 from kvconnect.backends.disk.format import has_model_column
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray

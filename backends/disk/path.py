@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvconnect.backends.disk.errors import NO_SPACE
+from kvconnect.backends.disk.files.own_file import expect_own, open_own
 from kvconnect.backends.disk.format import INDEX_NAME
-from kvconnect.backends.disk.own_file import expect_own, open_own
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.trace import count, warn_once
 

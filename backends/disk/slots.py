@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backends.disk.damage import whole_numbers
-from kvconnect.backends.disk.direct_io import Location, aligned_size
 from kvconnect.backends.disk.errors import NO_SPACE
+from kvconnect.backends.disk.files.direct_io import Location, aligned_size
+from kvconnect.backends.disk.files.owner import owners
+from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.format import index_nbytes, log_nbytes
-from kvconnect.backends.disk.owner import owners
-from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.url import format_size
 from kvconnect.frame import ALIGNMENT
 from kvconnect.keys import BlockKey

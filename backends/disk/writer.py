@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk.damage import expect_sound, whole_numbers
-from kvconnect.backends.disk.direct_io import Location
 from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
+from kvconnect.backends.disk.files.direct_io import Location
+from kvconnect.backends.disk.files.owner import Owner, owners
+from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.find import READABLE, in_parts, marks, microseconds, oldest_valid
 from kvconnect.backends.disk.format import IndexLog, connect, log_nbytes, make_index
-from kvconnect.backends.disk.owner import Owner, owners
 from kvconnect.backends.disk.path import identity, log_identity
-from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
 from kvconnect.keys import BlockKey

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-from kvconnect.backends.disk.direct_io import open_direct
+from kvconnect.backends.disk.files.direct_io import open_direct
 from kvconnect.bench.report import Figure
 from kvconnect.bench.workload import random_prompt
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager

@@ -16,10 +16,10 @@ import pytest
 
 from kvconnect.backends import lanes as backend_lanes
 from kvconnect.backends.disk import find as disk_index
-from kvconnect.backends.disk import owner as disk_owner
 from kvconnect.backends.disk import store as disk_store
 from kvconnect.backends.disk.directory import DiskDirectory
 from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
+from kvconnect.backends.disk.files import owner as disk_owner
 from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.errors import BackendUnavailable

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.disk import direct_io
+from kvconnect.backends.disk.files import direct_io
 from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.guard.store import GuardedBackend

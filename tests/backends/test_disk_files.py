@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.format import INDEX_NAME
-from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.disk.slots import SlotAllocator
 from kvconnect.errors import BackendUnavailable
 

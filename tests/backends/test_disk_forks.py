@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from kvconnect.backends.disk import path as disk_path
-from kvconnect.backends.disk.owner import Owner, owners
+from kvconnect.backends.disk.files.owner import Owner, owners
 from kvconnect.backends.disk.path import held
 
 # Python 3.12 warns of threads that a child does not have; these children use none.

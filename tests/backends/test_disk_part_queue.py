@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from kvconnect.backends.disk.segments import PartQueue
+from kvconnect.backends.disk.files.segments import PartQueue
 from kvconnect.backends.lanes import Lane
 
 

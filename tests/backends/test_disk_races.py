@@ -21,9 +21,9 @@ from kvconnect.backends.disk import path as disk_path
 from kvconnect.backends.disk import writer as disk_writer
 from kvconnect.backends.disk.directory import DiskDirectory
 from kvconnect.backends.disk.errors import IndexDamaged
+from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.format import INDEX_NAME, connect_read_only
 from kvconnect.backends.disk.path import held, identity, replace_index, unwritable
-from kvconnect.backends.disk.segments import SegmentFiles
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BackendUnavailable, ConfigurationError

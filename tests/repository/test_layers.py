@@ -33,7 +33,8 @@ CONTRACT = (
 DOORS = {
     "backends.guard": "backends.url backends.lanes kernels.quantized_payload",
     "backends.memory": STORE,
-    "backends.disk": STORE,
+    "backends.disk": f"{STORE} backends.disk.files",
+    "backends.disk.files": "backends.lanes backends.disk.errors",
     "backends.redis": STORE,
     "backends.s3": STORE,
     "backends.tiered": "backends.url backends.guard backends.registry",

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import xxhash
 
-from kvconnect.backends.disk.direct_io import view
+from kvconnect.backends.disk.files.direct_io import view
 from kvconnect.bench.store.payloads import Payloads
 
 __all__ = [

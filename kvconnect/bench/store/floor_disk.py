@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvconnect.backends.disk.direct_io import open_direct, view
+from kvconnect.backends.disk.files.direct_io import open_direct, view
 from kvconnect.bench.store.floor import Floor, median_seconds, seconds_of
 from kvconnect.bench.store.payloads import Payloads
 from kvconnect.errors import ConfigurationError

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import unquote, urlsplit
 
-from kvconnect.backends.disk.direct_io import view
+from kvconnect.backends.disk.files.direct_io import view
 from kvconnect.bench.store.floor import Floor, median_seconds, seconds_of
 from kvconnect.bench.store.payloads import Payloads
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from botocore.awsrequest import AWSPreparedRequest
 
-from kvconnect.backends.disk.direct_io import view
+from kvconnect.backends.disk.files.direct_io import view
 from kvconnect.backends.s3.bucket import S3Bucket
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl

@@ -14,7 +14,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from kvconnect.backends.disk.direct_io import (
+from kvconnect.backends.disk.errors import SegmentLost
+from kvconnect.backends.disk.files.direct_io import (
     Location,
     Run,
     is_aligned,
@@ -25,9 +26,8 @@ from kvconnect.backends.disk.direct_io import (
     view,
     write_at,
 )
-from kvconnect.backends.disk.errors import SegmentLost
-from kvconnect.backends.disk.own_file import ForeignFile, is_own, open_own
-from kvconnect.backends.disk.owner import Lifetime
+from kvconnect.backends.disk.files.own_file import ForeignFile, is_own, open_own
+from kvconnect.backends.disk.files.owner import Lifetime
 from kvconnect.backends.lanes import Lane, Lanes, fulfil
 from kvconnect.errors import BackendUnavailable
 from kvconnect.frame import FrameChecksum

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvconnect.backends.disk.own_file import open_own
+from kvconnect.backends.disk.files.own_file import open_own
 from kvconnect.frame import ALIGNMENT, FrameChecksum
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvconnect.backends.disk.own_file import ForeignFile, open_own
+from kvconnect.backends.disk.files.own_file import ForeignFile, open_own
 
 __all__ = ["Lifetime", "Owner", "owners"]
 
