@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 
 from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.engine.request.output import RequestOutput, StreamChunk, as_one
-from kvconnect.engine.request.wakeup import Wakeup
 
 __all__ = ["RequestHandle"]
 
@@ -86,7 +86,7 @@ class RequestHandle:
         return self._wait().__await__()
 
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
-        wakeup = Wakeup(asyncio.get_running_loop())
+        wakeup = _Wakeup(asyncio.get_running_loop())
         reader = _Reader(self._lives, wakeup.ring)
         try:
             while not reader.ended:
@@ -98,7 +98,7 @@ class RequestHandle:
             self._abort_if_left()
 
     async def _wait(self) -> RequestOutput:
-        wakeup = Wakeup(asyncio.get_running_loop())
+        wakeup = _Wakeup(asyncio.get_running_loop())
         reader = _Reader(self._lives, wakeup.ring)
         try:
             while not self.done:
@@ -155,3 +155,21 @@ def _stream_of(live: LiveRequest) -> Iterator[StreamChunk]:
         yield chunk
         if chunk.finish_reason is not None:
             return
+
+
+class _Wakeup:
+    """A bell that any thread rings, and that one coroutine of `loop` waits for."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._rung = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wake the coroutine, or keep it from sleeping next time. Never blocks, never raises."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed: no coroutine waits
+            self._loop.call_soon_threadsafe(self._rung.set)
+
+    async def wait(self) -> None:
+        """Wait for a ring since the last wait."""
+        await self._rung.wait()
+        self._rung.clear()
