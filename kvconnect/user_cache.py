@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["cache_directory"]
+__all__ = ["cache_directory", "replace_file"]
 
 
 def cache_directory() -> Path:
@@ -18,3 +20,22 @@ def cache_directory() -> Path:
     # As the XDG specification says, relative paths there mean nothing.
     base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
     return base / "kvconnect"
+
+
+def replace_file(path: Path, parts: Iterable[bytes]) -> None:
+    """Write `parts` to `path` at once: another process reads what was there, or all of it.
+
+    Its directory is made for this user alone.
+
+    Raises:
+        OSError: nothing has changed but for the directory.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.writelines(parts)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import xxhash
 
 from kvconnect.digest.identity import FileIdentity
+from kvconnect.user_cache import replace_file
 
 __all__ = ["DigestCache"]
 
@@ -55,7 +55,7 @@ class DigestCache:
         kept = {key: value for key, value in self.read().items() if key not in entries}
         lines = list(map(_line, (kept | dict(entries)).items()))[-_MAX_ENTRIES:]
         with suppress(OSError):
-            _replace(self._path, b"".join(lines))
+            replace_file(self._path, lines)
 
 
 def _private(descriptor: int) -> bool:
@@ -80,15 +80,3 @@ def _entry(line: bytes) -> tuple[FileIdentity, bytes] | None:
     except (ValueError, TypeError):  # a version to come may write other fields
         return None
     return entry if len(entry[1]) == _DIGEST_NBYTES else None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

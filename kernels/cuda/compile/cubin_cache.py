@@ -8,14 +8,12 @@ found under a key is whole, or was damaged since: then it is compiled again.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvconnect.user_cache import cache_directory
+from kvconnect.user_cache import cache_directory, replace_file
 
 __all__ = ["CubinCache", "CubinKey", "default_directory"]
 
@@ -76,7 +74,8 @@ class CubinCache:
             return kept
         cubin = make()
         with suppress(OSError):
-            _write(path, [hashlib.sha256(cubin).digest(), cubin])
+            # The driver runs what is found here, so no other user may write it.
+            replace_file(path, [hashlib.sha256(cubin).digest(), cubin])
         return cubin
 
 
@@ -87,16 +86,3 @@ def _read(path: Path) -> bytes | None:
         return None
     digest, cubin = data[:_DIGEST_NBYTES], data[_DIGEST_NBYTES:]
     return cubin if hashlib.sha256(cubin).digest() == digest else None
-
-
-def _write(path: Path, parts: Sequence[bytes]) -> None:
-    # The driver runs what is found here, so no other user may write it.
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.writelines(parts)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
