@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import signal
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ModelOf = Callable[[str], Path]
+WithTemplate = Callable[[Path, str], Path]
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +56,23 @@ def no_place_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvconnect.backends.guard.labels import store_labels
 
     monkeypatch.setattr(store_labels, "_places", set())
+
+
+@pytest.fixture(scope="session")
+def with_template(tmp_path_factory: pytest.TempPathFactory) -> WithTemplate:
+    """Makes a copy of a model with this chat template."""
+
+    def copied(model: Path, template: str) -> Path:
+        from transformers import AutoTokenizer  # seconds
+
+        directory = tmp_path_factory.mktemp("chatty") / "model"
+        shutil.copytree(model, directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(directory)
+        return directory
+
+    return copied
 
 
 @pytest.fixture(scope="session")

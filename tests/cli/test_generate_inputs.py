@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -18,14 +17,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def chatty(model: Path, tmp_path_factory) -> Path:
+def chatty(model: Path, with_template) -> Path:
     """The same model with a chat template."""
-    directory = tmp_path_factory.mktemp("chatty") / "model"
-    shutil.copytree(model, directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    return directory
+    return with_template(model, TEMPLATE)
 
 
 @pytest.fixture

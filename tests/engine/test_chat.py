@@ -26,14 +26,9 @@ HELLO_TEXT = "<system>Be brief.</s><user>Hello</s><assistant>"
 
 
 @pytest.fixture(scope="module")
-def chatty(llama, tmp_path_factory):
+def chatty(llama, with_template):
     """The same model with a template."""
-    directory = tmp_path_factory.mktemp("chatty") / "model"
-    shutil.copytree(llama, directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    return directory
+    return with_template(llama, TEMPLATE)
 
 
 @pytest.fixture

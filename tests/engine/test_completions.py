@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from forwards import hold_forwards
 
 from kvconnect import SamplingParams
 
@@ -13,22 +14,6 @@ THREE = SamplingParams(n=3, max_tokens=12, temperature=1.0, seed=7, ignore_eos=T
 @pytest.fixture
 def llm(open_llm, llama):
     return open_llm(llama)
-
-
-def hold_forwards(llm):
-    """The engine stops before its next forward pass until the returned event is set."""
-    import threading
-
-    gate, reached = threading.Event(), threading.Event()
-    forward = llm._engine._model.forward
-
-    def held(step):
-        reached.set()
-        assert gate.wait(30)
-        return forward(step)
-
-    llm._engine._model.forward = held
-    return gate, reached
 
 
 def test_the_prompt_is_computed_once(llm):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from forwards import hold_forwards
 
 from kvconnect import SamplingParams
 from kvconnect.engine.request.handle import RequestHandle
@@ -22,20 +23,6 @@ SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
 @pytest.fixture
 def llm(open_llm, llama):
     return open_llm(llama)
-
-
-def hold_forwards(llm):
-    """The engine stops before its next forward pass until the returned event is set."""
-    gate, reached = threading.Event(), threading.Event()
-    forward = llm._engine._model.forward
-
-    def held(step):
-        reached.set()
-        assert gate.wait(30)
-        return forward(step)
-
-    llm._engine._model.forward = held
-    return gate, reached
 
 
 def test_chunks_add_up_to_the_output(llm, prompts):
