@@ -273,6 +273,7 @@ class Engine:
             request.state = RequestState.FINISHED
             if holds_blocks:
                 self._kv.free_resources(request)
+        self._recount_blocks()  # its waiter may look as soon as it is told
 
     # ------------------------------------------------------------------ settle
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.cache.resource_manager import BaseKVCacheManager
+from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.engine.scheduler import Scheduler
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import LlmRequest
@@ -96,6 +97,20 @@ def test_what_can_never_fit_is_refused(open_llm, llama):
         llm.generate([5] * 60, SamplingParams(max_tokens=6))
 
 
+def test_blocks_are_counted_as_free_before_the_result_is_told(open_llm, llama, monkeypatch):
+    llm, seen = open_llm(llama), []
+    finish = LiveRequest.finish
+
+    def noting(live, reason):
+        stats = llm.stats()
+        seen.append((stats.free_blocks, stats.max_blocks))
+        finish(live, reason)
+
+    monkeypatch.setattr(LiveRequest, "finish", noting)
+    llm.generate([1, 2, 3], SHORT)
+    assert seen == [(64, 64)]
+
+
 def test_an_idle_engine_sleeps(open_llm, llama):
     llm = open_llm(llama)
     llm.generate([1, 2, 3], SHORT)
@@ -108,7 +123,7 @@ def test_an_idle_engine_sleeps(open_llm, llama):
     assert len(steps) <= 2 + 3
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_any_mix_of_requests_gets_the_answers_it_gets_alone(any_mix, data):
     """Chunks, queueing, reuse and aborts together, in a cache that is nearly too small."""
