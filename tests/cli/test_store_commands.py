@@ -41,8 +41,14 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("command", [("ls",), ("ls", "--json", "--sort", "age"), ("stats",)])
-@pytest.mark.parametrize("tiers", ["", "tiered:?tiers="])
+@pytest.mark.parametrize(
+    ("command", "tiers"),
+    [
+        (("ls",), ""),
+        (("ls", "--json", "--sort", "age"), "tiered:?tiers="),
+        (("stats",), "tiered:?tiers="),
+    ],
+)
 def test_looking_at_a_store_does_not_wait_for_torch(url, command, tiers):
     fill(url, chain("a", 3))
     place = tiers + url.partition("?")[0]

@@ -559,10 +559,11 @@ def test_opening_is_no_load_and_may_take_longer() -> None:
         assert bench.answer(PROMPT, 3) == ANSWER
 
 
-def test_thousands_of_requests_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.slow)])
+def test_many_requests_leave_nothing_behind(count: int) -> None:
     store = DictStore()
     with BenchEngine(llm_args(store)) as bench:
-        for number in range(2000):
+        for number in range(count):
             bench.submit([number % 50 + 1, 2, 3, 4, 5], 1)
             bench.run()
             bench.requests.clear()

@@ -28,8 +28,14 @@ class SlowBackend(DictBackend):
 
 @pytest.mark.parametrize("save_on", ["finish", "full"])
 @pytest.mark.parametrize("staging_bytes", [4 * SLOT, 64 << 20], ids=["few slots", "many"])
-@pytest.mark.parametrize("on_backlog", ["drop", "wait"])
-@pytest.mark.parametrize("num_tokens", [1, 20])
+@pytest.mark.parametrize(
+    ("on_backlog", "num_tokens"),
+    [
+        *[("drop", 1), ("wait", 20)],
+        pytest.param("drop", 20, marks=pytest.mark.slow),
+        pytest.param("wait", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_every_block_of_running_requests_is_saved(
     model: Path, save_on: str, staging_bytes: int, on_backlog: str, num_tokens: int
 ) -> None:

@@ -27,7 +27,9 @@ def flip(path: Path, rng: random.Random, count: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))]
+)
 @pytest.mark.parametrize("count", [1, 300])
 def test_flipped_bits(model: Path, store: Path, expected: list[int], seed: int, count: int) -> None:
     rng = random.Random(seed)

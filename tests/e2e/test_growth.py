@@ -55,8 +55,8 @@ def _run(model: Path, tmp_path: Path, requests: int, warm_up: int) -> None:
     assert os.getpid() == process.pid
 
 
-def test_a_thousand_requests(model: Path, tmp_path: Path) -> None:
-    _run(model, tmp_path, 1_000, 500)
+def test_five_hundred_requests(model: Path, tmp_path: Path) -> None:
+    _run(model, tmp_path, 500, 250)
 
 
 @pytest.mark.slow

@@ -6,17 +6,20 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from harness import disk_url
 
+from kvconnect.cli.main import main
+
 TEXT = "the quick brown fox jumps over the lazy dog; " * 8
 
 
-def _command(model: Path, store: Path, *more: str) -> list[str]:
+def _arguments(model: Path, store: Path, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "kvconnect", "generate", str(model), "--prompt", TEXT),
+        *("generate", str(model), "--prompt", TEXT),
         *("--store", disk_url(store), "--dtype", "float64", "--tokens-per-block", "16"),
         *("--kv-cache-tokens", "4096", "--json", *more),
     ]
@@ -24,26 +27,29 @@ def _command(model: Path, store: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_what_is_staged(
-    model: Path, tmp_path: Path, number: signal.Signals, code: int
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    code: int,
 ) -> None:
     store = tmp_path / "store"
     # So many tokens that it is still generating when the prompt's blocks are on disk.
+    arguments = _arguments(model, store, "--max-tokens", "3500", "--ignore-eos")
     running = subprocess.Popen(
-        _command(model, store, "--max-tokens", "3500", "--ignore-eos"),
+        [sys.executable, "-m", "kvconnect", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     while running.poll() is None and not _holds_blocks(store):
-        pass
+        time.sleep(0.01)  # the processor is the child's
     running.send_signal(number)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == code, errors
     assert "Traceback" not in errors
-    again = subprocess.run(
-        _command(model, store, "--max-tokens", "4"), capture_output=True, text=True, check=True
-    )
-    assert json.loads(again.stdout)["computed_tokens"] == 1
+    assert main(_arguments(model, store, "--max-tokens", "4")) == 0
+    assert json.loads(capsys.readouterr().out)["computed_tokens"] == 1
 
 
 def _holds_blocks(store: Path) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
 
 T = 16
+
+Shelf = defaultdict[object, list[LoadedModel]]
 
 
 @pytest.fixture(scope="session")
@@ -51,10 +57,29 @@ def prompts() -> list[list[int]]:
     return [*made, made[4][:90], [*made[0][:50], 1, 2, 3]]
 
 
+@pytest.fixture(scope="session")
+def shelf() -> Shelf:
+    """Models that were loaded before, by their files and how; those in use are not there."""
+    return defaultdict(list)
+
+
 @pytest.fixture
-def open_llm() -> Iterator[Callable[..., LLM]]:
-    """Opens engines in float64 with blocks of 16 tokens; closes them at the end."""
+def open_llm(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Opens engines in float64 with blocks of 16 tokens; closes them at the end.
+
+    A model is loaded once and then lent from test to test, to one engine at a time.
+    """
     opened: list[LLM] = []
+    lent: list[tuple[object, LoadedModel]] = []
+
+    def lend(directory: Path, **how: object) -> LoadedModel:
+        files = sorted((path.name, path.stat().st_mtime_ns) for path in directory.iterdir())
+        key = (directory, *files, *how.items())
+        loaded = shelf[key].pop() if shelf[key] else load_model(directory, **how)
+        lent.append((key, loaded))
+        return replace(loaded, model=copy.copy(loaded.model))  # tests change its methods
+
+    monkeypatch.setattr("kvconnect.engine.llm.load_model", lend)
 
     def open_one(model: Path, *, max_tokens: int = 1024, tokens_per_block: int = T, **more) -> LLM:
         config = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=max_tokens)
@@ -67,3 +92,5 @@ def open_llm() -> Iterator[Callable[..., LLM]]:
     yield open_one
     for llm in opened:
         llm.close()
+    for key, loaded in lent:
+        shelf[key].append(loaded)

@@ -85,8 +85,15 @@ def test_what_it_computed_is_reused_when_it_comes_back(open_llm, llama, four):
     llm._engine._kv.blocks.check_invariants()
 
 
-@pytest.mark.parametrize("connector", [None, "memory:?capacity=32MiB"])
-@pytest.mark.parametrize("max_num_tokens", [24, 2048])
+@pytest.mark.parametrize(
+    ("connector", "max_num_tokens"),
+    [
+        (None, 2048),
+        ("memory:?capacity=32MiB", 24),
+        pytest.param(None, 24, marks=pytest.mark.slow),
+        pytest.param("memory:?capacity=32MiB", 2048, marks=pytest.mark.slow),
+    ],
+)
 def test_greedy_answers_are_those_of_transformers(
     connector, max_num_tokens, open_llm, llama, reference, prompts
 ):

@@ -9,7 +9,10 @@ import pytest
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "deepseek_v3"]
-MORE = ["qwen2", "mixtral", "phi", "gemma", "olmo", "gpt_neox", "opt"]
+# Full attention, windows in some layers, keys and values of different sizes.
+KINDS = ["llama", "gemma3", "deepseek_v3"]
+MORE = ["mixtral", "phi", "gpt_neox", "opt"]
+LESS_OFTEN = ["qwen2", "gemma", "olmo"]
 GREEDY = SamplingParams(max_tokens=20)
 
 
@@ -17,11 +20,23 @@ def tokens(outputs):
     return [list(output.output_token_ids) for output in outputs]
 
 
-@pytest.fixture(params=ARCHITECTURES)
-def model(request, model_of):
-    return model_of(request.param)
+def often(*seldom):
+    """All architectures, and those of `seldom` in the long form alone."""
+    return [
+        pytest.param(arch, marks=pytest.mark.slow) if arch in seldom else arch
+        for arch in ARCHITECTURES
+    ]
 
 
+BY_KIND = often(*(set(ARCHITECTURES) - set(KINDS)))
+
+
+@pytest.fixture
+def model(arch, model_of):
+    return model_of(arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_one_after_the_other_cold(model, open_llm, reference, prompts):
     config = KvCacheConfig(tokens_per_block=16, max_tokens=1024, enable_block_reuse=False)
     llm = open_llm(model, kv_cache=config)
@@ -30,12 +45,15 @@ def test_one_after_the_other_cold(model, open_llm, reference, prompts):
     assert all(output.computed_tokens == output.prompt_tokens for output in outputs)
 
 
-@pytest.mark.parametrize("max_num_tokens", [7, 16])
+@pytest.mark.parametrize(
+    ("arch", "max_num_tokens"), [*((arch, 7) for arch in ARCHITECTURES), ("llama", 16)]
+)
 def test_prompts_in_chunks(model, max_num_tokens, open_llm, reference, prompts):
     llm = open_llm(model, max_num_tokens=max_num_tokens)
     assert tokens(llm.generate(prompts, GREEDY)) == reference(model, prompts, 20)
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_all_at_once_cold_then_reused_from_the_device(model, open_llm, reference, prompts):
     llm = open_llm(model)
     assert tokens(llm.generate(prompts, GREEDY)) == reference(model, prompts, 20)
@@ -45,6 +63,7 @@ def test_all_at_once_cold_then_reused_from_the_device(model, open_llm, reference
     assert {output.computed_tokens for output in again} == {1}
 
 
+@pytest.mark.parametrize("arch", BY_KIND)
 def test_a_conversation_that_goes_on_reuses_the_answer_too(model, open_llm, reference, prompts):
     llm = open_llm(model)
     prompt = prompts[1]
@@ -58,6 +77,7 @@ def test_a_conversation_that_goes_on_reuses_the_answer_too(model, open_llm, refe
         assert output.reused_device_tokens == known
 
 
+@pytest.mark.parametrize("arch", BY_KIND)
 @pytest.mark.parametrize("tokens_per_block", [2, 64])
 def test_small_and_large_blocks(model, tokens_per_block, open_llm, reference, prompts):
     llm = open_llm(model, tokens_per_block=tokens_per_block, max_num_tokens=40)
@@ -80,29 +100,35 @@ def test_from_several_threads(model_of, open_llm, reference, prompts):
     assert answers == [reference(model_of("llama"), prompts, 20)] * 4
 
 
-@pytest.mark.parametrize("arch", MORE)
+@pytest.mark.parametrize(
+    "arch", [*MORE, *(pytest.param(arch, marks=pytest.mark.slow) for arch in LESS_OFTEN)]
+)
 def test_other_architectures(arch, model_of, open_llm, reference, prompts):
     llm = open_llm(model_of(arch), max_num_tokens=48)
     for _ in range(2):
         assert tokens(llm.generate(prompts, GREEDY)) == reference(model_of(arch), prompts, 20)
 
 
-@pytest.mark.parametrize(
-    ("arch", "store"),
-    [*((arch, "disk") for arch in ARCHITECTURES), ("llama", "memory"), ("deepseek_v3", "memory")],
-)
-def test_after_a_restart(arch, store, model_of, open_llm, reference, prompts, tmp_path):
-    model = model_of(arch)
-    if store == "disk":
-        connector = f"disk://{tmp_path}/kv?capacity=32MiB"
-        with open_llm(model, connector=connector) as llm:
-            llm.generate(prompts, GREEDY)
-        llm = open_llm(model, connector=connector)
-    else:
-        # The store lives as long as its engine: many other prompts drive these off the device.
-        llm = open_llm(model, connector="memory:?capacity=32MiB", max_tokens=256)
+@pytest.mark.parametrize("arch", BY_KIND)
+def test_after_a_restart(arch, model, open_llm, reference, prompts, tmp_path):
+    connector = f"disk://{tmp_path}/kv?capacity=32MiB"
+    with open_llm(model, connector=connector) as llm:
         llm.generate(prompts, GREEDY)
-        llm.generate([[seed] * 200 for seed in range(3)], GREEDY)
+    llm = open_llm(model, connector=connector)
+    check_loaded(llm, model, reference, prompts)
+
+
+@pytest.mark.parametrize("arch", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_from_memory(arch, model, open_llm, reference, prompts):
+    # The store lives as long as its engine: many other prompts drive these off the device.
+    llm = open_llm(model, connector="memory:?capacity=32MiB", max_tokens=256)
+    llm.generate(prompts, GREEDY)
+    llm.generate([[seed] * 200 for seed in range(3)], GREEDY)
+    check_loaded(llm, model, reference, prompts)
+
+
+def check_loaded(llm, model, reference, prompts):
+    """All of `prompts` but their last tokens comes from the store, and the answers are right."""
     outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
     assert tokens(outputs) == reference(model, prompts, 20)
     assert all(output.computed_tokens == 1 for output in outputs)

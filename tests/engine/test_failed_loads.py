@@ -159,9 +159,17 @@ def answers(llm, prompts):
     return [list(output.output_token_ids) for output in llm.generate(prompts, GREEDY)]
 
 
-@pytest.mark.parametrize("writes_ended", [True, False])
-@pytest.mark.parametrize("good_blocks", [0, 2])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("is_async", "good_blocks", "writes_ended"),
+    [
+        # Every two of the three meet in the first half.
+        *[(False, 0, True), (False, 2, False), (True, 0, False), (True, 2, True)],
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [(False, 0, False), (False, 2, True), (True, 0, True), (True, 2, False)]
+        ),
+    ],
+)
 def test_the_rest_is_computed(is_async, good_blocks, writes_ended, plan, llm, prompts, expected):
     plan.is_async, plan.good_blocks, plan.writes_ended = is_async, good_blocks, writes_ended
     plan.bad_blocks = 4 - good_blocks

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from kvconnect import SamplingParams
+from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.errors import EngineClosed
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -146,10 +146,11 @@ print(llm.generate([7] * 100, SamplingParams(max_tokens=2))[0].reused_store_toke
 """
 
 
-def test_a_process_that_forgets_to_close_still_saves(llama, tmp_path):
-    command = [sys.executable, "-c", FORGETFUL, str(llama), f"disk://{tmp_path}/kv?capacity=8MiB"]
-    runs = [
-        subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-        for _ in range(2)
-    ]
-    assert [run.stdout.strip() for run in runs] == ["0", "99"]
+def test_a_process_that_forgets_to_close_still_saves(llama, open_llm, tmp_path):
+    url = f"disk://{tmp_path}/kv?capacity=8MiB"
+    command = [sys.executable, "-c", FORGETFUL, str(llama), url]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert run.stdout.strip() == "0"
+    cache = KvCacheConfig(max_tokens=256)
+    with open_llm(llama, connector=url, kv_cache=cache, dtype="auto") as llm:
+        assert llm.generate([7] * 100, SamplingParams(max_tokens=2))[0].reused_store_tokens == 99

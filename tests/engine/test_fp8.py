@@ -42,7 +42,9 @@ def test_logits_are_close_to_those_of_the_model(calm_model, open_llm, prompts):
     assert 0 < difference < 2**-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "arch", ["llama", pytest.param("gemma3", marks=pytest.mark.slow), "deepseek_v3"]
+)
 def test_reused_it_gives_the_tokens_it_gave_cold(arch, model_of, open_llm, prompts):
     model = model_of(arch)
     cold = FP8.model_copy(update={"enable_block_reuse": False})

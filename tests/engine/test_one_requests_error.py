@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from forwards import hold_forwards
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
@@ -110,20 +111,6 @@ def check_unharmed(llm):
     if records := getattr(llm._engine._connector, "_records", None):
         assert records == {}
     assert llm._engine._live == {}
-
-
-def hold_forwards(llm):
-    """The engine stops before its next forward pass until the returned event is set."""
-    gate, reached = threading.Event(), threading.Event()
-    forward = llm._engine._model.forward
-
-    def held(step):
-        reached.set()
-        assert gate.wait(30)
-        return forward(step)
-
-    llm._engine._model.forward = held
-    return gate, reached
 
 
 def submitted_in_one_batch(llm, prompts, broken, params):
@@ -327,6 +314,7 @@ def test_an_output_that_cannot_be_made(open_llm, llama, monkeypatch):
 def test_a_connector_that_is_stuck_keeps_no_result_waiting(
     open_llm, llama, picky, monkeypatch, method
 ):
+    monkeypatch.setattr("kvconnect.engine.llm._CLOSE_S", 0.3)
     monkeypatch.setattr(Idle, "stuck_in", method)
     monkeypatch.setattr(Idle, "entered", threading.Event())
     monkeypatch.setattr(Idle, "go_on", threading.Event())

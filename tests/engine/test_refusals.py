@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvconnect import LLM
+from kvconnect import LLM, KvCacheConfig
 from kvconnect.engine.model.attention import AttentionInput
 from kvconnect.engine.model.seam import AttentionProbe
 from kvconnect.errors import UnsupportedModel, UsageError
@@ -84,9 +84,9 @@ def test_layers_out_of_order_are_refused():
         probe.attend(1, AttentionInput(tensor, tensor, tensor, None, None))
 
 
-def test_a_forward_pass_that_left_the_cache_out_is_noticed(model_of, open_llm):
+def test_a_forward_pass_that_left_the_cache_out_is_noticed(model_of):
     """Another attention implementation ignores ``kv=`` without a word; layers of Qwen3 ask it."""
-    llm = open_llm(model_of("qwen3"))
-    llm._engine._model._model.set_attn_implementation("sdpa")
-    with pytest.raises(UsageError, match="0 of 3 attention layers used the KV cache"):
-        llm.generate([1, 2, 3])
+    with LLM(model_of("qwen3"), kv_cache=KvCacheConfig(max_tokens=256)) as llm:
+        llm._engine._model._model.set_attn_implementation("sdpa")
+        with pytest.raises(UsageError, match="0 of 3 attention layers used the KV cache"):
+            llm.generate([1, 2, 3])

@@ -33,9 +33,9 @@ def mixed(tmp_path_factory):
     )
 
 
-@pytest.fixture(params=["mistral", "mixed"])
-def model(request, model_of, mixed):
-    return mixed if request.param == "mixed" else model_of(request.param)
+@pytest.fixture
+def model(arch, model_of, mixed):
+    return mixed if arch == "mixed" else model_of(arch)
 
 
 def check_idle(llm):
@@ -44,7 +44,14 @@ def check_idle(llm):
     llm._engine._kv.blocks.check_invariants()
 
 
-@pytest.mark.parametrize(("max_num_tokens", "tokens_per_block"), [(13, 16), (2048, 4)])
+@pytest.mark.parametrize(
+    ("arch", "max_num_tokens", "tokens_per_block"),
+    [
+        *[("mistral", 13, 16), ("mixed", 2048, 4)],
+        pytest.param("mixed", 13, 16, marks=pytest.mark.slow),
+        pytest.param("mistral", 2048, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_cold_and_reused(model, max_num_tokens, tokens_per_block, open_llm, reference, prompts):
     llm = open_llm(model, max_num_tokens=max_num_tokens, tokens_per_block=tokens_per_block)
     expected = reference(model, prompts, 28)
@@ -111,6 +118,7 @@ def test_nothing_is_read_that_nobody_holds(mixed, open_llm, reference, prompts):
     assert tokens(llm.generate(prompts, GREEDY)) == reference(mixed, prompts, 28)
 
 
+@pytest.mark.parametrize("arch", ["mixed", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_preempted_with_drafts(model, open_llm, reference, prompts):
     llm = open_llm(
         model,
@@ -129,8 +137,7 @@ def test_preempted_with_drafts(model, open_llm, reference, prompts):
 
 
 @pytest.mark.parametrize("arch", ["llama", "mixed"])
-def test_what_left_the_device_comes_back_from_the_host(arch, model_of, mixed, open_llm, reference):
-    model = mixed if arch == "mixed" else model_of(arch)
+def test_what_left_the_device_comes_back_from_the_host(model, open_llm, reference):
     rng = np.random.default_rng(3)
     several = [rng.integers(0, 256, 100).tolist() for _ in range(4)]
     config = KvCacheConfig(tokens_per_block=8, max_tokens=160, host_cache_size=64 << 20)
