@@ -351,7 +351,8 @@ class KvCacheConnectorConfig(Settings):
             for transfers that timed out.
         max_loading_fraction: loads in the background, together with what is held back, take at
             most so much of the pool; others wait for their end, up to ``load_timeout_s``, and are
-            computed then. A load that is larger than that runs alone.
+            computed then. A load that is larger than that runs alone. Saves take at most so much
+            while there are any that timed out and hold blocks; others are not saved.
     """
 
     connector_module: str | None = None

@@ -96,7 +96,6 @@ class Report:
         saved, loaded: requests whose transfer ended with success on this rank.
         failures: transfers that will not finish on this rank.
         expired_loads, expired_saves: past their deadline by this rank's clock.
-        overdue_saves: whose blocks in quarantine were waited for long enough, by its clock.
         worker_meta: for the scheduler, from `build_worker_meta`.
         error: how this rank's worker broke its contract, or what it raised. It travels here, so
             that all ranks raise together instead of one raising and the others waiting for it.
@@ -108,7 +107,6 @@ class Report:
     failures: tuple[TransferFailure, ...] = ()
     expired_loads: tuple[int, ...] = ()
     expired_saves: tuple[int, ...] = ()
-    overdue_saves: tuple[int, ...] = ()
     worker_meta: object = None
     error: str | None = None
 

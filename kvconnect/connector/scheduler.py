@@ -68,7 +68,10 @@ class KvCacheConnectorScheduler(ABC):
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
         """Generation ended or was aborted; the blocks are still there.
 
-        True keeps them until every worker's `get_finished` has returned the id as saved.
+        True keeps them until every worker's `get_finished` has returned the id as saved, however
+        long that takes. While saves that were not returned within ``save_timeout_s`` hold blocks,
+        all saves together get at most ``max_loading_fraction`` of the pool: for a request beyond
+        that `request_aborted` is called instead, and nothing of it may be read any more.
         """
 
     @abstractmethod
@@ -91,7 +94,10 @@ class KvCacheConnectorScheduler(ABC):
         """*Ours.* `request` was preempted or sent back: its blocks are gone; it comes again."""
 
     def request_aborted(self, request: LlmRequest) -> None:
-        """*Ours.* `request` was aborted; `request_finished` follows if it holds blocks."""
+        """*Ours.* `request` was aborted; `request_finished` follows if it holds blocks.
+
+        Also called instead of that, see there.
+        """
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
         """*Ours.* Its load did not succeed; tokens from `num_valid_tokens` on are computed."""

@@ -8,7 +8,7 @@ from bench_engine import BenchEngine, T, llm_args
 from recording import Script
 
 from kvconnect.connector.data import Direction, TransferFailure
-from kvconnect.request import LlmRequest, RequestState
+from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 
 PROMPT = list(range(1, 4 * T + 2))
 
@@ -64,6 +64,18 @@ def test_a_load_that_failed_is_settled_although_the_scheduler_raises(script: Scr
             bench.step()
         assert bench.outcomes[-1].failed == {request.request_id: T}
         assert not bench.manager.has_pending()
+
+
+def test_a_load_that_never_started_does_not_count_as_loading(script: Script) -> None:
+    with BenchEngine(llm_args(recording.config())) as bench:
+        script.match = lambda *_: (2 * T, True)
+        request = bench.submit(PROMPT, max_tokens=3)
+        raise_in(script.scheduler, "update_state_after_alloc")
+        bench.kv.prepare_resources(ScheduledBatch([request]))
+        assert bench.manager._admission._num_loading() > 0
+        bench.manager.request_finished(request, aborted=True)
+        assert list(bench.manager.take_errors()) == [request.request_id]
+        assert bench.manager._admission._num_loading() == 0
 
 
 @pytest.mark.parametrize("owner", ["scheduler", "worker"])

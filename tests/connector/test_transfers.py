@@ -261,42 +261,65 @@ def test_blocks_of_a_late_save_are_hoped_for_as_long_as_a_save_may_take_or_longe
         assert bench.manager.expects_news()
 
 
-def test_blocks_of_saves_that_are_never_returned_are_handed_on_in_the_end(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvconnect.connector.runtime.ledger._LONGEST_SAVE_S", 0.0)
-    script.keep, script.finished = (lambda _: True), never
-    kv = PlainKv(20)
-    with engine(kv, save_timeout_s=0.02) as bench:
-        request = bench.submit(PROMPT, 1)
+def saves_that_time_out(bench: BenchEngine, count: int) -> list[LlmRequest]:
+    """So many requests of seven blocks, one after the other."""
+    requests = []
+    for _ in range(count):
+        requests.append(bench.submit(PROMPT, 1))
         bench.run()
-        assert kv.get_num_free_blocks() == 20 - 7
-        deadline = time.monotonic() + 10
-        while kv.get_num_free_blocks() < 20:
-            assert time.monotonic() < deadline
+        while bench.manager.has_pending():
             bench.manager.end_step()
-        assert not bench.manager.expects_news()
-        script.finished = lambda *_: ([request.request_id], [])
-        bench.manager.end_step()  # a return after that is ignored
+    return requests
 
 
-def test_of_more_than_half_of_the_pool_they_are_handed_on_after_their_grace_period(
+def test_no_clock_hands_on_the_blocks_of_a_save_that_is_never_returned(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvconnect.connector.runtime.ledger._GRACE_S", 0.0)
     script.keep, script.finished = (lambda _: True), never
-    kv = PlainKv(22)
+    kv = PlainKv(20)
     with engine(kv, save_timeout_s=0.02) as bench:
-        for _ in range(10):  # of seven blocks: three times the pool
-            assert bench.submit(PROMPT, 1)
-            bench.run()
-            while bench.manager.has_pending():
-                bench.manager.end_step()
-        deadline = time.monotonic() + 10
-        while kv.get_num_free_blocks() < 22 - 7:
-            assert time.monotonic() < deadline
+        (request,) = saves_that_time_out(bench, 1)
+        days_later = time.monotonic() + 1e6
+        monkeypatch.setattr("kvconnect.connector.runtime.ledger.time.monotonic", lambda: days_later)
+        for _ in range(3):
             bench.manager.end_step()
-        assert kv.get_num_free_blocks() == 22 - 7  # the youngest stays: it is less than half
+        assert kv.get_num_free_blocks() == 20 - 7
+        assert bench.manager.wait_seconds() is None  # no request has to wait for them
+        script.finished = lambda *_: ([request.request_id], [])
+        bench.manager.end_step()
+        assert kv.get_num_free_blocks() == 20
+
+
+def test_saves_that_are_never_returned_get_half_of_the_pool_at_most(script: Script) -> None:
+    script.keep, script.finished = (lambda _: True), never
+    kv = PlainKv(30)
+    with engine(kv, save_timeout_s=0.02) as bench:
+        first, second, third, *_ = saves_that_time_out(bench, 6)
+        assert kv.get_num_free_blocks() == 30 - 2 * 7
+        ended = [request_id for request_id, *_ in script.named("request_finished")]
+        assert ended == [first.request_id, second.request_id]
+        assert len(script.named("request_aborted")) == 4
+        assert tokens(third) == ANSWER[:1]
+        script.finished = lambda *_: ([first.request_id, second.request_id], [])
+        bench.manager.end_step()
+        assert kv.get_num_free_blocks() == 30
+        script.finished = lambda saving, _: (saving, [])
+        (last,) = saves_that_time_out(bench, 1)
+        assert script.named("request_finished")[-1][0] == last.request_id
+
+
+def test_saves_that_begin_together_count_together_once_one_was_late(script: Script) -> None:
+    script.keep, script.finished = (lambda _: True), never
+    kv = PlainKv(40)
+    with engine(kv, save_timeout_s=0.02) as bench:
+        saves_that_time_out(bench, 1)
+        requests = [bench.submit(PROMPT, 1) for _ in range(4)]
+        bench.run()
+        while bench.manager.has_pending():
+            bench.manager.end_step()
+        assert all(tokens(request) == ANSWER[:1] for request in requests)
+        assert kv.get_num_free_blocks() >= 40 - 20
 
 
 def test_a_failed_save_loses_nothing_but_the_entry(script: Script) -> None:

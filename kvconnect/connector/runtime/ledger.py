@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,8 +27,6 @@ __all__ = ["BlockFate", "StepOutcome", "TransferLedger"]
 # Blocks in quarantine are waited for at least so long, however short the deadlines are: a request
 # that waits for them is late, one that gives up has failed.
 _GRACE_S = 10.0
-# A worker that has not returned a save for so long has lost it: its blocks are handed on.
-_LONGEST_SAVE_S = 600.0
 
 
 @dataclass(slots=True)
@@ -88,11 +86,8 @@ class TransferLedger:
         self.loads = Transfers(Direction.LOAD)
         self.saves = Transfers(Direction.SAVE)
         pool_blocks = kv.get_max_resource_count()
-        self.quarantine = Quarantine(
-            kv,
-            int(pool_blocks * config.max_quarantined_fraction),
-            int(pool_blocks * config.max_loading_fraction),
-        )
+        self.quarantine = Quarantine(kv, int(pool_blocks * config.max_quarantined_fraction))
+        self._max_saving = int(pool_blocks * config.max_loading_fraction)
         self._kv = kv
         self._worker = worker
         self._records = records
@@ -115,6 +110,25 @@ class TransferLedger:
             for load in self.loads
             if load.is_async and load.request_id in self._records
         ]
+
+    def may_save(self, request: LlmRequest, others: Iterable[int] = ()) -> bool:
+        """Whether the blocks of `request`, which ended, may be kept for a save.
+
+        So may those of `others`, whose saves start with the next step.
+
+        Always, unless there are saves that were not returned in time: their blocks cannot be used
+        again, and together with those of all saves take at most ``max_loading_fraction`` of the
+        pool then. So a worker that loses its saves does not get the whole pool.
+        """
+        late = self.quarantine.num_save_blocks
+        if not late:
+            return True
+        saving = [
+            record.request
+            for request_id in (*(save.request_id for save in self.saves), *others)
+            if (record := self._records.get(request_id)) is not None
+        ]
+        return late + sum(map(self._num_held, [*saving, request])) <= self._max_saving
 
     def start_save(self, request_id: int) -> None:
         """The save of an ended request starts now."""
@@ -151,7 +165,6 @@ class TransferLedger:
             failures=tuple(failures),
             expired_loads=self._expired(self.loads, loaded, now),
             expired_saves=self._expired(self.saves, saved, now),
-            overdue_saves=self.quarantine.overdue(now),
             worker_meta=meta,
             error=error,
         )
@@ -243,13 +256,6 @@ class TransferLedger:
             self.loads.expire(request_id)
         for request_id in report.expired_saves:
             self.saves.expire(request_id)
-        for request_id in report.overdue_saves:
-            if self.quarantine.give_up(request_id):
-                warn_once(
-                    "connector.save.overdue",
-                    f"request {request_id}: {type(self._worker).__name__} never returned its save; "
-                    "its blocks are handed on, and must not be read any more",
-                )
 
     def _enter_failures(self, rank: int, failures: tuple[TransferFailure, ...]) -> None:
         failed_loads = set()
@@ -361,7 +367,6 @@ class TransferLedger:
             num_blocks,
             pending_ranks=set(self._ranks - transfer.done_ranks),
             grace_until=now + max(timeout_s, _GRACE_S),
-            keep_until=now + max(10 * timeout_s, _LONGEST_SAVE_S),
         )
         self.quarantine.hold(transfer.direction, transfer.request_id, blocks)
 

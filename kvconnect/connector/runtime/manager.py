@@ -27,6 +27,7 @@ from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.stream import CpuStream, ForwardStream
 from kvconnect.errors import DuplicateRequest, UsageError
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
+from kvconnect.trace import warn_once
 
 __all__ = ["KvCacheConnectorManager", "StepOutcome"]
 
@@ -175,15 +176,28 @@ class KvCacheConnectorManager:
             with self._errors.kept(request):
                 scheduler.request_aborted(request)
         self._ledger.cancel_load(record)
-        keep = False
-        if record.holds_blocks and scheduler is not None:
-            block_ids = self._reporter.block_ids(request)
-            with self._errors.kept(request):
-                keep = checked_keep(scheduler, scheduler.request_finished(request, block_ids))
+        record.match = None  # if it ends before its load starts
+        keep = record.holds_blocks and scheduler is not None and self._keeps(scheduler, request)
         if keep or (record.holds_blocks and self._communicator.size > 1):
             self._ended[request.request_id] = keep
             return True
         del self._records[request.request_id]
+        return False
+
+    def _keeps(self, scheduler: KvCacheConnectorScheduler, request: LlmRequest) -> bool:
+        """Whether the connector keeps the blocks of `request`, which ended, for a save."""
+        with self._errors.kept(request):
+            kept = [request_id for request_id, keep in self._ended.items() if keep]
+            if self._ledger.may_save(request, kept):
+                block_ids = self._reporter.block_ids(request)
+                return checked_keep(scheduler, scheduler.request_finished(request, block_ids))
+            warn_once(
+                "connector.save.refused",
+                f"request {request.request_id}: {type(scheduler).__name__} is not asked to save "
+                "it: saves that were not returned in time hold too much of the pool",
+            )
+            if request.is_finished_normal:  # otherwise it was told
+                scheduler.request_aborted(request)
         return False
 
     def request_reset(self, request: LlmRequest) -> None:

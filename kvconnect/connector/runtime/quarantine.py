@@ -22,19 +22,19 @@ class Quarantined:
         num_blocks: how many they are, in group 0.
         pending_ranks: whose workers may still touch them.
         grace_until: so long it is worth waiting for them, on the monotonic clock.
-        keep_until: so long they are held, if they are only read; those that may be written to are
-            held until they are returned.
     """
 
     handle: PinnedBlocks
     num_blocks: int
     pending_ranks: set[int]
     grace_until: float
-    keep_until: float
 
 
 class Quarantine:
     """Blocks of transfers that ended before it was sure that nothing touches them any more.
+
+    No clock gives them back. Those of a load may be written to; those of a save may be read, and
+    with other content in them that would be stored under the old content's keys.
 
     A request has at most one entry for each direction: while its load is held here, no new load of
     the same id starts.
@@ -42,14 +42,11 @@ class Quarantine:
     Args:
         kv: of the blocks.
         max_blocks: while more are held, no new load starts.
-        max_read_blocks: while more are held, those that are only read stay for their grace period
-            at most: a worker that does not report its saves must not take the whole pool.
     """
 
-    def __init__(self, kv: BaseKVCacheManager, max_blocks: int, max_read_blocks: int) -> None:
+    def __init__(self, kv: BaseKVCacheManager, max_blocks: int) -> None:
         self._kv = kv
         self._max_blocks = max_blocks
-        self._max_read_blocks = max_read_blocks
         self._held: dict[tuple[Direction, int], Quarantined] = {}
         self._ended: OrderedDict[tuple[Direction, int], None] = OrderedDict()
         self.num_blocks = 0
@@ -65,26 +62,14 @@ class Quarantine:
         """Whether blocks of any transfer of this request are held."""
         return any(self.holds(direction, request_id) for direction in Direction)
 
-    def overdue(self, now: float) -> tuple[int, ...]:
-        """Requests whose save was waited for long enough, the oldest first."""
-        found: list[int] = []
-        excess = self.num_blocks - self._max_read_blocks
-        for (direction, request_id), held in self._held.items():
-            until = held.grace_until if excess > 0 else held.keep_until
-            if direction is Direction.SAVE and until <= now:
-                found.append(request_id)
-                excess -= held.num_blocks
-        return tuple(found)
-
-    def give_up(self, request_id: int) -> bool:
-        """Let go of the blocks of a save that is overdue on a rank; False if none are held."""
-        key = (Direction.SAVE, request_id)
-        held = self._held.get(key)
-        if held is None:
-            return False
-        self._let_go(key, held)
-        self.note_ended(*key)
-        return True
+    @property
+    def num_save_blocks(self) -> int:
+        """Blocks of saves that were not returned in time."""
+        return sum(
+            held.num_blocks
+            for (direction, _), held in self._held.items()
+            if direction is Direction.SAVE
+        )
 
     def grace_until(self) -> float | None:
         """When the last grace period ends, on the monotonic clock; ``None``: it is empty."""
