@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, unquote
 
 import pytest
@@ -21,7 +22,8 @@ from kvconnect.backends.guard.labels import place_of
 from kvconnect.backends.registry import codecs_of
 from kvconnect.cli.main import main
 from kvconnect.connector.data import LlmArgs
-from kvconnect.errors import ConfigurationError, KvConnectError
+from kvconnect.connector.runtime.loading import build_pair, connector_classes
+from kvconnect.errors import BackendUnavailable, ConfigurationError, KvConnectError
 from kvconnect.redaction import text_without_passwords, without_passwords
 
 PIECES = ("Kx1q", "Ly2w", "Mz3v")
@@ -112,6 +114,12 @@ def configured(url: str, seen: list[str]) -> None:
     config.url = url  # frozen
 
 
+def named(url: str, seen: list[str]) -> None:
+    fields = ("connector_module", "connector_scheduler_class", "connector_worker_class")
+    config = KvCacheConnectorConfig(**dict.fromkeys(fields, url))
+    connector_classes(LlmArgs("model", KvCacheConfig(), config, (), b""))
+
+
 PRINTERS: dict[str, Callable[[str, list[str]], object]] = {
     "without_passwords": lambda url, seen: seen.append(without_passwords(url)),
     "StoreUrl": parsed,
@@ -119,6 +127,7 @@ PRINTERS: dict[str, Callable[[str, list[str]], object]] = {
     "codecs_of": lambda url, seen: codecs_of(url),
     "configuration": configured,
     "with two ways": lambda url, seen: KvCacheConnectorConfig(url=url, connector_module=url),
+    "of a module": named,
     "of another type": lambda url, seen: KvCacheConnectorConfig(url=[url], backend=url),
     "of another field": lambda url, seen: KvCacheConnectorConfig(save_on=url, min_priority=url),
 }
@@ -128,7 +137,7 @@ PRINTERS: dict[str, Callable[[str, list[str]], object]] = {
 @given(url=EVERY_URL)
 @example(url="redis://127.0.0.1:1?passwd=Kx1q@Ly2w(Mz3v")
 def test_no_printer_shows_a_password(printer: str, url: str) -> None:
-    if printer.startswith("of another") and not in_text(url):
+    if printer.startswith("of a") and not in_text(url):
         return
     seen: list[str] = []
     with shown_to(seen):
@@ -160,6 +169,42 @@ def test_what_a_library_raises_shows_no_password(url: str) -> None:
         raise OSError(f"cannot connect to '{url}'") from LookupError(f"no route to {url}")
     assert "store: load failed: cannot connect to '" in seen[0]
     assert not [piece for piece in PIECES for text in seen if piece in text], seen
+
+
+def _broken(kind: type[Exception], url: str) -> type[Any]:
+    class Broken:
+        def __init__(self, llm_args: LlmArgs) -> None:
+            raise kind(f"no answer from '{url}'") from LookupError(f"no route to {url}")
+
+    return Broken
+
+
+@pytest.mark.parametrize("kind", [OSError, ConfigurationError, BackendUnavailable])
+@given(url=urls(*IN_LOCATION, *IN_PARAMETERS) | LOST_HOST)
+def test_what_a_connectors_constructor_raises_shows_no_password(
+    kind: type[Exception], url: str
+) -> None:
+    if not in_text(url):
+        return
+    seen: list[str] = []
+    with shown_to(seen):
+        build_pair(LlmArgs("model", KvCacheConfig(), None, (), b""), None, _broken(kind, url))
+    assert seen[0].startswith("Broken could not be built: ")
+    assert "no answer from '" in seen[0]
+    assert not [piece for piece in PIECES for text in seen if piece in text], seen
+
+
+def test_what_a_connectors_module_raises_shows_no_password(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, error in enumerate(("ImportError", "ValueError")):
+        module = f"unreachable_connector_{number}"
+        source = f"raise {error}('no answer from redis://me:secret@host:6379')"
+        (tmp_path / f"{module}.py").write_text(source)
+        seen: list[str] = []
+        with shown_to(seen):
+            named(module, seen)
+        assert seen[0].endswith(f"{error}: no answer from redis://me:***@host:6379")
+        assert not [text for text in seen if "secret" in text]
 
 
 @pytest.mark.parametrize("arguments", [("ls",), ("stats", "--json"), ("copy", "{}"), ()])

@@ -15,6 +15,8 @@ from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import ConfigurationError, ConnectorContractError, RetryLater, nearest
+from kvconnect.redaction import as_cause, text_without_passwords
+from kvconnect.text import shown
 
 __all__ = ["build_pair", "connector_classes"]
 
@@ -57,16 +59,16 @@ def _module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise ConfigurationError(
-                f"connector_module='{name}' cannot be imported: it needs '{error.name}'"
-            ) from error
+                f"connector_module={shown(name)} cannot be imported: it needs {shown(error.name)}"
+            ) from as_cause(error)
         searched = ", ".join(entry or "." for entry in sys.path)
         raise ConfigurationError(
-            f"connector_module='{name}': no such module; searched {searched}"
-        ) from error
-    except ImportError as error:
+            f"connector_module={shown(name)}: no such module; searched {searched}"
+        ) from as_cause(error)
+    except Exception as error:  # noqa: BLE001  whatever a user's module does
         raise ConfigurationError(
-            f"connector_module='{name}' cannot be imported: {error}"
-        ) from error
+            f"connector_module={shown(name)} cannot be imported: {_reason(error)}"
+        ) from as_cause(error)
 
 
 def _class(module: ModuleType, field: str, name: str | None, base: type[T]) -> type[T]:
@@ -80,12 +82,12 @@ def _class(module: ModuleType, field: str, name: str | None, base: type[T]) -> t
         hint = nearest(name or "", there) if there else f"it has no {base.__name__} at all"
         where = getattr(module, "__file__", None) or "without a file"
         raise ConfigurationError(
-            f"{field}='{name}': searched module '{module.__name__}' ({where}); {hint}"
+            f"{field}={shown(name)}: searched module '{module.__name__}' ({where}); {hint}"
         )
     if not inspect.isclass(found) or not issubclass(found, base):
-        raise ConnectorContractError(f"{field}='{name}': is not a subclass of {base.__name__}")
+        raise ConnectorContractError(f"{field}={shown(name)}: is not a subclass of {base.__name__}")
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise ConnectorContractError(f"{field}='{name}': does not define {', '.join(missing)}")
+        raise ConnectorContractError(f"{field}={shown(name)}: does not define {', '.join(missing)}")
     return found
 
 
@@ -128,13 +130,24 @@ def _started(cls: Callable[[LlmArgs], T], llm_args: LlmArgs) -> Future[T]:
 
 
 def _explained(cls: Callable[[LlmArgs], object], error: BaseException) -> BaseException:
-    if isinstance(error, ConfigurationError) or not isinstance(error, Exception):
+    """`error` of a constructor as it is raised: it names the class, and shows no password."""
+    if not isinstance(error, Exception):
+        return error
+    cause = as_cause(error)
+    if isinstance(error, ConfigurationError) and cause is error:
         return error
     name = getattr(cls, "__name__", repr(cls))
-    kind = "" if isinstance(error, RetryLater) else f"{type(error).__name__}: "
-    explained = ConfigurationError(f"{name} could not be built: {kind}{error}")
-    explained.__cause__ = error
+    explained = ConfigurationError(f"{name} could not be built: {_reason(error)}")
+    explained.__cause__ = cause
     return explained
+
+
+def _reason(error: Exception) -> str:
+    """What `error`, of a user's code, says."""
+    kind = (
+        "" if isinstance(error, (RetryLater, ConfigurationError)) else f"{type(error).__name__}: "
+    )
+    return kind + text_without_passwords(str(error))
 
 
 def _shut_down(built: Future[Any]) -> None:
