@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from contextlib import suppress
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk.directory import DiskDirectory
-from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged, SegmentLost
+from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged, IndexFull, SegmentLost
 from kvconnect.backends.disk.writer import IndexWriter, Reservation
 from kvconnect.frame import FrameChecksum
 from kvconnect.trace import count, warn_once
@@ -26,6 +27,7 @@ def save(
 
     Raises:
         OSError: the disk failed; none of the new blocks is stored.
+        IndexDamaged: somebody changed the index; the same.
     """
     writer = directory.writer
     if writer is None:
@@ -37,6 +39,9 @@ def save(
     except SegmentLost as lost:
         writer.drop_lost(lost.segment)
     except OSError as error:
+        # Also what an index does whose numbers are at their end, or whose slots are none.
+        if isinstance(error, IndexFull) or error.errno == errno.EINVAL:
+            writer.check()
         if error.errno not in NO_SPACE:
             raise
         count("store.disk.full")

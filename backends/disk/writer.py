@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvconnect.backend import StoredBlock
-from kvconnect.backends.disk.damage import expect_sound, whole_numbers
-from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
+from kvconnect.backends.disk.damage import expect_schema, expect_sound, whole_numbers
+from kvconnect.backends.disk.errors import IndexConnectionLost, IndexDamaged, index_errors
 from kvconnect.backends.disk.files.direct_io import Location
 from kvconnect.backends.disk.files.owner import Owner, owners
 from kvconnect.backends.disk.files.segments import SegmentFiles
@@ -24,6 +25,8 @@ __all__ = ["IndexWriter", "Reservation"]
 
 _EXPIRED_PER_SAVE = 256
 _EXPIRED_AT_OPEN = 16384
+# Seconds between two looks for damage while it is open.
+_CHECK_S = 60.0
 _INSERT = (
     "INSERT OR IGNORE INTO blocks(key, segment, slot, size, length, priority, created, used,"
     " parent, tokens, namespace, pool_group, model)"
@@ -84,6 +87,7 @@ class IndexWriter:
         self._at = at
         self._lock = threading.Lock()
         self._saves = 0
+        self._check_at = 0.0
         log = log_nbytes(capacity)
         make_index(directory)
         self.identity = identity(directory)
@@ -144,6 +148,7 @@ class IndexWriter:
             new = [entry for entry in reservation.new if entry[2].key in ours]
             inserted = self._db.executemany(_INSERT, [_row(now, *entry) for entry in new]).rowcount
             if inserted < len(new):  # another process was faster with some
+                expect_schema(self._db)  # or something does not let them in
                 self._slots.free(self._rowless([location.key for _, _, location in new]))
             self._at("committing")
         lost = (at for at, _, location in reservation.new if location.key not in ours)
@@ -155,9 +160,29 @@ class IndexWriter:
             self._slots.free(self._slots.end_reservation(self._owner.name, reservation.save))
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`; absent ones are no error."""
+        """Forget `keys`; absent ones are no error.
+
+        Bad blocks are deleted, too. If another one is in the slot of the first, the index is
+        damaged: each of them would be overwritten when the other is saved.
+        """
         with self._transaction():
-            self._forget(keys)
+            freed = self._forget(keys)
+            if freed and not self._rowless(freed[:1]):
+                raise IndexDamaged("two blocks are in one slot")
+
+    def check(self) -> None:
+        """Look for damage as at opening, once something has happened that may come of it.
+
+        Reads all rows, and blocks other writes for that time; so it does nothing if it was called
+        in the last minute.
+        """
+        with self._lock:
+            if time.monotonic() < self._check_at:
+                return
+            with index_errors():
+                expect_schema(self._db)
+                expect_sound(self._db)
+            self._check_at = time.monotonic() + _CHECK_S
 
     def touch(self, used: Mapping[int, int]) -> None:
         """Note when the copies with these ids were used, unless the log cannot be moved."""
@@ -237,10 +262,14 @@ class IndexWriter:
         if self._settings.ttl is not None:
             self._slots.drop_expired(oldest_valid(self._settings.ttl), limit)
 
-    def _forget(self, keys: Sequence[BlockKey]) -> None:
+    def _forget(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        """Delete the rows of `keys`; returns the slots that are free now."""
+        freed: list[tuple[int, int]] = []
         for part in in_parts(keys):
             query = "DELETE FROM blocks WHERE key IN " + marks(part)  # noqa: S608 - question marks
-            self._slots.free(self._db.execute(query + " RETURNING segment, slot", part).fetchall())
+            freed += self._db.execute(query + " RETURNING segment, slot", part).fetchall()
+        self._slots.free(freed)
+        return freed
 
     def _expect_our_index(self) -> None:
         # Data files are found by name, too, and would be another index's by now.

@@ -13,6 +13,7 @@ import pytest
 from disk_index import by_hand, loosen
 from test_disk_faults import nothing_was_warned_of  # noqa: F401 - a fixture for all
 
+from kvconnect.backends import open_backend
 from kvconnect.backends.disk.damage import _COLUMNS
 from kvconnect.errors import BackendUnavailable
 
@@ -53,6 +54,23 @@ DEEDS = {
     "a block in a slot that is free": "INSERT INTO free SELECT segment, slot FROM blocks LIMIT 1",
     "a block in a slot that is fresh": "UPDATE segments SET fresh=1",
     "slots before the first": "UPDATE segments SET fresh=-8",
+}
+
+SEEN_BY_ITS_EFFECT = {
+    "a trigger that ignores what is saved",
+    "numbers that are used up",
+    "two blocks in one slot",
+    "a block in a slot that is fresh",
+    "slots before the first",
+}
+OPEN_DEEDS = {
+    "a block that is another's": "UPDATE blocks SET slot=3-slot",
+    "a file with fewer slots": "UPDATE segments SET slots=2",
+    "a file that has no row": "DELETE FROM segments",
+    "blocks that have no row": "DELETE FROM blocks",
+    "blocks of no length": "UPDATE blocks SET length=0",
+    "blocks of another size": "UPDATE blocks SET size=1",
+    "slots that are free and used": "INSERT INTO free SELECT segment, slot FROM blocks",
 }
 
 
@@ -150,3 +168,28 @@ async def test_who_only_looks_starts_nothing_anew(make_disk, kit, path, access):
         await make_disk().open([], access)
     with by_hand(path) as db:
         assert db.execute("SELECT count(*) FROM blocks").fetchone() == (4,)
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        pytest.param(deed, marks=[] if deed in SEEN_BY_ITS_EFFECT else [pytest.mark.slow])
+        for deed in [*DEEDS, *OPEN_DEEDS]
+    ],
+)
+async def test_a_deed_that_is_done_while_it_is_open_is_over_before_it_is_opened_again(
+    kit, path, deed
+):
+    keys = kit.keys("there", count=4)
+    made = open_backend(f"disk:{path}?capacity=1MiB", deadline_s=30)
+    async with kit.opened(made) as store:
+        await store.save(kit.chain(keys))
+        with by_hand(path) as db:
+            db.execute({**DEEDS, **OPEN_DEEDS}[deed])
+        keys += kit.keys("saved later", count=2)
+        for _ in range(len(keys) + 2):  # a bad block is seen when those before it are good
+            await store.save(kit.chain(keys))
+            into = kit.buffers(len(keys))
+            found = await store.load(keys, into)
+            assert all(map(kit.holds, into[:found], keys))
+        assert found == len(keys)
