@@ -56,6 +56,8 @@ class KVCacheManager(BaseKVCacheManager):
         ConfigurationError: no block fits, or a setting does not fit the pools.
     """
 
+    # An error amid the copies of an admission leaves blocks whose content is not known.
+    raises_for_requests: ClassVar[bool] = False
     supports_connector: ClassVar[bool] = True
     supports_window_pools: ClassVar[bool] = True
 

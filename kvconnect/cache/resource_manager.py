@@ -63,8 +63,16 @@ class BaseKVCacheManager(BaseResourceManager):
     ``supports_connector = False`` and the engine then refuses to attach one. One without pools for
     sliding windows (``supports_window_pools = False``) gets one layout for all layers, and windows
     are masks only.
+
+    What `needed_blocks` raises for a request that waits, and `prepare_resources` for a batch of one
+    that is to be admitted, ends that request and no other. (If a batch of several raises, those
+    whose state is not ``QUEUED`` any more are freed, and each comes again alone.) A manager of
+    which other requests' blocks may not be what they should after such an error says so with
+    ``raises_for_requests = False``. Then, as with what it raises anywhere else, the engine ends:
+    who holds which blocks, and what is in them, is not known, and a wrong token is worse.
     """
 
+    raises_for_requests: ClassVar[bool] = True
     supports_connector: ClassVar[bool] = False
     supports_window_pools: ClassVar[bool] = False
 

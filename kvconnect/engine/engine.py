@@ -32,8 +32,10 @@ __all__ = ["Engine"]
 class Engine:
     """Runs requests to their end, step by step. One thread owns it, see `EngineThread`.
 
-    What goes wrong for one request, in the connector or here, ends that request by the error. What
-    goes wrong for a whole step is raised, and no step may follow: see `fail_all`.
+    What goes wrong for one request, in the connector or here, ends that request by the error; so
+    does what the cache manager raises when it is to admit one, if it says that this concerns no
+    other (`BaseKVCacheManager.raises_for_requests`). What goes wrong for a whole step is raised,
+    and no step may follow: see `fail_all`.
 
     Args:
         model: computes.
@@ -55,6 +57,7 @@ class Engine:
         self._kv = kv
         self._connector = connector
         self._scheduler = scheduler
+        scheduler.send_back = self._send_back
         self._layers = layers
         self._num_groups = 1 + max(layer.group for layer in layers)
         self._sampler = Sampler(model.eos_token_ids)
@@ -246,7 +249,7 @@ class Engine:
 
     def _end_failed(self, batch: ScheduledBatch | None = None) -> bool:
         """End those that something went wrong for, also out of `batch`; whether there were any."""
-        self._errors |= self._connector.take_errors()
+        self._errors |= self._scheduler.take_errors() | self._connector.take_errors()
         errors, self._errors = self._errors, {}
         failed = [live for one in errors if (live := self._live.get(one)) is not None]
         for live in failed:

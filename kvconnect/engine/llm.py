@@ -60,6 +60,8 @@ class LLM(Generation):
             digested. The caller promises that no other weights ever go by this name among all
             engines of a store: these would answer with each other's KV.
         max_num_tokens: tokens that one step computes at most; longer prompts come in chunks.
+        enable_chunked_prefill: False: no prompt is divided, one of more than `max_num_tokens` is
+            refused. (A request that was preempted and has generated more than that is divided.)
         max_batch_size: requests that run at once.
         scheduling: ``guaranteed_no_evict`` starts a request only if all that run can get to their
             end; ``max_utilization`` starts it when its prompt fits, and preempts the last started
@@ -90,6 +92,7 @@ class LLM(Generation):
         device: str = "auto",
         model_revision: str | None = None,
         max_num_tokens: int = 2048,
+        enable_chunked_prefill: bool = True,
         max_batch_size: int = 64,
         max_logprobs: int = 20,
         scheduling: SchedulingPolicy = "guaranteed_no_evict",
@@ -98,6 +101,10 @@ class LLM(Generation):
         _check_count("max_num_tokens", max_num_tokens)
         _check_count("max_batch_size", max_batch_size)
         _check_max_logprobs(max_logprobs)
+        if not isinstance(enable_chunked_prefill, bool):
+            raise ConfigurationError(
+                f"enable_chunked_prefill: {shown(enable_chunked_prefill)} must be True or False"
+            )
         config = KvCacheConfig() if kv_cache is None else KvCacheConfig.given("kv_cache", kv_cache)
         connector_config = config_of(connector)
         drafts = NgramSpeculation.of(speculative)
@@ -129,6 +136,7 @@ class LLM(Generation):
             # Connectors written for other engines may not know prompts in chunks (LMCache's saves
             # all of a prompt with its first): nothing but the user's budget divides them there.
             share_prefixes=connector_config is None or connector_config.connector_module is None,
+            divide_prompts=enable_chunked_prefill,
         )
         inbox: Inbox[Any] = Inbox()
         self._intake = Intake(
@@ -138,6 +146,7 @@ class LLM(Generation):
             digest,
             kv.get_max_resource_count(),
             max_logprobs=max_logprobs,
+            max_prompt=None if enable_chunked_prefill else max_num_tokens,
         )
         attachment: Attachment = NoConnector()
         if connector_config is not None:

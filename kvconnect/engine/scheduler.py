@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, get_args
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
@@ -32,6 +32,10 @@ class Scheduler:
     need in this step. When one of those finds no block later, the last admitted one is preempted:
     never the one that runs longest, so that one always gets to its end.
 
+    Without `divide_prompts` a step computes the rest of a prompt or nothing of it; only one that is
+    longer than a whole step (a preempted one with all that it generated) is divided all the same.
+    What does not fit beside what runs waits, and lets no other pass.
+
     With `share_prefixes` prompts that begin alike compute what they share once: the first ends a
     chunk there, and the others wait for it.
 
@@ -40,6 +44,7 @@ class Scheduler:
         running: their prompt is computed, or they generate; in order of admission.
         loading: a load in the background fills their blocks; by request id.
         saving: finished, their blocks are kept until they are saved; by request id.
+        send_back: preempts a request; the engine puts its own here, which tells the connector.
 
     Raises:
         ConfigurationError: an unknown policy, or a cache manager that cannot take drafts back.
@@ -54,6 +59,7 @@ class Scheduler:
         policy: SchedulingPolicy = "guaranteed_no_evict",
         speculation: NgramSpeculation | None = None,
         share_prefixes: bool = True,
+        divide_prompts: bool = True,
     ) -> None:
         if policy not in get_args(SchedulingPolicy):
             raise ConfigurationError(
@@ -70,13 +76,17 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         # Every running request gets at least one token of each step's budget.
         self._max_batch_size = min(max_batch_size, max_num_tokens)
-        self._share_prefixes = share_prefixes
+        self._share_prefixes = share_prefixes and divide_prompts
+        self._divide_prompts = divide_prompts
         self._guaranteed = policy == "guaranteed_no_evict"
         self._drafter = None if speculation is None else NgramDrafter(speculation)
         self.waiting: deque[LlmRequest] = deque()
         self.running: list[LlmRequest] = []
         self.loading: dict[int, LlmRequest] = {}
         self.saving: dict[int, LlmRequest] = {}
+        self.send_back: Callable[[LlmRequest], None] = self._send_back
+        self._failed: dict[int, Exception] = {}  # of requests that are in no queue any more
+        self._ending: set[int] = set()  # the same, taken by the engine
 
     def schedule(self) -> ScheduledBatch:
         """The next step's batch, admitted and with ``num_scheduled_tokens`` set.
@@ -90,12 +100,14 @@ class Scheduler:
         generation = [r for r in self.running if r.state is RequestState.GENERATION]
         context = [r for r in self.running if r.state is not RequestState.GENERATION]
         self._propose(generation, context)
-        batch = ScheduledBatch(context, generation)
+        batch = ScheduledBatch(generation_requests=generation)
+        batch.context_requests += self._fitting(context, batch)
         if batch.requests:
             self._prepare_running(batch)
         # What runs has its blocks: what is left may go to those that wait.
         prefixes = CommonPrefixes(self._kv, enabled=self._share_prefixes)
-        self._admit(batch, prefixes)
+        if len(batch.context_requests) == len(context):
+            self._admit(batch, prefixes)
         self._share_budget(batch, prefixes)
         return batch
 
@@ -105,9 +117,20 @@ class Scheduler:
         request.state = RequestState.CONTEXT
         self.running.append(request)
 
+    def take_errors(self) -> dict[int, Exception]:
+        """What the cache manager raised for single requests since the last call, by request id.
+
+        They are in no queue any more; the engine ends them.
+        """
+        taken, self._failed = self._failed, {}
+        self._ending.update(taken)
+        return taken
+
     def remove(self, request: LlmRequest) -> None:
         """`request` is not to be scheduled any more."""
-        if request.state is RequestState.QUEUED:
+        if request.request_id in self._ending:
+            self._ending.remove(request.request_id)
+        elif request.state is RequestState.QUEUED:
             self.waiting.remove(request)
         elif request.state is RequestState.LOADING:
             del self.loading[request.request_id]
@@ -154,6 +177,21 @@ class Scheduler:
             limit = min(spare, useful)
             request.draft_tokens = self._drafter.propose(request.tokens.view, limit)
             spare -= len(request.draft_tokens)
+
+    def _fitting(self, context: list[LlmRequest], batch: ScheduledBatch) -> list[LlmRequest]:
+        """Those of `context`, from the first on, that this step can work on beside `batch`."""
+        chosen: list[LlmRequest] = []
+        _, tokens = self._room(batch)
+        for request in context:
+            if not self._goes_into(tokens, _remaining(request)):
+                break
+            chosen.append(request)
+            tokens -= _remaining(request)
+        return chosen
+
+    def _goes_into(self, tokens: int, wanted: int) -> bool:
+        """Whether `wanted` tokens of a prompt are computed where a step has room for `tokens`."""
+        return self._divide_prompts or wanted <= tokens or tokens == self._max_num_tokens
 
     def _prepare_running(self, batch: ScheduledBatch) -> None:
         try:
@@ -212,7 +250,11 @@ class Scheduler:
         held: list[LlmRequest] = []
         while self.waiting and len(chosen) < seats and tokens > 0:
             request = self.waiting[0]
+            if not self._is_sound(request):
+                continue
             if not self._fits([*chosen, request]) or (held and request.num_tokens > tokens):
+                break
+            if not self._goes_into(tokens, request.num_tokens):
                 break
             chosen.append(self.waiting.popleft())
             tokens -= request.num_tokens
@@ -234,9 +276,13 @@ class Scheduler:
         refused: list[LlmRequest] = []
         while self.waiting and not refused and seats > 0 and tokens > 0:
             request = self.waiting[0]
+            if not self._is_sound(request):
+                continue
             if held and (request.num_tokens > tokens or not self._have_room([*held, request])):
                 break
             if len(batch.deferred_requests) >= self._max_batch_size:
+                break
+            if not self._goes_into(tokens, request.num_tokens):
                 break
             self.waiting.popleft()
             if prefixes.hold_back(request):
@@ -261,8 +307,13 @@ class Scheduler:
         """Have `candidates` admitted into `batch`; returns those for which there was no room."""
         if not candidates:
             return []
-        admission = ScheduledBatch(candidates)
-        self._kv.prepare_resources(admission)
+        admission = ScheduledBatch(list(candidates))
+        try:
+            self._kv.prepare_resources(admission)
+        except Exception as error:
+            if not self._kv.raises_for_requests:
+                raise
+            return self._take_in_alone(candidates, batch, error)
         for request in admission.loading_requests:
             self.loading[request.request_id] = request
         self.running += admission.context_requests
@@ -270,6 +321,46 @@ class Scheduler:
         batch.loading_requests += admission.loading_requests
         batch.deferred_requests += admission.deferred_requests
         return admission.refused_requests
+
+    def _take_in_alone(
+        self, candidates: list[LlmRequest], batch: ScheduledBatch, error: Exception
+    ) -> list[LlmRequest]:
+        """The manager raised `error`; for whom shows when each of `candidates` comes alone."""
+        if len(candidates) == 1:
+            (request,) = candidates
+            if isinstance(error, OutOfBlocks) and request.state is RequestState.QUEUED:
+                return candidates
+            self._failed[request.request_id] = error
+            return []
+        for request in candidates:
+            if request.state is RequestState.LOADING:
+                self.loading[request.request_id] = request
+            elif request.state is not RequestState.QUEUED:
+                self.running.append(request)
+        for request in candidates:
+            if request.state is not RequestState.QUEUED:
+                self.send_back(request)
+                self.waiting.remove(request)
+        refused: list[LlmRequest] = []
+        for request in candidates:
+            refused += self._take_in([request], batch)
+        return refused
+
+    def _send_back(self, request: LlmRequest) -> None:
+        self._kv.free_resources(request)
+        self.put_back(request)
+
+    def _is_sound(self, request: LlmRequest) -> bool:
+        """Whether the manager can tell what `request` needs; else it fails, and is in no queue."""
+        try:
+            self._kv.needed_blocks(request)
+        except Exception as error:
+            if not self._kv.raises_for_requests:
+                raise
+            self.waiting.remove(request)
+            self._failed[request.request_id] = error
+            return False
+        return True
 
     # ------------------------------------------------------------------ the budget
 

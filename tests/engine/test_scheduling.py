@@ -59,6 +59,54 @@ def test_the_budget_is_never_exceeded_and_nobody_starves(open_llm, llama, prompt
     assert {len(output.output_token_ids) for output in outputs} == {6}
 
 
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+def test_prompts_that_are_not_to_be_divided_are_computed_in_one_step(
+    open_llm, llama, reference, policy
+):
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 256, count).tolist() for count in (40, 40, 5, 50, 1, 9, 33)]
+    # Nor where others begin alike.
+    prompts += [prompts[0][:32] + [7] * 9, prompts[0][:32] + [8] * 3]
+    llm = open_llm(llama, max_num_tokens=50, enable_chunked_prefill=False, scheduling=policy)
+    batches = watch(llm)
+    outputs = llm.generate(prompts, SHORT)
+    assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 20)
+    assert all(sum(count for _, count in batch) <= 50 for batch in batches)
+    steps = [dict(batch) for batch in batches]
+    for at, output in enumerate(outputs):
+        first = next(step[at] for step in steps if at in step)
+        assert first == output.prompt_tokens - output.reused_device_tokens
+    with pytest.raises(ConfigurationError, match=r"prompt: 51 tokens, and max_num_tokens=50"):
+        llm.generate([1] * 51, SHORT)
+
+
+def request_of(number, length):
+    tokens = np.full(length, number, np.int32)
+    params = SamplingParams(max_tokens=3)
+    return LlmRequest(
+        number, tokens, chain_root=bytes(32), tokens_per_block=4, sampling_params=params
+    )
+
+
+def test_prompts_whose_loads_failed_are_not_divided_either():
+    scheduler = Scheduler(NoLimits(), max_num_tokens=10, max_batch_size=8, divide_prompts=False)
+    requests = [request_of(number, 8) for number in range(4)]
+    for request in requests[:3]:
+        scheduler.loading[request.request_id] = request
+        scheduler.resume(request)
+    requests[1].num_computed_tokens = 6
+    scheduler.waiting.append(requests[3])
+    batch = scheduler.schedule()
+    assert [one.request_id for one in batch.context_requests] == [0, 1]
+    assert [one.num_scheduled_tokens for one in batch.context_requests] == [8, 2]
+    assert list(scheduler.waiting) == [requests[3]]  # it must not pass the one that waits
+    # What is longer than a whole step is divided: otherwise it would wait for ever.
+    longer = request_of(9, 30)
+    scheduler.running[:] = [longer]
+    assert scheduler.schedule().context_requests == [longer]
+    assert longer.num_scheduled_tokens == 10
+
+
 def test_first_come_first_served(open_llm, llama):
     llm = open_llm(llama, max_batch_size=1)
     batches = watch(llm)

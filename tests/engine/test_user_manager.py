@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.errors import ConfigurationError
+from kvconnect.errors import ConfigurationError, EngineClosed
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 
@@ -104,6 +104,66 @@ def test_it_is_asked_once_a_step(llama, open_llm, factory, made):
     llm = open_llm(llama, kv_cache_manager=factory)
     llm.generate([[1] * 9, [2] * 9], SamplingParams(max_tokens=5, ignore_eos=True))
     assert made[0].prepared == llm.stats().steps == 5
+
+
+class Choosy(NaiveManager):
+    """Raises for requests whose prompt begins with a 13: late, when others were admitted."""
+
+    late = True
+
+    def prepare_resources(self, batch):
+        if not self.late:
+            self._choose(batch)
+        super().prepare_resources(batch)
+        self._choose(batch)
+
+    def _choose(self, batch):
+        for request in batch.context_requests:
+            if request.tokens.view[0] == 13 and request.num_generated_tokens == 0:
+                raise RuntimeError(f"not {request.prompt_len} tokens of this kind")
+
+
+class Undecided(NaiveManager):
+    def get_needed_resource_to_completion(self, request):
+        if request.tokens.view[0] == 13:
+            raise RuntimeError("not so many tokens of this kind")
+        return super().get_needed_resource_to_completion(request)
+
+
+class Early(Choosy):
+    late = False
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+@pytest.mark.parametrize("kind", [Choosy, Early, Undecided])
+def test_what_it_raises_for_one_request_ends_that_request(
+    llama, open_llm, reference, prompts, kind, policy
+):
+    expected = reference(llama, prompts[:3], 5)
+    llm = open_llm(llama, kv_cache_manager=kind, scheduling=policy)
+    params = SamplingParams(max_tokens=5)
+    several = [*prompts[:2], [13] * 40, prompts[2]]
+    for _ in range(2):
+        handles = [llm.submit(prompt, params) for prompt in several]
+        with pytest.raises(RuntimeError, match="tokens of this kind"):
+            handles.pop(2).result(30)
+        assert [list(one.result(30).output_token_ids) for one in handles] == expected
+    manager = llm._engine._kv
+    assert len(manager.free) == manager.count
+    assert manager.held == {}
+    stats = llm.stats()
+    assert (stats.waiting_requests, stats.running_requests) == (0, 0)
+
+
+def test_one_that_says_that_others_are_concerned_ends_the_engine(llama, open_llm, prompts):
+    class Fragile(Choosy):
+        raises_for_requests = False
+
+    llm = open_llm(llama, kv_cache_manager=Fragile)
+    with pytest.raises(RuntimeError, match="tokens of this kind"):
+        llm.generate([13] * 40, SamplingParams(max_tokens=5))
+    with pytest.raises(EngineClosed):
+        llm.generate(prompts[0], SamplingParams(max_tokens=5))
 
 
 def test_it_is_refused_with_a_connector_if_it_serves_none(llama, open_llm, factory):

@@ -32,6 +32,23 @@ def llm(installed, tiny):
         yield llm
 
 
+def test_prompts_are_divided_only_if_that_is_asked_for(installed, tiny):
+    from tensorrt_llm import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens=4)
+    prompt = list(range(1, 42))
+    with LLM(str(tiny), kv_cache_config=CACHE) as whole:
+        expected = whole.generate(prompt, params).outputs[0].token_ids
+    small = {"kv_cache_config": CACHE, "max_num_tokens": 40}
+    with LLM(str(tiny), **small) as llm:
+        for call in (llm.generate, llm.generate_async):
+            with pytest.raises(ConfigurationError, match=r"41 tokens.*max_num_tokens=40.*=True"):
+                call(prompt, params)
+        assert llm.generate(prompt[:40], params).outputs[0].token_ids
+    with LLM(str(tiny), **small, enable_chunked_prefill=True) as llm:
+        assert llm.generate(prompt, params).outputs[0].token_ids == expected
+
+
 # ---------------------------------------------------------------- names
 
 

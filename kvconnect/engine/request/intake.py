@@ -34,6 +34,7 @@ class Intake:
         max_blocks: int,
         *,
         max_logprobs: int = -1,
+        max_prompt: int | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -42,6 +43,7 @@ class Intake:
         self._digest = model_digest
         self._max_blocks = max_blocks
         self._max_logprobs = max_logprobs
+        self._max_prompt = max_prompt
         self._said_no_adapter = False
 
     def request(
@@ -148,6 +150,12 @@ class Intake:
         # The last token is sampled and never fed back: it takes no position and no slot.
         longest = prompt_len + max_tokens - 1
         what = f"prompt: {prompt_len} tokens with max_tokens={max_tokens}"
+        if self._max_prompt is not None and prompt_len > self._max_prompt:
+            raise ConfigurationError(
+                f"prompt: {prompt_len} tokens, and max_num_tokens={self._max_prompt} without "
+                f"enable_chunked_prefill; raise max_num_tokens to at least {prompt_len}, set "
+                "enable_chunked_prefill=True, or shorten the prompt"
+            )
         limit = self._model.position_limit
         if limit is not None and longest > limit.num_tokens:
             raise ConfigurationError(

@@ -25,6 +25,9 @@ __all__ = [
     "TorchLlmArgs",
 ]
 
+MAX_NUM_TOKENS = 8192
+"""What TensorRT-LLM computes in one step, unless it is told."""
+
 TorchLlmArgs = LlmArgs = ExecutorConfig = ConnectorLlmArgs
 """What connectors are built with."""
 
@@ -122,7 +125,10 @@ class LlmOptions(Settings):
     Attributes:
         kv_cache_config, kv_connector_config, scheduler_config: settings, or a dict of them.
         dtype: of weights and KV.
-        max_batch_size, max_num_tokens: of one step; ``None``: kvconnect's default.
+        max_batch_size: of one step; ``None``: kvconnect's default.
+        max_num_tokens: of one step; ``None``: 8192, as in TensorRT-LLM.
+        enable_chunked_prefill: divide prompts over several steps. If not, none is divided, and one
+            of more than `max_num_tokens` is refused.
         tokenizer: the model's own is used; the model's directory, or ``None``.
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, max_beam_width: 1.
         quant_config, lora_config, speculative_config, guided_decoding_backend, revision,
@@ -138,6 +144,7 @@ class LlmOptions(Settings):
     dtype: str = "auto"
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
+    enable_chunked_prefill: bool | None = None
     tokenizer: str | None = None
     tensor_parallel_size: Literal[1] = 1
     pipeline_parallel_size: Literal[1] = 1
@@ -154,7 +161,6 @@ class LlmOptions(Settings):
     attn_backend: Any = None
     cuda_graph_config: Any = None
     disable_overlap_scheduler: Any = None
-    enable_chunked_prefill: Any = None
     enable_iter_perf_stats: Any = None
     fail_fast_on_attention_window_too_large: Any = None
     garbage_collection_gen0_threshold: Any = None
