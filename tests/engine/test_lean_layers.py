@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from kvconnect.engine.model import lean_layers
+from kvconnect.engine.model import lean_layers, projections
 from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.seam import ATTENTION
@@ -62,16 +64,55 @@ def test_the_output_is_that_of_transformers(model_of, arch, dtype, tolerance, to
 
 
 @pytest.mark.parametrize("arch", FAMILY)
-def test_weights_keep_their_values_and_take_no_more_memory(model_of, arch):
-    plain, lean = load(model_of(arch)), load(model_of(arch))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_weights_are_in_memory_once(model_of, arch, dtype):
+    plain, lean = load(model_of(arch), dtype), load(model_of(arch), dtype)
+    before = [weakref.ref(one) for one in lean.parameters()]
     make_lean(lean)
-    for (name, before), (_, after) in zip(
+    gc.collect()
+    alive = {id(one()) for one in before} - {id(None)}
+    assert alive <= {id(one) for one in lean.parameters()}
+    packed = 0
+    for (name, want), (_, have) in zip(
         plain.named_parameters(), lean.named_parameters(), strict=True
     ):
-        assert torch.equal(before, after), name
-    held = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in lean.parameters()}
-    nbytes = sum(one.numel() * one.element_size() for one in plain.parameters())
-    assert sum(one.nbytes() for one in held.values()) == nbytes
+        assert (have.shape, have.dtype) == (want.shape, want.dtype), name
+        if have.is_meta:
+            packed += want.numel()
+        else:
+            assert torch.equal(want, have), name
+    plainly = [one.untyped_storage() for one in lean.parameters() if not one.is_meta]
+    held = {one.data_ptr(): one for one in plainly}
+    nbytes = sum(one.numel() for one in plain.parameters()) - packed
+    assert sum(one.nbytes() for one in held.values()) == nbytes * dtype.itemsize
+    per_layer = sum(
+        one._weight.numel()
+        for layer in layers_of(lean)
+        for one in layer.forward._projections
+        if isinstance(one, projections._Packed)
+    )
+    head = lean.lm_head.weight.numel() if lean.lm_head.weight.is_meta else 0
+    assert packed == per_layer + head
+    assert bool(packed) == projections._packs(dtype)
+
+
+def test_a_matrix_is_packed_only_if_its_products_are_right(llama, monkeypatch):
+    """As on a processor, or with a torch, whose products are others than expected."""
+    monkeypatch.setattr(projections, "_packs", lambda dtype: True)
+    monkeypatch.setattr(projections._Packed, "agrees_with", lambda self, weight: False)
+    plain, model = load(llama), load(llama)
+    assert make_lean(model) == 3
+    for want, have in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(want, have)
+
+
+def test_a_packed_weight_cannot_be_read_by_mistake(llama):
+    if not projections._packs(torch.float32):
+        pytest.skip("weights are not packed here")
+    model = load(llama)
+    make_lean(model)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        nn.functional.linear(torch.ones(1, 1), layers_of(model)[0].mlp.up_proj.weight)
 
 
 def test_tied_weights_stay_tied(tmp_path):

@@ -30,6 +30,9 @@ _MAX_MASK = 1 << 24
 _TILE = 512
 """Queries that share a mask on the CPU: none of them looks at keys behind the last of them."""
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  no other name
+"""What `scaled_dot_product_attention` runs on the CPU; it tells the sum of the exponentials too."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionInput:
@@ -111,6 +114,7 @@ class Chunk:
     device: torch.device
     keep_masks: bool = True
     _spans: dict[int | None, _Span] = field(default_factory=dict)
+    _before: PageNumbers | None = None
 
     def tiles(self) -> Iterator[Chunk]:
         """The chunk in parts that are small enough for masks of bounded size."""
@@ -123,6 +127,7 @@ class Chunk:
                 start=self.start + row - first,
                 keep_masks=stop - first <= size,
                 _spans={},
+                _before=None,
             )
 
     @property
@@ -160,11 +165,38 @@ class Chunk:
             k, v = given.key[0, :, self.rows], given.value[0, :, self.rows]
             out[self.rows] = _attended(q, k, v, None, scaling)
             return
+        if given.window is None and _suits_flash(given):
+            self._attend_in_two(given, pages, out)
+            return
         span = self.span(given.window, given.query.dtype)
         k, v = (both[span.first : span.last].transpose(0, 1) for both in pages.gather(span.pages))
         rows = out[self.rows]
         for queries, keys, mask in span.tiles:
             rows[queries] = _attended(q[:, queries], k[:, keys], v[:, keys], mask, scaling)
+
+    def _attend_in_two(self, given: AttentionInput, pages: LayerPages, out: Tensor) -> None:
+        """To the tokens before the chunk, all of which are seen, and to those of the chunk.
+
+        Neither needs a mask, which costs as much as a third of the products. What each gives is
+        weighed by the sum of its exponentials, of which there are logarithms.
+        """
+        q, scaling = _grouped(given.query[0, :, self.rows], given.key.shape[1]), given.scaling
+        own = [_shared(both[0, :, self.rows], q) for both in (given.key, given.value)]
+        old = [
+            _shared(both[: self.start].transpose(0, 1), q)
+            for both in pages.gather(self._pages_before())
+        ]
+        near, near_sum = _flash(q, *own, is_causal=True, scale=scaling)
+        far, far_sum = _flash(q, *old, scale=scaling)
+        weight = torch.sigmoid(far_sum - near_sum)[..., None]
+        merged = torch.lerp(near.to(weight.dtype), far.to(weight.dtype), weight)
+        out[self.rows] = merged.flatten(0, 1).transpose(0, 1)
+
+    def _pages_before(self) -> PageNumbers:
+        if self._before is None:
+            blocks = held_blocks(self.table, 0, -(-self.start // self.tokens_per_block))
+            self._before = PageNumbers(torch.from_numpy(blocks).to(self.device))
+        return self._before
 
     def _mask_tiles(self, window: int | None, seen: int, dtype: torch.dtype) -> Iterator[_Tile]:
         size = _TILE if self.device.type == "cpu" else self.end - self.start
@@ -250,16 +282,35 @@ def _attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
     # [tokens, heads, value_dim] of [heads, tokens, dim]; without a mask the keys are the queries'.
-    kv_heads, groups = k.shape[0], q.shape[0] // k.shape[0]
+    q = _grouped(q, k.shape[0])
     attended = scaled_dot_product_attention(
-        q.reshape(kv_heads, groups, *q.shape[1:]),
-        k[:, None].expand(-1, groups, -1, -1),
-        v[:, None].expand(-1, groups, -1, -1),
+        q,
+        _shared(k, q),
+        _shared(v, q),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scaling,
     )
     return attended.flatten(0, 1).transpose(0, 1)
+
+
+def _suits_flash(given: AttentionInput) -> bool:
+    # What torch checks before it takes this way, and what is unchecked there.
+    states = given.query, given.key, given.value
+    return all(
+        one.device.type == "cpu" and one.stride(-1) == 1 and one.shape[-1] == states[0].shape[-1]
+        for one in states
+    )
+
+
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+    # [kv_heads, heads of each, tokens, dim] of [heads, tokens, dim].
+    return q.reshape(kv_heads, -1, *q.shape[1:])
+
+
+def _shared(states: Tensor, q: Tensor) -> Tensor:
+    # Keys or values, [kv_heads, tokens, dim], for each of the heads of grouped queries.
+    return states[:, None].expand(-1, q.shape[1], -1, -1)
 
 
 def _causal_mask(

@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import pad, rms_norm
 
 from kvconnect.engine.model.attention import AttentionInput
+from kvconnect.engine.model.projections import laid_out, project, release
 from kvconnect.engine.model.seam import KvStep
 
 __all__ = ["make_lean"]
@@ -33,27 +34,38 @@ _Norm: TypeAlias = Callable[[Tensor], Tensor]
 def make_lean(model: nn.Module) -> int:
     """Have the layers of `model`, which lies on the CPU, compute in the lean way.
 
-    Weights change their strides, not their values; those that are joined become views of one
-    matrix, so that they take no more memory.
+    Weights are packed, or change their strides; either way they are in memory once, beside those of
+    a single layer while this runs. Weights that were packed cannot be read from `model` any more:
+    modules keep their shape and dtype only.
 
     Returns:
         How many layers are lean now.
     """
+    count = sum(_install(layer) for layer in model.modules() if type(layer).__name__ in _SERVED)
     tied = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    head = getattr(model, "lm_head", None)
     for module in model.modules():
-        if type(module) is nn.Linear and id(module.weight) not in tied:
-            module.weight.data = _laid_out(module.weight.data)
-    return sum(_install(layer) for layer in model.modules() if type(layer).__name__ in _SERVED)
+        if type(module) is not nn.Linear or module.weight.is_meta or id(module.weight) in tied:
+            continue
+        if module is head:
+            projection = project(module)
+            module.forward = projection
+            release(module, projection)
+        else:
+            module.weight.data = laid_out(module.weight.data)
+    return count
 
 
 def _install(layer: nn.Module) -> bool:
-    if any(type(one) is not nn.Linear for one in _projections(layer)):
+    parts = list(_projections(layer))
+    if any(type(one) is not nn.Linear for one in parts):
         return False  # quantised, or an adapter around it
     lean = _LeanLayer(layer)
     if not _agrees(layer, lean):
         _log.warning("%s computes something else than expected", type(layer).__name__)
         return False
     layer.forward = lean
+    lean.release()
     return True
 
 
@@ -73,10 +85,15 @@ class _LeanLayer:
         self._heads: int = attention.q_proj.out_features // self._dim
         self._kv_heads: int = attention.k_proj.out_features // self._dim
         self._scaling: float = attention.scaling
-        self._qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._o = attention.o_proj.weight, attention.o_proj.bias
-        self._gate_up = _joined(mlp.gate_proj, mlp.up_proj)
-        self._down = mlp.down_proj.weight, mlp.down_proj.bias
+        self._parts = [
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (attention.o_proj,),
+            (mlp.gate_proj,),
+            (mlp.up_proj,),
+            (mlp.down_proj,),
+        ]
+        self._projections = [project(*parts) for parts in self._parts]
+        self._qkv, self._o, self._gate, self._up, self._down = self._projections
         self._act: Callable[[Tensor], Tensor] = mlp.act_fn
         self._before_attention = _norm(layer.input_layernorm)
         self._before_mlp = _norm(layer.post_attention_layernorm)
@@ -90,17 +107,33 @@ class _LeanLayer:
         **_: object,
     ) -> Tensor:
         """As of the layer: ``[1, tokens, hidden]`` in and out."""
-        rows = hidden_states[0]
-        rows = rows + self._attend(self._before_attention(rows), position_embeddings, kv)
-        for start in range(0, len(rows), _TILE):
-            tile = rows[start : start + _TILE]
-            gate, up = linear(self._before_mlp(tile), *self._gate_up).chunk(2, dim=-1)
-            tile += linear(self._act(gate).mul_(up), *self._down)
-        return rows[None]
+        count = hidden_states.shape[1]
+        rows = self._filled_up(hidden_states[0])
+        states = self._qkv(self._before_attention(rows))[:count]
+        attended = self._attend(states, position_embeddings, kv)
+        rows = self._o.plus(self._filled_up(attended), rows)
+        starts = range(0, len(rows), _TILE)
+        tiles = [self._fed_forward(rows[start : start + _TILE]) for start in starts]
+        rows = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        return rows[None, :count]
 
-    def _attend(self, rows: Tensor, positions: tuple[Tensor, Tensor], kv: KvStep) -> Tensor:
+    def release(self) -> None:
+        """The layer's own forward is not called any more."""
+        for parts, projection in zip(self._parts, self._projections, strict=True):
+            for part in parts:
+                release(part, projection)
+
+    def _fed_forward(self, rows: Tensor) -> Tensor:
+        normed = self._before_mlp(rows)
+        return self._down.plus(self._up.times(normed, self._act(self._gate(normed))), rows)
+
+    def _filled_up(self, rows: Tensor) -> Tensor:
+        missing = self._qkv.least_rows - len(rows)
+        return rows if missing <= 0 else pad(rows, (0, 0, 0, missing))
+
+    def _attend(self, states: Tensor, positions: tuple[Tensor, Tensor], kv: KvStep) -> Tensor:
         heads, kv_heads = self._heads, self._kv_heads
-        states = linear(rows, *self._qkv).view(len(rows), heads + 2 * kv_heads, self._dim)
+        states = states.view(len(states), heads + 2 * kv_heads, self._dim)
         turned = _rotated(states[:, : heads + kv_heads], positions)
         given = AttentionInput(
             turned[:, :heads].transpose(0, 1)[None],
@@ -109,7 +142,7 @@ class _LeanLayer:
             self._scaling,
             None,
         )
-        return linear(kv.attend(self._layer_idx, given)[0].flatten(1), *self._o)
+        return kv.attend(self._layer_idx, given)[0].flatten(1)
 
 
 def _rotated(states: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
@@ -130,24 +163,6 @@ def _norm(module: Any) -> _Norm:
         return own
     shape = tuple(weight.shape)
     return lambda rows: rms_norm(rows, shape, weight, epsilon)
-
-
-def _joined(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    # One projection instead of several; the parts become views of it.
-    weight = _laid_out(torch.cat([part.weight.data for part in parts]))
-    views = torch.split_with_sizes(weight, [part.out_features for part in parts])
-    for part, view in zip(parts, views, strict=True):
-        part.weight.data = view
-    biases: list[Tensor | None] = [part.bias for part in parts]
-    given = [bias.data for bias in biases if bias is not None]
-    return weight, torch.cat(given) if given else None
-
-
-def _laid_out(weight: Tensor) -> Tensor:
-    # A product with one row reads the matrix along its rows in memory: long ones are faster (by
-    # half, from 512 to 2048 elements), so the longer side is the one that is contiguous.
-    out_features, in_features = weight.shape
-    return weight.t().contiguous().t() if out_features >= in_features else weight.contiguous()
 
 
 class _Echo:

@@ -63,7 +63,6 @@ class Model:
         self.device = _device(device)
         self._model = _load(directory, config, dtype)
         self._model.to(self.device).eval()
-        unmap(self._model)
         self.config = config
         self.dtype: torch.dtype = self._model.dtype
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
@@ -72,6 +71,7 @@ class Model:
         self.layers = self._probe()
         if self.device.type == "cpu":
             make_lean(self._model)
+        unmap(self._model)  # last: what is packed is no copy of a file any more
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Compute `step` and write its KV into the pools.
