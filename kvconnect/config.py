@@ -171,7 +171,9 @@ def _explain(name: str, error: ValidationError) -> str:
     for detail in error.errors():
         where = ".".join(str(part) for part in detail["loc"])
         message = detail["msg"].removeprefix("Value error, ")
-        value = "" if not where else f"={shown(detail['input'])}"
+        # Of a missing field the input is all that was given.
+        missing = not where or detail["type"] == "missing"
+        value = "" if missing else f"={shown(detail['input'])}"
         parts.append(f"{name}.{where}{value}: {message}" if where else f"{name}: {message}")
     return "; ".join(parts)
 

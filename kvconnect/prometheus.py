@@ -23,6 +23,7 @@ __all__ = ["METRICS", "Collector", "Metric", "MetricsServer", "Snapshot", "serve
 
 _OPERATIONS = ("lookup", "load", "save", "delete", "children", "open", "close")
 _FAILURES = ("failure", "timeout", "refused", "bad_frame", "other_codec")
+_STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503)
 
 Sample: TypeAlias = tuple[tuple[str, ...], float]
 """Values of a metric's labels, in its order, and its own."""
@@ -143,6 +144,23 @@ METRICS: tuple[Metric, ...] = (
         "kvconnect_requests_total",
         "Requests that ended; each looked its prompt up.",
         _totals({(): "engine.request"}),
+    ),
+    Metric(
+        "kvconnect_live_requests",
+        "Requests in the engine: waiting, loading, running, or kept until they are saved.",
+        _sizes(
+            {
+                (state,): f"engine.requests.{state}"
+                for state in ("waiting", "loading", "running", "saving")
+            }
+        ),
+        ("state",),
+    ),
+    Metric(
+        "kvconnect_http_answers_total",
+        "Answers of `kvconnect serve` by status; 499: the client left before there was one.",
+        _totals({(str(status),): f"server.answer.{status}" for status in _STATUSES}),
+        ("status",),
     ),
     Metric(
         "kvconnect_prompt_tokens_total",

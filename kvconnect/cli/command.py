@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-__all__ = ["Command", "Subparsers", "add_number", "picked"]
+__all__ = ["Command", "Options", "Subparsers", "add_number", "picked"]
 
 if TYPE_CHECKING:
     # argparse keeps this class to itself, and it takes its parameter only while type checking.

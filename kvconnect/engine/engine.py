@@ -76,6 +76,7 @@ class Engine:
         if scheduled:
             self._connector.begin_step(batch)
         elif not self._connector.expects_news():
+            self._recount_blocks()  # those of requests that were aborted are free
             return failed or self._unblock()
         # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
         logits = self._forward(batch.requests)
@@ -360,9 +361,17 @@ class Engine:
         )
 
     def sizes(self) -> dict[str, float]:
-        """Gauges, on any thread: as they were at the end of the last step."""
+        """Gauges, on any thread: blocks as they were at the end of the last step."""
         free, most = self.stats.free_blocks, self.stats.max_blocks
-        return {"engine.blocks.free": free, "engine.blocks.used": max(0, most - free)}
+        scheduler = self._scheduler
+        return {
+            "engine.blocks.free": free,
+            "engine.blocks.used": max(0, most - free),
+            "engine.requests.waiting": len(scheduler.waiting),
+            "engine.requests.running": len(scheduler.running),
+            "engine.requests.loading": len(scheduler.loading),
+            "engine.requests.saving": len(scheduler.saving),
+        }
 
 
 def _sampled(chosen: Sequence[int | Exception]) -> list[int]:

@@ -39,12 +39,24 @@ class Inbox(Generic[_Message]):
         """
         self.owner.check()
         with self._changed:
-            if self._closed:
-                what = "the engine was closed" if self._cause is None else "the engine has failed"
-                raise EngineClosed(f"{what}: it takes no more requests") from self._cause
+            self._check_not_closed()
             self._messages.append(message)
             self._rung = True
             self._changed.notify()
+
+    def check_open(self) -> None:
+        """Nothing, as long as `post` works.
+
+        Raises:
+            EngineClosed: as `post` does.
+        """
+        self.owner.check()
+        self._check_not_closed()
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            what = "the engine was closed" if self._cause is None else "the engine has failed"
+            raise EngineClosed(f"{what}: it takes no more requests") from self._cause
 
     def ring(self) -> None:
         """Wake the reader; one that is awake will not sleep next time."""

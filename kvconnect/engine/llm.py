@@ -165,6 +165,19 @@ class LLM(Generation):
         """Of a KV block of group 0."""
         return self.layouts[0]
 
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest sequence, prompt and answer, that model and cache have room for."""
+        return self._intake.max_seq_len
+
+    def check_health(self) -> None:
+        """Nothing, as long as requests are taken in; never blocks.
+
+        Raises:
+            EngineClosed: they are not; ``__cause__`` is the error that ended the engine, if any.
+        """
+        self._thread.check_open()
+
     def take_events(self) -> list[KvCacheEvent]:
         """What changed in the KV cache since the last call, oldest first; never blocks.
 

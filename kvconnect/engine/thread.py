@@ -69,6 +69,14 @@ class EngineThread:
         """
         self._inbox.owner.check()
 
+    def check_open(self) -> None:
+        """Nothing, as long as the engine takes in requests.
+
+        Raises:
+            EngineClosed: as `post` does.
+        """
+        self._inbox.check_open()
+
     def abort(self, request_id: int) -> None:
         """Have the engine end a request; does nothing once that has ended."""
         with contextlib.suppress(EngineClosed):

@@ -11,15 +11,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvconnect.backends.url import parse_size
-from kvconnect.cli.command import add_number, picked
+from kvconnect.cli.command import Options, add_number, picked
+from kvconnect.cli.engine_options import (
+    add_cache_options,
+    add_engine_options,
+    add_model,
+    open_llm,
+)
 from kvconnect.cli.prompts import Job, add_prompt_options, read_jobs
 from kvconnect.cli.retention import parse_retention
-from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig, KvCacheRetentionConfig
-from kvconnect.errors import ConfigurationError
+from kvconnect.config import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
-    from kvconnect.engine.drafts import NgramSpeculation
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.request.output import RequestOutput
 
@@ -46,7 +49,6 @@ _SAMPLING = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "logprobs"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "ignore_eos"),
 )
-_ENGINE = ("dtype", "device", "model_revision", "max_num_tokens", "max_batch_size", "scheduling")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,15 +58,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "KV cache of prompts and answers is kept there, and prompts that share a beginning with an "
         "earlier one are loaded as far as that goes."
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="model directory, or a name in the local Hugging Face cache, as org/name",
-    )
+    add_model(parser)
     _add_input(parser)
-    _add_cache(parser)
+    _add_sharing(add_cache_options(parser))
     _add_sampling(parser)
-    _add_engine(parser)
+    _add_metrics(add_engine_options(parser))
     parser.set_defaults(run=run)
 
 
@@ -74,38 +72,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
 
-def _add_cache(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("KV cache")
-    group.add_argument("--store", metavar="URL", help="for example disk:///var/cache/kv")
-    add_number(
-        group,
-        "--lookup-timeout-ms",
-        "what the store may delay a step by; later answers are misses (default: 1000)",
-        default=1000.0,
-        type=float,
-        metavar="MS",
-    )
-    group.add_argument("--dtype", default="auto", metavar="D", help="of model and cache")
-    add_number(group, "--tokens-per-block", "a power of two (default: 32)", default=32, metavar="T")
-    add_number(group, "--kv-cache-tokens", "at most so many tokens fit the cache")
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", "fp8"),
-        default="auto",
-        help="of the cache: the model's (default), or fp8: one byte each, rounded",
-    )
-    group.add_argument(
-        "--host-cache",
-        metavar="SIZE",
-        help="host memory for blocks that leave the device, for example 2GiB (default: none)",
-    )
-    group.add_argument(
-        "--max-attention-window",
-        nargs="+",
-        type=int,
-        metavar="W",
-        help="tokens that each layer looks back at most, repeated over the layers",
-    )
+def _add_sharing(group: Options) -> None:
     group.add_argument("--cache-salt", metavar="S", help="share cached blocks only under one salt")
     group.add_argument(
         "--retention",
@@ -157,32 +124,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    add_number(group, "--max-num-tokens", "tokens of a step", default=2048)
-    add_number(group, "--max-batch-size", "requests of a step", default=64)
-    group.add_argument(
-        "--scheduling",
-        choices=("guaranteed_no_evict", "max_utilization"),
-        default="guaranteed_no_evict",
-        help="start a request only if all that run can get to their end (default), or as soon as "
-        "its prompt fits: blocks that run out are taken from the last one started, which goes on "
-        "later",
-    )
-    group.add_argument(
-        "--speculative",
-        choices=("ngram",),
-        help="verify several tokens per step that followed the same words before (greedy only; "
-        "the answer stays the same)",
-    )
-    add_number(group, "--num-draft-tokens", "so many at most; with --speculative (default: 5)")
-    group.add_argument(
-        "--model-revision",
-        metavar="NAME",
-        help="stands for the weights in the store's keys, for example org/name@commit, so that "
-        "they are not digested; no other weights may ever go by this name",
-    )
-    group.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
+def _add_metrics(group: Options) -> None:
     add_number(
         group,
         "--metrics-port",
@@ -205,7 +147,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     jobs = list(read_jobs(arguments, picked(arguments, *_SAMPLING)))
     retention = parse_retention(arguments.retention)
-    with _metrics(arguments), _open_llm(arguments) as llm:
+    with _metrics(arguments), open_llm(arguments) as llm:
         for job, output in _answers(llm, jobs, retention):
             if arguments.json:
                 print(json.dumps(_fields(job, output)), flush=True)
@@ -231,46 +173,6 @@ def _metrics(arguments: argparse.Namespace) -> AbstractContextManager[object]:
     server = serve(arguments.metrics_port, arguments.metrics_address)
     logger.info("metrics on %s port %d", arguments.metrics_address, server.port)
     return server
-
-
-def _open_llm(arguments: argparse.Namespace) -> LLM:
-    from kvconnect.engine.llm import LLM
-
-    connector = None
-    if arguments.store is not None:
-        connector = KvCacheConnectorConfig(
-            url=arguments.store, lookup_timeout_ms=arguments.lookup_timeout_ms
-        )
-    return LLM(
-        arguments.model,
-        kv_cache=_cache_config(arguments),
-        connector=connector,
-        speculative=_speculation(arguments),
-        **picked(arguments, *_ENGINE),
-    )
-
-
-def _cache_config(arguments: argparse.Namespace) -> KvCacheConfig:
-    host = arguments.host_cache
-    windows = arguments.max_attention_window
-    return KvCacheConfig(
-        tokens_per_block=arguments.tokens_per_block,
-        max_tokens=arguments.kv_cache_tokens,
-        dtype=arguments.kv_cache_dtype,
-        host_cache_size=0 if host is None else parse_size(host, field="--host-cache"),
-        max_attention_window=None if windows is None else tuple(windows),
-    )
-
-
-def _speculation(arguments: argparse.Namespace) -> NgramSpeculation | None:
-    from kvconnect.engine.drafts import NgramSpeculation
-
-    count = arguments.num_draft_tokens
-    if arguments.speculative is None:
-        if count is not None:
-            raise ConfigurationError(f"--num-draft-tokens {count}: needs --speculative ngram")
-        return None
-    return NgramSpeculation() if count is None else NgramSpeculation(num_draft_tokens=count)
 
 
 def _answers(

@@ -89,6 +89,20 @@ class Intake:
             kv_transfer_params=kv_transfer_params,
         )
 
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest sequence that model and cache have room for."""
+        room = self._max_blocks * self._tokens_per_block
+        limit = self._model.position_limit
+        if limit is None:
+            return room
+        return min(limit.num_tokens, room) if self._grows_with_length else limit.num_tokens
+
+    @property
+    def _grows_with_length(self) -> bool:
+        # Pools give each other memory, and a window needs the same for any length.
+        return len(self._layouts) == 1 and self._layouts[0].window is None
+
     def another(self, first: LlmRequest, request_id: int, params: SamplingParams) -> LlmRequest:
         """A request like `first`, in the state QUEUED, of the same tokens."""
         return LlmRequest(
@@ -162,8 +176,8 @@ class Intake:
                 f"{what} exceed {limit.num_tokens} positions ({limit.reason}); "
                 "shorten the prompt or lower max_tokens"
             )
-        if len(self._layouts) > 1 or self._layouts[0].window is not None:
-            return  # pools give each other memory; a window's need does not grow with the length
+        if not self._grows_with_length:
+            return
         size = self._tokens_per_block
         needed = -(-longest // size)
         if needed > self._max_blocks:

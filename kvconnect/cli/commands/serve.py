@@ -1,0 +1,126 @@
+"""``kvconnect serve``: a model over HTTP, as OpenAI's API has it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvconnect.backends.url import parse_size
+from kvconnect.cli.command import add_number, picked
+from kvconnect.cli.engine_options import (
+    add_cache_options,
+    add_engine_options,
+    add_model,
+    open_llm,
+)
+from kvconnect.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from kvconnect.server.listener import Listener
+    from kvconnect.server.settings import ServerSettings
+
+__all__ = ["add_options", "run"]
+
+_API_KEY = "KVCONNECT_API_KEY"
+_EXTRA = ("prometheus_client", "starlette", "uvicorn")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``serve``."""
+    parser.description = (
+        "Serve a Hugging Face causal language model over HTTP: /v1/completions, "
+        "/v1/chat/completions and /v1/models as OpenAI's API has them, /health and /metrics. "
+        "SIGTERM and Ctrl-C let running requests end, save what is left for the store, and exit "
+        "with 0; a second one does not wait for them."
+    )
+    add_model(parser)
+    _add_server(parser)
+    add_cache_options(parser, lookup_timeout_ms=20.0)
+    add_engine_options(parser, scheduling="max_utilization")
+    parser.set_defaults(run=run)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address to listen on (default: 127.0.0.1, this machine only); beyond this machine "
+        "an API key is required",
+    )
+    add_number(group, "--port", "(default: 8000; 0: any free one)", default=8000, metavar="PORT")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"what clients must send; other users of this machine see it here, and not in the "
+        f"environment: {_API_KEY}",
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)"
+    )
+    add_number(
+        group,
+        "--max-queue",
+        "completions that wait beyond --max-batch-size; more are answered with 429 (default: 256)",
+        default=256,
+    )
+    group.add_argument(
+        "--max-body", default="4MiB", metavar="SIZE", help="of one request (default: 4MiB)"
+    )
+    add_number(
+        group,
+        "--client-timeout",
+        "a client may take so long to send a request, or to take what was written (default: 60)",
+        default=60.0,
+        type=float,
+        metavar="S",
+    )
+    add_number(
+        group,
+        "--shutdown-timeout",
+        "running requests may take so long when the server is stopped (default: 30)",
+        default=30.0,
+        type=float,
+        metavar="S",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve until a signal.
+
+    Raises:
+        ConfigurationError: a bad option, an unusable model, store, host or port.
+        EngineClosed: the engine failed.
+    """
+    try:
+        from kvconnect.server.listener import Listener
+        from kvconnect.server.run import serve
+        from kvconnect.server.settings import ServerSettings
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        raise MissingExtra("kvconnect serve", "serve") from error
+    key = os.environ.get(_API_KEY) if arguments.api_key is None else arguments.api_key
+    settings = ServerSettings(
+        **picked(arguments, "host", "port"),
+        api_key=key,
+        model_name=arguments.served_model_name or arguments.model,
+        max_completions=arguments.max_batch_size + arguments.max_queue,
+        max_body_bytes=parse_size(arguments.max_body, field="--max-body"),
+        client_timeout_s=arguments.client_timeout,
+        shutdown_timeout_s=arguments.shutdown_timeout,
+    )
+    # First: a port that cannot be had is told at once, not after the model is loaded.
+    listener = Listener.bind(settings)
+    try:
+        with open_llm(arguments) as llm:
+            serve(llm, settings, listener, ready=partial(_tell, settings, listener))
+    finally:
+        listener.close()
+
+
+def _tell(settings: ServerSettings, listener: Listener) -> None:
+    print(f"kvconnect: {settings.model_name} on {listener.url}/v1", flush=True)

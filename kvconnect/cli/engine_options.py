@@ -1,0 +1,144 @@
+"""The options of commands that run a model: cache, store, engine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from kvconnect.backends.url import parse_size
+from kvconnect.cli.command import Options, add_number, picked
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from kvconnect.engine.drafts import NgramSpeculation
+    from kvconnect.engine.llm import LLM
+
+__all__ = ["add_cache_options", "add_engine_options", "add_model", "open_llm"]
+
+_ENGINE = ("dtype", "device", "model_revision", "max_num_tokens", "max_batch_size", "scheduling")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Describe the model."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="model directory, or a name in the local Hugging Face cache, as org/name",
+    )
+
+
+def add_cache_options(
+    parser: argparse.ArgumentParser, *, lookup_timeout_ms: float = 1000.0
+) -> Options:
+    """Describe the KV cache and the store; returns their group."""
+    group = parser.add_argument_group("KV cache")
+    group.add_argument("--store", metavar="URL", help="for example disk:///var/cache/kv")
+    add_number(
+        group,
+        "--lookup-timeout-ms",
+        "what the store may delay a step by; later answers are misses "
+        f"(default: {lookup_timeout_ms:g})",
+        default=lookup_timeout_ms,
+        type=float,
+        metavar="MS",
+    )
+    group.add_argument("--dtype", default="auto", metavar="D", help="of model and cache")
+    add_number(group, "--tokens-per-block", "a power of two (default: 32)", default=32, metavar="T")
+    add_number(group, "--kv-cache-tokens", "at most so many tokens fit the cache")
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="of the cache: the model's (default), or fp8: one byte each, rounded",
+    )
+    group.add_argument(
+        "--host-cache",
+        metavar="SIZE",
+        help="host memory for blocks that leave the device, for example 2GiB (default: none)",
+    )
+    group.add_argument(
+        "--max-attention-window",
+        nargs="+",
+        type=int,
+        metavar="W",
+        help="tokens that each layer looks back at most, repeated over the layers",
+    )
+    return group
+
+
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, scheduling: str = "guaranteed_no_evict"
+) -> Options:
+    """Describe the engine, with its default of ``--scheduling``; returns the group."""
+    group = parser.add_argument_group("engine")
+    add_number(group, "--max-num-tokens", "tokens of a step", default=2048)
+    add_number(group, "--max-batch-size", "requests of a step", default=64)
+    group.add_argument(
+        "--scheduling",
+        choices=("guaranteed_no_evict", "max_utilization"),
+        default=scheduling,
+        help="start a request only if all that run can get to their end, or as soon as its prompt "
+        "fits: blocks that run out are taken from the last one started, which goes on later "
+        f"(default: {scheduling})",
+    )
+    group.add_argument(
+        "--speculative",
+        choices=("ngram",),
+        help="verify several tokens per step that followed the same words before (greedy only; "
+        "the answer stays the same)",
+    )
+    add_number(group, "--num-draft-tokens", "so many at most; with --speculative (default: 5)")
+    group.add_argument(
+        "--model-revision",
+        metavar="NAME",
+        help="stands for the weights in the store's keys, for example org/name@commit, so that "
+        "they are not digested; no other weights may ever go by this name",
+    )
+    group.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
+    return group
+
+
+def open_llm(arguments: argparse.Namespace) -> LLM:
+    """The engine that `arguments` describe.
+
+    Raises:
+        ConfigurationError: names the option or the field, and what is right.
+    """
+    from kvconnect.engine.llm import LLM
+
+    connector = None
+    if arguments.store is not None:
+        connector = KvCacheConnectorConfig(
+            url=arguments.store, lookup_timeout_ms=arguments.lookup_timeout_ms
+        )
+    return LLM(
+        arguments.model,
+        kv_cache=_cache_config(arguments),
+        connector=connector,
+        speculative=_speculation(arguments),
+        **picked(arguments, *_ENGINE),
+    )
+
+
+def _cache_config(arguments: argparse.Namespace) -> KvCacheConfig:
+    host = arguments.host_cache
+    windows = arguments.max_attention_window
+    return KvCacheConfig(
+        tokens_per_block=arguments.tokens_per_block,
+        max_tokens=arguments.kv_cache_tokens,
+        dtype=arguments.kv_cache_dtype,
+        host_cache_size=0 if host is None else parse_size(host, field="--host-cache"),
+        max_attention_window=None if windows is None else tuple(windows),
+    )
+
+
+def _speculation(arguments: argparse.Namespace) -> NgramSpeculation | None:
+    from kvconnect.engine.drafts import NgramSpeculation
+
+    count = arguments.num_draft_tokens
+    if arguments.speculative is None:
+        if count is not None:
+            raise ConfigurationError(f"--num-draft-tokens {count}: needs --speculative ngram")
+        return None
+    return NgramSpeculation() if count is None else NgramSpeculation(num_draft_tokens=count)

@@ -1,0 +1,6 @@
+"""The HTTP server over one engine: OpenAI's API, health and metrics.
+
+May import the engine's public side (`LLM`, handles, outputs) and nothing below it. Begin with `run`
+(life of the process) and `app` (what is answered), then follow a request: `gate` → `endpoint` →
+`body` → `completion_request`/`chat_request` → `generation` → `completion_answer`/`chat_answer`.
+"""

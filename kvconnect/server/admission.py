@@ -1,0 +1,122 @@
+"""How much runs and waits at once, and when nothing more is taken in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.errors import ConfigurationError
+from kvconnect.server.errors import Busy, ShuttingDown
+
+__all__ = ["Admission", "Ticket"]
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """The place of one HTTP request among those that are answered.
+
+    Attributes:
+        completions: that it takes; one before its body is known.
+        handles: of the engine, once it was submitted.
+    """
+
+    completions: int = 1
+    handles: Sequence[RequestHandle] = field(default_factory=tuple)
+
+
+class Admission:
+    """Counts what is under way. Used by the event loop's thread only.
+
+    Args:
+        max_completions: that run or wait at once at most.
+    """
+
+    def __init__(self, max_completions: int) -> None:
+        self._max = max_completions
+        self._tickets: set[Ticket] = set()
+        self._closed = False
+        self._aborting = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._tickets
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is taken in any more."""
+        return self._closed
+
+    @property
+    def completions(self) -> int:
+        """That run or wait, or will once their request is read."""
+        return sum(ticket.completions for ticket in self._tickets)
+
+    @contextmanager
+    def enter(self) -> Iterator[Ticket]:
+        """The place of a request from its body to the end of its answer.
+
+        Raises:
+            Busy: there is none.
+            ShuttingDown: nothing is taken in any more.
+        """
+        if self._closed:
+            raise ShuttingDown
+        self._check_room(1)
+        ticket = Ticket()
+        self._tickets.add(ticket)
+        try:
+            yield ticket
+        finally:
+            self._tickets.remove(ticket)
+
+    def extend(self, ticket: Ticket, completions: int) -> None:
+        """`ticket` turns out to take so many.
+
+        Raises:
+            ConfigurationError: that is more than there is ever room for.
+            Busy: more than there is room for now.
+        """
+        if completions > self._max:
+            raise ConfigurationError(
+                f"n: {completions} completions of all prompts together are more than this server "
+                f"runs at once, {self._max}; ask for fewer"
+            )
+        self._check_room(completions - ticket.completions)
+        ticket.completions = completions
+
+    def submitted(self, ticket: Ticket, handles: Sequence[RequestHandle]) -> None:
+        """The engine runs `handles` for `ticket`; they are aborted with all others.
+
+        Raises:
+            ShuttingDown: they were aborted already.
+        """
+        ticket.handles = handles
+        if self._aborting:
+            _abort(handles)
+            raise ShuttingDown
+
+    def close(self) -> None:
+        """Take nothing in any more; what is under way goes on."""
+        self._closed = True
+
+    def abort(self) -> None:
+        """End all that is under way; it leaves with an error in place of the rest."""
+        self._closed = self._aborting = True
+        for ticket in self._tickets:
+            _abort(ticket.handles)
+
+    def _check_room(self, more: int) -> None:
+        taken = self.completions
+        if taken + more > self._max:
+            raise Busy(
+                f"{taken} completions run or wait, and {self._max} may; try again after a moment"
+            )
+
+
+def _abort(handles: Sequence[RequestHandle]) -> None:
+    for handle in handles:
+        if not handle.done:
+            handle.abort()

@@ -1,0 +1,103 @@
+"""What the server answers: OpenAI's API, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from kvconnect.engine.llm import LLM
+from kvconnect.prometheus import Collector
+from kvconnect.server.admission import Admission
+from kvconnect.server.chat_request import ChatRequest
+from kvconnect.server.completion_request import CompletionRequest
+from kvconnect.server.endpoint import GenerationEndpoint
+from kvconnect.server.errors import RequestRefused, ShuttingDown
+from kvconnect.server.gate import Gate
+from kvconnect.server.generation_request import GenerationRequest
+from kvconnect.server.settings import ServerSettings
+
+__all__ = ["make_app"]
+
+
+def make_app(
+    llm: LLM, settings: ServerSettings, admission: Admission, threads: ThreadPoolExecutor
+) -> ASGIApp:
+    """The ASGI application over `llm`.
+
+    Args:
+        llm: answers; the caller closes it.
+        settings: of the server.
+        admission: of the generations that it answers.
+        threads: for what blocks; the caller shuts it down.
+    """
+    model = _Model(llm, settings)
+    monitor = _Monitor(llm, admission, threads)
+    kinds: dict[str, type[GenerationRequest]] = {
+        "/v1/completions": CompletionRequest,
+        "/v1/chat/completions": ChatRequest,
+    }
+    generations = [
+        Route(path, GenerationEndpoint(kind, llm, settings, admission, threads), methods=["POST"])
+        for path, kind in kinds.items()
+    ]
+    routes = [
+        *generations,
+        Route("/v1/models", model.all),
+        Route("/v1/models/{name:path}", model.one),
+        Route("/health", monitor.health),
+        Route("/metrics", monitor.metrics),
+    ]
+    return Gate(Router(routes, redirect_slashes=False), settings.api_key)
+
+
+class _Model:
+    """The only one."""
+
+    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+        self._entry = {
+            "id": settings.model_name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "kvconnect",
+            "max_model_len": llm.max_seq_len,
+        }
+
+    async def all(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._entry]})
+
+    async def one(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._entry["id"]:
+            raise RequestRefused(404, f"model: '{name}' is not served here", "model_not_found")
+        return JSONResponse(self._entry)
+
+
+class _Monitor:
+    def __init__(self, llm: LLM, admission: Admission, threads: ThreadPoolExecutor) -> None:
+        self._llm = llm
+        self._admission = admission
+        self._threads = threads
+        self._registry = CollectorRegistry()
+        self._registry.register(Collector())
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are taken in."""
+        if self._admission.closed:
+            raise ShuttingDown
+        self._llm.check_health()
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Slow stores may take half a second each to tell of themselves."""
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        loop = asyncio.get_running_loop()
+        text = await loop.run_in_executor(self._threads, encode, self._registry)
+        return Response(text, media_type=kind)

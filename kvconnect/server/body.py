@@ -1,0 +1,58 @@
+"""The body of a request: read within limits, and parsed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from kvconnect.server.errors import RequestRefused
+from kvconnect.server.settings import ServerSettings
+
+__all__ = ["read_json"]
+
+
+async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
+    """The JSON object that `request` carries.
+
+    Raises:
+        RequestRefused: it is no JSON (400, also where it nests deeper than 200), is not declared
+            as such (415), is too large (413) or comes too slowly (408).
+        ClientDisconnect: the client left.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # Pages of other origins can send everything else to a server on loopback unasked.
+    if kind != "application/json":
+        raise RequestRefused(415, "Content-Type: must be application/json")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > settings.max_body_bytes:
+        raise _too_large(settings)
+    try:
+        async with asyncio.timeout(settings.client_timeout_s):
+            body = await _read(request, settings)
+    except TimeoutError as error:
+        raise RequestRefused(
+            408, f"the body did not come within {settings.client_timeout_s:g} s"
+        ) from error
+    try:
+        parsed = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestRefused(400, f"the body is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise RequestRefused(400, f"the body is a {type(parsed).__name__}; send a JSON object")
+    return parsed
+
+
+async def _read(request: Request, settings: ServerSettings) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > settings.max_body_bytes:
+            raise _too_large(settings)
+    return bytes(body)
+
+
+def _too_large(settings: ServerSettings) -> RequestRefused:
+    return RequestRefused(413, f"the body is larger than {settings.max_body_bytes} bytes")

@@ -1,0 +1,74 @@
+"""``POST /v1/chat/completions``: what clients get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from kvconnect.engine.request.logprobs import Logprob, TokenLogprobs
+from kvconnect.engine.request.output import CompletionOutput, StreamChunk
+from kvconnect.server.answer import Answer
+from kvconnect.server.token_text import token_text
+
+__all__ = ["ChatAnswer"]
+
+
+class ChatAnswer(Answer):
+    """OpenAI's chat completion objects.
+
+    Args:
+        model, completions: as of `Answer`.
+        top_logprobs: how many of the likeliest tokens stand beside each.
+    """
+
+    prefix: ClassVar[str] = "chatcmpl"
+    kind: ClassVar[str] = "chat.completion"
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
+
+    def __init__(self, model: str, completions: int, top_logprobs: int) -> None:
+        super().__init__(model, completions)
+        self._top_logprobs = top_logprobs
+
+    def beginning(self) -> Iterable[dict[str, Any]]:
+        """Who speaks, of each choice."""
+        for index in range(self._completions):
+            delta = {"role": "assistant", "content": ""}
+            yield self._object(
+                self.chunk_kind,
+                [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
+            )
+
+    def _choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": output.text},
+            "logprobs": self._logprobs(output.token_ids, output.logprobs),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def _part(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"content": chunk.text},
+            "logprobs": self._logprobs(chunk.token_ids, chunk.logprobs),
+            "finish_reason": chunk.finish_reason,
+        }
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+    ) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        content = []
+        for token, found in zip(token_ids, logprobs, strict=True):
+            # The chosen token comes first, whatever its rank.
+            by_rank = sorted(found.items(), key=lambda item: item[1].rank)
+            top = [_entry(one, each) for one, each in by_rank[: self._top_logprobs]]
+            content.append(_entry(token, found[token]) | {"top_logprobs": top})
+        return {"content": content}
+
+
+def _entry(token: int, logprob: Logprob) -> dict[str, Any]:
+    text = token_text(token, logprob)
+    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}

@@ -1,0 +1,51 @@
+"""``POST /v1/completions``: what clients ask for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from kvconnect.engine.llm import LLM
+from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.server.completion_answer import CompletionAnswer
+from kvconnect.server.generation_request import GenerationRequest
+
+__all__ = ["CompletionRequest"]
+
+
+class CompletionRequest(GenerationRequest):
+    """Go on from prompts.
+
+    Attributes:
+        prompt: text or token ids, or a list of either.
+        logprobs: of so many likeliest tokens, besides the chosen one.
+    """
+
+    prompt: (
+        str
+        | list[int]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[list[int]], Field(min_length=1)]
+    )
+    logprobs: int | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """All of them, each text or token ids."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    @property
+    def completions(self) -> int:
+        """`n` for each prompt."""
+        return len(self.prompts) * (1 if self.n is None else max(1, self.n))
+
+    def submit(self, llm: LLM) -> list[RequestHandle]:
+        """Start it."""
+        return self.start(llm, self.prompts, self.sampling(logprobs=self.logprobs))
+
+    def answer(self, model: str) -> CompletionAnswer:
+        """What will come out of it."""
+        return CompletionAnswer(model, self.completions)

@@ -1,0 +1,87 @@
+"""Connections that are cut when their client does not get on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import ClassVar
+
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+__all__ = ["Connection"]
+
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 30),
+    (socket.TCP_KEEPINTVL, 10),
+    (socket.TCP_KEEPCNT, 3),
+)
+"""A client whose machine is gone is noticed within a minute, also while nothing is sent."""
+
+
+class Connection(H11Protocol):
+    """A client's connection, with deadlines for what the client owes.
+
+    A request must come whole within `timeout_s` of its first byte, the first one of the
+    connection's start. A client that takes nothing for `timeout_s`, or too little for the
+    transport to take more, is gone. Between requests uvicorn's keep-alive timeout counts.
+    """
+
+    timeout_s: ClassVar[float]
+
+    _reading: asyncio.TimerHandle | None = None
+    _writing: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def with_timeout(cls, timeout_s: float) -> type[Connection]:
+        """The class whose connections have this deadline."""
+        return type("Connection", (cls,), {"timeout_s": timeout_s})
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        connected: socket.socket = transport.get_extra_info("socket")
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        patience = (socket.TCP_USER_TIMEOUT, int(1000 * self.timeout_s))
+        for option, value in (*_KEEPALIVE, patience):
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._reading = self.loop.call_later(self.timeout_s, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Begin to wait for the rest of a request, or stop waiting: it is whole."""
+        super().data_received(data)
+        if self._request_is_whole():
+            self._stop_reading()
+        elif self._reading is None:
+            self._reading = self.loop.call_later(self.timeout_s, self.transport.abort)
+
+    def _request_is_whole(self) -> bool:
+        # The cycle of the last request stays until the next one's head is there.
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    def pause_writing(self) -> None:
+        """The client takes less than is written: begin to wait for it."""
+        super().pause_writing()
+        if self._writing is None:
+            self._writing = self.loop.call_later(self.timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It goes on."""
+        super().resume_writing()
+        self._stop_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing any more."""
+        self._stop_reading()
+        self._stop_writing()
+        super().connection_lost(exc)
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _stop_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None

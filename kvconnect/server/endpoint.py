@@ -1,0 +1,150 @@
+"""One generation over HTTP, from the body of the request to the end of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvconnect.engine.llm import LLM
+from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.server.admission import Admission, Ticket
+from kvconnect.server.body import read_json
+from kvconnect.server.errors import RequestRefused, answer_of
+from kvconnect.server.generation import outputs_of, stream_of
+from kvconnect.server.generation_request import GenerationRequest
+from kvconnect.server.settings import ServerSettings
+
+__all__ = ["GenerationEndpoint"]
+
+T = TypeVar("T")
+
+
+class GenerationEndpoint:
+    """An ASGI application that answers requests of one kind.
+
+    A request whose client leaves is aborted, wherever it stands.
+
+    Args:
+        kind: of the requests.
+        llm: answers.
+        settings: of the server.
+        admission: shared by all endpoints of `llm`.
+        threads: where text becomes tokens.
+    """
+
+    def __init__(
+        self,
+        kind: type[GenerationRequest],
+        llm: LLM,
+        settings: ServerSettings,
+        admission: Admission,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self._kind = kind
+        self._llm = llm
+        self._settings = settings
+        self._admission = admission
+        self._threads = threads
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        with contextlib.suppress(ClientDisconnect), self._admission.enter() as ticket:
+            wanted = await self._wanted(Request(scope, receive), ticket)
+            try:
+                response = await _while_connected(receive, self._response(wanted, ticket))
+                await response(scope, receive, send)
+            finally:
+                for handle in ticket.handles:
+                    if not handle.done:
+                        handle.abort()
+
+    async def _wanted(self, request: Request, ticket: Ticket) -> GenerationRequest:
+        wanted = self._kind.parse(await read_json(request, self._settings))
+        name = self._settings.model_name
+        if wanted.model not in {None, name}:
+            raise RequestRefused(
+                404, f"model: '{wanted.model}' is not served here; '{name}' is", "model_not_found"
+            )
+        self._admission.extend(ticket, wanted.completions)
+        return wanted
+
+    async def _response(self, wanted: GenerationRequest, ticket: Ticket) -> Response:
+        handles = await self._submit(wanted)
+        self._admission.submitted(ticket, handles)
+        if wanted.stream:
+            return StreamingResponse(
+                self._events(wanted, handles),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            )
+        outputs = await outputs_of(handles)
+        return JSONResponse(wanted.answer(self._settings.model_name).whole(outputs))
+
+    async def _submit(self, wanted: GenerationRequest) -> list[RequestHandle]:
+        """Start `wanted`; when cancelled, what is started all the same is aborted."""
+        started = asyncio.get_running_loop().run_in_executor(
+            self._threads, wanted.submit, self._llm
+        )
+        try:
+            return await asyncio.shield(started)
+        except asyncio.CancelledError:
+            started.add_done_callback(_abort_started)
+            raise
+
+    async def _events(
+        self, wanted: GenerationRequest, handles: Sequence[RequestHandle]
+    ) -> AsyncGenerator[bytes]:
+        answer = wanted.answer(self._settings.model_name)
+        try:
+            for beginning in answer.beginning():
+                yield _event(beginning)
+            async with contextlib.aclosing(stream_of(handles, wanted.completions)) as chunks:
+                async for found in chunks:
+                    yield _event(answer.chunk(found.index, found.chunk))
+            if wanted.wants_usage:
+                yield _event(answer.end(await outputs_of(handles)))
+        except Exception as error:  # noqa: BLE001  its status is sent: it goes into the stream
+            yield _event(answer_of(error).body)
+        yield b"data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _abort_started(started: asyncio.Future[list[RequestHandle]]) -> None:
+    if not started.cancelled() and started.exception() is None:
+        for handle in started.result():
+            handle.abort()
+
+
+async def _while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if the client leaves.
+
+    Raises:
+        ClientDisconnect: it left.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,102 @@
+"""What went wrong with a request, as a status and OpenAI's error object.
+
+::
+
+    RequestRefused              a status of its own: 400, 401, 404, 408, 413, 415
+    ├── Busy                    429: too much runs and waits; again after a moment
+    └── ShuttingDown            503: this server is about to end
+
+Everything else is mapped by `answer_of`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvconnect.errors import ConfigurationError, EngineClosed, KvConnectError, RetryLater
+
+__all__ = ["Busy", "ErrorAnswer", "RequestRefused", "ShuttingDown", "answer_of"]
+
+_log = logging.getLogger(__name__)
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable",
+}
+_RETRY_AFTER_S = 1
+
+
+class RequestRefused(Exception):
+    """A request is answered with an error, and nothing else came of it.
+
+    Attributes:
+        status: of HTTP.
+        code: of OpenAI's error object.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class Busy(RequestRefused):
+    """As much runs and waits as may."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(429, message, "queue_full")
+
+
+class ShuttingDown(RequestRefused):
+    """No request is taken in, and those that ran too long are aborted."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server is shutting down", "shutting_down")
+
+
+class ErrorAnswer:
+    """An error as clients get it, as an answer or within a stream.
+
+    Attributes:
+        status: of HTTP.
+        body: OpenAI's error object.
+        headers: besides those of every answer.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        self.status = status
+        self.body: dict[str, Any] = {
+            "error": {
+                "message": message,
+                "type": _TYPES.get(status, "invalid_request_error"),
+                "param": None,
+                "code": code,
+            }
+        }
+        self.headers: dict[str, str] = {}
+        if status in {429, 503}:
+            self.headers["Retry-After"] = str(_RETRY_AFTER_S)
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
+
+
+def answer_of(error: Exception) -> ErrorAnswer:
+    """The answer to a request that failed by `error`. Logs what is nobody's input."""
+    match error:
+        case RequestRefused():
+            return ErrorAnswer(error.status, str(error), error.code)
+        case ConfigurationError():
+            return ErrorAnswer(400, str(error))
+        case RetryLater() | EngineClosed():
+            return ErrorAnswer(503, str(error))
+        case KvConnectError():
+            _log.error("a request failed: %s", error, exc_info=error)
+            return ErrorAnswer(500, str(error))
+        case _:
+            _log.error("a request failed: %s", error, exc_info=error)
+            # Its message may tell of this machine.
+            return ErrorAnswer(500, f"the request failed ({type(error).__name__})")

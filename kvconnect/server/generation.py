@@ -1,0 +1,98 @@
+"""What the engine makes of one request, awaited as a whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.engine.request.output import RequestOutput, StreamChunk
+from kvconnect.server.errors import ShuttingDown
+
+__all__ = ["ChoiceChunk", "outputs_of", "stream_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceChunk:
+    """What came of one choice, counted over all prompts of the request."""
+
+    index: int
+    chunk: StreamChunk
+
+
+async def outputs_of(handles: Sequence[RequestHandle]) -> list[RequestOutput]:
+    """Wait for all of `handles`; to cancel it aborts them.
+
+    Raises:
+        ShuttingDown: one was aborted.
+        Exception: what the first one to fail ended by.
+    """
+    outputs = await asyncio.gather(*(_output(handle) for handle in handles))
+    _check_ended([one.finish_reason for output in outputs for one in output.outputs])
+    return outputs
+
+
+async def stream_of(
+    handles: Sequence[RequestHandle], completions: int
+) -> AsyncGenerator[ChoiceChunk]:
+    """What comes out of `handles`, in the order in which it comes; leaving it aborts them.
+
+    A consumer that is slow gets what came meanwhile in one chunk.
+
+    Args:
+        handles: one for each prompt.
+        completions: of all of them together.
+
+    Raises:
+        ShuttingDown: one was aborted.
+        Exception: what the first one to fail ended by.
+    """
+    each = completions // len(handles)
+    if len(handles) == 1:
+        async for chunk in handles[0]:
+            _check_ended([chunk.finish_reason])
+            yield ChoiceChunk(chunk.index, chunk)
+        return
+    queue: asyncio.Queue[ChoiceChunk | Exception | None] = asyncio.Queue(maxsize=1)
+    tasks = [
+        asyncio.create_task(_feed(queue, handle, each * number))
+        for number, handle in enumerate(handles)
+    ]
+    try:
+        running = len(tasks)
+        while running:
+            match await queue.get():
+                case None:
+                    running -= 1
+                case Exception() as error:
+                    raise error
+                case ChoiceChunk() as found:
+                    _check_ended([found.chunk.finish_reason])
+                    yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _feed(
+    queue: asyncio.Queue[ChoiceChunk | Exception | None], handle: RequestHandle, first: int
+) -> None:
+    try:
+        async for chunk in handle:
+            await queue.put(ChoiceChunk(first + chunk.index, chunk))
+    except Exception as error:  # noqa: BLE001  raised where the queue is read
+        await queue.put(error)
+    else:
+        await queue.put(None)
+
+
+async def _output(handle: RequestHandle) -> RequestOutput:
+    return await handle
+
+
+def _check_ended(reasons: Sequence[str | None]) -> None:
+    # Nobody else aborts a request whose client is still there.
+    if "abort" in reasons:
+        raise ShuttingDown

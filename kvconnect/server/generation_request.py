@@ -1,0 +1,161 @@
+"""What completions and chats have in common, as clients ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import Field
+
+from kvconnect.config import Settings
+from kvconnect.engine.llm import LLM
+from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.errors import ConfigurationError
+from kvconnect.request import SamplingParams
+from kvconnect.server.answer import Answer
+from kvconnect.text import shown
+
+__all__ = ["GenerationRequest", "StreamOptions"]
+
+_MAX_STOPS = 64
+_MAX_STOP_TOKENS = 1024
+
+_IGNORED = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "parallel_tool_calls", "request_id"),
+    }
+)
+"""Fields of OpenAI's API that change no token."""
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+}
+"""Fields of OpenAI's API that are not served, and what of them asks for nothing."""
+
+_SAMPLING = (
+    *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
+)
+
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class StreamOptions(Settings):
+    """How a stream is told.
+
+    Attributes:
+        include_usage: a last chunk without choices has the counts of tokens.
+        include_obfuscation: accepted, without effect.
+    """
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationRequest(Settings):
+    """Fields of both kinds of requests. Names are OpenAI's and, beyond those, vLLM's.
+
+    ``None`` is the same as leaving a field out. What each sampling parameter means says
+    `SamplingParams`; the default temperature is OpenAI's, 1.
+
+    Attributes:
+        model: whom the client asks; ``None``: whoever there is.
+        stream: answer with server-sent events.
+        stream_options: how.
+        cache_salt: requests share cached blocks only if theirs is equal.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=_MAX_STOP_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """The request that `body`, parsed JSON, asks for.
+
+        Raises:
+            ConfigurationError: a field is unknown, wrong, or asks for what is not served.
+        """
+        for name, neutral in _NEUTRAL.items():
+            value = body.get(name)
+            if value is not None and value not in neutral:
+                raise ConfigurationError(f"{name}: {shown(value)} is not served; leave it out")
+        fields = {
+            name: value
+            for name, value in body.items()
+            if value is not None and name not in _IGNORED and name not in _NEUTRAL
+        }
+        return cls(**fields)
+
+    @property
+    def completions(self) -> int:
+        """How many come out of it."""
+        raise NotImplementedError
+
+    def submit(self, llm: LLM) -> list[RequestHandle]:
+        """Start it, one handle for each prompt; blocks while text becomes tokens.
+
+        Raises:
+            ConfigurationError: a prompt or a parameter is wrong; nothing runs.
+            EngineClosed: the engine takes no more requests; nothing runs.
+        """
+        raise NotImplementedError
+
+    def answer(self, model: str) -> Answer:
+        """What will come out of it, as JSON objects; `model` is what clients call the model."""
+        raise NotImplementedError
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, **more: object) -> SamplingParams:
+        """How to go on from its prompts; `more` are fields of `SamplingParams`, unless ``None``."""
+        given = {name: getattr(self, name) for name in _SAMPLING} | more
+        fields: dict[str, Any] = {"temperature": 1.0}
+        fields |= {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**fields)
+
+    def start(
+        self, llm: LLM, prompts: Sequence[Any], params: SamplingParams
+    ) -> list[RequestHandle]:
+        """Start each of `prompts`; all or none."""
+        handles: list[RequestHandle] = []
+        try:
+            for prompt in prompts:
+                handles.append(  # noqa: PERF401  what was started is to be aborted
+                    llm.submit(prompt, params, cache_salt=self.cache_salt)
+                )
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+        return handles

@@ -1,0 +1,27 @@
+"""How many tokens a request took, as OpenAI counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvconnect.engine.request.output import RequestOutput
+
+__all__ = ["usage_of"]
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """OpenAI's ``usage`` of all prompts of a request together.
+
+    ``cached_tokens`` are the prompt tokens that were not computed, wherever their KV came from.
+    With several completions what each of them computed of the prompt is taken off.
+    """
+    prompt = sum(output.prompt_tokens for output in outputs)
+    answer = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    cached = sum(max(0, output.prompt_tokens - output.computed_tokens) for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -1,0 +1,20 @@
+"""What a server's process runs. A module of its own, since it is imported by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def serve(output: Path, arguments: list[str]) -> None:
+    """``kvconnect serve`` with `arguments`, as the command line runs it; prints to `output`."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # As in a process that a shell starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from kvconnect.cli.main import main
+
+    sys.exit(main(["serve", *arguments]))

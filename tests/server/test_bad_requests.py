@@ -1,0 +1,145 @@
+"""Requests that are refused: each with its status and a reason, and others are undisturbed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+GOOD = {"model": "tiny", "prompt": "a prompt", "max_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def others_are_undisturbed(server):
+    yield
+    assert server.post(GOOD)[0] == 200
+    assert server.live() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": None}, "CompletionRequest.prompt: Field required"),
+        ({"prompt": ""}, "it is empty"),
+        ({"prompt": []}, "it is empty"),
+        ({"prompt": [70, -1]}, "token id -1 is outside"),
+        ({"prompt": [70, 10**12]}, "outside int32"),
+        ({"prompt": {"a": 1}}, "CompletionRequest.prompt"),
+        ({"prompt": "x" * 5000}, "exceed 4096 positions"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"max_tokens": 5000}, "exceed 4096 positions"),
+        ({"max_tokens": "many"}, "CompletionRequest.max_tokens='many'"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"top_p": 0}, "top_p=0"),
+        ({"n": 0}, "n=0"),
+        ({"n": 17, "temperature": 1}, "17 completions"),
+        ({"n": 2, "temperature": 0}, "needs a temperature above 0"),
+        ({"logprobs": 21}, "max_logprobs=20"),
+        ({"stop": ["x"] * 65}, "CompletionRequest.stop"),
+        ({"stop": "x" * 1001}, "CompletionRequest.stop"),
+        ({"stop": ""}, "CompletionRequest.stop"),
+        ({"cache_salt": ""}, "salt"),
+        ({"seed": "x"}, "seed"),
+        ({"tempature": 1}, "did you mean 'temperature'?"),
+        ({"echo": True}, "echo: True is not served"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"stream": True, "stream_options": {"usage": True}}, "did you mean 'include_usage'?"),
+    ],
+)
+def test_a_wrong_field_is_named(server, change, message):
+    body = {name: value for name, value in (GOOD | change).items() if value is not None}
+    status, answer, _ = server.post(body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": []}, "there are none"),
+        ({"messages": [{"content": "x"}]}, "messages[0]: role=None"),
+        ({"messages": ["x"]}, "ChatRequest.messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ({"top_logprobs": 2}, "needs logprobs=true"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is no variable"),
+        ({"chat_template_kwargs": {"max_length": 10**9}}, "'max_length' is no variable"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"chat_template": "{{ 1 }}"}, "unknown field 'chat_template'"),
+    ],
+)
+def test_a_wrong_chat_is_refused(server, change, message):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2} | change
+    status, answer, _ = server.post(body, "/v1/chat/completions")
+    assert status == 400
+    assert message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": NaN}',
+        b"[" * 100_000,
+        b'{"prompt":' * 5_000 + b"1" + b"}" * 5_000,
+        b'{"prompt": ' + b"1" * 100_000 + b"}",
+    ],
+)
+def test_what_is_no_json_object_is_refused(server, body):
+    status, answer, _ = server.post(body)
+    assert status == 400
+    assert answer["error"]["message"]
+
+
+def test_deep_values_are_refused(server):
+    deep: object = "x"
+    for _ in range(150):
+        deep = [deep]
+    for body, path in (
+        ({"prompt": deep}, "/v1/completions"),
+        ({"messages": [{"role": "user", "content": deep}]}, "/v1/chat/completions"),
+    ):
+        assert server.post(body, path)[0] == 400
+
+
+def test_a_huge_body_is_refused_however_it_comes(server):
+    status, answer, _ = server.post({"prompt": "x" * (2 << 20)})
+    assert status == 413
+    assert "larger than 1048576 bytes" in answer["error"]["message"]
+    with server.connect() as one:  # without saying how long it will be
+        one.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+        for _ in range(20):
+            one.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
+        assert one.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_another_content_type_is_refused(server):
+    body = json.dumps(GOOD).encode()
+    status, answer, _ = server.post(body, headers={"Content-Type": "text/plain"})
+    assert status == 415
+    assert "application/json" in answer["error"]["message"]
+
+
+def test_another_model_path_or_method_is_refused(server):
+    assert server.post(GOOD | {"model": "gpt-9"})[0] == 404
+    assert server.post(GOOD, "/v1/nothing")[0] == 404
+    assert server.post(b"", method="GET")[0] == 405
+
+
+@pytest.mark.parametrize("sent", [b"\x00\x01\x02\x03" * 100, b"A" * 100_000, b"\r\n" * 50_000])
+def test_what_is_no_http_is_cut(server, sent):
+    with server.connect() as one:
+        try:
+            one.sendall(sent)
+            answer = one.recv(100)
+        except ConnectionError:
+            answer = b""
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400 "), answer

@@ -1,0 +1,198 @@
+"""A server's beginning and end: settings that are refused, signals, kills, restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+from server_process import request_bytes, running, wait_until
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.server.listener import Listener
+from kvconnect.server.settings import ServerSettings
+
+PROMPT = "A system prompt that every restart of the server should find again. " * 4
+ASKED = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+LONG = {"prompt": "a long answer", "max_tokens": 4000, "ignore_eos": True}
+
+
+def settings(**fields: object) -> ServerSettings:
+    return ServerSettings(**({"model_name": "tiny", "port": 0} | fields))
+
+
+# ------------------------------------------------------------------------------------ where
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_beyond_loopback_a_key_is_needed(host):
+    with pytest.raises(ConfigurationError, match="set an API key"):
+        Listener.bind(settings(host=host))
+
+
+def test_with_a_key_it_listens_anywhere():
+    listener = Listener.bind(settings(host="0.0.0.0", api_key="secret"))
+    assert listener.port > 0
+    listener.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_on_loopback_no_key_is_needed(host):
+    listener = Listener.bind(settings(host=host))
+    listener.listen()
+    with socket.create_connection((host, listener.port)):
+        pass
+    listener.close()
+
+
+@pytest.mark.parametrize("key", ["", "two words", "new\nline", "ä"])
+def test_a_key_that_fits_no_header_is_refused_and_not_told(key):
+    with pytest.raises(ConfigurationError, match="printable ASCII") as raised:
+        settings(api_key=key)
+    assert not key or key not in str(raised.value)
+
+
+def test_a_key_is_in_no_repr():
+    assert "secret" not in repr(settings(api_key="secret"))
+
+
+def test_an_unknown_host_is_named():
+    with pytest.raises(ConfigurationError, match=r"host: 'no\.such\.invalid' cannot be resolved"):
+        Listener.bind(settings(host="no.such.invalid"))
+
+
+def test_a_port_that_is_taken_is_named_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "kvconnect", "serve", "/no/model", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"port: {port} on '127.0.0.1' cannot be listened to" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_two_that_bind_one_port_do_not_both_listen():
+    first = Listener.bind(settings())
+    second = Listener.bind(settings(port=first.port))
+    first.listen()
+    with pytest.raises(ConfigurationError, match="cannot be listened to"):
+        second.listen()
+    first.close()
+    second.close()
+
+
+def test_only_the_key_opens_all_but_health(model: Path, tmp_path: Path, monkeypatch):
+    with running(model, tmp_path / "output", "--api-key", "secret") as server:
+        for key in ("wrong", "", "secre", "secrets", "sécret"):
+            headers = {"Authorization": f"Bearer {key}".encode("latin-1")}
+            for method, path in (("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/x")):
+                assert server.post(ASKED, path, headers=headers, method=method)[0] == 401
+        assert server.post(b"", "/health", method="GET")[0] == 200
+        with server.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with server.client(api_key="secret") as client:
+            assert client.completions.create(**ASKED).usage.completion_tokens
+
+
+# ------------------------------------------------------------------------------------ the end
+
+
+def store(directory: Path) -> tuple[str, ...]:
+    return ("--store", f"disk://{directory}?capacity=64MiB", "--lookup-timeout-ms", "5000")
+
+
+def test_a_killed_server_answers_from_the_store_after_its_restart(model: Path, tmp_path: Path):
+    with running(model, tmp_path / "first", *store(tmp_path / "kv")) as server:
+        with server.client() as client:
+            before = client.completions.create(**ASKED)
+        assert before.usage.prompt_tokens_details.cached_tokens == 0
+        blocks = len(PROMPT) // 16
+        wait_until(
+            lambda: server.figure("kvconnect_store_blocks_total", operation="save") >= blocks,
+            "the prompt is saved",
+        )
+        server.process.kill()
+    with running(model, tmp_path / "second", *store(tmp_path / "kv")) as server:
+        with server.client() as client:
+            after = client.completions.create(**ASKED)
+        assert after.choices[0].text == before.choices[0].text
+        assert after.usage.prompt_tokens_details.cached_tokens == len(PROMPT) - 1
+        assert server.figure("kvconnect_hit_tokens_total", tier="store") == len(PROMPT) - 1
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_what_runs_end_and_refuses_what_comes(
+    model: Path, tmp_path: Path, number: signal.Signals
+):
+    with running(model, tmp_path / "output", *store(tmp_path / "kv")) as server:
+        text = []
+
+        def stream() -> None:
+            with server.client() as client:
+                chunks = client.completions.create(
+                    stream=True, **ASKED | {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+                )
+                for chunk in chunks:
+                    text.append(chunk.choices[0])  # noqa: PERF401  what came so far
+
+        reader = threading.Thread(target=stream)
+        reader.start()
+        wait_until(lambda: text, "it streams")
+        os.kill(server.pid, number)
+        wait_until(lambda: server.post(b"", "/health", method="GET")[0] == 503, "it drains")
+        status, answer, headers = server.post(ASKED)
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+        assert headers["retry-after"]
+        reader.join()
+        assert text[-1].finish_reason == "length"
+        assert server.wait() == 0
+        assert server.said().count("kvconnect: ") == 1, "it told where it listens, and no more"
+        assert "Traceback" not in server.said()
+
+
+def test_what_runs_too_long_is_aborted(model: Path, tmp_path: Path):
+    with (
+        running(model, tmp_path / "output", "--shutdown-timeout", "0.2") as server,
+        server.connect() as whole,
+        server.connect() as stream,
+        server.client() as client,
+    ):
+        whole.sendall(request_bytes(LONG))
+        stream.sendall(request_bytes(LONG | {"stream": True}))
+        wait_until(lambda: server.live() == 2, "they run")
+        os.kill(server.pid, signal.SIGTERM)
+        answers = [b"".join(iter(lambda one=one: one.recv(65536), b"")) for one in (whole, stream)]
+        assert answers[0].startswith(b"HTTP/1.1 503 ")
+        assert b"the server is shutting down" in answers[1]
+        assert server.wait() == 0
+        with pytest.raises(openai.APIConnectionError):
+            client.models.list()
+
+
+def test_a_second_signal_does_not_wait(model: Path, tmp_path: Path):
+    with (
+        running(model, tmp_path / "output", "--shutdown-timeout", "600") as server,
+        server.connect() as one,
+    ):
+        one.sendall(request_bytes(LONG))
+        wait_until(lambda: server.live() == 1, "it runs")
+        os.kill(server.pid, signal.SIGTERM)
+        wait_until(lambda: server.post(b"", "/health", method="GET")[0] == 503, "it drains")
+        assert server.stop() == 0
+
+
+def test_the_command_line_serves(model: Path):
+    command = [sys.executable, "-m", "kvconnect", "serve", str(model), "--port", "0"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    line = running.stdout.readline()
+    assert line.startswith(f"kvconnect: {model} on http://127.0.0.1:")
+    running.send_signal(signal.SIGTERM)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out, err) == (0, "", "")
