@@ -9,7 +9,7 @@ import openai
 import pytest
 from server_process import ServerProcess, running
 
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 
 
 @pytest.fixture(scope="session")
