@@ -26,12 +26,12 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     output = tmp_path_factory.mktemp("server") / "output"
     limits = ("--max-batch-size", "8", "--max-queue", "8", "--max-body", "1MiB")
     with running(
-        model, output, *limits, "--client-timeout", "2", "--kv-cache-tokens", "32768"
+        model, output, *limits, "--client-timeout", "1.5", "--kv-cache-tokens", "32768"
     ) as one:
         yield one
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     """The official client of `server`."""
     with server.client() as one:

@@ -89,7 +89,7 @@ def test_a_slow_reader_is_cut_and_holds_up_nobody(server):
         began = time.monotonic()
         while server.live():
             assert server.post(ONE)[0] == 200
-            # 2 s of patience, once the buffers on the way are full.
+            # 1.5 s of patience, once the buffers on the way are full.
             assert time.monotonic() < began + 60
         answer = bytearray()
         with suppress(ConnectionResetError):
@@ -98,34 +98,35 @@ def test_a_slow_reader_is_cut_and_holds_up_nobody(server):
         assert b"[DONE]" not in answer
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", request_bytes(ONE)[:-5]])
-def test_a_request_that_does_not_come_is_not_waited_for(server, sent):
-    with server.connect() as idle:
-        idle.sendall(sent)
-        began = time.monotonic()
-        answer = idle.recv(100)
-        assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
-        assert time.monotonic() - began < 2 * 2 + 1
+def test_a_request_that_does_not_come_is_not_waited_for(server):
+    def waits(first: bytes, rest: bytes) -> float:
+        with server.connect() as idle:
+            if first:
+                idle.sendall(first)
+                assert idle.recv(65536).startswith(b"HTTP/1.1 200 ")
+            idle.sendall(rest)
+            began = time.monotonic()
+            with suppress(ConnectionResetError):
+                while answer := idle.recv(65536):
+                    assert answer.startswith(b"HTTP/1.1 408 ")
+            return time.monotonic() - began
 
-
-def test_a_second_request_that_does_not_come_is_not_waited_for_either(server):
-    with server.connect() as idle:
-        idle.sendall(request_bytes(ONE))
-        assert idle.recv(65536).startswith(b"HTTP/1.1 200 ")
-        idle.sendall(b"POST /v1/comp")
-        began = time.monotonic()
-        while idle.recv(65536):
-            pass
-        assert time.monotonic() - began < 2 * 2 + 1
+    one, part = request_bytes(ONE), b"POST /v1/comp"
+    cases = [(b"", b""), (b"", part), (b"", one[:-5]), (one, part), (one, one[:-5])]
+    with ThreadPoolExecutor(len(cases)) as threads:
+        waited = list(threads.map(lambda case: waits(*case), cases))
+    # A 408 leaves the connection open for as long as any other answer does.
+    assert max(waited) < 1.5 + 5 + 1
 
 
 def test_a_crowd_of_clients_each_gets_its_own_answer(server):
-    def ask(number: int) -> str:
-        with server.client(max_retries=20) as client:
+    with server.client(max_retries=20) as client:
+
+        def ask(number: int) -> str:
             prompt = f"client number {number}"
             answer = client.completions.create(**ONE | {"prompt": prompt, "max_tokens": 8})
             return answer.choices[0].text
 
-    alone = [ask(number) for number in range(30)]
-    with ThreadPoolExecutor(30) as threads:
-        assert list(threads.map(ask, range(30))) == alone
+        alone = [ask(number) for number in range(30)]
+        with ThreadPoolExecutor(30) as threads:
+            assert list(threads.map(ask, range(30))) == alone

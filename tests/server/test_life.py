@@ -14,6 +14,7 @@ import openai
 import pytest
 from server_process import request_bytes, running, wait_until
 
+from kvconnect.cli.main import main
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.listener import Listener
 from kvconnect.server.settings import ServerSettings
@@ -67,14 +68,21 @@ def test_an_unknown_host_is_named():
         Listener.bind(settings(host="no.such.invalid"))
 
 
-def test_a_port_that_is_taken_is_named_before_the_model_is_loaded():
+def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "kvconnect", "serve", "/no/model", "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert f"port: {port} on '127.0.0.1' cannot be listened to" in done.stderr
-    assert "Traceback" not in done.stderr
+        assert main(["serve", "/no/model", "--port", str(port)]) == 2
+    assert f"port: {port} on '127.0.0.1' cannot be listened to" in capsys.readouterr().err
+
+
+def test_a_key_may_come_from_the_environment(monkeypatch, capsys):
+    arguments = ["serve", "/no/model", "--host", "0.0.0.0", "--port", "0"]
+    monkeypatch.delenv("KVCONNECT_API_KEY", raising=False)
+    assert main(arguments) == 2
+    assert "set an API key (KVCONNECT_API_KEY or --api-key)" in capsys.readouterr().err
+    monkeypatch.setenv("KVCONNECT_API_KEY", "secret")
+    assert main(arguments) == 2
+    assert "model: '/no/model'" in capsys.readouterr().err, "it went on to the model"
 
 
 def test_two_that_bind_one_port_do_not_both_listen():
@@ -137,7 +145,7 @@ def test_a_signal_lets_what_runs_end_and_refuses_what_comes(
         def stream() -> None:
             with server.client() as client:
                 chunks = client.completions.create(
-                    stream=True, **ASKED | {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+                    stream=True, **ASKED | {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
                 )
                 for chunk in chunks:
                     text.append(chunk.choices[0])  # noqa: PERF401  what came so far
@@ -188,6 +196,7 @@ def test_a_second_signal_does_not_wait(model: Path, tmp_path: Path):
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_the_command_line_serves(model: Path):
     command = [sys.executable, "-m", "kvconnect", "serve", str(model), "--port", "0"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
