@@ -7,7 +7,7 @@ import torch
 
 from kvconnect.engine.model import attention
 from kvconnect.engine.model.attention import AttentionInput, Chunk
-from kvconnect.engine.model.pages import LayerPages
+from kvconnect.engine.model.pages import LayerPages, SlotNumbers
 from kvconnect.layout import KvCacheLayout
 
 SIZE, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
@@ -45,7 +45,8 @@ def test_tiles(monkeypatch, window, start, count, joined):
     pages = LayerPages(pool if joined else (pool[:, 0], pool[:, 1]), layout)
     places = torch.arange(end)
     slots = table[places // SIZE] * SIZE + places % SIZE
-    pages.write(slots, key.transpose(0, 1), value.transpose(0, 1))
+    numbers = SlotNumbers(slots.numpy(), torch.device("cpu"))
+    pages.write(numbers, key.transpose(0, 1), value.transpose(0, 1))
     pages.blank(
         table[-1:].expand(SIZE - 1 - (end - 1) % SIZE), torch.arange(1 + (end - 1) % SIZE, SIZE)
     )

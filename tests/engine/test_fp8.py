@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from kvconnect import KvCacheConfig, SamplingParams
-from kvconnect.engine.model.pages import LayerPages, PageNumbers
+from kvconnect.engine.model.pages import LayerPages, PageNumbers, SlotNumbers
 from kvconnect.layout import KvCacheLayout
 
 FP8 = KvCacheConfig(tokens_per_block=16, max_tokens=1024, dtype="fp8")
@@ -77,7 +78,7 @@ def test_what_is_beyond_its_range_becomes_its_largest_value_and_no_nan():
     layout = KvCacheLayout(1, 1, 4, 4, 2, torch.float8_e4m3fn)
     pages = LayerPages(torch.zeros(3, 2, 2, 1, 4, dtype=layout.dtype), layout, 3, torch.float32)
     states = torch.tensor([[[1e6, -1e6, 0.3, -0.0]]])
-    pages.write(torch.tensor([2]), states, states)
+    pages.write(SlotNumbers(np.array([2]), torch.device("cpu")), states, states)
     keys, values = pages.gather(PageNumbers(torch.tensor([1, 0])))
     assert keys.shape == (4, 1, 4)
     assert keys[0, 0].tolist() == [448.0, -448.0, 0.3125, -0.0]

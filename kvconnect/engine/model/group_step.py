@@ -17,7 +17,7 @@ from kvconnect.engine.model.attention import (
     DecodeGroup,
     held_blocks,
 )
-from kvconnect.engine.model.pages import LayerPages
+from kvconnect.engine.model.pages import LayerPages, SlotNumbers
 from kvconnect.request import LlmRequest, RequestState
 
 __all__ = ["GroupStep", "RequestSlice"]
@@ -95,7 +95,7 @@ class GroupStep:
 
     def _written_slots(
         self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]
-    ) -> Tensor:
+    ) -> SlotNumbers:
         size = self._size
         places = [np.arange(part.start, part.end) for part in slices]
         blocks = [
@@ -104,7 +104,8 @@ class GroupStep:
             ]
             for part, table, place in zip(slices, tables, places, strict=True)
         ]
-        return self._tensor(np.concatenate(blocks) * size + np.concatenate(places) % size)
+        slots = np.concatenate(blocks) * size + np.concatenate(places) % size
+        return SlotNumbers(slots, self._device)
 
     def _blank_slots(
         self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]

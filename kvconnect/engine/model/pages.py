@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvconnect.errors import ConfigurationError
+from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.update import reshape_and_cache
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["LayerPages", "PageNumbers"]
+__all__ = ["LayerPages", "PageNumbers", "SlotNumbers"]
 
 
 class PageNumbers:
@@ -35,6 +37,41 @@ class PageNumbers:
         if (rows := self._pairs.get(step)) is None:
             keys = self.pages * step
             rows = self._pairs[step] = torch.cat((keys, keys + 1))
+        return rows
+
+
+class SlotNumbers:
+    """Slots to be written in every layer of a pool group: block times T plus offset in the block.
+
+    Attributes:
+        slots: int64, of the pool's device.
+
+    Raises:
+        UsageError: a slot is given twice.
+    """
+
+    __slots__ = ("_rows", "slots")
+
+    def __init__(self, slots: npt.NDArray[np.int64], device: torch.device) -> None:
+        found, counts = np.unique(slots, return_counts=True)
+        if len(found) < len(slots):
+            raise UsageError(
+                f"slots {found[counts > 1].tolist()} of the KV cache are to be written by several "
+                "tokens of one step: the cache manager gave a block to several requests"
+            )
+        self.slots = torch.from_numpy(slots).to(device)
+        self._rows: dict[tuple[int, int], Tensor] = {}
+
+    def rows(self, tokens: int, step: int) -> Tensor:
+        """Rows of memory that holds a token in each; made once.
+
+        Args:
+            tokens: T, of a block.
+            step: rows from one block to the next.
+        """
+        if (rows := self._rows.get((tokens, step))) is None:
+            rows = self.slots // tokens * step + self.slots % tokens
+            self._rows[tokens, step] = rows
         return rows
 
 
@@ -100,13 +137,12 @@ class LayerPages:
             return states
         return self._rounded(states).to(self._dtype)
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put token i's ``keys[i]`` and ``values[i]`` (``[tokens, heads, dim]``) at its slot.
-
-        A slot (int64) is block times tokens per block plus offset in the block.
-        """
+    def write(self, numbers: SlotNumbers, keys: Tensor, values: Tensor) -> None:
+        """Put token i's ``keys[i]`` and ``values[i]`` (``[tokens, heads, dim]``) at its slot."""
         keys, values = self._rounded(keys), self._rounded(values)
-        reshape_and_cache(keys, values, self._kv, slots, layer=0)
+        if self._key_memory.put(numbers, keys) and self._value_memory.put(numbers, values):
+            return
+        reshape_and_cache(keys, values, self._kv, numbers.slots, layer=0)
 
     def blank(self, blocks: Tensor, offsets: Tensor) -> None:
         """Zero these slots."""
@@ -140,13 +176,23 @@ class _Memory:
         view: ``[num_blocks, T, heads, dim]``; bytes where torch indexes no such dtype.
     """
 
-    __slots__ = ("_dtype", "_rows", "view")
+    __slots__ = ("_dtype", "_rows", "_tokens", "view")
 
     def __init__(self, memory: Tensor) -> None:
         self._dtype = memory.dtype
         # Few operations exist for types of one byte; for indexing, bytes are bytes.
         self.view = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
         self._rows = _rows(self.view)
+        self._tokens = _token_rows(self.view)
+
+    def put(self, numbers: SlotNumbers, states: Tensor) -> bool:
+        """Write ``states[i]`` at slot i, if tokens lie in rows of memory of the host."""
+        if self._tokens is None:
+            return False
+        matrix, step = self._tokens
+        rows = states.view(self.view.dtype).reshape(len(states), -1)
+        matrix.index_copy_(0, numbers.rows(self.view.shape[1], step), rows)
+        return True
 
     def gather(self, pages: Tensor) -> Tensor:
         view = self.view
@@ -179,3 +225,13 @@ def _rows(view: Tensor) -> tuple[Tensor, int] | None:
     if remainder or step == 0 or not view[0].is_contiguous():
         return None
     return view.as_strided((step * (view.shape[0] - 1) + 1, elements), (elements, 1)), step
+
+
+def _token_rows(view: Tensor) -> tuple[Tensor, int] | None:
+    """As `_rows`, with a row for each token; ``None`` also on devices, which have a kernel."""
+    _, tokens, heads, dim = view.shape
+    elements = heads * dim
+    if _rows(view) is None or view.device.type != "cpu" or view.stride(0) % elements:
+        return None
+    step = view.stride(0) // elements
+    return view.as_strided((step * (len(view) - 1) + tokens, elements), (elements, 1)), step
