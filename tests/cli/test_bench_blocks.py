@@ -72,6 +72,7 @@ def figures(out: str) -> dict[str, dict[str, object]]:
     return {figure["name"]: figure for figure in json.loads(out)["figures"]}
 
 
+@pytest.mark.slow
 def test_without_interpreters_kvconnect_is_alone_and_the_peers_are_left_out():
     before = set(psutil.Process().children())
     with open_field([]) as field:

@@ -10,12 +10,12 @@ from kvconnect.backends.memory.store import MemoryBackend
 
 
 def test_table_and_success(kvconnect, tmp_path):
-    code, out, _ = kvconnect("check", f"disk://{tmp_path}/kv", "--only", "keys", "--seed", 4)
+    code, out, _ = kvconnect("check", f"disk://{tmp_path}/kv", "--only", "integrity", "--seed", 4)
     assert code == 0
     assert out.startswith("seed 4\n")
-    line = r"^passed +keys\.all_bits_count +\d+\.\d\d s  Keys that differ"
+    line = r"^passed +integrity\.swapped +\d+\.\d\d s  \S+"
     assert re.search(line, out, re.MULTILINE)
-    assert out.rstrip().endswith("6 passed, 0 failed, 0 skipped (seed 4)")
+    assert out.rstrip().endswith("11 passed, 0 failed, 0 skipped (seed 4)")
     assert not (tmp_path / "kv" / "kvconnect-check").exists()
 
 

@@ -121,7 +121,9 @@ def seconds(llm: LLM, numbers: Sequence[int], answers: list[list[int]]) -> float
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("mode", ["refused", "black-holed", "frozen"])
+@pytest.mark.parametrize(
+    "mode", ["refused", pytest.param("black-holed", marks=pytest.mark.slow), "frozen"]
+)
 def test_a_dead_store_costs_one_request_its_budget_and_is_used_again(
     model: Path, known: tuple[dict[BlockKey, Tensor], list[list[int]]], mode: str
 ) -> None:
