@@ -7,6 +7,7 @@
     │   ├── UnknownScheme                   a store URL whose scheme no installed backend registers
     │   ├── MissingExtra                    an optional dependency is not installed
     │   ├── UnsupportedModel                the engine cannot serve this model, and says why
+    │   ├── PeerRefused                     a peer and this process do not fit together
     │   └── ConnectorContractError          a connector class broke its contract
     ├── RetryLater                          nothing is wrong; the same call may succeed later
     │   ├── ModelChanged                    a model's files changed while they were read
@@ -14,6 +15,7 @@
     │   ├── BackendUnavailable (OSError)    a store cannot be reached or answered with an error
     │   └── BackendTimeout (TimeoutError)   a store did not answer within its deadline
     ├── Recompute                           cached data is of no use; compute it instead
+    │   ├── BadMessage                      a peer said what is no message, or breaks its schema
     │   ├── BadFrame                        a stored block is damaged, foreign or of another format
     │   └── OtherCodec                      a stored block is sound, but encoded with other settings
     └── UsageError                          a bug in the calling code; report it
@@ -36,6 +38,7 @@ __all__ = [
     "BackendTimeout",
     "BackendUnavailable",
     "BadFrame",
+    "BadMessage",
     "ConfigurationError",
     "ConnectorContractError",
     "DuplicateRequest",
@@ -45,6 +48,7 @@ __all__ = [
     "ModelChanged",
     "OtherCodec",
     "OutOfBlocks",
+    "PeerRefused",
     "RankDivergence",
     "Recompute",
     "RetryLater",
@@ -78,6 +82,18 @@ class MissingExtra(ConfigurationError):
 
 class UnsupportedModel(ConfigurationError):
     """The engine cannot serve this model; the message is the reason."""
+
+
+class PeerRefused(ConfigurationError):
+    """A peer and this process do not fit together: one of them must be configured otherwise.
+
+    Attributes:
+        field: what differs, for example ``dtype`` or ``secret``.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
 
 
 class ConnectorContractError(ConfigurationError):
@@ -115,6 +131,10 @@ class BackendTimeout(RetryLater, TimeoutError):
 
 class Recompute(KvConnectError):
     """Cached data cannot be used; the answer is to compute it."""
+
+
+class BadMessage(Recompute):
+    """A peer sent bytes that are no message of this protocol. The connection is of no use."""
 
 
 class BadFrame(Recompute):

@@ -49,6 +49,8 @@ DOORS = {
     "kernels.cuda.compile": "",
     "kernels.cuda": "kernels.blocks kernels.cuda.compile",
     "digest": "",
+    "transfer.control": "transfer.secret",
+    "transfer.leases": "transfer.control.messages",
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
     "integrations.trtllm_shim": "engine connector cache",
