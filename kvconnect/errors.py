@@ -13,11 +13,13 @@
     │   ├── ModelChanged                    a model's files changed while they were read
     │   ├── OutOfBlocks                     no block can be allocated now; nothing changed
     │   ├── BackendUnavailable (OSError)    a store cannot be reached or answered with an error
-    │   └── BackendTimeout (TimeoutError)   a store did not answer within its deadline
+    │   ├── BackendTimeout (TimeoutError)   a store did not answer within its deadline
+    │   └── PeerUnreachable (OSError)       no transport answers there, or it refuses this one
     ├── Recompute                           cached data is of no use; compute it instead
     │   ├── BadMessage                      a peer said what is no message, or breaks its schema
     │   ├── BadFrame                        a stored block is damaged, foreign or of another format
-    │   └── OtherCodec                      a stored block is sound, but encoded with other settings
+    │   ├── OtherCodec                      a stored block is sound, but encoded with other settings
+    │   └── PullFailed                      a read from a peer's memory failed or was abandoned
     └── UsageError                          a bug in the calling code; report it
         ├── DuplicateRequest                the request id is in use
         ├── UnknownRequest (KeyError)       no such request
@@ -49,6 +51,8 @@ __all__ = [
     "OtherCodec",
     "OutOfBlocks",
     "PeerRefused",
+    "PeerUnreachable",
+    "PullFailed",
     "RankDivergence",
     "Recompute",
     "RetryLater",
@@ -129,6 +133,10 @@ class BackendTimeout(RetryLater, TimeoutError):
         self.pending = pending
 
 
+class PeerUnreachable(RetryLater, OSError):
+    """A peer cannot be reached, is another incarnation than expected, or refuses to talk."""
+
+
 class Recompute(KvConnectError):
     """Cached data cannot be used; the answer is to compute it."""
 
@@ -143,6 +151,19 @@ class BadFrame(Recompute):
 
 class OtherCodec(Recompute):
     """A stored block is sound, but its codec or encryption key is not the one configured here."""
+
+
+class PullFailed(Recompute):
+    """A read from a peer's memory did not complete. Its destination holds anything.
+
+    Attributes:
+        reason: ``peer`` (it died, was disconnected or broke the protocol), ``refused`` (it has no
+            such memory), ``deadline``, ``abandoned``, or ``closed`` (by this side, for all pulls).
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class UsageError(KvConnectError):

@@ -4,4 +4,7 @@ Imports the vocabulary only: it knows no cache, no store and no connector. Begin
 (the interface), `reads` (what is read) and `pull` (a read that is under way). `tcp` and `nixl` are
 its two implementations; `regions`, `local` and `deadlines` are what they share. `quarantine` keeps
 the destinations of reads that failed and may still be written to.
+
+`control` is the channel beside the bytes, `leases` says how long they may be read; neither knows a
+transport. `secret` is what instances on several hosts share.
 """
