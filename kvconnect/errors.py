@@ -7,15 +7,19 @@
     │   ├── UnknownScheme                   a store URL whose scheme no installed backend registers
     │   ├── MissingExtra                    an optional dependency is not installed
     │   ├── UnsupportedModel                the engine cannot serve this model, and says why
+    │   ├── PeerRefused                     a peer and this process do not fit together
     │   └── ConnectorContractError          a connector class broke its contract
     ├── RetryLater                          nothing is wrong; the same call may succeed later
     │   ├── ModelChanged                    a model's files changed while they were read
     │   ├── OutOfBlocks                     no block can be allocated now; nothing changed
     │   ├── BackendUnavailable (OSError)    a store cannot be reached or answered with an error
-    │   └── BackendTimeout (TimeoutError)   a store did not answer within its deadline
+    │   ├── BackendTimeout (TimeoutError)   a store did not answer within its deadline
+    │   └── PeerUnreachable (OSError)       no transport answers there, or it refuses this one
     ├── Recompute                           cached data is of no use; compute it instead
+    │   ├── BadMessage                      a peer said what is no message, or breaks its schema
     │   ├── BadFrame                        a stored block is damaged, foreign or of another format
-    │   └── OtherCodec                      a stored block is sound, but encoded with other settings
+    │   ├── OtherCodec                      a stored block is sound, but encoded with other settings
+    │   └── PullFailed                      a read from a peer's memory failed or was abandoned
     └── UsageError                          a bug in the calling code; report it
         ├── DuplicateRequest                the request id is in use
         ├── UnknownRequest (KeyError)       no such request
@@ -36,6 +40,7 @@ __all__ = [
     "BackendTimeout",
     "BackendUnavailable",
     "BadFrame",
+    "BadMessage",
     "ConfigurationError",
     "ConnectorContractError",
     "DuplicateRequest",
@@ -45,6 +50,9 @@ __all__ = [
     "ModelChanged",
     "OtherCodec",
     "OutOfBlocks",
+    "PeerRefused",
+    "PeerUnreachable",
+    "PullFailed",
     "RankDivergence",
     "Recompute",
     "RetryLater",
@@ -80,6 +88,18 @@ class UnsupportedModel(ConfigurationError):
     """The engine cannot serve this model; the message is the reason."""
 
 
+class PeerRefused(ConfigurationError):
+    """A peer and this process do not fit together: one of them must be configured otherwise.
+
+    Attributes:
+        field: what differs, for example ``dtype`` or ``secret``.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
 class ConnectorContractError(ConfigurationError):
     """A connector class broke the contract of its base class; the message names the class."""
 
@@ -113,8 +133,16 @@ class BackendTimeout(RetryLater, TimeoutError):
         self.pending = pending
 
 
+class PeerUnreachable(RetryLater, OSError):
+    """A peer cannot be reached, is another incarnation than expected, or refuses to talk."""
+
+
 class Recompute(KvConnectError):
     """Cached data cannot be used; the answer is to compute it."""
+
+
+class BadMessage(Recompute):
+    """A peer sent bytes that are no message of this protocol. The connection is of no use."""
 
 
 class BadFrame(Recompute):
@@ -123,6 +151,19 @@ class BadFrame(Recompute):
 
 class OtherCodec(Recompute):
     """A stored block is sound, but its codec or encryption key is not the one configured here."""
+
+
+class PullFailed(Recompute):
+    """A read from a peer's memory did not complete. Its destination holds anything.
+
+    Attributes:
+        reason: ``peer`` (it died, was disconnected or broke the protocol), ``refused`` (it has no
+            such memory), ``deadline``, ``abandoned``, or ``closed`` (by this side, for all pulls).
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class UsageError(KvConnectError):

@@ -30,6 +30,10 @@ STORE = "backends.url backends.lanes backends.entries"
 CONTRACT = (
     "connector.scheduler connector.worker connector.data connector.stream connector.communicator"
 )
+TRANSFER = (
+    "transfer.transport transfer.pull transfer.reads transfer.regions transfer.local"
+    " transfer.deadlines"
+)
 DOORS = {
     "backends.guard": "backends.url backends.lanes kernels.quantized_payload",
     "backends.memory": STORE,
@@ -40,6 +44,7 @@ DOORS = {
     "backends.tiered": "backends.url backends.guard backends.registry",
     "connector.runtime": f"{CONTRACT} cache.resource_manager",
     "connector.offload": f"{CONTRACT} backends kernels",
+    "transfer.tcp": TRANSFER,
     "cache.tree": "",
     "cache.memory": "kernels",
     "cache.pool": "cache.tree cache.memory",
@@ -51,6 +56,8 @@ DOORS = {
     "kernels.cuda": "kernels.blocks kernels.cuda.compile",
     "digest": "",
     "engine.checkpoint": "engine.model engine.request.tokenizer",
+    "transfer.control": "transfer.secret",
+    "transfer.leases": "transfer.control.messages",
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
     "integrations.trtllm_shim": "engine connector cache",

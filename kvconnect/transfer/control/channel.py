@@ -1,0 +1,207 @@
+"""One open connection to a peer."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+
+from kvconnect.errors import BadMessage
+from kvconnect.trace import count
+from kvconnect.transfer.control.endpoint import Endpoint
+from kvconnect.transfer.control.events import Connected, Disconnected, Event
+from kvconnect.transfer.control.messages import (
+    MAX_MESSAGE_NBYTES,
+    Error,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Proof,
+    decode,
+    encode,
+)
+from kvconnect.transfer.control.send_queue import SendQueue
+from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
+
+__all__ = ["Channel"]
+
+logger = logging.getLogger("kvconnect")
+
+_MAX_WAITING_NBYTES = 4 * MAX_MESSAGE_NBYTES
+_MAX_WAITING_FRAMES = 16_384
+# What was said before `close` is still sent, if the peer takes it within this.
+_LAST_WORDS_S = 1.0
+# A peer that takes one of these now and then is slow, not dead.
+_PIECE_NBYTES = 256 << 10
+
+
+class Channel:
+    """One open connection to a peer; made by `Listener` and `Peer`.
+
+    Two threads of its own read and write, and keep up the heartbeat whatever the rest of the
+    process does: a peer that closes or dies is noticed at once, one that is silent after
+    ``silence_s``. Messages arrive in their order, or the channel closes: none is skipped. Which of
+    those that were sent last arrived is not known then.
+
+    Attributes:
+        peer: what the peer said of itself.
+        round_trip_s: of the last heartbeat; ``None`` before the first.
+    """
+
+    def __init__(self, wire: Wire, endpoint: Endpoint, peer: Hello) -> None:
+        self.peer = peer
+        self.round_trip_s: float | None = None
+        self._wire = wire
+        self._endpoint = endpoint
+        self._queue = SendQueue(_MAX_WAITING_NBYTES, _MAX_WAITING_FRAMES)
+        self._lock = threading.Lock()
+        self._reason: str | None = None
+        self._pinged: tuple[int, float] = (-1, 0.0)
+        self._ended = threading.Event()
+        wire.limit = MAX_MESSAGE_NBYTES
+
+    def __repr__(self) -> str:
+        state = "open" if self.is_open else f"closed: {self._reason}"
+        return f"Channel({self.peer.engine_id!r}, rank={self.peer.rank}, {state})"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages are still taken; they may be lost nevertheless."""
+        return self._reason is None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it was closed; ``None``: it is open."""
+        return self._reason
+
+    def send(self, message: Message) -> bool:
+        """Has `message` sent; does not block; from any thread.
+
+        Returns:
+            False if the channel is closed, now or since the peer takes too little: it is lost.
+            True says nothing of whether it arrives.
+
+        Raises:
+            ConfigurationError: it is too large.
+        """
+        if self._queue.put(frame(encode(message))):
+            return True
+        if not self._queue.closed:
+            self._close_now("the peer does not take what is sent")
+        return False
+
+    def close(self, reason: str = "closed here") -> None:
+        """Ends the channel after what was sent before; does not block, idempotent.
+
+        `Disconnected` follows at once if the peer lives, else after ``silence_s``; nothing else is
+        delivered any more.
+        """
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._reason = reason
+        self._queue.put(frame(encode(Error(kind="closing", message=reason[:1024]))))
+        self._queue.close()
+
+    def join(self, timeout_s: float) -> bool:
+        """Blocks until the channel has ended and delivered all; False after `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
+    def run(self) -> None:
+        """Delivers what the peer says; blocks until the channel has ended. Called once.
+
+        Raises:
+            RuntimeError: no thread can be had; nothing was delivered, the connection is closed.
+        """
+        writer = threading.Thread(target=self._write, name="kvconnect-control-write", daemon=True)
+        try:
+            writer.start()
+            if self._deliver(Connected(self.peer)):
+                self._read()
+                writer.join()
+                self._deliver(Disconnected(self._reason or "closed"))
+            else:
+                writer.join()
+        finally:
+            self._close_now("stopped")
+            self._wire.close()
+            self._ended.set()
+
+    def _read(self) -> None:
+        silence_s = self._endpoint.timing.silence_s
+        try:
+            while True:
+                silent_at = self._wire.heard_at + silence_s
+                try:
+                    payload = self._wire.read(silent_at)
+                except WireTimeout:
+                    if self._wire.heard_at + silence_s > silent_at:
+                        continue  # part of a large message came
+                    count("transfer.control.silent")
+                    self._close_now(f"the peer gave no sign of life for {silence_s} s")
+                    return
+                if not self._handle(decode(payload)):
+                    return
+        except WireClosed as error:
+            self._close_now(str(error))
+        except BadMessage as error:
+            count("transfer.control.bad_message")
+            self._close_now(f"the peer broke the protocol: {error}")
+
+    def _handle(self, message: Message) -> bool:
+        """Whether to go on reading."""
+        if isinstance(message, Ping):
+            self._queue.put(frame(encode(Pong(number=message.number))))
+        elif isinstance(message, Pong):
+            number, at = self._pinged
+            if message.number == number:
+                self.round_trip_s = time.monotonic() - at
+        elif isinstance(message, Error):
+            self._close_now(f"the peer closed: {message.message or message.kind}")
+            return False
+        elif isinstance(message, (Hello, Proof)):
+            raise BadMessage(f"{type(message).__name__} after the opening")
+        elif self.is_open:
+            return self._deliver(message)
+        return True
+
+    def _deliver(self, event: Event) -> bool:
+        try:
+            self._endpoint.deliver(self, event)
+        except Exception as error:  # noqa: BLE001  whatever its owner's code does wrong
+            count("transfer.control.not_taken")
+            logger.warning("%r: %s was not taken: %r", self, type(event).__name__, error)
+            self._close_now(f"{type(event).__name__} was not taken: {error}")
+            return False
+        return True
+
+    def _write(self) -> None:
+        timing = self._endpoint.timing
+        numbers = itertools.count()
+        ping_at = time.monotonic()
+        try:
+            while (data := self._queue.take(ping_at)) is not None:
+                now = time.monotonic()
+                if now >= ping_at:
+                    ping_at = now + timing.heartbeat_s
+                    self._pinged = (next(numbers), now)
+                    data += frame(encode(Ping(number=self._pinged[0])))
+                for start in range(0, len(data), _PIECE_NBYTES):
+                    patience_s = timing.silence_s if self.is_open else _LAST_WORDS_S
+                    piece = data[start : start + _PIECE_NBYTES]
+                    self._wire.write(piece, time.monotonic() + patience_s)
+            # The peer closes when it has read all; to close first could take that from it.
+            self._wire.shut_writing()
+        except WireTimeout:
+            self._close_now("the peer does not take what is sent")
+        except WireClosed as error:
+            self._close_now(str(error))
+
+    def _close_now(self, reason: str) -> None:
+        with self._lock:
+            if self._reason is None:
+                self._reason = reason
+        self._queue.close()
+        self._wire.shut()

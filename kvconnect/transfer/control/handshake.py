@@ -1,0 +1,170 @@
+"""How a connection opens: versions, the proof of the shared secret, `Hello` both ways.
+
+::
+
+    initiator                          acceptor
+    opening: magic, version, nonce →                        fixed layout, for all versions to come
+                                     ← opening
+    Proof (with a secret)          →
+                                     ← Proof                mutual: each over both openings
+    Hello                          →
+                                     ← Hello, or Error naming the field that differs
+
+Before the proof, an acceptor reads two small frames and keeps nothing of them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import time
+from contextlib import suppress
+from typing import TypeVar
+
+from kvconnect.errors import BadMessage, PeerRefused
+from kvconnect.text import shown
+from kvconnect.transfer.control.endpoint import Endpoint
+from kvconnect.transfer.control.messages import (
+    PROTOCOL,
+    Compat,
+    Error,
+    Hello,
+    Message,
+    Proof,
+    decode,
+    encode,
+)
+from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
+from kvconnect.transfer.secret import SharedSecret
+
+M = TypeVar("M", bound=Message)
+
+__all__ = ["OPENING_LIMIT", "check_compat", "shake_hands"]
+
+OPENING_LIMIT = 4096
+"""Bytes of a frame before the peer has proved itself."""
+
+# Its largest field, the transport's, may have half of that.
+_HELLO_LIMIT = 2 << 20
+_MAGIC = b"kvconnect-ctl\n\0\xff"
+_OPENING = struct.Struct(f">{len(_MAGIC)}sHB32s")
+_WITH_SECRET = 1
+_INITIATOR, _ACCEPTOR = b"kvconnect initiator", b"kvconnect acceptor"
+
+
+def shake_hands(wire: Wire, endpoint: Endpoint, *, initiator: bool) -> Hello:
+    """Opens `wire` as one of its two ends and returns what the peer said of itself.
+
+    Blocks for at most ``endpoint.timing.handshake_s``.
+
+    Raises:
+        PeerRefused: the peer does not fit, or says that this process does not; names the field.
+        BadMessage: what is there does not speak this protocol.
+        WireClosed, WireTimeout: it went away, or was too slow.
+    """
+    until = time.monotonic() + endpoint.timing.handshake_s
+    try:
+        return _Handshake(wire, endpoint, until, initiator=initiator).run()
+    except PeerRefused as error:
+        if not isinstance(error, _ByPeer):
+            detail = str(error).removeprefix(f"{error.field}: ")[:1024]
+            _say(wire, Error(kind="refused", field=error.field, message=detail))
+        raise
+
+
+def check_compat(ours: Compat, theirs: Compat) -> None:
+    """Nothing, if blocks of both sides mean the same.
+
+    Raises:
+        PeerRefused: they do not; names the first field that differs, and both values.
+    """
+    for name in Compat.model_fields:
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if here != there:
+            raise PeerRefused(name, f"{shown(here)} here, {shown(there)} at the peer")
+
+
+class _ByPeer(PeerRefused):
+    """The peer refused, and has closed the connection."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(field, f"the peer refuses, and says: {message}")
+
+
+class _Handshake:
+    def __init__(self, wire: Wire, endpoint: Endpoint, until: float, *, initiator: bool) -> None:
+        self._wire = wire
+        self._endpoint = endpoint
+        self._until = until
+        self._initiator = initiator
+
+    def run(self) -> Hello:
+        ours, theirs = self._open()
+        openings = (ours, theirs) if self._initiator else (theirs, ours)
+        if self._endpoint.secret is not None:
+            self._prove(self._endpoint.secret, openings)
+        self._wire.limit = _HELLO_LIMIT
+        return self._introduce()
+
+    def _open(self) -> tuple[bytes, bytes]:
+        flags = 0 if self._endpoint.secret is None else _WITH_SECRET
+        ours = _OPENING.pack(_MAGIC, PROTOCOL, flags, secrets.token_bytes(32))
+        if self._initiator:
+            self._wire.write(frame(ours), self._until)
+        theirs = self._wire.read(self._until)
+        if len(theirs) != _OPENING.size or not theirs.startswith(_MAGIC):
+            raise BadMessage("what is there does not speak kvconnect's control protocol")
+        if not self._initiator:
+            self._wire.write(frame(ours), self._until)
+        _, version, their_flags, _ = _OPENING.unpack(theirs)
+        if version != PROTOCOL:
+            raise PeerRefused("protocol", f"{PROTOCOL} here, {version} at the peer")
+        if flags != their_flags & _WITH_SECRET:
+            one, other = ("here", "at the peer") if flags else ("at the peer", "here")
+            raise PeerRefused("secret", f"is set {one} and not {other}; give both the same")
+        return ours, theirs
+
+    def _prove(self, secret: SharedSecret, openings: tuple[bytes, bytes]) -> None:
+        mine, theirs = (_INITIATOR, _ACCEPTOR) if self._initiator else (_ACCEPTOR, _INITIATOR)
+        proof = Proof(mac=secret.mac(mine, *openings))
+        if self._initiator:
+            self._send(proof)
+        said = self._receive(Proof)
+        if not secret.verifies(said.mac, theirs, *openings):
+            raise PeerRefused("secret", "is another one at the peer; give both the same")
+        if not self._initiator:
+            self._send(proof)
+
+    def _introduce(self) -> Hello:
+        try:
+            ours = self._endpoint.hello()
+        except Exception as error:
+            raise WireClosed(f"this process cannot say what it is: {error!r}") from error
+        if self._initiator:
+            self._send(ours)
+        theirs = self._receive(Hello)
+        check_compat(ours.compat, theirs.compat)
+        if not self._initiator:
+            self._send(ours)
+        return theirs
+
+    def _send(self, message: Message) -> None:
+        self._wire.write(frame(encode(message)), self._until)
+
+    def _receive(self, kind: type[M]) -> M:
+        message = decode(self._wire.read(self._until))
+        if isinstance(message, Error):
+            raise _ByPeer(_plain(message.field or message.kind), _plain(message.message))
+        if not isinstance(message, kind):
+            raise BadMessage(f"{type(message).__name__} where {kind.__name__} is due")
+        return message
+
+
+def _plain(text: str) -> str:
+    """What a peer wrote, fit for one line of a log."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _say(wire: Wire, message: Message) -> None:
+    with suppress(WireClosed, WireTimeout):
+        wire.write(frame(encode(message)), time.monotonic() + 0.5)

@@ -1,0 +1,196 @@
+"""A peer that this process connects to, again and again."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import threading
+import time
+from typing import Self
+
+from kvconnect.errors import BadMessage, PeerRefused
+from kvconnect.trace import count
+from kvconnect.transfer.control.channel import Channel
+from kvconnect.transfer.control.endpoint import Endpoint
+from kvconnect.transfer.control.handshake import OPENING_LIMIT, shake_hands
+from kvconnect.transfer.control.messages import Message
+from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout
+from kvconnect.transfer.secret import require_secret
+
+__all__ = ["Peer"]
+
+logger = logging.getLogger("kvconnect")
+
+
+class Peer:
+    """Keeps a channel to one address open, in a thread of its own.
+
+    After a failure it tries again, first soon, then after pauses that double. `Connected` and
+    `Disconnected` tell ``endpoint.deliver`` when messages can be sent; each `Connected` may be of
+    another incarnation of the peer.
+
+    Args:
+        endpoint: what this process is.
+        host, port: where the peer's `Listener` is; beyond loopback only with a secret.
+
+    Raises:
+        ConfigurationError: there is no secret.
+    """
+
+    def __init__(self, endpoint: Endpoint, host: str, port: int) -> None:
+        require_secret("host", host, endpoint.secret)
+        self.host = host
+        self.port = port
+        self._endpoint = endpoint
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._wire: Wire | None = None
+        self._channel: Channel | None = None
+        self._error: Exception | None = None
+        self._attempts = 0
+        self._thread = threading.Thread(target=self._run, name="kvconnect-control", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Peer({self.host}:{self.port}, {self._channel or self._error or 'connecting'})"
+
+    @property
+    def channel(self) -> Channel | None:
+        """The open one, if there is one now."""
+        channel = self._channel
+        return channel if channel is not None and channel.is_open else None
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the last attempt to connect failed; ``None``: it did not, or there was none yet.
+
+        A `PeerRefused` names what must be configured otherwise; it is tried nevertheless, for the
+        peer may start again with other settings.
+        """
+        return self._error
+
+    @property
+    def attempts(self) -> int:
+        """How often it tried to connect."""
+        return self._attempts
+
+    def send(self, message: Message) -> bool:
+        """As `Channel.send`; False also while there is no channel."""
+        channel = self._channel
+        return channel is not None and channel.send(message)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until the channel is open; False if it is refused, or not open at `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self.channel is not None
+                    or isinstance(self._error, PeerRefused)
+                    or self._closed.is_set()
+                ),
+                timeout_s,
+            )
+            return self.channel is not None
+
+    def reconnect(self, reason: str = "connecting anew") -> None:
+        """Closes the channel, if there is one, and connects soon; does not block.
+
+        Both sides then say `Hello` again: what to do after a transport was rebuilt.
+        """
+        channel = self._channel
+        if channel is not None:
+            channel.close(reason)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the channel and connects no more; blocks until that is done, or `timeout_s`."""
+        with self._changed:
+            self._closed.set()
+            channel, wire = self._channel, self._wire
+            self._changed.notify_all()
+        if channel is not None:
+            channel.close()
+        elif wire is not None:
+            wire.shut()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        timing = self._endpoint.timing
+        pause_s = timing.first_pause_s
+        while not self._closed.is_set():
+            began = time.monotonic()
+            opened = self._attempt()
+            # One that is lost again at once, as to a peer that kicks it out, is not tried at once.
+            if opened and time.monotonic() - began > timing.last_pause_s:
+                pause_s = timing.first_pause_s
+            self._closed.wait(pause_s * random.uniform(0.75, 1.25))
+            pause_s = min(2 * pause_s, timing.last_pause_s)
+
+    def _attempt(self) -> bool:
+        """Connects, and stays while the channel is open; whether it was."""
+        self._attempts += 1
+        try:
+            channel = self._connect()
+        except (PeerRefused, BadMessage, WireClosed, WireTimeout, OSError) as error:
+            self._failed(error)
+            return False
+        if channel is None:
+            return False
+        try:
+            channel.run()
+        except RuntimeError as error:
+            self._failed(error)
+        finally:
+            with self._changed:
+                self._channel = self._wire = None
+                self._changed.notify_all()
+        logger.info("control channel to %s:%d: %s", self.host, self.port, channel.reason)
+        return True
+
+    def _connect(self) -> Channel | None:
+        timing = self._endpoint.timing
+        sock = socket.create_connection((self.host, self.port), timing.handshake_s)
+        wire = Wire(sock, limit=OPENING_LIMIT, silence_s=timing.silence_s)
+        with self._changed:
+            self._wire = wire
+        opened = False
+        try:
+            if self._closed.is_set():
+                return None
+            channel = Channel(
+                wire, self._endpoint, shake_hands(wire, self._endpoint, initiator=True)
+            )
+            opened = True
+        finally:
+            if not opened:
+                with self._changed:
+                    self._wire = None
+                wire.close()
+        with self._changed:
+            self._channel = channel
+            self._error = None
+            if self._closed.is_set():
+                channel.close()
+            self._changed.notify_all()
+        return channel
+
+    def _failed(self, error: Exception) -> None:
+        count("transfer.control.not_connected")
+        changed = str(error) != str(self._error)
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        logger.log(
+            logging.WARNING if changed else logging.DEBUG,
+            "control channel to %s:%d: %s",
+            self.host,
+            self.port,
+            error,
+        )

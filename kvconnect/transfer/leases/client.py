@@ -1,0 +1,324 @@
+"""D's side of the lease messages: claims, renewals in time, releases."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+from kvconnect.errors import DuplicateRequest
+from kvconnect.transfer.control.messages import (
+    MAX_ENTRIES,
+    Abort,
+    Claim,
+    Expired,
+    Grant,
+    LeaseId,
+    Message,
+    Release,
+    ReleasedOk,
+    Renew,
+    Renewed,
+    Unknown,
+    Watermark,
+    WatermarkOf,
+)
+from kvconnect.transfer.leases.clock import Clock, lease_clock
+from kvconnect.transfer.leases.held import HeldLease, Outcome
+from kvconnect.transfer.leases.server import Send
+from kvconnect.transfer.leases.table import Blocks, Mark
+from kvconnect.transfer.leases.timer import Timer
+
+__all__ = ["Claimed", "LeaseClient"]
+
+
+@dataclass(slots=True, eq=False)
+class Claimed:
+    """A request of a peer that this process reads; changed by `LeaseClient` only.
+
+    Attributes:
+        peer: whose.
+        lease: until when it may be read, and whether what was read is valid.
+        readers: so many claim it, on all ranks together.
+        tokens: of the prompt; 0 before the grant.
+        blocks: their ids at the peer, for each pool group; replaced, never changed.
+        mark: how much of them is computed, with all blocks for that in `blocks`.
+    """
+
+    peer: str
+    lease: HeldLease
+    readers: int = 1
+    tokens: int = 0
+    blocks: Blocks = ()
+    mark: Mark = field(default_factory=Mark)
+
+
+class LeaseClient:
+    """The leases that this process holds of all its peers. Thread-safe; nothing blocks.
+
+    `claim`, `release` and `abort` are for the engine; `connected`, `disconnected` and `handle` for
+    the channels. `start` gives it a thread that renews in time.
+
+    After a connection is lost, leases go on as long as they were granted for. When the peer is
+    connected again, they are claimed again, and releases without an answer are sent again.
+
+    Args:
+        changed: called with what was granted, got further, or was decided; on the thread on which
+            that was heard of. It must not block, nor call this object.
+        clock: see `lease_clock`.
+    """
+
+    def __init__(
+        self,
+        changed: Callable[[Claimed], object] = lambda _: None,
+        *,
+        clock: Clock = lease_clock,
+    ) -> None:
+        self._changed = changed
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._senders: dict[str, Send] = {}
+        self._claimed: dict[tuple[str, str], Claimed] = {}
+        self._timer: Timer | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """How many are claimed and neither decided nor given up."""
+        return len(self._claimed)
+
+    def start(self) -> None:
+        """Calls `renew` from now on when it is due; once."""
+        self._timer = Timer("kvconnect-lease-renewer", self.renew, self._clock)
+
+    def close(self) -> None:
+        """Ends that: leases end by themselves. Blocks for a moment."""
+        if self._timer is not None:
+            self._timer.close()
+
+    # ------------------------------------------------------------------ for the engine
+
+    def claim(
+        self, peer: str, request: str, *, epoch: int | None = None, readers: int = 1
+    ) -> Claimed:
+        """Asks `peer` for the blocks of `request`; at once, or when it is connected.
+
+        Raises:
+            DuplicateRequest: it is claimed, and not yet decided.
+        """
+        with self._lock:
+            if (peer, request) in self._claimed:
+                raise DuplicateRequest(f"request '{request}' of peer '{peer}' is claimed already")
+            claimed = Claimed(peer, HeldLease(request, epoch, clock=self._clock), readers)
+            self._claimed[peer, request] = claimed
+            self._send_claim(claimed)
+        return claimed
+
+    def release(self, claimed: Claimed) -> Outcome:
+        """The last read has ended; `peer` is told.
+
+        Returns:
+            The outcome, if it is decided; else it is when `changed` is called, or by `abort` when
+            the caller waits no longer.
+        """
+        claimed.lease.reads_ended()
+        with self._lock:
+            claimed.lease.release_sent(next(self._numbers))
+            self._send_release(claimed)
+            self._forget_if_decided(claimed)
+        return claimed.lease.outcome
+
+    def abort(self, claimed: Claimed, reason: str = "") -> Outcome:
+        """What is not valid yet will not be; `peer` is told, and unpins. In any state, also twice.
+
+        The peer's blocks may change from now on: what still reads them writes anything.
+
+        Returns:
+            The outcome.
+        """
+        with self._lock:
+            claimed.lease.give_up()
+            if self._claimed.get((claimed.peer, claimed.lease.request)) is claimed:
+                del self._claimed[claimed.peer, claimed.lease.request]
+                message = Abort(
+                    request=claimed.lease.request,
+                    epoch=claimed.lease.epoch,
+                    reason=reason[:1024],
+                )
+                self._send(claimed.peer, message)
+        return claimed.lease.outcome
+
+    # ------------------------------------------------------------------ for the channels
+
+    def connected(self, peer: str, send: Send) -> None:
+        """`peer` is reached by `send` from now on."""
+        with self._lock:
+            self._senders[peer] = send
+            for claimed in self._of(peer):
+                if claimed.lease.released:
+                    self._send_release(claimed)
+                else:
+                    self._send_claim(claimed)
+
+    def disconnected(self, peer: str, send: Send) -> None:
+        """`send` reaches `peer` no more."""
+        with self._lock:
+            if self._senders.get(peer) == send:
+                del self._senders[peer]
+
+    def handle(self, message: Message, peer: str) -> bool:
+        """Takes what `peer` says; False if it is none about leases."""
+        changed: list[Claimed] = []
+        with self._lock:
+            if isinstance(message, Renewed):
+                changed = self._renewed(message, peer)
+            elif isinstance(message, (Grant, Expired, Unknown, ReleasedOk, WatermarkOf, Abort)):
+                claimed = self._claimed.get((peer, message.request))
+                if claimed is not None and self._is_of(claimed, message.epoch):
+                    self._take(claimed, message)
+                    changed = [claimed]
+            else:
+                return False
+            for claimed in changed:
+                self._forget_if_decided(claimed)
+        for claimed in changed:
+            self._changed(claimed)
+        if changed and self._timer is not None:
+            self._timer.wake()
+        return True
+
+    def renew(self) -> float | None:
+        """Sends the renewals that are due, those of one peer together.
+
+        Returns:
+            When it is due next, on the clock; ``None``: not before something happens.
+        """
+        now = self._clock()
+        with self._lock:
+            # What is due soon goes along: one message for each peer and third of a lease.
+            soon: dict[str, list[Claimed]] = {}
+            due_peers = set()
+            for claimed in self._claimed.values():
+                due = claimed.lease.renewal_due()
+                if due is None:
+                    continue
+                if due <= now:
+                    due_peers.add(claimed.peer)
+                if due <= now + claimed.lease.lease_s / 6:
+                    soon.setdefault(claimed.peer, []).append(claimed)
+            for peer in due_peers:
+                for start in range(0, len(soon[peer]), MAX_ENTRIES):
+                    self._send_renew(peer, soon[peer][start : start + MAX_ENTRIES])
+            dues = (claimed.lease.renewal_due() for claimed in self._claimed.values())
+            return min((due for due in dues if due is not None), default=None)
+
+    # ------------------------------------------------------------------ the lock is held
+
+    def _of(self, peer: str) -> list[Claimed]:
+        return [claimed for claimed in self._claimed.values() if claimed.peer == peer]
+
+    @staticmethod
+    def _is_of(claimed: Claimed, epoch: int | None) -> bool:
+        known = claimed.lease.epoch
+        return known is None or epoch is None or known == epoch
+
+    def _send(self, peer: str, message: Message) -> bool:
+        send = self._senders.get(peer)
+        return send is not None and send(message)
+
+    def _send_claim(self, claimed: Claimed) -> None:
+        seq = next(self._numbers)
+        lease = claimed.lease
+        lease.sent(seq)
+        message = Claim(seq=seq, request=lease.request, epoch=lease.epoch, readers=claimed.readers)
+        self._send(claimed.peer, message)
+
+    def _send_renew(self, peer: str, several: list[Claimed]) -> None:
+        seq = next(self._numbers)
+        leases = []
+        for claimed in several:
+            if claimed.lease.epoch is not None:
+                claimed.lease.sent(seq)
+                leases.append(LeaseId(request=claimed.lease.request, epoch=claimed.lease.epoch))
+        self._send(peer, Renew(seq=seq, leases=tuple(leases)))
+
+    def _send_release(self, claimed: Claimed) -> None:
+        lease = claimed.lease
+        if lease.epoch is None or lease.release_seq is None:
+            return
+        message = Release(seq=lease.release_seq, request=lease.request, epoch=lease.epoch)
+        self._send(claimed.peer, message)
+
+    def _forget_if_decided(self, claimed: Claimed) -> None:
+        name = (claimed.peer, claimed.lease.request)
+        if claimed.lease.outcome is not Outcome.OPEN and self._claimed.get(name) is claimed:
+            del self._claimed[name]
+
+    def _take(
+        self,
+        claimed: Claimed,
+        message: Grant | Expired | Unknown | ReleasedOk | WatermarkOf | Abort,
+    ) -> None:
+        lease = claimed.lease
+        if isinstance(message, Grant):
+            if lease.granted(message.seq, message.lease_s):
+                lease.epoch = message.epoch
+                claimed.tokens = message.tokens
+                claimed.blocks = message.blocks
+                claimed.mark = _mark(message.watermark)
+        elif isinstance(message, Expired):
+            lease.refused(message.seq, "the lease has expired")
+        elif isinstance(message, Unknown):
+            lease.refused(message.seq, "the peer knows no such lease")
+        elif isinstance(message, ReleasedOk):
+            lease.released_ok(message.seq)
+        elif isinstance(message, WatermarkOf):
+            self._advance(claimed, message)
+        else:
+            lease.withdrawn(message.reason or "the peer computes no more of it")
+
+    def _advance(self, claimed: Claimed, message: WatermarkOf) -> None:
+        if claimed.lease.epoch is None:
+            return  # the grant that is still to come tells all
+        blocks = list(claimed.blocks or ((),) * len(message.blocks))
+        fits = len(message.first) == len(message.blocks) <= len(blocks)
+        if not fits or any(at > len(blocks[g]) for g, at in enumerate(message.first)):
+            self._send_claim(claimed)  # one before it was lost: the grant tells all
+            return
+        for group, (at, ids) in enumerate(zip(message.first, message.blocks, strict=True)):
+            blocks[group] = (*blocks[group][:at], *ids)
+        claimed.blocks = tuple(blocks)
+        claimed.mark = max(claimed.mark, _mark(message.watermark))
+
+    def _renewed(self, message: Renewed, peer: str) -> list[Claimed]:
+        changed = []
+        for one in message.leases:
+            claimed = self._claimed.get((peer, one.request))
+            if claimed is None or claimed.lease.epoch != one.epoch:
+                continue
+            if claimed.lease.granted(message.seq, one.lease_s):
+                changed.append(claimed)
+                if _mark(one.watermark) > claimed.mark:
+                    self._send_claim(claimed)  # a watermark was lost, perhaps with blocks
+        for lost, why in (
+            (message.expired, "the lease has expired"),
+            (message.unknown, "the peer knows no such lease"),
+        ):
+            for lease in lost:
+                claimed = self._claimed.get((peer, lease.request))
+                if claimed is not None and claimed.lease.epoch == lease.epoch:
+                    claimed.lease.refused(message.seq, why)
+                    changed.append(claimed)
+        return changed
+
+
+def _mark(watermark: Watermark) -> Mark:
+    return Mark(tokens=watermark.tokens, layers=watermark.layers)

@@ -1,0 +1,24 @@
+"""The clock that leases are counted on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+__all__ = ["MAX_DRIFT", "Clock", "lease_clock"]
+
+Clock: TypeAlias = Callable[[], float]
+"""Seconds, never backwards, from any beginning."""
+
+MAX_DRIFT = 0.01
+"""By at most this fraction do clocks of two hosts run at different speed. NTP slews by 0.0005."""
+
+
+def lease_clock() -> float:
+    """Seconds since this host started, those that it was suspended for included.
+
+    ``time.monotonic`` stands still while a host sleeps: it would come back with a lease that its
+    peer ended long ago.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

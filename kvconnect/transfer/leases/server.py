@@ -1,0 +1,279 @@
+"""P's side of the lease messages: each is answered on the thread that it arrives on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+from kvconnect.trace import count
+from kvconnect.transfer.control.messages import (
+    Abort,
+    Claim,
+    Expired,
+    Grant,
+    LeaseId,
+    Message,
+    Offer,
+    Release,
+    ReleasedOk,
+    Renew,
+    Renewed,
+    RenewedLease,
+    Unknown,
+    Watermark,
+    WatermarkOf,
+)
+from kvconnect.transfer.leases.clock import Clock, lease_clock
+from kvconnect.transfer.leases.table import (
+    Answer,
+    Blocks,
+    Ended,
+    LeaseKey,
+    LeaseTable,
+    Mark,
+    Verdict,
+)
+from kvconnect.transfer.leases.timer import Timer
+
+__all__ = ["LeaseServer", "Send"]
+
+Send: TypeAlias = Callable[[Message], bool]
+"""Sends to one holder; does not block; False: it cannot."""
+
+_MAX_WAITING = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingClaim:
+    claim: Claim
+    holder: str
+    send: Send
+    until: float
+
+
+class LeaseServer:
+    """Grants, renews and ends leases, without a step of the engine. Thread-safe; nothing blocks.
+
+    `offer`, `advance` and `withdraw` are for the engine; `connected`, `disconnected` and `handle`
+    for the channels. `start` gives it a thread that ends leases in time.
+
+    Args:
+        unpin: gets the leases that ended, each once, or again if it raises; called by `reap`, so it
+            posts to whoever pinned the blocks. It must not block.
+        max_lease_total, lease_s, max_idle_s: as in `LeaseTable`.
+        claim_wait_s: so long does a claim wait for an offer that is still to come.
+        clock: see `lease_clock`.
+
+    Attributes:
+        table: what is pinned.
+    """
+
+    def __init__(
+        self,
+        unpin: Callable[[Sequence[Ended]], object],
+        *,
+        max_lease_total: int,
+        lease_s: float = 10.0,
+        max_idle_s: float = 120.0,
+        claim_wait_s: float = 30.0,
+        clock: Clock = lease_clock,
+    ) -> None:
+        self._unpin = unpin
+        self._claim_wait_s = claim_wait_s
+        self._clock = clock
+        # Held over what changes the table and what is sent of it: messages leave in its order.
+        self._lock = threading.Lock()
+        self._senders: dict[str, Send] = {}
+        self._waiting: dict[tuple[str, str], _WaitingClaim] = {}
+        self._ended: list[Ended] = []
+        self._timer: Timer | None = None
+        self.table = LeaseTable(
+            max_lease_total=max_lease_total,
+            lease_s=lease_s,
+            max_idle_s=max_idle_s,
+            clock=clock,
+            changed=self._wake,
+        )
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Calls `reap` from now on when it is due; once."""
+        self._timer = Timer("kvconnect-lease-reaper", self.reap, self._clock)
+
+    def close(self) -> None:
+        """Ends that: what is still pinned is the caller's to unpin. Blocks while `unpin` runs."""
+        if self._timer is not None:
+            self._timer.close()
+
+    # ------------------------------------------------------------------ for the engine
+
+    def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> Offer:
+        """As `LeaseTable.offer`; answers the claims that wait for it."""
+        with self._lock:
+            key = self.table.offer(request, tokens=tokens, nbytes=nbytes, blocks=blocks)
+            for name in [name for name in self._waiting if name[0] == request]:
+                one = self._waiting.pop(name)
+                one.send(self._claimed(one.claim, one.holder))
+        return Offer(
+            request=request,
+            epoch=key.epoch,
+            lease_s=self.table.lease_s,
+            tokens=tokens,
+            blocks=blocks,
+            watermark=_watermark(Mark()),
+        )
+
+    def advance(self, key: LeaseKey, mark: Mark, blocks: Blocks = ()) -> bool:
+        """As `LeaseTable.advance`, and tells all holders; False if the lease has ended."""
+        with self._lock:
+            first = self.table.num_blocks(key) or (0,) * len(blocks)
+            holders = self.table.advance(key, mark, blocks)
+            if holders:
+                message = WatermarkOf(
+                    request=key.request,
+                    epoch=key.epoch,
+                    watermark=_watermark(mark),
+                    first=first if blocks else (),
+                    blocks=blocks,
+                )
+                self._tell(holders, message)
+        return holders is not None
+
+    def withdraw(self, key: LeaseKey, reason: str = "") -> None:
+        """As `LeaseTable.withdraw`, and tells the holders."""
+        with self._lock:
+            holders = self.table.withdraw(key)
+            message = Abort(request=key.request, epoch=key.epoch, reason=reason[:1024])
+            self._tell(holders, message)
+
+    def _tell(self, holders: Sequence[str], message: Message) -> None:
+        for holder in holders:
+            send = self._senders.get(holder)
+            if send is not None:
+                send(message)
+
+    # ------------------------------------------------------------------ for the channels
+
+    def connected(self, holder: str, send: Send) -> None:
+        """`holder` is reached by `send` from now on; an earlier way is forgotten."""
+        with self._lock:
+            self._senders[holder] = send
+
+    def disconnected(self, holder: str, send: Send) -> None:
+        """`send` reaches `holder` no more. Its leases go on: it comes back, or they expire."""
+        with self._lock:
+            if self._senders.get(holder) == send:
+                del self._senders[holder]
+            for name in [name for name, one in self._waiting.items() if one.send == send]:
+                del self._waiting[name]
+
+    def handle(self, message: Message, holder: str, send: Send) -> bool:
+        """Answers `message` of `holder` through `send`; False if it is none about leases."""
+        with self._lock:
+            if isinstance(message, Claim):
+                self._claim(message, holder, send)
+            elif isinstance(message, Renew):
+                send(self._renewed(message, holder))
+            elif isinstance(message, Release):
+                send(self._released(message, holder))
+            elif isinstance(message, Abort):
+                self._waiting.pop((message.request, holder), None)
+                self.table.abort(message.request, holder, message.epoch)
+            else:
+                return False
+        return True
+
+    def _claim(self, claim: Claim, holder: str, send: Send) -> None:
+        answer = self._claimed(claim, holder)
+        name = (claim.request, holder)
+        if isinstance(answer, Unknown) and claim.epoch is None:
+            if name in self._waiting or len(self._waiting) < _MAX_WAITING:
+                until = self._clock() + self._claim_wait_s
+                self._waiting[name] = _WaitingClaim(claim, holder, send, until)
+                self._wake()
+                return
+            count("transfer.lease.claims_refused")
+        send(answer)
+
+    def _claimed(self, claim: Claim, holder: str) -> Message:
+        answer = self.table.claim(claim.request, holder, epoch=claim.epoch, readers=claim.readers)
+        if answer.verdict is Verdict.UNKNOWN:
+            return Unknown(seq=claim.seq, request=claim.request, epoch=claim.epoch)
+        if answer.verdict is Verdict.EXPIRED:
+            return Expired(seq=claim.seq, request=claim.request, epoch=answer.epoch)
+        return Grant(
+            seq=claim.seq,
+            request=claim.request,
+            epoch=answer.epoch,
+            lease_s=answer.lease_s,
+            tokens=answer.tokens,
+            blocks=answer.blocks,
+            watermark=_watermark(answer.mark),
+        )
+
+    def _renewed(self, renew: Renew, holder: str) -> Renewed:
+        answers: list[tuple[LeaseId, Answer]] = [
+            (lease, self.table.renew(LeaseKey(lease.request, lease.epoch), holder))
+            for lease in renew.leases
+        ]
+        return Renewed(
+            seq=renew.seq,
+            leases=tuple(
+                RenewedLease(
+                    request=lease.request,
+                    epoch=lease.epoch,
+                    lease_s=answer.lease_s,
+                    watermark=_watermark(answer.mark),
+                )
+                for lease, answer in answers
+                if answer.verdict is Verdict.OK
+            ),
+            expired=tuple(lease for lease, one in answers if one.verdict is Verdict.EXPIRED),
+            unknown=tuple(lease for lease, one in answers if one.verdict is Verdict.UNKNOWN),
+        )
+
+    def _released(self, release: Release, holder: str) -> Message:
+        verdict = self.table.release(LeaseKey(release.request, release.epoch), holder)
+        cls: type[ReleasedOk | Expired | Unknown] = Unknown
+        if verdict is not Verdict.UNKNOWN:
+            cls = ReleasedOk if verdict is Verdict.OK else Expired
+        return cls(seq=release.seq, request=release.request, epoch=release.epoch)
+
+    # ------------------------------------------------------------------ the timer
+
+    def _wake(self) -> None:
+        if self._timer is not None:
+            self._timer.wake()
+
+    def reap(self) -> float | None:
+        """Ends what is over: hands leases to `unpin`, answers claims that waited too long.
+
+        Not from several threads at once.
+
+        Returns:
+            When it is due next, on the clock; ``None``: not before something happens.
+        """
+        now = self._clock()
+        with self._lock:
+            self._ended += self.table.take_ended(now)
+            for name in [name for name, one in self._waiting.items() if one.until <= now]:
+                one = self._waiting.pop(name)
+                one.send(Unknown(seq=one.claim.seq, request=one.claim.request))
+            due = [one.until for one in self._waiting.values()]
+            end = self.table.next_end()
+        if self._ended:
+            self._unpin(tuple(self._ended))
+            self._ended.clear()
+        return min(due if end is None else [end, *due], default=None)
+
+
+def _watermark(mark: Mark) -> Watermark:
+    return Watermark(layers=mark.layers, tokens=mark.tokens)

@@ -1,0 +1,388 @@
+"""P's side of leases: which blocks are pinned for peers, and until when."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, TypeAlias
+
+from kvconnect.errors import ConfigurationError, OutOfBlocks
+from kvconnect.trace import count
+from kvconnect.transfer.leases.clock import Clock, lease_clock
+
+__all__ = ["Answer", "Blocks", "Ended", "LeaseKey", "LeaseTable", "Mark", "Verdict"]
+
+_REMEMBERED = 4096
+
+Blocks: TypeAlias = tuple[tuple[int, ...], ...]
+"""Block ids of a request in its order, for each pool group."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseKey:
+    """Which lease. No two ever have one epoch, not even of two incarnations of a process."""
+
+    request: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """How much is computed: all layers hold the tokens before this chunk, `layers` this chunk, too.
+
+    Attributes:
+        tokens: of the request, up to the end of the chunk that is being computed.
+        layers: how many layers hold them.
+    """
+
+    tokens: int = 0
+    layers: int = 0
+
+
+class Verdict(Enum):
+    """What P says to a claim, a renewal or a release."""
+
+    OK = "ok"
+    EXPIRED = "expired"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To a claim or renewal; all but `verdict` is of use only with ``Verdict.OK``.
+
+    Attributes:
+        lease_s: how long the blocks stay from now on.
+        tokens: of the prompt.
+    """
+
+    verdict: Verdict
+    lease_s: float = 0.0
+    epoch: int = 0
+    tokens: int = 0
+    blocks: Blocks = ()
+    mark: Mark = field(default_factory=Mark)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A lease that no reader holds any more: its blocks can be unpinned."""
+
+    key: LeaseKey
+    nbytes: int
+    why: Literal["released", "aborted", "expired"]
+
+
+class _Holding(Enum):
+    RELEASED = "released"
+    ABORTED = "aborted"
+    BROKEN = "broken"
+
+
+@dataclass(slots=True)
+class _Lease:
+    key: LeaseKey
+    tokens: int
+    blocks: Blocks
+    nbytes: int
+    offered_until: float
+    progress_at: float
+    mark: Mark = field(default_factory=Mark)
+    readers: int = 1
+    withdrawn: bool = False
+    holders: dict[str, float | _Holding] = field(default_factory=dict)
+    """Until when each that claimed holds it, or how that ended."""
+
+    def active(self) -> list[str]:
+        """Holders that may still read."""
+        return [one for one, end in self.holders.items() if not isinstance(end, _Holding)]
+
+    def ends(self) -> list[float]:
+        """The times that it is pinned until, one for each reader that may still read."""
+        ends = [end for end in self.holders.values() if not isinstance(end, _Holding)]
+        if len(self.holders) < self.readers:
+            ends.append(self.offered_until)
+        return ends
+
+
+class LeaseTable:
+    """Which requests' blocks peers may read, and until when. Thread-safe; nothing blocks.
+
+    A lease is broken the moment its time is up, whether or not `take_ended` was called since. A
+    holder whose lease was broken gets nothing under that epoch any more; nor does one that has
+    released. Blocks may be unpinned when `take_ended` returns their lease, never before.
+
+    Args:
+        lease_s: seconds of a lease from when it is offered, claimed or renewed.
+        max_lease_total: bytes of all leases together, at most.
+        max_idle_s: seconds after a request's last progress that its leases are renewed for, at
+            most: a reader that renews for ever does not pin memory for ever.
+        clock: see `lease_clock`.
+        changed: called, without a lock held, when `next_end` may have come closer; must not block.
+
+    Raises:
+        ConfigurationError: a number is not greater than 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_lease_total: int,
+        lease_s: float = 10.0,
+        max_idle_s: float = 120.0,
+        clock: Clock = lease_clock,
+        changed: Callable[[], object] = lambda: None,
+    ) -> None:
+        for name, value in (
+            ("lease_s", lease_s),
+            ("max_lease_total", max_lease_total),
+            ("max_idle_s", max_idle_s),
+        ):
+            if not value > 0:
+                raise ConfigurationError(f"{name}: {value!r} must be greater than 0")
+        self.lease_s = lease_s
+        self._max_lease_total = max_lease_total
+        self._max_idle_s = max_idle_s
+        self._clock = clock
+        self._changed = changed
+        self._lock = threading.Lock()
+        # Begins anywhere: what a peer holds of an earlier incarnation is unknown to this one.
+        self._next_epoch = secrets.randbits(62)
+        self._live: dict[LeaseKey, _Lease] = {}
+        self._newest: dict[str, LeaseKey] = {}
+        self._total = 0
+        self._done: list[Ended] = []
+        self._past: OrderedDict[LeaseKey, dict[str, float | _Holding]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many leases pin blocks, those included that `take_ended` has yet to return."""
+        with self._lock:
+            return len(self._live) + len(self._done)
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes that are pinned, counted as in ``len()``."""
+        return self._total
+
+    # ------------------------------------------------------------------ what P's engine does
+
+    def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> LeaseKey:
+        """Blocks of `request`, pinned by the caller, may be claimed from now on.
+
+        Raises:
+            OutOfBlocks: `max_lease_total` is reached; nothing changed, the caller unpins.
+        """
+        now = self._clock()
+        with self._lock:
+            if self._total + nbytes > self._max_lease_total:
+                count("transfer.lease.no_room")
+                raise OutOfBlocks(
+                    f"max_lease_total: {self._total} of {self._max_lease_total} bytes are leased, "
+                    f"{nbytes} more do not fit"
+                )
+            key = LeaseKey(request, self._next_epoch)
+            self._next_epoch += 1
+            self._live[key] = _Lease(key, tokens, blocks, nbytes, now + self.lease_s, now)
+            self._newest[request] = key
+            self._total += nbytes
+        count("transfer.lease.offered", nbytes=nbytes)
+        self._changed()
+        return key
+
+    def advance(
+        self, key: LeaseKey, mark: Mark, blocks: Sequence[Sequence[int]] = ()
+    ) -> list[str] | None:
+        """More of the request is computed, which keeps its offer open for another `lease_s`.
+
+        Args:
+            key: of the lease.
+            mark: how much; an earlier one than what is known changes nothing.
+            blocks: ids that follow those known, for each pool group; empty: none.
+
+        Returns:
+            The holders; ``None`` if the lease has ended: computing goes on for P alone.
+        """
+        now = self._clock()
+        with self._lock:
+            lease = self._live.get(key)
+            if lease is None or not self._is_held(lease, now):
+                return None
+            lease.mark = max(lease.mark, mark)
+            if blocks:
+                known = lease.blocks or ((),) * len(blocks)
+                lease.blocks = tuple((*old, *new) for old, new in zip(known, blocks, strict=True))
+            lease.progress_at = now
+            lease.offered_until = max(lease.offered_until, now + self.lease_s)
+            return lease.active()
+
+    def withdraw(self, key: LeaseKey) -> list[str]:
+        """Grants and renews nothing of this any more; what was granted stays until its end.
+
+        Returns:
+            The holders that should hear of it.
+        """
+        now = self._clock()
+        with self._lock:
+            lease = self._live.get(key)
+            if lease is None:
+                return []
+            lease.withdrawn = True
+            lease.offered_until = now
+            lease.readers = 0
+            holders = lease.active()
+        self._changed()
+        return holders
+
+    def num_blocks(self, key: LeaseKey) -> tuple[int, ...]:
+        """How many blocks of each pool group are known; empty if none are, or the lease ended."""
+        with self._lock:
+            lease = self._live.get(key)
+            return () if lease is None else tuple(map(len, lease.blocks))
+
+    def take_ended(self, now: float | None = None) -> list[Ended]:
+        """Leases that no reader holds at `now` and were not returned before; each exactly once.
+
+        Their memory no longer counts: the caller unpins all of them.
+        """
+        if now is None:
+            now = self._clock()
+        with self._lock:
+            for lease in list(self._live.values()):
+                self._settle(lease, now)
+            ended, self._done = self._done, []
+            self._total -= sum(one.nbytes for one in ended)
+        for one in ended:
+            count(f"transfer.lease.{one.why}", nbytes=one.nbytes)
+        return ended
+
+    def next_end(self) -> float | None:
+        """When `take_ended` has something to return next if nothing happens; on its clock."""
+        with self._lock:
+            if self._done:
+                return self._clock()
+            return min(
+                (max(lease.ends(), default=0.0) for lease in self._live.values()), default=None
+            )
+
+    # ------------------------------------------------------------------ what peers ask for
+
+    def claim(
+        self, request: str, holder: str, *, epoch: int | None = None, readers: int = 1
+    ) -> Answer:
+        """`holder` wants to read the blocks; again: a new lease on the same.
+
+        Args:
+            request: as offered.
+            holder: one incarnation of one reader.
+            epoch: ``None``: of the newest offer.
+            readers: as in the message.
+        """
+        now = self._clock()
+        with self._lock:
+            key = self._newest.get(request) if epoch is None else LeaseKey(request, epoch)
+            if key is None:
+                return Answer(Verdict.UNKNOWN)
+            lease = self._live.get(key)
+            if lease is None:
+                return Answer(self._of_past(key), epoch=key.epoch)
+            if not self._may_grant(lease, holder, now):
+                return Answer(Verdict.EXPIRED, epoch=key.epoch)
+            lease.readers = max(lease.readers, readers)
+            return self._grant(lease, holder, now)
+
+    def renew(self, key: LeaseKey, holder: str) -> Answer:
+        """`holder`, which has claimed, reads on."""
+        now = self._clock()
+        with self._lock:
+            lease = self._live.get(key)
+            if lease is None:
+                return Answer(self._of_past(key), epoch=key.epoch)
+            if holder not in lease.holders:
+                return Answer(Verdict.UNKNOWN, epoch=key.epoch)
+            if not self._may_grant(lease, holder, now):
+                return Answer(Verdict.EXPIRED, epoch=key.epoch)
+            return self._grant(lease, holder, now)
+
+    def release(self, key: LeaseKey, holder: str) -> Verdict:
+        """`holder` has ended its last read; ``OK`` only if its lease was never broken."""
+        now = self._clock()
+        with self._lock:
+            lease = self._live.get(key)
+            if lease is None:
+                end = self._past.get(key, {}).get(holder)
+                return Verdict.OK if end is _Holding.RELEASED else self._of_past(key)
+            if holder not in lease.holders:
+                return Verdict.UNKNOWN
+            self._settle(lease, now)
+            end = lease.holders[holder]
+            if not isinstance(end, _Holding):
+                end = lease.holders[holder] = _Holding.RELEASED
+                self._settle(lease, now)
+        self._changed()
+        return Verdict.OK if end is _Holding.RELEASED else Verdict.EXPIRED
+
+    def abort(self, request: str, holder: str, epoch: int | None = None) -> None:
+        """`holder` takes nothing that it read for valid, and reads no more that matters.
+
+        Also one that has not claimed counts as one of the readers then.
+        """
+        now = self._clock()
+        with self._lock:
+            key = self._newest.get(request) if epoch is None else LeaseKey(request, epoch)
+            lease = self._live.get(key) if key is not None else None
+            if lease is None:
+                return
+            if not isinstance(lease.holders.get(holder), _Holding):
+                lease.holders[holder] = _Holding.ABORTED
+            self._settle(lease, now)
+        self._changed()
+
+    # ------------------------------------------------------------------ rules; the lock is held
+
+    def _may_grant(self, lease: _Lease, holder: str, now: float) -> bool:
+        self._settle(lease, now)
+        if lease.key not in self._live or lease.withdrawn:
+            return False
+        return not isinstance(lease.holders.get(holder), _Holding)
+
+    def _grant(self, lease: _Lease, holder: str, now: float) -> Answer:
+        until = min(now + self.lease_s, lease.progress_at + self._max_idle_s)
+        held = lease.holders.get(holder)
+        if isinstance(held, float):
+            until = max(until, held)
+        if until <= now:
+            return Answer(Verdict.EXPIRED, epoch=lease.key.epoch)
+        lease.holders[holder] = until
+        return Answer(
+            Verdict.OK, until - now, lease.key.epoch, lease.tokens, lease.blocks, lease.mark
+        )
+
+    def _is_held(self, lease: _Lease, now: float) -> bool:
+        self._settle(lease, now)
+        return lease.key in self._live
+
+    def _settle(self, lease: _Lease, now: float) -> None:
+        """Breaks what is over at `now`, and ends the lease if no reader is left."""
+        for holder, end in lease.holders.items():
+            if not isinstance(end, _Holding) and end <= now:
+                lease.holders[holder] = _Holding.BROKEN
+        if lease.key not in self._live or any(end > now for end in lease.ends()):
+            return
+        ways = set(lease.holders.values())
+        why: Literal["released", "aborted", "expired"] = "expired"
+        if len(lease.holders) >= lease.readers and _Holding.BROKEN not in ways:
+            why = "released" if _Holding.RELEASED in ways else "aborted"
+        del self._live[lease.key]
+        if self._newest.get(lease.key.request) == lease.key:
+            del self._newest[lease.key.request]
+        self._done.append(Ended(lease.key, lease.nbytes, why))
+        self._past[lease.key] = lease.holders
+        while len(self._past) > _REMEMBERED:
+            self._past.popitem(last=False)
+
+    def _of_past(self, key: LeaseKey) -> Verdict:
+        return Verdict.EXPIRED if key in self._past else Verdict.UNKNOWN

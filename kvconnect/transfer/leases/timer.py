@@ -1,0 +1,79 @@
+"""A thread that does its work when it is due."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Self
+
+from kvconnect.trace import count
+from kvconnect.transfer.leases.clock import Clock, lease_clock
+
+__all__ = ["Timer"]
+
+logger = logging.getLogger("kvconnect")
+
+_LONGEST_S = 1.0
+_AFTER_ERROR_S = 1.0
+
+
+class Timer:
+    """Calls `work` when it is due, and when it is woken; independent of any engine's step.
+
+    Args:
+        name: of the thread.
+        work: returns when it is due next, on `clock`; ``None``: when it is woken. What it raises is
+            logged, and it is called again a second later: leases must end whatever happens.
+        clock: of the times that `work` returns.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[], float | None], clock: Clock = lease_clock
+    ) -> None:
+        self._work = work
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._woken = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wake(self) -> None:
+        """Has `work` called soon; does not block."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Calls `work` no more; blocks until a call that runs has ended, or `timeout_s`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                due = self._work()
+            except Exception:
+                count("transfer.timer.failed")
+                logger.exception("%s: failed, and is tried again", self._thread.name)
+                due = self._clock() + _AFTER_ERROR_S
+            with self._changed:
+                while not (self._woken or self._closed):
+                    left = None if due is None else due - self._clock()
+                    if left is not None and left <= 0:
+                        break
+                    # Not in one piece: a wait does not count time that the host was suspended.
+                    self._changed.wait(None if left is None else min(left, _LONGEST_S))
+                if self._closed:
+                    return
+                self._woken = False

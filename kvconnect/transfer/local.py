@@ -1,0 +1,65 @@
+"""What a transport tells its peers of itself: bytes that travel in their HELLO."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvconnect.errors import PeerUnreachable
+from kvconnect.transfer.regions import MAX_REGIONS
+
+__all__ = ["MAX_LOCAL_NBYTES", "Local", "decode", "encode"]
+
+MAX_LOCAL_NBYTES = 4 << 20
+
+Size = Annotated[int, Field(ge=1, lt=1 << 62)]
+
+
+class Local(BaseModel):
+    """What all transports tell.
+
+    Attributes:
+        identity: of the peer, the same after a restart.
+        incarnation: of this opening of its transport: 32 hexadecimal digits, never the same twice.
+        regions: bytes of each registered memory; the place is the number.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        ser_json_bytes="base64",
+        val_json_bytes="base64",
+    )
+
+    version: Literal[1] = 1
+    identity: Annotated[str, Field(min_length=1, max_length=256)]
+    incarnation: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    regions: Annotated[tuple[Size, ...], Field(max_length=MAX_REGIONS)]
+
+
+L = TypeVar("L", bound=Local)
+
+
+def encode(local: Local) -> bytes:
+    """Returns `local` as bytes."""
+    return local.model_dump_json().encode()
+
+
+def decode(kind: type[L], data: bytes) -> L:
+    """Returns what `encode` made `data` of.
+
+    Raises:
+        PeerUnreachable: it is of another transport or version, or no such bytes.
+    """
+    if len(data) > MAX_LOCAL_NBYTES:
+        raise PeerUnreachable(
+            f"the peer's local() has {len(data)} bytes: {MAX_LOCAL_NBYTES} at most"
+        )
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or "the whole"
+        raise PeerUnreachable(f"the peer's local(): {field}: {first['msg']}") from error

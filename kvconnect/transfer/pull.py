@@ -1,0 +1,94 @@
+"""A read from a peer that is under way: when it is done, and when nothing of it lands any more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from kvconnect.errors import PullFailed
+
+__all__ = ["Pull", "Terminal"]
+
+
+class Terminal:
+    """An event that happens once and can be waited for and listened to. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._happened: Future[None] = Future()
+        self._lock = threading.Lock()
+        self._claimed = False
+
+    def is_set(self) -> bool:
+        """Whether it happened."""
+        return self._happened.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until it happened or `timeout` seconds passed; returns whether it did."""
+        try:
+            self._happened.result(timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` once: when it happens, on that thread, or now if it has happened.
+
+        It must not block. What it raises is logged and goes no further.
+        """
+        self._happened.add_done_callback(lambda _: callback())
+
+    def set(self) -> None:
+        """Makes it happen, unless it has; the transport's."""
+        with self._lock:
+            first, self._claimed = not self._claimed, True
+        if first:
+            self._happened.set_result(None)
+
+
+class Pull:
+    """One batch of reads. Thread-safe.
+
+    Attributes:
+        done: resolves when all bytes are there, and then `terminal` is set; raises `PullFailed`
+            otherwise, by the deadline at the latest. Cannot be cancelled: use `abandon`.
+        terminal: set when no byte of this pull lands any more. Until then the destination belongs
+            to the transport, also after `done` has failed.
+        nbytes: of all its pieces.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.done: Future[None] = Future()
+        self.done.set_running_or_notify_cancel()
+        self.terminal = Terminal()
+        self._lock = threading.Lock()
+        self._settled = False
+
+    def abandon(self) -> None:
+        """Fails `done` now, if it is not done; `terminal` follows when it can. Never blocks."""
+        self.fail(PullFailed("abandoned", "the pull was abandoned"))
+
+    def fail(self, error: PullFailed) -> None:
+        """Fails `done` with `error` unless it is done, and stops reading; the transport's."""
+        if self._settle(error):
+            self._stop()
+
+    def finish(self, error: PullFailed | None = None) -> None:
+        """Nothing lands any more: sets `terminal`, then settles `done`; the transport's."""
+        self.terminal.set()
+        self._settle(error)
+
+    def _stop(self) -> None:
+        """Asks those that read to stop; overridden by the transports. Never blocks."""
+
+    def _settle(self, error: PullFailed | None) -> bool:
+        with self._lock:  # callbacks of `done` run outside of it: they may call `abandon`
+            if self._settled:
+                return False
+            self._settled = True
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+        return True

@@ -1,0 +1,119 @@
+"""What a pull reads: pieces of one size, and the runs that neighbours among them make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["RUN", "Offsets", "Reads", "Runs", "cut", "pairs", "runs"]
+
+Offsets: TypeAlias = npt.NDArray[np.int64]
+RUN = np.dtype([("offset", "<i8"), ("nbytes", "<i8")])
+"""Contiguous bytes of one region."""
+Runs: TypeAlias = npt.NDArray[np.void]
+"""An array of `RUN`, in the order of the stream of bytes that they make."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reads:
+    """Equal pieces of one remote region, and where in one local region each goes.
+
+    Pieces may have any offsets and any order; those of the local side must not overlap, or what
+    they hold afterwards is any of what was read. Several sizes take several `Reads`.
+
+    Attributes:
+        remote_region: number that the peer's `Transport.register` returned.
+        remote_offsets: int64[n], bytes from the region's begin.
+        local_region: number that this side's `Transport.register` returned.
+        local_offsets: int64[n], bytes.
+        nbytes: of each piece.
+
+    Raises:
+        ConfigurationError: an array is not one-dimensional and integer, the two differ in length,
+            or a number is negative.
+    """
+
+    remote_region: int
+    remote_offsets: Offsets
+    local_region: int
+    local_offsets: Offsets
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        for field in ("remote_region", "local_region"):
+            if getattr(self, field) < 0:
+                raise ConfigurationError(f"{field}={getattr(self, field)}: must be >= 0")
+        if self.nbytes < 1:
+            raise ConfigurationError(f"nbytes={self.nbytes}: a piece has at least one byte")
+        for field in ("remote_offsets", "local_offsets"):
+            object.__setattr__(self, field, _offsets(field, getattr(self, field)))
+        if len(self.remote_offsets) != len(self.local_offsets):
+            raise ConfigurationError(
+                f"remote_offsets has {len(self.remote_offsets)} pieces and local_offsets"
+                f" {len(self.local_offsets)}: each piece needs one of both"
+            )
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return self.nbytes * len(self.local_offsets)
+
+
+def _offsets(field: str, value: Any) -> Offsets:
+    array = np.asarray(value)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigurationError(
+            f"{field} has shape {array.shape} and dtype {array.dtype}: must be int64[n]"
+        )
+    whole = np.array(array, np.int64)  # a copy: the caller may use its array for the next reads
+    if len(whole) and int(whole.min()) < 0:
+        raise ConfigurationError(f"{field} has {int(whole.min())}: offsets are >= 0")
+    return whole
+
+
+def _merged(broken: npt.NDArray[np.bool_], nbytes: int) -> tuple[Offsets, Offsets]:
+    """Where runs begin (indices of pieces), and their bytes; `broken[i]`: i + 1 begins one."""
+    begins = np.concatenate(([0], np.flatnonzero(broken) + 1))
+    counts = np.diff(begins, append=len(broken) + 1)
+    return begins, counts * nbytes
+
+
+def runs(offsets: Offsets, nbytes: int) -> Runs:
+    """Returns the runs of pieces of `nbytes` at `offsets`, neighbours that follow as one."""
+    found = np.empty(0, RUN)
+    if len(offsets):
+        begins, sizes = _merged(np.diff(offsets) != nbytes, nbytes)
+        found = np.empty(len(begins), RUN)
+        found["offset"], found["nbytes"] = offsets[begins], sizes
+    return found
+
+
+def pairs(reads: Reads) -> tuple[Runs, Runs]:
+    """Returns remote and local runs, pairwise equal: neighbours on both sides as one."""
+    if not len(reads.local_offsets):
+        return np.empty(0, RUN), np.empty(0, RUN)
+    far, near = reads.remote_offsets, reads.local_offsets
+    broken = (np.diff(far) != reads.nbytes) | (np.diff(near) != reads.nbytes)
+    begins, sizes = _merged(broken, reads.nbytes)
+    remote, local = np.empty(len(begins), RUN), np.empty(len(begins), RUN)
+    remote["offset"], remote["nbytes"] = far[begins], sizes
+    local["offset"], local["nbytes"] = near[begins], sizes
+    return remote, local
+
+
+def cut(whole: Runs, begin: int, end: int) -> Runs:
+    """Returns the runs of bytes `begin` to `end` (0 <= begin < end <= total) of their stream."""
+    ends = np.cumsum(whole["nbytes"])
+    first = int(np.searchsorted(ends, begin, side="right"))
+    last = int(np.searchsorted(ends, end, side="left"))
+    part = whole[first : last + 1].copy()
+    part["nbytes"][-1] -= int(ends[last]) - end
+    skipped = begin - (int(ends[first]) - int(whole["nbytes"][first]))
+    part["offset"][0] += skipped
+    part["nbytes"][0] -= skipped
+    return part

@@ -1,0 +1,114 @@
+"""The memory that peers may read, and that reads land in."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.transfer.reads import Offsets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MAX_REGIONS", "Region", "Regions", "outside"]
+
+MAX_REGIONS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One registered memory.
+
+    Attributes:
+        bytes: uint8[nbytes], a view; keeps the memory alive.
+        host: memory of the CPU, which sockets can read and write.
+    """
+
+    bytes: Tensor
+    host: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.bytes.numel()
+
+    @property
+    def address(self) -> int:
+        """Of its first byte, in this process or on its device."""
+        return self.bytes.data_ptr()
+
+    @property
+    def device(self) -> int:
+        """Number of its device, of those of one kind."""
+        return self.bytes.device.index or 0
+
+    def view(self) -> memoryview:
+        """Returns the bytes of host memory, without a copy."""
+        return self.bytes.numpy().data
+
+
+class Regions:
+    """Registered memory by number. Thread-safe; what was registered stays until `clear`."""
+
+    def __init__(self) -> None:
+        self._regions: tuple[Region, ...] = ()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def __getitem__(self, number: int) -> Region:
+        return self._regions[number]
+
+    def all(self) -> tuple[Region, ...]:
+        """All of them; the place is the number."""
+        return self._regions
+
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each."""
+        return tuple(region.nbytes for region in self._regions)
+
+    def add(self, memory: Tensor) -> int:
+        """Keeps `memory` and returns its number.
+
+        Raises:
+            ConfigurationError: it is empty or not contiguous, or there are too many.
+        """
+        import torch  # seconds
+
+        if not memory.is_contiguous() or not memory.numel():
+            raise ConfigurationError(
+                f"memory has shape {tuple(memory.shape)} and strides {memory.stride()}:"
+                " only contiguous memory of at least one byte can be registered"
+            )
+        flat = memory.detach().reshape(-1).view(torch.uint8)
+        region = Region(flat, host=memory.device.type == "cpu")
+        with self._lock:
+            if len(self._regions) == MAX_REGIONS:
+                raise ConfigurationError(f"{MAX_REGIONS} regions are registered: no more can be")
+            self._regions = (*self._regions, region)
+            return len(self._regions) - 1
+
+    def clear(self) -> None:
+        """Forgets all."""
+        with self._lock:
+            self._regions = ()
+
+
+def outside(sizes: tuple[int, ...], region: int, offsets: Offsets, nbytes: int) -> str | None:
+    """Returns what is wrong with pieces of `nbytes` at `offsets`, or None if all are inside."""
+    if not 0 <= region < len(sizes):
+        return f"region {region} is not registered, {len(sizes)} are"
+    if not len(offsets):
+        return None
+    low, high = int(np.min(offsets)), int(np.max(offsets))
+    if low < 0 or high > sizes[region] - nbytes:
+        return (
+            f"{nbytes} bytes at offset {low if low < 0 else high} are outside of region {region},"
+            f" which has {sizes[region]}"
+        )
+    return None

@@ -1,0 +1,80 @@
+"""The secret that processes on several hosts share, and where one is required."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from typing import NoReturn
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.redaction import HIDDEN
+
+__all__ = ["SharedSecret", "is_loopback", "require_secret"]
+
+_SHORTEST = 16
+
+
+class SharedSecret:
+    """Proves to a peer that this process knows it, without telling it. Never printed.
+
+    Args:
+        secret: at least 16 bytes; of text its UTF-8 bytes, without white space around them.
+
+    Raises:
+        ConfigurationError: it is too short.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, secret: str | bytes) -> None:
+        key = secret.strip().encode() if isinstance(secret, str) else bytes(secret)
+        if len(key) < _SHORTEST:
+            raise ConfigurationError(
+                f"secret: {len(key)} bytes are too few; give at least {_SHORTEST}, "
+                "for example of `openssl rand -hex 32`"
+            )
+        self._key = key
+
+    def __repr__(self) -> str:
+        return f"SharedSecret({HIDDEN})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a SharedSecret is not pickled; give each process the secret")
+
+    def mac(self, *parts: bytes) -> bytes:
+        """HMAC-SHA256 of `parts`, each with its length before it."""
+        code = hmac.new(self._key, digestmod=hashlib.sha256)
+        for part in parts:
+            code.update(len(part).to_bytes(8, "big"))
+            code.update(part)
+        return code.digest()
+
+    def verifies(self, mac: bytes, *parts: bytes) -> bool:
+        """Whether `mac` is that of `parts`; takes the same time whatever it is."""
+        return hmac.compare_digest(mac, self.mac(*parts))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is ``localhost`` or a loopback address; other names are not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def require_secret(field: str, host: str, secret: SharedSecret | None) -> None:
+    """Nothing, if `host` is this machine's loopback or there is a secret.
+
+    Raises:
+        ConfigurationError: neither; names `field` and the remedy.
+    """
+    if secret is None and not is_loopback(host):
+        raise ConfigurationError(
+            f"{field}: '{host}' is not a loopback address, so the peer must be authenticated; "
+            "give both sides the same secret, or use 127.0.0.1"
+        )

@@ -1,0 +1,44 @@
+"""Where a source listens, and where readers find it."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.transfer.local import Local
+
+__all__ = ["TcpLocal", "advertised"]
+
+
+class TcpLocal(Local):
+    """What a `TcpTransport` tells its peers."""
+
+    transport: Literal["tcp"] = "tcp"
+    host: Annotated[str, Field(min_length=1, max_length=255)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
+def advertised(host: str, advertise: str | None, *, has_secret: bool) -> str:
+    """Returns the host name that peers connect to.
+
+    Raises:
+        ConfigurationError: `host` is beyond loopback and there is no secret, or it stands for all
+            addresses and none is advertised.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+        loopback, all_of_them = address.is_loopback, address.is_unspecified
+    except ValueError:
+        loopback, all_of_them = host == "localhost", host == ""
+    if not loopback and not has_secret:
+        raise ConfigurationError(
+            f"host={host!r} is beyond loopback: set a secret, the same on all peers"
+        )
+    if all_of_them and advertise is None:
+        raise ConfigurationError(
+            f"host={host!r} is every address: set advertise to the one that peers connect to"
+        )
+    return advertise if advertise is not None else host

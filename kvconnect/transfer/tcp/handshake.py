@@ -1,0 +1,84 @@
+"""The first bytes on a connection: both sides prove that they know the secret.
+
+The source greets with a nonce; the reader sends the incarnation that it expects, a nonce and a
+proof; the source answers with a status and its own proof. Each proof is an HMAC-SHA256 over both
+nonces, the incarnation and the prover's role, so that none can be replayed or reflected. Without a
+secret the key is empty: the handshake then only tells incarnations apart. What follows on the
+connection is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+
+from kvconnect.errors import PeerUnreachable
+from kvconnect.transfer.tcp.stream import receive_exactly
+
+__all__ = ["answer", "greet"]
+
+_MAGIC = b"KVT\x01"
+_NONCE_NBYTES = 32
+_GREETING = struct.Struct("<4s32s")
+_CLAIM = struct.Struct("<4s16s32s32s")
+_ANSWER = struct.Struct("<B32s")
+_OK, _WRONG_SECRET, _WRONG_INCARNATION = range(3)
+
+
+def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, b"".join((_MAGIC, role, *parts)), hashlib.sha256)
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+    connection.sendall(data)
+
+
+def answer(connection: socket.socket, secret: bytes, incarnation: bytes, deadline: float) -> bool:
+    """The source's side; returns whether the reader may read. Blocks until `deadline` at most.
+
+    Raises:
+        OSError: the connection broke, or was too slow (TimeoutError).
+    """
+    ours = secrets.token_bytes(_NONCE_NBYTES)
+    _send(connection, _GREETING.pack(_MAGIC, ours), deadline)
+    claim = _CLAIM.unpack(receive_exactly(connection, _CLAIM.size, deadline))
+    magic, expected, theirs, proof = claim
+    if magic != _MAGIC:
+        return False
+    if not hmac.compare_digest(proof, _proof(secret, b"reader", ours, theirs, expected)):
+        _send(connection, _ANSWER.pack(_WRONG_SECRET, bytes(32)), deadline)
+        return False
+    if expected != incarnation:
+        _send(connection, _ANSWER.pack(_WRONG_INCARNATION, bytes(32)), deadline)
+        return False
+    own = _proof(secret, b"source", theirs, ours, expected)
+    _send(connection, _ANSWER.pack(_OK, own), deadline)
+    return True
+
+
+def greet(connection: socket.socket, secret: bytes, incarnation: bytes, deadline: float) -> None:
+    """The reader's side. Blocks until `deadline` at most.
+
+    Raises:
+        PeerUnreachable: what answers is no source, another incarnation, or has another secret.
+        OSError: the connection broke, or was too slow (TimeoutError).
+    """
+    greeting = _GREETING.unpack(receive_exactly(connection, _GREETING.size, deadline))
+    magic, theirs = greeting
+    if magic != _MAGIC:
+        raise PeerUnreachable("what answers there speaks another protocol or version")
+    ours = secrets.token_bytes(_NONCE_NBYTES)
+    proof = _proof(secret, b"reader", theirs, ours, incarnation)
+    _send(connection, _CLAIM.pack(_MAGIC, incarnation, ours, proof), deadline)
+    status, proof = _ANSWER.unpack(receive_exactly(connection, _ANSWER.size, deadline))
+    if status == _WRONG_SECRET:
+        raise PeerUnreachable("the peer refuses: its secret is another one")
+    if status == _WRONG_INCARNATION:
+        raise PeerUnreachable("another incarnation of the peer answers: it restarted")
+    if not hmac.compare_digest(proof, _proof(secret, b"source", ours, theirs, incarnation)):
+        raise PeerUnreachable("the peer's secret is another one")

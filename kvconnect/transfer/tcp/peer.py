@@ -1,0 +1,164 @@
+"""A connected peer on the reading side: lanes, each a connection and the thread that reads it."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+
+from kvconnect.errors import PeerUnreachable, PullFailed
+from kvconnect.transfer.reads import cut
+from kvconnect.transfer.regions import Regions
+from kvconnect.transfer.tcp.address import TcpLocal
+from kvconnect.transfer.tcp.handshake import greet
+from kvconnect.transfer.tcp.stream import Stream, prepare
+from kvconnect.transfer.tcp.tcp_pull import Share, TcpPull
+from kvconnect.transfer.tcp.wire import MAX_RUNS, OUTSIDE, receive_answer, send_request
+from kvconnect.transfer.transport import PeerHandle
+
+__all__ = ["TcpPeer"]
+
+
+class TcpPeer(PeerHandle):
+    """Reads from one incarnation of a peer, over `lanes` connections.
+
+    The first connection is made with `connect`, others when there is something for them to read. A
+    connection whose share failed or was stopped is closed, and made anew for the next.
+    """
+
+    def __init__(
+        self, local: TcpLocal, regions: Regions, secret: bytes, *, lanes: int, connect_s: float
+    ) -> None:
+        super().__init__(local.identity, local.incarnation, local.regions)
+        self._local = local
+        self._memory = regions
+        self._secret = secret
+        self._connect_s = connect_s
+        self._shares: queue.SimpleQueue[Share | None] = queue.SimpleQueue()
+        self._lanes = lanes
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._pulls: set[TcpPull] = set()
+        self._closed = False
+
+    def connect(self) -> None:
+        """Makes the first connection; blocks.
+
+        Raises:
+            PeerUnreachable: it cannot be made.
+        """
+        first = self._connected()
+        for index in range(self._lanes):
+            thread = threading.Thread(
+                target=self._read_shares,
+                args=(first if index == 0 else None,),
+                name="kvconnect-tcp-lane",
+                daemon=True,
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def take(self, pull: TcpPull, shares: list[Share]) -> None:
+        """Reads `shares` of `pull`, or fails it if the peer is disconnected."""
+        with self._lock:
+            pull.expect(shares)
+            if not self._closed:
+                self._pulls.add(pull)
+                for share in shares:
+                    self._shares.put(share)
+        pull.terminal.add_callback(lambda: self._forget(pull))
+        if self._closed:
+            pull.fail(PullFailed("peer", f"{self.identity} is disconnected"))
+
+    def stop(self, error: PullFailed) -> None:
+        """Fails all pulls and ends the lanes; blocks only as long as they need to see it."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+            pulls = list(self._pulls)
+            if not closed:
+                for _ in self._threads:
+                    self._shares.put(None)
+        for pull in pulls:
+            pull.fail(error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no lane runs."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def join(self) -> None:
+        """Blocks until no lane runs, after `stop`."""
+        for thread in self._threads:
+            thread.join()
+
+    def _forget(self, pull: TcpPull) -> None:
+        with self._lock:
+            self._pulls.discard(pull)
+
+    def _connected(self) -> socket.socket:
+        deadline = time.monotonic() + self._connect_s
+        address = (self._local.host, self._local.port)
+        where = f"{self.identity} at {address[0]}:{address[1]}"
+        try:
+            connection = socket.create_connection(address, self._connect_s)
+        except OSError as error:
+            raise PeerUnreachable(f"{where}: {error.strerror or error}") from error
+        try:
+            prepare(connection)
+            greet(connection, self._secret, bytes.fromhex(self.incarnation), deadline)
+        except OSError as error:
+            connection.close()
+            raise PeerUnreachable(f"{where}: {error}") from error
+        connection.settimeout(None)
+        return connection
+
+    def _read_shares(self, connection: socket.socket | None) -> None:
+        stream = Stream(connection) if connection is not None else None
+        while (share := self._shares.get()) is not None:
+            stream = self._read_share(stream, share)
+        if stream is not None:
+            stream.connection.close()
+
+    def _read_share(self, stream: Stream | None, share: Share) -> Stream | None:
+        """Reads `share`; returns the connection for the next one, if it can be used again."""
+        if share.pull.stopped:
+            return stream
+        used = stream is not None
+        try:
+            if stream is None:
+                stream = Stream(self._connected())
+            if not share.pull.begin(share, stream.connection):
+                share.pull.end(share)
+                return stream
+            error = self._read(stream, share)
+        except (OSError, RuntimeError) as broken:  # RuntimeError: the copy to a device failed
+            if stream is not None:
+                stream.connection.close()
+            if used and isinstance(broken, _Stale) and not share.pull.stopped:
+                return self._read_share(None, share)
+            share.pull.end(share, PullFailed("peer", f"{self.identity}: {broken}"))
+            return None
+        share.pull.end(share, error)
+        return stream
+
+    def _read(self, stream: Stream, share: Share) -> PullFailed | None:
+        begin = 0
+        for first in range(0, len(share.remote), MAX_RUNS):
+            asked = share.remote[first : first + MAX_RUNS]
+            try:
+                total = send_request(stream.connection, share.remote_region, asked)
+                status = receive_answer(stream.connection, total)
+            except OSError as broken:
+                raise _Stale(str(broken)) from broken
+            if status == OUTSIDE:
+                return PullFailed("refused", f"{self.identity} has not registered that memory")
+            whole = begin == 0 and len(asked) == len(share.remote)
+            local = share.local if whole else cut(share.local, begin, begin + total)
+            stream.receive(self._memory[share.local_region], local)
+            begin += total
+        return None
+
+
+class _Stale(OSError):
+    """A connection broke before the answer: of one that was idle, the source may have closed it."""

@@ -1,0 +1,153 @@
+"""The side that is read from: listens, and sends what authenticated readers ask for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.trace import count
+from kvconnect.transfer.reads import Runs
+from kvconnect.transfer.regions import Regions
+from kvconnect.transfer.tcp.handshake import answer
+from kvconnect.transfer.tcp.stream import Stream, block_until, prepare
+from kvconnect.transfer.tcp.wire import OUTSIDE, SERVED, receive_request, send_answer
+
+__all__ = ["Source"]
+
+_HANDSHAKE_S = 5.0
+_STALL_S = 10.0
+_MAX_STRANGERS = 32
+_MAX_READERS = 256
+
+
+class Source:
+    """Serves reads of `regions` on threads of its own, one per connection and one that accepts.
+
+    Bounded in number: `_MAX_STRANGERS` connections in the handshake, which may take `_HANDSHAKE_S`,
+    and `_MAX_READERS` after it; what is beyond them is closed at once. A reader that takes nothing
+    for `_STALL_S` of what it asked for is disconnected.
+    """
+
+    def __init__(self, regions: Regions, secret: bytes) -> None:
+        self._regions = regions
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, threading.Thread] = {}
+        self._readers: dict[socket.socket, threading.Thread] = {}
+        self._listener: socket.socket | None = None
+        self._accepting: threading.Thread | None = None
+        self._incarnation = b""
+
+    def open(self, host: str, port: int, incarnation: bytes) -> int:
+        """Listens; returns the port.
+
+        Raises:
+            ConfigurationError: the address cannot be listened on, for example because the port is
+                taken.
+        """
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((host, port), family=family, backlog=64)
+        except OSError as error:
+            raise ConfigurationError(
+                f"host={host!r}, port={port}: cannot listen there: {error.strerror or error}"
+            ) from error
+        self._listener = listener
+        self._incarnation = incarnation
+        self._accepting = threading.Thread(
+            target=self._accept, args=(listener,), name="kvconnect-tcp-accept", daemon=True
+        )
+        self._accepting.start()
+        return int(listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Stops listening and serving; blocks until no thread reads registered memory."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            _shut(listener)
+            if self._accepting is not None:
+                self._accepting.join()
+            listener.close()
+        with self._lock:
+            left = {**self._strangers, **self._readers}
+        for connection in left:
+            _shut(connection)
+        for thread in left.values():
+            thread.join()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while self._listener is listener:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                if self._listener is listener:
+                    time.sleep(0.05)  # out of file descriptors: until some are closed
+                continue
+            with self._lock:
+                if self._listener is not listener or len(self._strangers) >= _MAX_STRANGERS:
+                    count("transfer.tcp.turned_away")
+                    connection.close()
+                    continue
+                thread = threading.Thread(
+                    target=self._talk, args=(connection,), name="kvconnect-tcp-source", daemon=True
+                )
+                self._strangers[connection] = thread
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads: this reader tries again
+                    del self._strangers[connection]
+                    connection.close()
+
+    def _talk(self, connection: socket.socket) -> None:
+        try:
+            with suppress(OSError):  # whatever the reader does ends its connection, nothing else
+                prepare(connection)
+                if not answer(
+                    connection, self._secret, self._incarnation, time.monotonic() + _HANDSHAKE_S
+                ):
+                    count("transfer.tcp.strangers")
+                elif self._admit(connection):
+                    self._serve(connection)
+        finally:
+            with self._lock:
+                self._strangers.pop(connection, None)
+                self._readers.pop(connection, None)
+            connection.close()
+
+    def _admit(self, connection: socket.socket) -> bool:
+        with self._lock:
+            if len(self._readers) >= _MAX_READERS:
+                count("transfer.tcp.turned_away")
+                return False
+            self._readers[connection] = self._strangers.pop(connection)
+            return True
+
+    def _serve(self, connection: socket.socket) -> None:
+        block_until(connection, socket.SO_SNDTIMEO, _STALL_S)
+        stream = Stream(connection)
+        while True:
+            region, runs = receive_request(connection)
+            if not self._inside(region, runs):
+                count("transfer.tcp.refused")
+                send_answer(connection, OUTSIDE, 0)
+                continue
+            send_answer(connection, SERVED, int(runs["nbytes"].sum()))
+            stream.send(self._regions[region], runs)
+
+    def _inside(self, region: int, runs: Runs) -> bool:
+        if region >= len(self._regions):
+            return False
+        size = self._regions[region].nbytes
+        offsets, nbytes = runs["offset"], runs["nbytes"]
+        if int(offsets.min()) < 0 or int(nbytes.max()) > size:
+            return False
+        return bool((offsets <= size - nbytes).all())
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends what other threads wait for on `connection`."""
+    with suppress(OSError):  # never connected, or closed by the other side
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,110 @@
+"""A pull over TCP: the shares of it that lanes take, and how they are stopped."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvconnect.errors import PullFailed
+from kvconnect.transfer.pull import Pull
+from kvconnect.transfer.reads import Reads, Runs, cut, runs
+
+__all__ = ["Share", "TcpPull", "split"]
+
+_SHARE_NBYTES = 8 << 20
+"""A pull is spread over several connections only in shares of at least this size."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """A part of a pull that one connection reads: as many remote bytes as local ones."""
+
+    pull: TcpPull
+    remote_region: int
+    remote: Runs
+    local_region: int
+    local: Runs
+
+
+class TcpPull(Pull):
+    """Counts shares down. A share is waiting, running (with its connection) or ended.
+
+    `terminal` is set when none is running or may begin; a stopped pull's waiting shares end at
+    once, and the connections of running ones are shut down.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._shares_lock = threading.Lock()
+        self._waiting: set[Share] = set()
+        self._running: dict[Share, socket.socket] = {}
+        self._stopped = False
+        self._error: PullFailed | None = None
+
+    def expect(self, shares: list[Share]) -> None:
+        """Takes `shares`, before any lane gets one."""
+        self._waiting = set(shares)
+        if not shares:
+            self.finish()
+
+    def begin(self, share: Share, connection: socket.socket) -> bool:
+        """Whether the lane may read `share`, from `connection`; then it must call `end`."""
+        with self._shares_lock:
+            if self._stopped:
+                return False
+            self._waiting.discard(share)
+            self._running[share] = connection
+            return True
+
+    def end(self, share: Share, error: PullFailed | None = None) -> None:
+        """The lane writes no byte of `share` any more; with an `error`, the others stop, too."""
+        with self._shares_lock:
+            self._waiting.discard(share)
+            self._running.pop(share, None)
+            self._error = self._error or error
+        if error is not None:
+            self._stop()
+        else:
+            self._finish_if_last()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether shares are to end as soon as they can."""
+        return self._stopped
+
+    def _stop(self) -> None:
+        with self._shares_lock:
+            self._stopped = True
+            self._waiting.clear()
+            for connection in self._running.values():
+                with suppress(OSError):  # it broke already
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._finish_if_last()
+
+    def _finish_if_last(self) -> None:
+        with self._shares_lock:
+            last = not self._waiting and not self._running
+        if last:
+            self.finish(self._error)
+
+
+def split(pull: TcpPull, reads: Reads, most: int) -> list[Share]:
+    """Returns up to `most` shares of about equal size."""
+    total = reads.total_nbytes
+    number = max(1, min(most, total // _SHARE_NBYTES))
+    remote = runs(reads.remote_offsets, reads.nbytes)
+    local = runs(reads.local_offsets, reads.nbytes)
+    ends = [total * index // number for index in range(number + 1)] if total else []
+    return [
+        Share(
+            pull,
+            reads.remote_region,
+            cut(remote, begin, end),
+            reads.local_region,
+            cut(local, begin, end),
+        )
+        for begin, end in pairwise(ends)
+    ]

@@ -1,0 +1,194 @@
+"""`TcpTransport`: the `Transport` methods; what does the work is beside it."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import TYPE_CHECKING, ClassVar
+
+from kvconnect.errors import ConfigurationError, PullFailed, UsageError
+from kvconnect.transfer.deadlines import Deadlines
+from kvconnect.transfer.local import decode, encode
+from kvconnect.transfer.regions import Regions, outside
+from kvconnect.transfer.tcp.address import TcpLocal, advertised
+from kvconnect.transfer.tcp.peer import TcpPeer
+from kvconnect.transfer.tcp.source import Source
+from kvconnect.transfer.tcp.tcp_pull import TcpPull, split
+from kvconnect.transfer.transport import PeerHandle, Pull, Reads, Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["TcpTransport"]
+
+
+class TcpTransport(Transport):
+    """Reads over plain sockets.
+
+    A killed peer is seen at once, a partition in 3 s, a frozen peer by a pull's deadline only.
+
+    Args:
+        identity: this transport's name, the same after a restart; random if not given.
+        host: address to listen on; beyond loopback only with a `secret`.
+        port: 0 takes a free one, which it keeps over `rebuild`.
+        advertise: address that peers connect to, if it is not `host`.
+        secret: shared by all peers; authenticates connections, encrypts nothing.
+        connections: to each peer at most; one does for pulls below 16 MiB.
+        connect_timeout_s: for a connection and its handshake.
+    """
+
+    name: ClassVar[str] = "tcp"
+    quiescent_after_error = True
+
+    def __init__(
+        self,
+        *,
+        identity: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        secret: str | bytes | None = None,
+        connections: int = 2,
+        connect_timeout_s: float = 2.0,
+    ) -> None:
+        self._identity = identity or f"tcp-{secrets.token_hex(8)}"
+        self._advertised = advertised(host, advertise, has_secret=bool(secret))
+        self._listen_on = (host, port)
+        if not 1 <= connections <= 64:
+            raise ConfigurationError(f"connections={connections}: must be 1 to 64")
+        if not connect_timeout_s > 0:
+            raise ConfigurationError(f"connect_timeout_s={connect_timeout_s}: must be > 0")
+        self._connections = connections
+        self._connect_s = connect_timeout_s
+        self._secret = secret.encode() if isinstance(secret, str) else secret or b""
+        self._regions = Regions()
+        self._lock = threading.Lock()
+        self._peers: dict[str, TcpPeer] = {}
+        self._former: list[TcpPeer] = []  # disconnected, whose lanes may still run
+        self._source: Source | None = None
+        self._deadlines: Deadlines | None = None
+        self._incarnation = ""
+
+    def open(self) -> None:
+        """Listens; see `Transport.open`."""
+        if self._source is not None:
+            raise UsageError("the transport is open")
+        self._listen()
+        self._deadlines = Deadlines()
+
+    def register(self, memory: Tensor) -> int:
+        """See `Transport.register`; before or after `open`."""
+        return self._regions.add(memory)
+
+    def local(self) -> bytes:
+        """See `Transport.local`."""
+        if self._source is None:
+            raise UsageError("the transport is not open")
+        return encode(
+            TcpLocal(
+                identity=self._identity,
+                incarnation=self._incarnation,
+                regions=self._regions.sizes(),
+                host=self._advertised,
+                port=self._listen_on[1],
+            )
+        )
+
+    def connect(self, peer_local: bytes) -> TcpPeer:
+        """See `Transport.connect`; blocks `connect_timeout_s` at most."""
+        if self._source is None:
+            raise UsageError("the transport is not open")
+        peer = TcpPeer(
+            decode(TcpLocal, peer_local),
+            self._regions,
+            self._secret,
+            lanes=self._connections,
+            connect_s=self._connect_s,
+        )
+        peer.connect()
+        with self._lock:
+            closed = self._source is None
+            earlier = peer if closed else self._peers.get(peer.identity)
+            if not closed:
+                self._peers[peer.identity] = peer
+            if earlier is not None:
+                self._retire(earlier)
+        if earlier is not None:
+            earlier.stop(PullFailed("peer", f"{peer.identity} connected anew"))
+        if closed:
+            raise UsageError("the transport was closed")
+        return peer
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        """See `Transport.disconnect`."""
+        known = self._known(peer)
+        with self._lock:
+            if self._peers.get(known.identity) is known:
+                del self._peers[known.identity]
+                self._retire(known)
+        known.stop(PullFailed("peer", f"{known.identity} was disconnected"))
+
+    def pull(self, peer: PeerHandle, reads: Reads, *, deadline_s: float) -> Pull:
+        """See `Transport.pull`."""
+        known, deadlines = self._known(peer), self._deadlines
+        if deadlines is None:
+            raise UsageError("the transport is not open")
+        if not deadline_s > 0:
+            raise ConfigurationError(f"deadline_s={deadline_s}: must be > 0")
+        sizes = self._regions.sizes()
+        wrong = outside(sizes, reads.local_region, reads.local_offsets, reads.nbytes)
+        if wrong is not None:
+            raise ConfigurationError(f"local_offsets: {wrong}")
+        pull = TcpPull(reads.total_nbytes)
+        wrong = outside(known.regions, reads.remote_region, reads.remote_offsets, reads.nbytes)
+        if wrong is not None:
+            pull.finish(PullFailed("refused", f"{known.identity}: {wrong}"))
+            return pull
+        known.take(pull, split(pull, reads, self._connections))
+        deadlines.watch(pull, deadline_s)
+        return pull
+
+    def rebuild(self) -> None:
+        """See `Transport.rebuild`; it listens on the same port."""
+        if self._source is None:
+            raise UsageError("the transport is not open")
+        self._end(PullFailed("closed", "the transport is built anew"))
+        self._listen()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if self._source is not None:
+            self._end(PullFailed("closed", "the transport was closed"))
+        if self._deadlines is not None:
+            self._deadlines.close()
+            self._deadlines = None
+        self._regions.clear()
+
+    def _listen(self) -> None:
+        incarnation = secrets.token_bytes(16)
+        source = Source(self._regions, self._secret)
+        host, port = self._listen_on
+        self._listen_on = (host, source.open(host, port, incarnation))
+        self._source, self._incarnation = source, incarnation.hex()
+
+    def _end(self, error: PullFailed) -> None:
+        source, self._source = self._source, None
+        with self._lock:
+            peers = [*self._peers.values(), *self._former]
+            self._peers.clear()
+            self._former.clear()
+        for peer in peers:
+            peer.stop(error)
+        for peer in peers:
+            peer.join()
+        if source is not None:
+            source.close()
+
+    def _retire(self, peer: TcpPeer) -> None:
+        self._former = [former for former in self._former if not former.ended]
+        self._former.append(peer)
+
+    def _known(self, peer: PeerHandle) -> TcpPeer:
+        if not isinstance(peer, TcpPeer):
+            raise UsageError(f"{peer!r} is no peer of a TcpTransport")
+        return peer
