@@ -125,7 +125,7 @@ def demo_model() -> Path:
     """A random Llama of 46 million parameters, made the first time."""
     model = DEMO / "model"
     if not model.exists():
-        from kvconnect.engine.random_model import make_model
+        from kvconnect.engine.checkpoint.random_model import make_model
 
         print("Making a random Llama of 46 million parameters in .demo/model ...", flush=True)
         unfinished = DEMO / "model.unfinished"

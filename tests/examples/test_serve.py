@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from server_process import running
 
-from kvconnect.engine.random_model import make_model
+from kvconnect.engine.checkpoint.random_model import make_model
 
 EXAMPLE = "serve"
 
