@@ -52,7 +52,7 @@ def test_tiles(monkeypatch, window, start, count, joined):
     )
     new = slice(start, end)
     given = AttentionInput(query[None, :, new], key[None, :, new], value[None, :, new], 1.0, window)
-    chunk = Chunk(slice(0, count), start, table.numpy(), SIZE, torch.device("cpu"))
+    chunk = Chunk(slice(0, count), slice(0, count), start, table.numpy(), SIZE, torch.device("cpu"))
     out = torch.empty(count, HEADS, DIM, dtype=torch.float64)
     chunk.attend(given, pages, out)
     torch.testing.assert_close(out, plain(query[:, new], key, value, start, window))

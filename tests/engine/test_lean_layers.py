@@ -32,6 +32,8 @@ def layers_of(model) -> list[nn.Module]:
 class Mean:
     """A ``kv=`` that attends to everything alike, and knows what it was given."""
 
+    last_tokens = torch.arange(4096)
+
     def __init__(self) -> None:
         self.given: list[torch.Tensor] = []
 
@@ -126,7 +128,47 @@ def test_tied_weights_stay_tied(tmp_path):
 
 def test_the_engine_uses_them(llama):
     model = Model(llama, dtype="float32", device="cpu")
-    assert {type(layer.forward) for layer in layers_of(model._model)} == {lean_layers._LeanLayer}
+    found = [layer.forward for layer in layers_of(model._model)]
+    assert {type(one) for one in found} == {lean_layers._LeanLayer}
+    assert [one.is_last for one in found] == [False, False, True]
+
+
+@pytest.mark.parametrize("wanted", [[6], [2, 6], [0, 1, 2, 3, 5, 6]])
+def test_the_last_layer_computes_what_is_looked_at(model_of, wanted):
+    """The others' keys and values are there all the same."""
+
+    class Given(Mean):
+        last_tokens = torch.tensor(wanted)
+
+        def attend(self, layer_idx, given):
+            found = super().attend(layer_idx, given)
+            assert given.query.shape[2] == (len(wanted) if layer_idx == 2 else 7)
+            return found
+
+    plain, lean = load(model_of("llama"), torch.float64), load(model_of("llama"), torch.float64)
+    make_lean(lean)
+    ids, places = torch.arange(7)[None], torch.arange(7)[None]
+    expected, found = Mean(), Given()
+    with torch.inference_mode():
+        want = plain(ids, position_ids=places, use_cache=False, kv=expected).logits[:, wanted]
+        have = lean(
+            ids,
+            position_ids=places,
+            use_cache=False,
+            kv=found,
+            logits_to_keep=torch.tensor(wanted),
+        ).logits
+    torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-6)
+    for theirs, ours in zip(expected.given[-2:], found.given[-2:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_that_looks_at_all_tokens_gets_them(llama):
+    """Whatever stands between the last layer and the logits."""
+    model = load(llama)
+    model.model.norm.register_forward_hook(lambda module, args, output: output.cumsum(1))
+    make_lean(model)
+    assert not any(layer.forward.is_last for layer in layers_of(model))
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3", "olmo", "phi", "gpt2"])

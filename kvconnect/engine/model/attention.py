@@ -39,7 +39,7 @@ class AttentionInput:
     """What one layer attends with, of all tokens of the packed row.
 
     Attributes:
-        query: ``[1, heads, tokens, dim]``.
+        query: ``[1, heads, tokens, dim]``; fewer tokens where not all are attended from.
         key: ``[1, kv_heads, tokens, dim]``.
         value: ``[1, kv_heads, tokens, value_dim]``.
         scaling: of the scores.
@@ -99,7 +99,8 @@ class Chunk:
     """Several consecutive tokens of one request.
 
     Attributes:
-        rows: where they are in the packed row.
+        rows: where their queries, and what becomes of them, are in the packed row.
+        keys: where their keys and values are.
         start: the first one's position in its sequence.
         table: block ids of the sequence.
         tokens_per_block: of the pool.
@@ -108,6 +109,7 @@ class Chunk:
     """
 
     rows: slice
+    keys: slice
     start: int
     table: BlockTable
     tokens_per_block: int
@@ -118,14 +120,16 @@ class Chunk:
 
     def tiles(self) -> Iterator[Chunk]:
         """The chunk in parts that are small enough for masks of bounded size."""
-        first, stop = self.rows.start, self.rows.stop
+        count = self.end - self.start
         size = max(1, _MAX_MASK // self.end)
-        for row in range(first, stop, size):
+        for first in range(0, count, size):
+            stop = min(first + size, count)
             yield replace(
                 self,
-                rows=slice(row, min(row + size, stop)),
-                start=self.start + row - first,
-                keep_masks=stop - first <= size,
+                rows=slice(self.rows.start + first, self.rows.start + stop),
+                keys=slice(self.keys.start + first, self.keys.start + stop),
+                start=self.start + first,
+                keep_masks=count <= size,
                 _spans={},
                 _before=None,
             )
@@ -162,7 +166,7 @@ class Chunk:
         """
         q, scaling = given.query[0, :, self.rows], given.scaling
         if self.start == 0 and (given.window is None or self.end <= given.window):
-            k, v = given.key[0, :, self.rows], given.value[0, :, self.rows]
+            k, v = given.key[0, :, self.keys], given.value[0, :, self.keys]
             out[self.rows] = _attended(q, k, v, None, scaling)
             return
         if given.window is None and _suits_flash(given):
@@ -181,7 +185,7 @@ class Chunk:
         weighed by the sum of its exponentials, of which there are logarithms.
         """
         q, scaling = _grouped(given.query[0, :, self.rows], given.key.shape[1]), given.scaling
-        own = [_shared(both[0, :, self.rows], q) for both in (given.key, given.value)]
+        own = [_shared(both[0, :, self.keys], q) for both in (given.key, given.value)]
         old = [
             _shared(both[: self.start].transpose(0, 1), q)
             for both in pages.gather(self._pages_before())

@@ -104,10 +104,10 @@ class ForwardStep:
         Args:
             layer_idx: layers come in ascending order.
             given: with the model's own window; the layer's is this one or a shorter one that was
-                asked for.
+                asked for. Queries may be those of `last_tokens` only.
 
         Returns:
-            ``[1, tokens, heads, value_dim]``.
+            ``[1, queries, heads, value_dim]``.
 
         Raises:
             UsageError: layers came out of order, or a page in the window is not held.
@@ -146,7 +146,7 @@ def _slices(requests: Sequence[LlmRequest]) -> list[RequestSlice]:
     row = 0
     for request in requests:
         start = first_scheduled_token(request)
-        slices.append(RequestSlice(request, start, start + request.num_scheduled_tokens, row))
+        slices.append(RequestSlice(request, start, start + request.num_scheduled_tokens, row, row))
         row += request.num_scheduled_tokens
     return slices
 
@@ -159,4 +159,4 @@ def _tokens(part: RequestSlice) -> npt.NDArray[np.int32]:
 
 def _wanted(part: RequestSlice) -> npt.NDArray[np.int64]:
     stop = part.first_row + part.count
-    return np.arange(stop - 1 - len(part.request.draft_tokens), stop)
+    return np.arange(stop - part.wanted, stop)

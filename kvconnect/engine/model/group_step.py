@@ -25,12 +25,25 @@ __all__ = ["GroupStep", "RequestSlice"]
 
 @dataclass(frozen=True, slots=True)
 class RequestSlice:
-    """One request's part of the packed row: its tokens ``start..end``, from row `first_row` on."""
+    """One request's part of the packed row: its tokens ``start..end``.
+
+    Attributes:
+        request: whose.
+        start, end: places in its sequence.
+        first_row: of their queries.
+        first_key: row of their keys and values; another one only where queries are left out.
+    """
 
     request: LlmRequest
     start: int
     end: int
     first_row: int
+    first_key: int
+
+    @property
+    def wanted(self) -> int:
+        """How many of its tokens, the last ones, logits are wanted after."""
+        return 1 + len(self.request.draft_tokens)
 
     @property
     def count(self) -> int:
@@ -65,19 +78,9 @@ class GroupStep:
         held = [np.asarray(tables[part.request.request_id], np.int64) for part in slices]
         self._slots = self._written_slots(slices, held)
         self._blank = self._blank_slots(slices, held)
-        self._parts: list[Chunk | DecodeGroup] = [
-            tile
-            for part, table in zip(slices, held, strict=True)
-            if part.count > 1
-            for tile in Chunk(
-                rows=slice(part.first_row, part.first_row + part.count),
-                start=part.start,
-                table=table,
-                tokens_per_block=tokens_per_block,
-                device=device,
-            ).tiles()
-        ]
-        self._parts += self._decode_groups(slices, held)
+        self._slices, self._held = slices, held
+        self._parts = self._parts_of(slices)
+        self._last_parts: list[Chunk | DecodeGroup] | None = None
 
     def write(self, pages: LayerPages, key: Tensor, value: Tensor) -> None:
         """Put each token's key and value (``[tokens, kv_heads, dim]``) at its slot."""
@@ -89,9 +92,30 @@ class GroupStep:
         """Attend over what is cached; see `ForwardStep.attend`."""
         _, heads, tokens, _ = given.query.shape
         out = given.query.new_empty(tokens, heads, given.value.shape[-1])
-        for part in self._parts:
+        parts = self._parts
+        if tokens < given.key.shape[2]:
+            if self._last_parts is None:
+                self._last_parts = self._parts_of(_wanted(self._slices))
+            parts = self._last_parts
+        for part in parts:
             part.attend(given, pages, out)
         return out
+
+    def _parts_of(self, slices: Sequence[RequestSlice]) -> list[Chunk | DecodeGroup]:
+        chunks = [
+            tile
+            for part, table in zip(slices, self._held, strict=True)
+            if part.count > 1
+            for tile in Chunk(
+                rows=slice(part.first_row, part.first_row + part.count),
+                keys=slice(part.first_key, part.first_key + part.count),
+                start=part.start,
+                table=table,
+                tokens_per_block=self._size,
+                device=self._device,
+            ).tiles()
+        ]
+        return [*chunks, *self._decode_groups(slices)]
 
     def _written_slots(
         self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]
@@ -127,9 +151,7 @@ class GroupStep:
             return None
         return self._tensor(np.array(blocks)), self._tensor(np.array(offsets))
 
-    def _decode_groups(
-        self, slices: Sequence[RequestSlice], tables: Sequence[BlockTable]
-    ) -> list[DecodeGroup]:
+    def _decode_groups(self, slices: Sequence[RequestSlice]) -> list[DecodeGroup]:
         # Batched with others of up to twice the pages: padding never doubles the work.
         members: dict[int, list[int]] = {}
         for index, part in enumerate(slices):
@@ -141,7 +163,7 @@ class GroupStep:
                 rows=self._tensor(np.array([slices[index].first_row for index in group])),
                 all_rows=len(group) == len(slices),
                 lengths=[slices[index].end for index in group],
-                tables=[tables[index] for index in group],
+                tables=[self._held[index] for index in group],
                 tokens_per_block=self._size,
             )
             for group in members.values()
@@ -149,3 +171,15 @@ class GroupStep:
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
+
+
+def _wanted(slices: Sequence[RequestSlice]) -> list[RequestSlice]:
+    """Those of the tokens whose logits are wanted, with their queries side by side."""
+    wanted = []
+    row = 0
+    for part in slices:
+        count = part.wanted
+        first_key = part.first_key + part.count - count
+        wanted.append(RequestSlice(part.request, part.end - count, part.end, row, first_key))
+        row += count
+    return wanted

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-__all__ = ["Projection", "laid_out", "project", "release"]
+__all__ = ["Projection", "close", "laid_out", "project", "release"]
 
 _HINT = 16
 """Rows that weights are packed for; the products of other counts are hardly slower."""
@@ -127,7 +127,7 @@ class _Packed:
                 (self.plus(rows, other), plain + other),
                 (self.times(rows, other), plain * other),
             ]
-        return all(_close(found, expected) for found, expected in pairs)
+        return all(close(found, expected) for found, expected in pairs)
 
 
 @functools.cache
@@ -142,7 +142,8 @@ def _packs(dtype: torch.dtype) -> bool:
         return False
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether they differ by no more than the order of sums may make of it."""
     tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
     return bool(torch.allclose(found, expected, rtol=0, atol=tolerance))
 

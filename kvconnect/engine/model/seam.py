@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -26,7 +27,14 @@ _HARMLESS = frozenset({"dropout", "position_ids", "is_causal", "position_embeddi
 
 
 class KvStep(Protocol):
-    """What models are called with as ``kv=``."""
+    """What models are called with as ``kv=``.
+
+    Attributes:
+        last_tokens: ``[rows]`` int64, the tokens whose logits are wanted: all that the last layer
+            has to attend from.
+    """
+
+    last_tokens: Tensor
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Attention of one layer; see `ForwardStep.attend`."""
@@ -74,6 +82,7 @@ class AttentionProbe:
 
     def __init__(self) -> None:
         self.layers: list[LayerShape] = []
+        self.last_tokens = torch.zeros(1, dtype=torch.int64)
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Record the layer; its output is zero."""
