@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvconnect.backends.url import StoreUrl, parse_size
+from kvconnect.cli.bench_serve import add_serve_options, run_serve
 from kvconnect.cli.command import Subparsers, add_number, picked
 from kvconnect.errors import ConfigurationError, nearest
 
@@ -47,6 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="bin/python of an environment with vLLM for the CPU",
     )
     _runs(engine, run_engine)
+    serve = benchmarks.add_parser(
+        "serve",
+        help="what clients of a server wait for: shared prefixes, chats of several turns",
+    )
+    add_serve_options(serve)
+    _runs(serve, run_serve)
     _add_blocks(benchmarks)
     _add_store(benchmarks)
     _add_dead(benchmarks)

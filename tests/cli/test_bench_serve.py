@@ -1,0 +1,146 @@
+"""``kvconnect bench serve``: against a server whose pace is known, and against our own."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+FIRST_S, NEXT_S = 0.06, 0.02
+TOKENS = 5
+
+
+class Paced(BaseHTTPRequestHandler):
+    """Answers every request with the same tokens at the same pace."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, asked, self.headers.get("Authorization")))
+        if self.server.refuses:
+            self.send_error(429)
+            return
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        chat = "messages" in asked
+        if chat:
+            self._event(choices=[{"delta": {"role": "assistant", "content": ""}}])
+        for number in range(TOKENS):
+            time.sleep(NEXT_S if number else FIRST_S)
+            piece = {"delta": {"content": "x"}} if chat else {"text": "x"}
+            self._event(choices=[piece])
+        usage = {
+            "prompt_tokens": 40,
+            "completion_tokens": TOKENS,
+            "prompt_tokens_details": {"cached_tokens": 30},
+        }
+        self._event(choices=[], usage=usage)
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def _event(self, **content: object) -> None:
+        self.wfile.write(b"data: " + json.dumps(content).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def paced() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Paced) as server:
+        server.asked, server.refuses = [], False
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def bench(kvconnect, paced):
+    def run(*arguments: object) -> dict[str, float]:
+        url = f"http://127.0.0.1:{paced.server_port}"
+        code, out, err = kvconnect(
+            *("bench", "serve", "--url", url, "--served-model-name", "m", "--json", *arguments)
+        )
+        assert code == 0, err
+        return {figure["name"]: figure["value"] for figure in json.loads(out)["figures"]}
+
+    return run
+
+
+def test_the_pace_of_a_server_is_what_is_told(bench):
+    found = bench("--requests", 8, "--concurrency", 4)
+    assert found["requests"] == 8
+    assert found["hit rate: cached of them"] == 75
+    assert found["time to first token, p50"] >= 1000 * FIRST_S
+    assert found["inter-token latency, mean"] >= 1000 * NEXT_S * 0.9  # they may come in a bunch
+    # Two rounds of four at once.
+    whole = FIRST_S + (TOKENS - 1) * NEXT_S
+    assert found["duration"] >= 2 * whole
+    assert found["output tokens per second"] == pytest.approx(8 * TOKENS / found["duration"])
+
+
+def test_requests_share_prefixes_and_nothing_else(bench, paced):
+    bench("--requests", 6, "--prefixes", 2, "--prefix-tokens", 50, "--suffix-tokens", 20)
+    prompts = [asked["prompt"] for _, asked, _ in paced.asked]
+    assert {len(prompt) for prompt in prompts} == {70}
+    assert len({prompt[:50] for prompt in prompts}) == 2
+    assert len({prompt[50:] for prompt in prompts}) == 6
+
+
+def test_each_turn_of_a_chat_has_all_before_it(bench, paced, monkeypatch):
+    monkeypatch.setenv("KVCONNECT_API_KEY", "secret")
+    found = bench("--workload", "chats", "--chats", 2, "--turns", 3, "--concurrency", 1)
+    assert found["requests"] == 6
+    assert {(path, key) for path, _, key in paced.asked} == {
+        ("/v1/chat/completions", "Bearer secret")
+    }
+    first, second, third = [asked["messages"] for _, asked, _ in paced.asked[:3]]
+    assert [one["role"] for one in first] == ["system", "user"]
+    assert second[:2] == first
+    assert second[2] == {"role": "assistant", "content": "x" * TOKENS}
+    assert third[:4] == second
+
+
+def test_an_error_of_the_server_is_told(kvconnect, paced):
+    paced.refuses = True
+    url = f"http://127.0.0.1:{paced.server_port}"
+    code, _, err = kvconnect("bench", "serve", "--url", url, "--served-model-name", "m")
+    assert code == 1
+    assert "/v1/completions: status 429" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--concurrency", 0), "--concurrency 0: must be at least 1"),
+        (("--url", "http://127.0.0.1:1"), "--url: give --served-model-name, too"),
+    ],
+)
+def test_a_wrong_option_is_named(kvconnect, arguments, message):
+    code, _, err = kvconnect("bench", "serve", *arguments)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.slow
+def test_a_server_of_its_own_is_measured(kvconnect, model: Path, tmp_path: Path):
+    arguments = ("--requests", 8, "--prefixes", 2, "--prefix-tokens", 64, "--suffix-tokens", 8)
+    store = ("--store", f"disk://{tmp_path}/kv?capacity=64MiB")
+    code, out, err = kvconnect(
+        *("bench", "serve", "--model", model, *arguments, *store, "--max-tokens", 4, "--json")
+    )
+    assert code == 0, err
+    found = {figure["name"]: figure["value"] for figure in json.loads(out)["figures"]}
+    assert found["requests"] == 8
+    assert found["prompt tokens"] == 8 * 72
+    assert found["hit rate: cached of them"] > 0
