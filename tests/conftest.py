@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import signal
@@ -10,7 +11,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
+
+# As `make test` does. More threads than cores that are idle wait for each other at every operation:
+# on a busy machine an engine's test takes several times as long then.
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    torch.set_num_threads(1)  # plugins have loaded it by now
 
 # How long an example takes says how busy the machine is, no more.
 settings.register_profile("kvconnect", deadline=None)
