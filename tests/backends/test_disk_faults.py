@@ -442,7 +442,7 @@ async def test_close_waits_for_a_disk_that_hangs_without_holding_up_anything_els
         "kvconnect.backends.disk.directory.DiskDirectory.lookup",
         lambda self, keys: int(not goes_on.wait(10)),
     )
-    store = GuardedBackend(make_disk(), deadline_s=0.1)
+    store = GuardedBackend(make_disk(), deadline_s=1.0)
     await store.open([kit.layout])
     with pytest.raises(BackendTimeout):
         await store.lookup(kit.keys("hangs", count=1))
