@@ -108,18 +108,13 @@ class LLM(Generation):
         config = KvCacheConfig() if kv_cache is None else KvCacheConfig.given("kv_cache", kv_cache)
         connector_config = config_of(connector)
         drafts = NgramSpeculation.of(speculative)
-        if kv_cache_manager is not None and not callable(kv_cache_manager):
-            raise ConfigurationError(
-                f"kv_cache_manager: {shown(kv_cache_manager)} is a "
-                f"{type(kv_cache_manager).__name__}; give a callable that makes a cache manager"
-            )
+        factory = _manager_factory(kv_cache_manager)
         directory = _directory(model)
         loaded = load_model(
             directory, dtype=_name(dtype), device=_name(device), revision=model_revision
         )
         self._model, self.tokenizer = loaded.model, loaded.tokenizer
         _check_dtype(config, self._model)
-        factory = kv_cache_manager or _default_manager()
         geometry = CacheGeometry.of(
             self._model, config, window_pools=getattr(factory, "supports_window_pools", False)
         )
@@ -250,7 +245,14 @@ def _check_dtype(config: KvCacheConfig, model: Model) -> None:
         )
 
 
-def _default_manager() -> KVCacheManagerFactory:
-    from kvconnect.cache.kv_cache_manager import KVCacheManager
+def _manager_factory(given: object) -> KVCacheManagerFactory:
+    if given is None:
+        from kvconnect.cache.kv_cache_manager import KVCacheManager
 
-    return KVCacheManager
+        return KVCacheManager
+    if not callable(given):
+        raise ConfigurationError(
+            f"kv_cache_manager: {shown(given)} is a {type(given).__name__}; give a callable that "
+            "makes a cache manager"
+        )
+    return given
