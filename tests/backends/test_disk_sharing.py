@@ -132,7 +132,7 @@ async def test_five_processes_never_exceed_the_capacity(tmp_path):
     assert await expect_blocks_right(path, nbytes, range(5), 128) > 48
 
 
-@pytest.mark.parametrize("blocks_that_fit", [64, 4096])
+@pytest.mark.parametrize("blocks_that_fit", [pytest.param(64, marks=pytest.mark.slow), 4096])
 async def test_five_processes_killed_at_once_lose_nothing_they_told_of(tmp_path, blocks_that_fit):
     path, nbytes = tmp_path / "store", 32 << 10
     capacity = blocks_that_fit * nbytes

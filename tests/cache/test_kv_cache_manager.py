@@ -266,7 +266,9 @@ def test_the_blocks_that_a_window_needs_are_exact(window, num_generated):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("chunk", [1, 3, T, T + 1])
+@pytest.mark.parametrize(
+    "chunk", [3, T, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, T + 1))]
+)
 def test_the_blocks_that_a_window_needs_are_those_of_the_worst_chunks(window, chunk):
     for prompt_len in (T - 1, 2 * T, 2 * T + 1):
         request = make_request(range(prompt_len), max_tokens=2)

@@ -173,7 +173,10 @@ def test_any_mix_gets_the_answers_it_gets_alone(crowded, data):
     check_idle(llm)
 
 
-@pytest.fixture(scope="module", params=["guaranteed_no_evict", "max_utilization"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("guaranteed_no_evict", marks=pytest.mark.slow), "max_utilization"],
+)
 def crowded(request, mixed):
     """An engine with few blocks, a host tier and drafts; what it is asked, and the answers."""
     rng = np.random.default_rng(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -119,7 +120,8 @@ def closed_doors(name: str, targets: Iterator[str] | set[str]) -> list[str]:
     ]
 
 
-def graph(repository: Path) -> dict[str, set[str]]:
+@cache
+def graph(repository: Path) -> Mapping[str, set[str]]:
     """For each module those that it imports, also in functions and for types; no ``kvconnect.``."""
     sources = {
         ".".join(path.relative_to(repository).with_suffix("").parts).removeprefix(

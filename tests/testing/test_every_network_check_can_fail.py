@@ -41,6 +41,7 @@ class ToySubject(Subject):
         self.backend = backend
         self.address = Address("127.0.0.1", server.port)
         self.patience_s = 1.0
+        self.deadline_s = 0.4
 
     def make_backend(self):
         return self.make_via(self.address)
