@@ -18,3 +18,18 @@ def serve(output: Path, arguments: list[str]) -> None:
     from kvconnect.cli.main import main
 
     sys.exit(main(["serve", *arguments]))
+
+
+def serve_until_it_fails(output: Path, arguments: list[str]) -> None:
+    """The same with an engine that fails on a prompt of 77 tokens."""
+    from kvconnect.engine.engine import Engine
+
+    forward = Engine._forward
+
+    def failing(engine, requests):
+        if any(request.prompt_len == 77 for request in requests):
+            raise RuntimeError("a secret of this machine")
+        return forward(engine, requests)
+
+    Engine._forward = failing
+    serve(output, arguments)

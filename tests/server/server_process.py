@@ -35,13 +35,19 @@ def wait_until(condition: Callable[[], object], what: str, deadline_s: float = D
 class ServerProcess:
     """``kvconnect serve``, started and listening."""
 
-    def __init__(self, model: Path, output: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        output: Path,
+        *arguments: str,
+        serve: Callable[[Path, list[str]], None] = server_child.serve,
+    ) -> None:
         self.output = output
         everything = [
             *(str(model), "--port", "0", "--served-model-name", "tiny", "--dtype", "float64"),
             *("--tokens-per-block", "16", *arguments),
         ]
-        self.process = _CONTEXT.Process(target=server_child.serve, args=(output, everything))
+        self.process = _CONTEXT.Process(target=serve, args=(output, everything))
         self.process.start()
         self.pid: int = self.process.pid
         wait_until(self._is_up, "the server listens")
@@ -128,9 +134,11 @@ class ServerProcess:
 
 
 @contextmanager
-def running(model: Path, output: Path, *arguments: str) -> Iterator[ServerProcess]:
+def running(
+    model: Path, output: Path, *arguments: str, **how: Callable[[Path, list[str]], None]
+) -> Iterator[ServerProcess]:
     """A server that is gone afterwards, however."""
-    server = ServerProcess(model, output, *arguments)
+    server = ServerProcess(model, output, *arguments, **how)
     try:
         yield server
     finally:

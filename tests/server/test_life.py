@@ -12,6 +12,7 @@ from pathlib import Path
 
 import openai
 import pytest
+import server_child
 from server_process import request_bytes, running, wait_until
 
 from kvconnect.cli.main import main
@@ -194,6 +195,30 @@ def test_a_second_signal_does_not_wait(model: Path, tmp_path: Path):
         os.kill(server.pid, signal.SIGTERM)
         wait_until(lambda: server.post(b"", "/health", method="GET")[0] == 503, "it drains")
         assert server.stop() == 0
+
+
+def test_an_engine_that_fails_ends_the_server(model: Path, tmp_path: Path):
+    with (
+        running(model, tmp_path / "output", serve=server_child.serve_until_it_fails) as server,
+        server.connect() as other,
+    ):
+        other.sendall(request_bytes(LONG))
+        wait_until(lambda: server.live() == 1, "another request runs")
+        status, answer, _ = server.post(ASKED | {"prompt": "x" * 77})
+        assert (status, answer["error"]["message"]) == (500, "the request failed (RuntimeError)")
+        assert other.recv(65536).startswith(b"HTTP/1.1 500 ")
+        assert server.wait() == 1
+        assert "the engine has failed: it takes no more requests" in server.said()
+
+
+@pytest.mark.parametrize("name", ["uvicorn", "starlette"])
+def test_a_missing_extra_is_named(monkeypatch, capsys, name):
+    for module in list(sys.modules):
+        if module.startswith(("kvconnect.server", f"{name}.")):
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    assert main(["serve", "/no/model"]) == 2
+    assert "pip install 'kvconnect[serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
         from kvconnect.server.run import serve
         from kvconnect.server.settings import ServerSettings
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
+        if (error.name or "").partition(".")[0] not in _EXTRA:
             raise
         raise MissingExtra("kvconnect serve", "serve") from error
     key = os.environ.get(_API_KEY) if arguments.api_key is None else arguments.api_key
