@@ -11,6 +11,7 @@ from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
 from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.disagg.params import PrefillParams
+from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.request import LlmRequest
 
 __all__ = ["PrefillBook"]
@@ -104,7 +105,7 @@ class PrefillBook:
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None or prompt.num_blocks is None:
             return None
-        whole = request.is_finished_normal and request.num_computed_tokens >= prompt.num_tokens
+        whole = request.is_finished_normal and self._holds(request, prompt.num_tokens)
         if whole:
             self._results[request.request_id] = {
                 "transfer_id": prompt.transfer_id,
@@ -117,6 +118,19 @@ class PrefillBook:
             stored=stored,
             shared=True,
             num_tokens=prompt.num_tokens if whole else 0,
+        )
+
+    def _holds(self, request: LlmRequest, num_tokens: int) -> bool:
+        """Whether `request` has all blocks that go on from its first `num_tokens` tokens.
+
+        Windows give up what lies behind them as a request generates: what it did not generate for
+        is sure to be there (``max_tokens=0``).
+        """
+        computed, size = request.num_computed_tokens, self.llm_args.tokens_per_block
+        return computed >= num_tokens and all(
+            blocks_needed(layout.window, computed, size).start
+            <= blocks_needed(layout.window, num_tokens, size).start
+            for layout in self.llm_args.layouts
         )
 
     def take_params(self, request: LlmRequest) -> dict[str, Any] | None:

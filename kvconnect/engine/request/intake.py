@@ -146,7 +146,7 @@ class Intake:
 
     def _check_length(self, prompt_len: int, max_tokens: int) -> None:
         # The last token is sampled and never fed back: it takes no position and no slot.
-        longest = prompt_len + max_tokens - 1
+        longest = prompt_len + max(max_tokens, 1) - 1
         what = f"prompt: {prompt_len} tokens with max_tokens={max_tokens}"
         limit = self._model.position_limit
         if limit is not None and longest > limit.num_tokens:
