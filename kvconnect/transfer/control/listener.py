@@ -202,7 +202,7 @@ def _listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        return socket.create_server(address[:2], family=family, backlog=_MAX_HALF_OPEN)
+        return socket.create_server(address[:2], family=family, backlog=128)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigurationError(

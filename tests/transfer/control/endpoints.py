@@ -1,0 +1,67 @@
+"""Endpoints for tests: what a process says of itself, and what it heard."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvconnect.transfer.control.endpoint import Endpoint, Timing
+from kvconnect.transfer.control.events import Connected, Disconnected
+from kvconnect.transfer.control.messages import Compat, Hello
+
+QUICK = Timing(
+    heartbeat_s=0.1, silence_s=0.6, handshake_s=0.6, first_pause_s=0.02, last_pause_s=0.2
+)
+COMPAT = Compat(
+    model="digest",
+    dtype="float64",
+    num_layers=2,
+    num_kv_heads=4,
+    key_dim=8,
+    value_dim=8,
+    block_format=1,
+    transport="tcp",
+)
+
+
+class Side:
+    """One side of a channel; `events` holds what it was delivered."""
+
+    def __init__(self, engine_id: str, *, secret=None, timing=QUICK, deliver=None, **changes):
+        self.hello = Hello(
+            compat=COMPAT.model_copy(update=changes),
+            engine_id=engine_id,
+            boot=secrets.token_bytes(16),
+            local=b"local",
+        )
+        self.events: queue.Queue[Any] = queue.Queue()
+        self.channels: list[Any] = []
+        self.endpoint = Endpoint(lambda: self.hello, deliver or self._take, secret, timing)
+
+    def _take(self, channel, event):
+        if isinstance(event, Connected):
+            self.channels.append(channel)
+        self.events.put(event)
+
+    def next(self, timeout_s: float = 5.0):
+        return self.events.get(timeout=timeout_s)
+
+    def connected(self) -> Hello:
+        event = self.next()
+        assert isinstance(event, Connected), event
+        return event.hello
+
+    def disconnected(self, timeout_s: float = 5.0) -> str:
+        event = self.next(timeout_s)
+        assert isinstance(event, Disconnected), event
+        return event.reason
+
+
+def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.005)

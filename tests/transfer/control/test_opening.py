@@ -1,0 +1,418 @@
+"""How a channel opens, or is refused: secrets, versions, what must be equal, garbage."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from endpoints import COMPAT, QUICK, Side, until
+
+from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
+from kvconnect.trace import metrics
+from kvconnect.transfer.control import handshake, listener
+from kvconnect.transfer.control.handshake import OPENING_LIMIT, check_compat, shake_hands
+from kvconnect.transfer.control.listener import Listener
+from kvconnect.transfer.control.messages import Claim, Compat, Error, Ping, Proof, decode, encode
+from kvconnect.transfer.control.peer import Peer
+from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
+from kvconnect.transfer.secret import SharedSecret, is_loopback
+
+WORDS = "correct horse battery staple"
+SECRET = SharedSecret(WORDS)
+
+
+@pytest.fixture
+def sides():
+    """A listener and peers of it, closed at the end."""
+    opened: list = []
+
+    def start(p: Side, *ds: Side):
+        opened.append(Listener(p.endpoint))
+        peers = [Peer(d.endpoint, "127.0.0.1", opened[0].port) for d in ds]
+        opened.extend(peers)
+        return opened[0], *peers
+
+    yield start
+    for one in reversed(opened):
+        one.close()
+
+
+def wire_to(port: int) -> Wire:
+    return Wire(socket.create_connection(("127.0.0.1", port)), limit=OPENING_LIMIT, silence_s=5)
+
+
+def soon() -> float:
+    return time.monotonic() + 5
+
+
+# ------------------------------------------------------------------------------ accepted
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_both_sides_say_hello(sides, secret):
+    p, d = Side("P", secret=secret), Side("D", secret=secret)
+    _, peer = sides(p, d)
+    assert d.connected() == p.hello
+    assert p.connected() == d.hello
+    assert peer.wait(0)
+    assert peer.send(Claim(seq=1, request="r"))
+    assert p.next() == Claim(seq=1, request="r")
+
+
+def test_hello_is_asked_for_at_each_connection(sides):
+    p, d = Side("P"), Side("D")
+    _, peer = sides(p, d)
+    p.connected()
+    d.hello = d.hello.model_copy(update={"local": b"of a transport that was rebuilt"})
+    peer.reconnect()
+    p.disconnected()
+    assert p.connected().local == b"of a transport that was rebuilt"
+
+
+# ------------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize("name", sorted(Compat.model_fields))
+def test_the_field_that_differs_is_named_on_both_sides(sides, caplog, name):
+    value = getattr(COMPAT, name)
+    other = value + 1 if isinstance(value, int) else "other"
+    caplog.set_level(logging.WARNING)
+    _, peer = sides(Side("P"), Side("D", **{name: other}))
+    assert not peer.wait(5)
+    assert isinstance(peer.error, PeerRefused)
+    assert peer.error.field == name
+    assert repr(other) in str(peer.error)
+    assert repr(value) in str(peer.error)
+    until(lambda: f"a peer was refused: {name}: " in caplog.text)
+
+
+def test_the_first_field_that_differs_is_named():
+    with pytest.raises(PeerRefused, match="dtype: 'float64' here, 'float16' at the peer"):
+        check_compat(COMPAT, COMPAT.model_copy(update={"dtype": "float16", "key_dim": 1}))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (SECRET, SharedSecret(WORDS[::-1]), "another one"),
+        (SECRET, None, "is set here"),
+        (None, SECRET, "is set at the peer"),
+    ],
+)
+def test_a_wrong_secret_is_refused_and_not_told(sides, caplog, ours, theirs, said):
+    caplog.set_level(logging.DEBUG)
+    p, d = Side("P", secret=theirs), Side("D", secret=ours)
+    _, peer = sides(p, d)
+    assert not peer.wait(5)
+    assert isinstance(peer.error, PeerRefused)
+    assert peer.error.field == "secret"
+    assert p.events.empty()
+    assert d.events.empty()
+    text = f"{caplog.text} {peer!r} {peer.error!r} {p.endpoint!r} {d.endpoint!r}"
+    assert said.split()[0] in text
+    assert WORDS not in text
+    assert WORDS[::-1] not in text
+
+
+def test_another_version_is_refused_by_name(sides, monkeypatch):
+    (listening,) = sides(Side("P"))
+    monkeypatch.setattr(handshake, "PROTOCOL", 7)
+    wire = wire_to(listening.port)
+    wire.write(frame(handshake._OPENING.pack(handshake._MAGIC, 6, 0, bytes(32))), soon())
+    wire.read(soon())  # its own version, so that the other side can say so, too
+    said = decode(wire.read(soon()))
+    assert isinstance(said, Error)
+    assert said.field == "protocol"
+    assert said.message == "7 here, 6 at the peer"
+    wire.close()
+
+
+def test_a_proof_is_of_no_use_a_second_time(sides):
+    """Neither sent again by an eavesdropper, nor sent back to the one who made it."""
+    p = Side("P", secret=SECRET)
+    (listening,) = sides(p)
+    first = wire_to(listening.port)
+    ours = handshake._OPENING.pack(handshake._MAGIC, 1, 1, bytes(32))
+    first.write(frame(ours), soon())
+    proof = Proof(mac=SECRET.mac(handshake._INITIATOR, ours, first.read(soon())))
+    first.write(frame(encode(proof)), soon())
+    theirs = decode(first.read(soon()))
+    assert isinstance(theirs, Proof)  # it was good
+    for each in (proof, theirs):
+        second = wire_to(listening.port)
+        second.write(frame(ours), soon())
+        second.read(soon())
+        second.write(frame(encode(each)), soon())
+        said = decode(second.read(soon()))
+        assert isinstance(said, Error)
+        assert said.field == "secret"
+        second.close()
+    first.close()
+    assert p.events.empty()
+
+
+def test_one_that_has_no_secret_learns_nothing_but_that(sides):
+    (listening,) = sides(Side("P", secret=SECRET))
+    wire = wire_to(listening.port)
+    wire.write(frame(handshake._OPENING.pack(handshake._MAGIC, 1, 1, bytes(32))), soon())
+    wire.read(soon())
+    wire.write(frame(encode(Side("X").hello)), soon())
+    with pytest.raises(WireClosed):  # not even an error: it is no proof
+        wire.read(soon())
+    wire.close()
+
+
+def test_an_initiator_wants_a_proof_too():
+    """One who took the listener's place, and says that all is well."""
+    side = Side("D", secret=SECRET)
+    here, there = socket.socketpair()
+
+    def pretend():
+        wire = Wire(there, limit=OPENING_LIMIT, silence_s=5)
+        wire.read(soon())
+        wire.write(frame(handshake._OPENING.pack(handshake._MAGIC, 1, 1, bytes(32))), soon())
+        wire.read(soon())
+        wire.write(frame(encode(Proof(mac=bytes(32)))), soon())
+        wire.close()
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(PeerRefused, match="secret"):
+        shake_hands(Wire(here, limit=OPENING_LIMIT, silence_s=5), side.endpoint, initiator=True)
+    thread.join()
+    here.close()
+
+
+def test_a_message_before_the_opening_is_over_is_refused():
+    side = Side("D")
+    here, there = socket.socketpair()
+    wire = Wire(there, limit=OPENING_LIMIT, silence_s=5)
+    wire.write(frame(handshake._OPENING.pack(handshake._MAGIC, 1, 0, bytes(32))), soon())
+    wire.write(frame(encode(Ping(number=1))), soon())
+    with pytest.raises(BadMessage, match="Ping where Hello is due"):
+        shake_hands(Wire(here, limit=OPENING_LIMIT, silence_s=5), side.endpoint, initiator=False)
+    wire.close()
+    here.close()
+
+
+# ------------------------------------------------------------------------------ secrets
+
+
+@pytest.mark.parametrize("secret", ["", "short", " " * 40, b"fifteen bytes.."])
+def test_a_short_secret_is_refused_without_saying_it(secret):
+    with pytest.raises(ConfigurationError, match=r"secret: \d+ bytes are too few") as refused:
+        SharedSecret(secret)
+    assert not secret.strip() or str(secret) not in str(refused.value)
+
+
+def test_a_secret_is_never_shown():
+    assert WORDS not in f"{SECRET!r} {SECRET} {vars(Side('P', secret=SECRET))}"
+    for copied in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match="not pickled"):
+            copied(SECRET)
+
+
+def test_the_parts_of_a_mac_cannot_be_shifted():
+    assert SECRET.mac(b"ab", b"c") != SECRET.mac(b"a", b"bc")
+    assert SECRET.verifies(SECRET.mac(b"ab"), b"ab")
+    assert not SECRET.verifies(b"", b"ab")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_one"),
+    [
+        *(("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)),
+        *(("::ffff:127.0.0.1", True), ("0.0.0.0", False), ("::", False), ("", False)),
+        *(("10.0.0.1", False), ("localhost.example.com", False), ("::ffff:10.0.0.1", False)),
+    ],
+)
+def test_what_is_loopback(host, is_one):
+    assert is_loopback(host) == is_one
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.com", ""])
+def test_beyond_loopback_there_must_be_a_secret(host):
+    for start in (Listener, lambda endpoint, host: Peer(endpoint, host, 1)):
+        with pytest.raises(ConfigurationError, match=f"host: '{host}' is not a loopback.*secret"):
+            start(Side("P").endpoint, host)
+
+
+def test_beyond_loopback_it_works_with_one():
+    p, d = Side("P", secret=SECRET), Side("D", secret=SECRET)
+    with (
+        Listener(p.endpoint, "0.0.0.0") as listening,
+        Peer(d.endpoint, "127.0.0.1", listening.port) as peer,
+    ):
+        assert peer.wait(5)
+
+
+# ------------------------------------------------------------------------------ the port
+
+
+def test_a_port_that_is_taken_is_named():
+    with Listener(Side("P").endpoint) as first:
+        message = rf"port: 127.0.0.1:{first.port} is taken"
+        with pytest.raises(ConfigurationError, match=message):
+            Listener(Side("P").endpoint, port=first.port)
+    with Listener(Side("P").endpoint, port=first.port):  # at once, as after a restart
+        pass
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none_is_named(port):
+    with pytest.raises(ConfigurationError, match=f"port: {port} must be"):
+        Listener(Side("P").endpoint, port=port)
+
+
+def test_an_address_of_another_machine_is_named():
+    with pytest.raises(ConfigurationError, match=r"host: cannot listen at 192.0.2.1:0"):
+        Listener(Side("P", secret=SECRET).endpoint, "192.0.2.1")
+
+
+def garbage() -> list[bytes]:
+    rng = random.Random(5)
+    opening = frame(handshake._OPENING.pack(handshake._MAGIC, 1, 0, bytes(32)))
+    return [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\0\0\0\0",
+        b"\xff" * 100,
+        struct.pack(">I", OPENING_LIMIT) + rng.randbytes(OPENING_LIMIT),
+        opening + frame(b""),
+        opening + frame(rng.randbytes(1000)),
+        opening + b"\xff\xff\xff\xff",
+        opening + frame(encode(Side("X").hello)) + frame(rng.randbytes(50)),
+        opening + frame(encode(Side("X").hello)) + b"\xff\xff\xff\xff",
+        *(rng.randbytes(rng.randrange(1, 300)) for _ in range(20)),
+    ]
+
+
+def test_garbage_harms_nobody(sides):
+    p, d = Side("P"), Side("D")
+    listening, peer = sides(p, d)
+    assert peer.wait(5)
+    for data in garbage():
+        with socket.create_connection(("127.0.0.1", listening.port)) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(5)
+            while True:  # until it is closed: in time, or recv raises
+                try:
+                    if not sock.recv(65536):
+                        break
+                except ConnectionResetError:
+                    break
+    assert peer.channel is not None
+    peer.send(Claim(seq=1, request="r"))
+    until(lambda: any(isinstance(one, Claim) for one in list(p.events.queue)))
+    until(lambda: len(listening.channels()) == 1)
+
+
+def test_half_open_connections_are_bounded_and_keep_nobody_out(sides, monkeypatch):
+    monkeypatch.setattr(listener, "_MAX_HALF_OPEN", 4)
+    (listening,) = sides(Side("P"))
+    pushed = metrics.snapshot().get("transfer.control.pushed_out", 0)
+    silent = [socket.create_connection(("127.0.0.1", listening.port)) for _ in range(20)]
+    until(lambda: metrics.snapshot().get("transfer.control.pushed_out", 0) - pushed >= 16)
+    assert len(listening._opening) <= 4
+    d = Side("D")
+    with Peer(d.endpoint, "127.0.0.1", listening.port) as peer:
+        assert peer.wait(5)
+    until(lambda: not listening._opening, QUICK.handshake_s + 2)  # those that say nothing go, too
+    until(lambda: not listening._threads)
+    for sock in silent:
+        sock.settimeout(5)
+        assert sock.recv(1) == b""
+        sock.close()
+
+
+def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):
+    (listening,) = sides(Side("P"))
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", listening.port)) as sock:
+        sock.settimeout(0.05)
+        opening = frame(handshake._OPENING.pack(handshake._MAGIC, 1, 0, bytes(32)))
+        for byte in opening:
+            try:
+                sock.sendall(bytes([byte]))
+                if sock.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            pytest.fail("it was heard out")
+    assert time.monotonic() - began < QUICK.handshake_s + 1
+
+
+def test_channels_are_bounded():
+    d = Side("B")
+    with (
+        Listener(Side("P").endpoint, max_channels=1) as listening,
+        Peer(Side("A").endpoint, "127.0.0.1", listening.port) as first,
+    ):
+        assert first.wait(5)
+        with Peer(d.endpoint, "127.0.0.1", listening.port) as second:
+            d.connected()
+            assert "1 peers are connected" in d.disconnected()
+            assert first.channel is not None
+            first.close()
+            until(lambda: second.channel is not None)
+
+
+def test_a_peer_that_connects_anew_takes_the_place_of_its_earlier_channel():
+    p = Side("P")
+    with Listener(p.endpoint) as listening:
+        before, after = Side("D"), Side("D")
+        with Peer(before.endpoint, "127.0.0.1", listening.port) as first:
+            assert first.wait(5)
+            p.connected()
+            with Peer(after.endpoint, "127.0.0.1", listening.port):
+                before.connected()
+                assert "connected anew" in before.disconnected()
+                first.close()
+                until(lambda: len(listening.channels()) == 1)
+
+
+def test_a_peer_that_does_not_answer_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        d = Side("D")
+        with Peer(d.endpoint, "127.0.0.1", silent.getsockname()[1]) as peer:
+            until(lambda: peer.error is not None)
+            assert isinstance(peer.error, WireTimeout)
+            until(lambda: peer.attempts > 1)
+
+
+def test_what_is_not_a_peer_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            sock, _ = server.accept()
+            with sock:
+                sock.recv(100)
+                sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with Peer(Side("D").endpoint, "127.0.0.1", server.getsockname()[1]) as peer:
+            until(lambda: peer.error is not None)
+            assert isinstance(peer.error, BadMessage)
+        thread.join()
+
+
+def test_a_process_without_the_extra_says_what_to_install():
+    source = "import sys; sys.modules['msgpack'] = None\nimport kvconnect.transfer.control.messages"
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False, env=os.environ
+    )
+    assert "pip install 'kvconnect[transfer]'" in done.stderr.splitlines()[-1]
