@@ -336,8 +336,8 @@ class TransferConfig(Settings):
         secret: what both sides prove to know before anything else is said; never shown.
         lease_s: a reader that says nothing for so long has lost its claim, and the blocks go; they
             do after ``save_timeout_s`` in any case, counted from when the prompt was computed.
-        max_lease_total: bytes of blocks that are kept for readers, at most; ``None``: half of the
-            pools'. What is computed beyond that is not handed out.
+        max_lease_total: bytes of blocks that are kept for readers, at most; ``None``: all there
+            are. What is computed beyond that is not handed out.
         claim_timeout_s: what a decode request waits for a prompt that the other side has not begun,
             or does not go on with. Then it computes.
         min_bytes_per_s: a pull that has moved nothing for 2 s and the time its bytes take at this
@@ -467,14 +467,15 @@ class KvCacheConnectorConfig(Settings):
     max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
     max_loading_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
 
+    def __init__(self, /, *args: Any, **values: Any) -> None:
+        if isinstance(values.get("transfer"), Mapping):
+            # Here, where its secret is not shown.
+            values["transfer"] = TransferConfig.given("transfer", values["transfer"])
+        super().__init__(*args, **values)
+
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             yield name, without_passwords(value) if name == "url" and value is not None else value
-
-    @field_validator("transfer", mode="before")
-    @classmethod
-    def _transfer_of_fields(cls, value: object) -> object:
-        return TransferConfig.given("transfer", value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
     def _one_way_in(self) -> Self:

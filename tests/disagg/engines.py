@@ -78,7 +78,7 @@ def leaks_nothing(*engines: LLM) -> None:
     for llm in engines:
         until(lambda llm=llm: llm.stats().free_blocks == llm.stats().max_blocks)
         stats = llm.stats()
-        assert not (stats.saving_requests or stats.loading_requests or stats.running_requests)
+        assert stats.saving_requests + stats.loading_requests + stats.running_requests == 0
 
 
 class Gate:

@@ -95,6 +95,7 @@ class Fetch:
         self._idle_s = idle_s
         self._deadline = deadline
         self._progress_at = time.monotonic()
+        self._look_at: float | None = None  # again, for whether there is a connection
         self._released_at: float | None = None
 
     @property
@@ -108,9 +109,8 @@ class Fetch:
             return min(self._deadline, self._released_at + _SLACK_S)
         if self._reading:  # they have deadlines of their own
             return self._deadline
-        if self.link.handle is None:
-            return time.monotonic() + _CONNECTING_S
-        return min(self._deadline, self._progress_at + self._idle_s)
+        due = min(self._deadline, self._progress_at + self._idle_s)
+        return due if self._look_at is None else min(due, self._look_at)
 
     # ------------------------------------------------------------------ what happens
 
@@ -119,6 +119,7 @@ class Fetch:
         if self.over:
             return
         claimed, now = self.claim.claimed, time.monotonic()
+        self._look_at = now + _CONNECTING_S if self.link.handle is None else None
         if claimed is None or (self._released_at is None and self.claim.failed):
             self.fail(self.claim.reason or "the other side does not have it, or not any more")
         elif self._released_at is not None:

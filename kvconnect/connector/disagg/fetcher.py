@@ -155,11 +155,18 @@ class Fetcher:
         return failed
 
     def close(self) -> None:
-        """End every load; nothing is written any more once the transport is closed. Blocks."""
+        """End every load and claim; others are told while they are connected. Blocks.
+
+        Nothing is written any more once the transport is closed.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
+        with self._claims_lock:
+            claims = list(self._claims.values())
+        for claim in claims:
+            claim.drop()
         self.client.close()
 
     def lost(self, link: Link, reason: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvconnect.config import TransferConfig, host_and_port
 from kvconnect.connector.data import KvCachePool, LlmArgs
-from kvconnect.connector.disagg.claims import Claim
+from kvconnect.connector.disagg import claims
 from kvconnect.connector.disagg.device import DeviceOrder
 from kvconnect.connector.disagg.fetcher import Fetcher
 from kvconnect.connector.disagg.links import Links
@@ -20,7 +20,7 @@ from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
 from kvconnect.transfer.control.listener import Listener
-from kvconnect.transfer.control.messages import Compat, Hello, PoolInfo
+from kvconnect.transfer.control.messages import Claim, Compat, Hello, PoolInfo, Unknown
 from kvconnect.transfer.leases.server import Send
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.transport import Transport
@@ -89,7 +89,7 @@ class TransferNode:
             most_s = _OWN_SHARE * connector.save_timeout_s
             self._offers = Offers(
                 self._wake,
-                max_lease_total=config.max_lease_total or max(1, pool_nbytes // 2),
+                max_lease_total=config.max_lease_total or pool_nbytes,
                 lease_s=min(config.lease_s, most_s),
                 max_idle_s=most_s,
                 claim_wait_s=config.claim_timeout_s,
@@ -122,11 +122,11 @@ class TransferNode:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
         links, self._links = self._links, None
         if links is not None:
             links.close()
-        if self._fetcher is not None:
-            self._fetcher.close()
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
@@ -194,10 +194,10 @@ class TransferNode:
             raise UsageError("register_kv_caches was not called")
         return self._device
 
-    def claim(self, address: str, name: str) -> Claim:
+    def claim(self, address: str, name: str) -> claims.Claim:
         """Ask the engine at `address` for a prompt; see `Fetcher.claim`."""
         if self._fetcher is None:
-            return Claim(address, name, reason="this engine fetches nothing")
+            return claims.Claim(address, name, reason="this engine fetches nothing")
         return self._fetcher.claim(address, name)
 
     def fetch(self, order: FetchOrder) -> None:
@@ -238,6 +238,8 @@ class TransferNode:
             server.connected(holder, send)
         elif isinstance(event, Disconnected):
             server.disconnected(*self._ways.pop(channel))
+        elif isinstance(event, Claim) and self.offers.is_gone(event.request):
+            channel.send(Unknown(seq=event.seq, request=event.request, epoch=event.epoch))
         else:
             server.handle(event, *self._ways[channel])
 

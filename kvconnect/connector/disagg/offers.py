@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvconnect.errors import OutOfBlocks
@@ -11,6 +12,8 @@ from kvconnect.transfer.leases.server import LeaseServer
 from kvconnect.transfer.leases.table import Blocks, Ended, LeaseKey, Mark
 
 __all__ = ["Offers"]
+
+_REMEMBERED = 4096
 
 
 class Offers:
@@ -35,6 +38,8 @@ class Offers:
         self._lock = threading.Lock()
         self._kept: dict[LeaseKey, int] = {}
         self._ended: list[int] = []
+        self._newest: dict[str, LeaseKey] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
         self.server = LeaseServer(
             self._unpinned,
             max_lease_total=max_lease_total,
@@ -49,9 +54,19 @@ class Offers:
         try:
             offer = self.server.offer(name, tokens=tokens, nbytes=nbytes)
         except OutOfBlocks as error:
-            warn_once("disagg.offer", f"a prompt is not handed out: {error}")
+            warn_once("transfer.offer", f"a prompt is not handed out: {error}")
+            self.refuse(name)
             return None
-        return LeaseKey(name, offer.epoch)
+        key = LeaseKey(name, offer.epoch)
+        with self._lock:
+            self._newest[name] = key
+            self._gone.pop(name, None)
+        return key
+
+    def is_gone(self, name: str) -> bool:
+        """Whether `name` was handed out, or is not going to be: no peer need wait for it."""
+        with self._lock:
+            return name in self._gone
 
     def advance(self, key: LeaseKey, mark: Mark, blocks: Blocks) -> bool:
         """More of it is computed; False: no peer reads it any more."""
@@ -63,6 +78,13 @@ class Offers:
     def withdraw(self, key: LeaseKey) -> None:
         """Nothing more of it is computed, or its blocks go."""
         self.server.withdraw(key, "its blocks are gone")
+
+    def refuse(self, name: str) -> None:
+        """`name` will not be handed out: peers that wait for it are told."""
+        with self._lock:
+            self._note_gone(name)
+        offer = self.server.offer(name, tokens=1, nbytes=0)
+        self.server.withdraw(LeaseKey(name, offer.epoch), "it is not handed out")
 
     def end(self, request_id: int, key: LeaseKey | None) -> None:
         """The request ended, and its blocks are kept while the lease `key` lives."""
@@ -87,7 +109,17 @@ class Offers:
 
     def _unpinned(self, ended: Sequence[Ended]) -> None:
         """On the lease server's thread."""
+        with self._lock:
+            for one in ended:
+                if self._newest.get(one.key.request) == one.key:
+                    del self._newest[one.key.request]
+                    self._note_gone(one.key.request)
         self._let_go([one.key for one in ended])
+
+    def _note_gone(self, name: str) -> None:
+        self._gone[name] = None
+        if len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
 
     def _let_go(self, keys: Sequence[LeaseKey]) -> None:
         with self._lock:

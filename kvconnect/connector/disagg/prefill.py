@@ -62,6 +62,13 @@ class PrefillBook:
 
     reset = admitted
 
+    def aborted(self, request: LlmRequest) -> None:
+        """It ends before its time: those that wait for it need not, if it was never begun."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and prompt.num_blocks is None:
+            del self._prompts[request.request_id]
+            self.node.offers.refuse(prompt.name)
+
     def orders(self, output: SchedulerOutput) -> Iterator[PublishOrder]:
         """What the step brings of each."""
         if not self._prompts:

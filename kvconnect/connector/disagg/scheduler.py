@@ -94,7 +94,8 @@ class DisaggScheduler(KvCacheConnectorScheduler):
         self._store.request_reset(request)
 
     def request_aborted(self, request: LlmRequest) -> None:
-        """Let go of what was claimed for it."""
+        """Let go of what was claimed for it, and of those that claimed it."""
+        self._prefill.aborted(request)
         self._decode.drop(request.request_id)
         self._store.request_aborted(request)
 
