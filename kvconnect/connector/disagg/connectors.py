@@ -1,0 +1,37 @@
+"""The transfer pair by its roles, as configurations for ``LLM(connector=…)``."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from kvconnect.config import KvCacheConnectorConfig, TransferConfig
+
+__all__ = ["DecodeConnector", "PrefillConnector"]
+
+
+class PrefillConnector(KvCacheConnectorConfig):
+    """Hands out prompts: ``LLM(model, connector=PrefillConnector(transfer={…}))``.
+
+    All fields are those of `KvCacheConnectorConfig`; ``transfer.role`` is ``prefill`` or ``both``.
+    """
+
+    transfer: TransferConfig | None = TransferConfig(role="prefill")
+
+    @model_validator(mode="after")
+    def _hands_out(self) -> Self:
+        return _in_role(self, "prefill")
+
+
+class DecodeConnector(KvCacheConnectorConfig):
+    """Fetches prompts: ``LLM(model, connector=DecodeConnector())``.
+
+    All fields are those of `KvCacheConnectorConfig`; ``transfer.role`` is ``decode`` or ``both``.
+    """
+
+    transfer: TransferConfig | None = TransferConfig(role="decode")
+
+    @model_validator(mode="after")
+    def _fetches(self) -> Self:
+        return _in_role(self, "decode")
