@@ -36,7 +36,9 @@ def make_transport(kind: str, **settings: Any) -> Transport:
     """``tcp``, ``nixl`` (between processes of one machine: shared memory) or ``nixl-tcp``."""
     if kind == "tcp":
         return TcpTransport(**settings)
-    return NixlTransport(tls="tcp" if kind == "nixl-tcp" else None, **settings)
+    if kind == "nixl-tcp":
+        settings["tls"] = "tcp"
+    return NixlTransport(**settings)
 
 
 class _Peer:

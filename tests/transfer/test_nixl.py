@@ -6,6 +6,7 @@ import sys
 import threading
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from peer_process import pattern
@@ -32,6 +33,17 @@ def test_nixl_that_is_not_installed_is_named_when_it_is_opened(monkeypatch):
     assert not [one for one in threading.enumerate() if one.name == "kvconnect-nixl"]
 
 
+@pytest.mark.parametrize("tls", [None, "tcp"])
+def test_nothing_listens_beyond_loopback_unless_told_to(transport_of, tls):
+    def listening():
+        found = psutil.Process().net_connections("inet")
+        return {one.laddr for one in found if one.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    transport_of("nixl", tls=tls)
+    assert {ip for ip, _ in listening() - before} == {"127.0.0.1"}
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -50,8 +62,9 @@ def test_nixl_that_cannot_be_imported_says_why(monkeypatch, error):
     assert not isinstance(found.value, MissingExtra)
 
 
-def test_a_backend_that_cannot_be_made_is_a_configuration_error():
-    transport = NixlTransport(tls="nosuchtransport")
+@pytest.mark.parametrize("wrong", [{"tls": "nosuchtransport"}, {"device": "nosuchdevice"}])
+def test_a_backend_that_cannot_be_made_is_a_configuration_error(wrong):
+    transport = NixlTransport(**wrong)
     with pytest.raises(ConfigurationError, match="UCX"):
         transport.open()
     transport.close()
@@ -60,6 +73,8 @@ def test_a_backend_that_cannot_be_made_is_a_configuration_error():
 def test_a_wrong_tls_is_named():
     with pytest.raises(ConfigurationError, match="tls='tcp,cma'"):
         NixlTransport(tls="tcp,cma")
+    with pytest.raises(ConfigurationError, match="device='lo,eth1'"):
+        NixlTransport(device="lo,eth1")
     with pytest.raises(ConfigurationError, match="connect_timeout_s=0"):
         NixlTransport(connect_timeout_s=0)
 
@@ -67,12 +82,13 @@ def test_a_wrong_tls_is_named():
 def test_rdma_cards_make_errors_not_quiescent(monkeypatch, tmp_path):
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.setattr(library, "_RDMA_DEVICES", tmp_path)
-    assert NixlTransport().quiescent_after_error
+    assert NixlTransport(device="all").quiescent_after_error
     (tmp_path / "mlx5_0").mkdir()
-    assert not NixlTransport().quiescent_after_error
-    assert NixlTransport(tls="tcp").quiescent_after_error
-    monkeypatch.setenv("UCX_TLS", "tcp,cma,self")
     assert NixlTransport().quiescent_after_error
+    assert not NixlTransport(device="all").quiescent_after_error
+    assert NixlTransport(device="all", tls="tcp").quiescent_after_error
+    monkeypatch.setenv("UCX_TLS", "tcp,cma,self")
+    assert NixlTransport(device="all").quiescent_after_error
 
 
 @pytest.fixture

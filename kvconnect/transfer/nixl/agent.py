@@ -37,25 +37,31 @@ class Agent:
     Args:
         bindings: of `library.load`.
         name: never one that an agent had before: peers keep what they know by name.
+        device: the network device that UCX listens on and uses; ``all`` for all.
         tls: the one transport that UCX is held to, or None.
 
     Raises:
         ConfigurationError: the backend cannot be made.
     """
 
-    def __init__(self, bindings: Any, name: str, tls: str | None) -> None:
+    def __init__(self, bindings: Any, name: str, device: str, tls: str | None) -> None:
         self._nixl = bindings
         self._errors = errors_of(bindings)
         config = bindings.nixlAgentConfig()
         config.useProgThread = True  # without it a target may be aborted by its reader's death
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
-        engine = ",".join((*_ENGINE_CONFIG, *([f"TLS={tls}"] if tls else [])))
+        settings = list(_ENGINE_CONFIG)
+        settings += [f"TLS={tls}"] if tls else []
+        # Not the parameter "device_list", which takes names of RDMA devices only.
+        settings += [f"NET_DEVICES={device}"] if device != "all" else []
+        engine = ",".join(settings)
         try:
             self._agent = bindings.nixlAgent(name, config)
             # The list of plug-ins names some that cannot be loaded: making one is the probe.
             self._ucx = self._agent.createBackend(
-                "UCX", {"ucx_error_handling_mode": "peer", "engine_config": engine}
+                "UCX",
+                {"ucx_error_handling_mode": "peer", "engine_config": engine},
             )
         except self._errors as error:
             raise ConfigurationError(f"NIXL cannot make its UCX backend here: {error}") from error

@@ -45,12 +45,15 @@ def errors_of(bindings: Any) -> tuple[type[Exception], ...]:
     return (*found, RuntimeError, ValueError)
 
 
-def rdma_possible(tls: str | None) -> bool:
+def rdma_possible(tls: str | None, device: str) -> bool:
     """Whether UCX may move bytes by a network card's own writes.
 
     Args:
         tls: the transports that UCX is held to; None: what ``UCX_TLS`` says, or all.
+        device: the network device that it is held to.
     """
+    if device == "lo":
+        return False
     names = (tls or os.environ.get("UCX_TLS", "")).lower()
     if names and _WITHOUT_RDMA.issuperset(names.split(",")):
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -64,8 +65,14 @@ class NixlTransport(Transport):
     Over TCP, a process that was frozen while its reader went away (killed, or rebuilt) may be
     aborted by UCX when it wakes: where there is no RDMA, `TcpTransport` is the better choice.
 
+    UCX listens on every device that it uses and authenticates nobody: who reaches them may read
+    the memory of this process. So it is held to loopback, and with it to this machine, unless
+    `device` says otherwise; name there what only trusted machines reach.
+
     Args:
         identity: this transport's name, the same after a restart; random if not given.
+        device: the network device as UCX names it: ``lo``, ``eth1``, ``mlx5_0:1``; ``all``: those
+            of ``UCX_NET_DEVICES``, or all there are.
         tls: one of UCX's transports, to use no other: ``tcp``, ``cma``; several are set for the
             whole process in ``UCX_TLS``.
         connect_timeout_s: for `connect`.
@@ -77,17 +84,23 @@ class NixlTransport(Transport):
         self,
         *,
         identity: str | None = None,
+        device: str = "lo",
         tls: str | None = None,
         connect_timeout_s: float = 2.0,
     ) -> None:
         if tls is not None and (not tls or not tls.replace("_", "").isalnum()):
             raise ConfigurationError(f"tls={tls!r}: must be the name of one of UCX's transports")
+        if not re.fullmatch(r"[\w.:-]+", device):
+            raise ConfigurationError(
+                f"device={device!r}: must be one name, or all (and several in UCX_NET_DEVICES)"
+            )
         if not connect_timeout_s > 0:
             raise ConfigurationError(f"connect_timeout_s={connect_timeout_s}: must be > 0")
         self._identity = identity or f"nixl-{secrets.token_hex(8)}"
+        self._device = device
         self._tls = tls
         self._connect_s = connect_timeout_s
-        self.quiescent_after_error = not rdma_possible(tls)
+        self.quiescent_after_error = not rdma_possible(tls, device)
         self._regions = Regions()
         self._changing = threading.Lock()  # held by whatever blocks
         self._peers: dict[str, NixlPeer] = {}
@@ -212,7 +225,7 @@ class NixlTransport(Transport):
         bindings = load()
         incarnation = secrets.token_hex(16)
         name = agent_name(self._identity, incarnation)
-        thread.create(lambda: Agent(bindings, name, self._tls))
+        thread.create(lambda: Agent(bindings, name, self._device, self._tls))
         self._incarnation = incarnation
         try:
             for region in self._regions.all():
