@@ -45,6 +45,7 @@ DOORS = {
     "connector.disagg": f"{CONTRACT} connector.offload transfer",
     "connector.offload": f"{CONTRACT} backends kernels",
     "transfer.tcp": TRANSFER,
+    "transfer.nixl": TRANSFER,
     "cache.tree": "",
     "cache.memory": "kernels",
     "cache.pool": "cache.tree cache.memory",

@@ -11,13 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvconnect.transfer.nixl import NixlTransport
+from kvconnect.transfer.tcp import TcpTransport
 from kvconnect.transfer.transport import Reads, Transport
 
 MiB = 1 << 20
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Not this module: the server's sys.path lacks the tests.
-_CONTEXT.set_forkserver_preload(["torch", "kvconnect.transfer.tcp"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "kvconnect.transfer.tcp", "kvconnect.transfer.nixl", "nixl"]
+)
 
 
 def pattern(seed: int, nbytes: int) -> np.ndarray:
@@ -29,9 +33,12 @@ def pattern(seed: int, nbytes: int) -> np.ndarray:
 
 
 def make_transport(kind: str, **settings: Any) -> Transport:
-    from kvconnect.transfer.tcp import TcpTransport
-
-    return {"tcp": TcpTransport}[kind](**settings)
+    """``tcp``, ``nixl`` (between processes of one machine: shared memory) or ``nixl-tcp``."""
+    if kind == "tcp":
+        return TcpTransport(**settings)
+    if kind == "nixl-tcp":
+        settings["tls"] = "tcp"
+    return NixlTransport(**settings)
 
 
 class _Peer:
