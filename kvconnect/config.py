@@ -329,6 +329,8 @@ class TransferConfig(Settings):
         role: ``prefill`` hands out what it computes, ``decode`` fetches, ``both`` does either, as
             each request's ``kv_transfer_params`` say.
         transport: what blocks travel by: ``tcp``, or ``nixl``, which needs the extra of that name.
+        device: the network device of ``nixl``, as UCX names it: ``lo`` keeps it to this machine;
+            UCX authenticates nobody, so name one that only trusted machines reach.
         listen: ``host:port`` of the control channel; port 0 takes a free one. Other hosts than the
             loopback need a `secret`.
         advertise: ``host:port`` that peers reach `listen` at, if that is another, as behind
@@ -346,6 +348,7 @@ class TransferConfig(Settings):
 
     role: Literal["prefill", "decode", "both"] = "both"
     transport: Literal["tcp", "nixl"] = "tcp"
+    device: Annotated[str, Field(min_length=1)] = "lo"
     listen: str = "127.0.0.1:0"
     advertise: str | None = None
     secret: SecretStr | None = None

@@ -14,12 +14,19 @@ from kvconnect import LLM
 from kvconnect.trace import Event, metrics
 
 
+@pytest.fixture(params=["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
+def transport(request: pytest.FixtureRequest) -> str:
+    """What blocks travel by."""
+    return str(request.param)
+
+
 @pytest.fixture
-def open_one(llama: Path) -> Iterator[Callable[..., LLM]]:
+def open_one(llama: Path, transport: str) -> Iterator[Callable[..., LLM]]:
     """Opens engines of a role; closes them at the end."""
     opened: list[LLM] = []
 
     def open_it(role: str | None, model: Path = llama, **more: Any) -> LLM:
+        more["transfer"] = {"transport": transport} | more.get("transfer", {})
         opened.append(open_engine(model, role, **more))
         return opened[-1]
 
@@ -29,11 +36,12 @@ def open_one(llama: Path) -> Iterator[Callable[..., LLM]]:
 
 
 @pytest.fixture
-def start_one(llama: Path) -> Iterator[Callable[..., EngineProcess]]:
+def start_one(llama: Path, transport: str) -> Iterator[Callable[..., EngineProcess]]:
     """Starts engines in processes of their own; kills them at the end."""
     started: list[EngineProcess] = []
 
     def start_it(role: str, **more: Any) -> EngineProcess:
+        more["transfer"] = {"transport": transport} | more.get("transfer", {})
         started.append(EngineProcess(llama, role, **more))
         return started[-1]
 

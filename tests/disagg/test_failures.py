@@ -10,6 +10,7 @@ import pytest
 from engines import (
     ANSWER,
     PREFILL,
+    T,
     address_of,
     hands_out,
     is_claimed,
@@ -19,10 +20,18 @@ from engines import (
     until,
 )
 
-from kvconnect import ConfigurationError, KvCacheConnectorConfig
+from kvconnect import (
+    LLM,
+    ConfigurationError,
+    DecodeConnector,
+    KvCacheConfig,
+    KvCacheConnectorConfig,
+    PrefillConnector,
+)
 from kvconnect.config import TransferConfig
 
 PROMPT = prompt_of(100)
+SMALL = KvCacheConfig(tokens_per_block=T, max_tokens=1024)
 
 
 def submit_both(prefill, decode, prompt, transfer_id):
@@ -285,3 +294,16 @@ def test_many_at_once_some_of_them_aborted(count, open_one, answer_of):
         if output.finish_reason != "abort":
             assert list(output.output_token_ids) == answer_of(prompt)
     leaks_nothing(prefill, decode)
+
+
+def test_the_pairs_by_role(llama, answer_of):
+    with (
+        LLM(llama, connector=PrefillConnector(), kv_cache=SMALL, dtype="float64") as prefill,
+        LLM(llama, connector=DecodeConnector(), kv_cache=SMALL, dtype="float64") as decode,
+    ):
+        (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
+        (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert output.reused_store_tokens == 99
+    with pytest.raises(ConfigurationError, match="must be 'decode' or 'both'"):
+        DecodeConnector(transfer={"role": "prefill"})

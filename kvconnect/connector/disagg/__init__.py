@@ -6,12 +6,13 @@ vocabulary; never the runtime. Begin with `scheduler` (leader) and its two books
 Then `worker` (every rank): `publisher` hands out what a step computes, with `offers`; `fetcher`
 runs each `fetch`, whose `pieces` follow what the other side has computed, over `links`, under
 `claims`.
-`node` is what both halves share in a process.
+`node` is what both halves share in a process. `connectors` are the pair's public names, by role.
 """
 
 from __future__ import annotations
 
+from kvconnect.connector.disagg.connectors import DecodeConnector, PrefillConnector
 from kvconnect.connector.disagg.scheduler import DisaggScheduler
 from kvconnect.connector.disagg.worker import DisaggWorker
 
-__all__ = ["DisaggScheduler", "DisaggWorker"]
+__all__ = ["DecodeConnector", "DisaggScheduler", "DisaggWorker", "PrefillConnector"]

@@ -21,7 +21,8 @@ class PrefillConnector(KvCacheConnectorConfig):
 
     @model_validator(mode="after")
     def _hands_out(self) -> Self:
-        return _in_role(self, "prefill")
+        _check_role(self, "prefill")
+        return self
 
 
 class DecodeConnector(KvCacheConnectorConfig):
@@ -34,4 +35,11 @@ class DecodeConnector(KvCacheConnectorConfig):
 
     @model_validator(mode="after")
     def _fetches(self) -> Self:
-        return _in_role(self, "decode")
+        _check_role(self, "decode")
+        return self
+
+
+def _check_role(config: KvCacheConnectorConfig, needed: str) -> None:
+    role = None if config.transfer is None else config.transfer.role
+    if role not in {needed, "both"}:
+        raise ValueError(f"transfer.role={role!r}: must be '{needed}' or 'both'")

@@ -183,7 +183,7 @@ class Fetch:
             pull = self._host.pull(self, self.link, self._ready.popleft())
             self._pulls.add(pull)
             self._reading.add(pull)
-        if self._plan.complete and not self._ready and not self._reading and not self.over:
+        if self._plan.complete and not self._ready and not self._reading:
             self._released_at = time.monotonic()
             self._settle(self._host.release(claimed), late=False)
 

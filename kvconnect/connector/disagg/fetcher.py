@@ -26,8 +26,9 @@ from kvconnect.trace import count, warn_once
 from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.pull import Pull
+from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.reads import Reads
-from kvconnect.transfer.transport import Transport
+from kvconnect.transfer.transport import PeerHandle, Transport
 
 __all__ = ["Fetcher"]
 
@@ -48,6 +49,7 @@ class Fetcher:
         load_s: what a load may take in all.
         idle_s: what it waits for the other side to compute more.
         min_bytes_per_s: below this rate a pull has failed.
+        quarantine: of blocks that failed pulls may still write to.
         wakeup: called when `take_ended` or `take_failed` has news.
     """
 
@@ -60,6 +62,7 @@ class Fetcher:
         load_s: float,
         idle_s: float,
         min_bytes_per_s: float,
+        quarantine: Quarantine,
         wakeup: Callable[[], None],
     ) -> None:
         self._transport = transport
@@ -68,6 +71,7 @@ class Fetcher:
         self._load_s = load_s
         self._idle_s = idle_s
         self._min_bytes_per_s = min_bytes_per_s
+        self._quarantine = quarantine
         self._wakeup = wakeup
         self.client = LeaseClient(self._lease_changed)
         self.client.start()
@@ -81,6 +85,7 @@ class Fetcher:
         self._fetches: dict[int, Fetch] = {}  # until nothing lands any more
         self._by_lease: dict[Claimed, Fetch] = {}
         self._flying_nbytes = 0
+        self._handles: dict[Pull, PeerHandle] = {}
         self._posted: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -279,9 +284,14 @@ class Fetcher:
 
     def _start(self, link: Link, reads: Reads, deadline_s: float) -> Pull:
         error: Exception | None = None
-        if (handle := link.handle) is not None:
+        handle = link.handle
+        if handle is not None and not self._quarantine.accepts(handle):
+            error = RetryLater("too many of its earlier reads may still be written")
+        elif handle is not None:
             try:
-                return self._transport.pull(handle, reads, deadline_s=deadline_s)
+                pull = self._transport.pull(handle, reads, deadline_s=deadline_s)
+                self._handles[pull] = handle
+                return pull
             except KvConnectError as caught:
                 error = caught
         pull = Pull(reads.total_nbytes)
@@ -290,6 +300,10 @@ class Fetcher:
 
     def _pull_done(self, fetch: Fetch, pull: Pull, error: BaseException | None) -> None:
         self._flying_nbytes -= pull.nbytes
+        handle = self._handles.pop(pull, None)
+        if handle is not None and not pull.terminal.is_set():
+            blocks = -(-pull.nbytes // self._layouts[0].block_nbytes)
+            self._quarantine.hold(pull, handle, blocks, lambda: None)
         fetch.pull_done(pull, error)
 
     def release(self, claimed: Claimed) -> Outcome:

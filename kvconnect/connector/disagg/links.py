@@ -117,6 +117,14 @@ class Links:
         del self._links[idle.address]
         idle.peer.close(timeout_s=0)
 
+    def reconnect(self, reason: str) -> None:
+        """Connects to all engines anew; does not block."""
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            if link.peer is not None:
+                link.peer.reconnect(reason)
+
     def close(self) -> None:
         """Ends all connections; blocks until they have ended."""
         with self._lock:

@@ -22,6 +22,7 @@ from kvconnect.transfer.control.events import Connected, Disconnected, Event, Se
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import Claim, Compat, Hello, PoolInfo, Unknown
 from kvconnect.transfer.leases.server import Send
+from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.transport import Transport
 
@@ -105,6 +106,7 @@ class TransferNode:
                 load_s=_OWN_SHARE * connector.load_timeout_s,
                 idle_s=config.claim_timeout_s,
                 min_bytes_per_s=config.min_bytes_per_s,
+                quarantine=Quarantine(self._max_quarantined(pools), self._rebuild),
                 wakeup=self._wake,
             )
             self._links = Links(
@@ -116,6 +118,21 @@ class TransferNode:
                 timing=Timing(),
             )
             fetcher.attach(self._links)
+
+    def _max_quarantined(self, pools: Sequence[KvCachePool]) -> int:
+        fraction = self._llm_args.kv_connector_config.max_quarantined_fraction
+        return max(1, int(fraction * min(len(pool.tensor) for pool in pools)))
+
+    def _rebuild(self) -> None:
+        """Start the transport anew: nothing lands any more that was asked for before. Blocks."""
+        if (transport := self._transport) is not None:
+            transport.rebuild()
+        # What reads from here, and what is read from, has to be told of the new one.
+        if (listener := self._listener) is not None:
+            for channel in listener.channels():
+                channel.close("the transport was rebuilt")
+        if (links := self._links) is not None:
+            links.reconnect("the transport was rebuilt")
 
     def close(self) -> None:
         """End all connections: nothing reads or writes the pools any more. Blocks; idempotent."""
@@ -139,7 +156,9 @@ class TransferNode:
         config = self.config
         host, _ = host_and_port(config.listen)
         if config.transport == "nixl":
-            raise ConfigurationError("TransferConfig.transport='nixl': not built yet; use 'tcp'")
+            from kvconnect.transfer.nixl import NixlTransport
+
+            return NixlTransport(identity=self.engine_id, device=config.device)
         from kvconnect.transfer.tcp.transport import TcpTransport
 
         advertise = None if config.advertise is None else host_and_port(config.advertise)[0]
