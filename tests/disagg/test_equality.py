@@ -107,7 +107,7 @@ def test_what_a_window_gave_up_is_not_handed_out(model_of, open_one, answer_of):
     here, there = hands_out(address_of(prefill), "window")
     many = ANSWER.model_copy(update={"max_tokens": 30})
     (first,) = prefill.generate([prompt], many, kv_transfer_params=here)
-    assert first.kv_transfer_params == here
+    assert first.kv_transfer_params == {"engine": node_of(prefill).engine_id, "tokens": 0}
     (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=there)
     assert list(output.output_token_ids) == answer_of(prompt, "gemma3")
     assert output.reused_store_tokens == 0
@@ -136,3 +136,23 @@ def test_layers_are_fetched_while_later_ones_are_computed(open_one, answer_of, s
 
 def _nbytes_read(llm):
     return sum(fetch.nbytes for fetch in list(node_of(llm).fetcher._fetches.values()))
+
+
+def test_the_last_layer_is_told_once_the_blocks_are_sure_to_stay(open_one, answer_of, stop_at):
+    # Until then a preemption could take them, and a reader that has all goes by its own clock.
+    prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
+    prompt = prompt_of(100)
+    here, there = hands_out(address_of(prefill), "last")
+    gate = stop_at(9)  # the last layer of the last of three chunks
+    handle = decode.submit(prompt, ANSWER, kv_transfer_params=there)
+    until(lambda: is_claimed(prefill))
+    prefill.submit(prompt, PREFILL, kv_transfer_params=here)
+    assert gate.reached.wait(20)
+    # One layer of one block is missing.
+    layout = decode.layout
+    until(lambda: _nbytes_read(decode) == 7 * layout.block_nbytes - layout.layer_nbytes)
+    gate.open()
+    output = handle.result(20)
+    assert list(output.output_token_ids) == answer_of(prompt)
+    assert output.reused_store_tokens == 99
+    leaks_nothing(prefill, decode)

@@ -46,7 +46,7 @@ class DecodeBook:
         """Ask for the prompt of `request`; does not block."""
         num_tokens = request.num_tokens - 1 if params.num_tokens is None else params.num_tokens
         if not 0 < num_tokens < request.num_tokens:
-            count("disagg.computed_instead")
+            count("transfer.computed_instead", tokens=request.num_tokens)
             return
         name = transfer_name(params.transfer_id, request, num_tokens)
         claim = self.node.claim(params.address, name)
@@ -61,6 +61,8 @@ class DecodeBook:
         least = max(1, self.llm_args.kv_connector_config.min_load_tokens)
         if num_tokens < least or fetch.claim.failed:
             self.drop(request.request_id)
+            if num_tokens > 0:
+                count("transfer.computed_instead", tokens=num_tokens)
             return 0
         fetch.promised = True
         return num_tokens

@@ -128,8 +128,7 @@ class Fetch:
             self.fail("it took longer than load_timeout_s allows")
         else:
             self._read_on(claimed)
-            if not self.over and not self._reading and now >= self._progress_at + self._idle_s:
-                self.fail(f"the other side computed nothing more of it for {self._idle_s:g} s")
+            self._check_progress(now)
 
     def pull_done(self, pull: Pull, error: BaseException | None) -> None:
         """`pull` has ended."""
@@ -145,6 +144,8 @@ class Fetch:
 
     def pull_terminal(self, pull: Pull) -> None:
         """Nothing of `pull` lands any more."""
+        if pull not in self._pulls:
+            return  # it was known when this ended
         self._pulls.discard(pull)
         if self.over and not self._pulls:
             self._host.untouched(self)
@@ -158,6 +159,7 @@ class Fetch:
         self.claim.drop()
         for pull in self._reading:
             pull.abandon()
+        self._pulls = {pull for pull in self._pulls if not pull.terminal.is_set()}
         self._host.ended(self, reason)
 
     def cancel(self) -> None:
@@ -187,6 +189,10 @@ class Fetch:
             self._released_at = time.monotonic()
             self._settle(self._host.release(claimed), late=False)
 
+    def _check_progress(self, now: float) -> None:
+        if not self._reading and now >= self._progress_at + self._idle_s:
+            self.fail(f"the other side computed nothing more of it for {self._idle_s:g} s")
+
     def _learn(self, claimed: Claimed) -> bool:
         """Take over what the other side told; whether there was anything new."""
         hello, mark = self.link.hello, claimed.mark
@@ -202,6 +208,7 @@ class Fetch:
     def _settle(self, outcome: Outcome, *, late: bool) -> None:
         if outcome is Outcome.VALID:
             self.over = True
+            self._pulls.clear()  # each is done, and so terminal
             self.claim.drop()
             self._host.ended(self, None)
         elif outcome is Outcome.INVALID:

@@ -48,6 +48,8 @@ class PrefillBook:
 
     def add(self, request: LlmRequest, params: PrefillParams) -> None:
         """`request` is to be handed out."""
+        # What goes to the other side if it is not after all: nothing that it would act on.
+        self._results[request.request_id] = {"engine": self.node.engine_id, "tokens": 0}
         num_tokens = request.prompt_len - 1
         if num_tokens == 0:
             return
