@@ -17,12 +17,14 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from kvconnect import LLM, DecodeConnector, PrefillConnector, SamplingParams
+from kvconnect import LLM, DecodeConnector, PrefillConnector, SamplingParams, TransferConfig
 from kvconnect.engine.random_model import make_model
+
+Transport: TypeAlias = Literal["tcp", "nixl"]
 
 ANSWER = SamplingParams(max_tokens=16, ignore_eos=True)
 PREFILL = SamplingParams(max_tokens=0)
@@ -39,9 +41,9 @@ class Row:
     equal: bool
 
 
-def prefill_process(model: Path, transport: str, router: Connection) -> None:
+def prefill_process(model: Path, transport: Transport, router: Connection) -> None:
     """Computes what the router sends, and hands it out; ends with ``None``."""
-    connector = PrefillConnector(transfer={"transport": transport})
+    connector = PrefillConnector(transfer=TransferConfig(role="prefill", transport=transport))
     with LLM(model, connector=connector, max_num_tokens=512, dtype="float64") as llm:
         router.send(None)
         while (work := router.recv()) is not None:
@@ -56,7 +58,7 @@ def prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:
     return [rng.integers(1, 250, num_tokens).tolist() for _ in range(count)]
 
 
-def run(model: Path, transport: str, num_tokens: int, count: int) -> list[Row]:
+def run(model: Path, transport: Transport, num_tokens: int, count: int) -> list[Row]:
     """Send prompts both ways and compare the answers with those of one engine."""
     context = multiprocessing.get_context("spawn")
     router, there = context.Pipe()
@@ -68,7 +70,9 @@ def run(model: Path, transport: str, num_tokens: int, count: int) -> list[Row]:
             LLM(model, dtype="float64") as alone,
             LLM(
                 model,
-                connector=DecodeConnector(transfer={"transport": transport}),
+                connector=DecodeConnector(
+                    transfer=TransferConfig(role="decode", transport=transport)
+                ),
                 dtype="float64",
             ) as decode,
         ):

@@ -305,5 +305,6 @@ def test_the_pairs_by_role(llama, answer_of):
         (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
     assert list(output.output_token_ids) == answer_of(PROMPT)
     assert output.reused_store_tokens == 99
+    assert PrefillConnector(transfer={"lease_s": 3}).transfer.role == "prefill"
     with pytest.raises(ConfigurationError, match="must be 'decode' or 'both'"):
         DecodeConnector(transfer={"role": "prefill"})

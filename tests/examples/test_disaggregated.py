@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow  # three processes that import everything
 def test_it_transfers_every_prompt(repository_root, model):
     script = repository_root / "examples/disaggregated.py"
     done = subprocess.run(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -19,6 +20,9 @@ class PrefillConnector(KvCacheConnectorConfig):
 
     transfer: TransferConfig | None = TransferConfig(role="prefill")
 
+    def __init__(self, /, *args: Any, **values: Any) -> None:
+        super().__init__(*args, **_with_role("prefill", values))
+
     @model_validator(mode="after")
     def _hands_out(self) -> Self:
         _check_role(self, "prefill")
@@ -33,10 +37,19 @@ class DecodeConnector(KvCacheConnectorConfig):
 
     transfer: TransferConfig | None = TransferConfig(role="decode")
 
+    def __init__(self, /, *args: Any, **values: Any) -> None:
+        super().__init__(*args, **_with_role("decode", values))
+
     @model_validator(mode="after")
     def _fetches(self) -> Self:
         _check_role(self, "decode")
         return self
+
+
+def _with_role(role: str, values: dict[str, Any]) -> dict[str, Any]:
+    """`values`, with `role` where the fields of the transfer are given without one."""
+    given = values.get("transfer")
+    return values | {"transfer": {"role": role, **given}} if isinstance(given, Mapping) else values
 
 
 def _check_role(config: KvCacheConnectorConfig, needed: str) -> None:
