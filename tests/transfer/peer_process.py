@@ -45,8 +45,9 @@ class _Peer:
     """What runs in the process: an answer for each command."""
 
     def __init__(self, kind: str, settings: dict[str, Any], seeds: list[tuple[int, int]]) -> None:
+        device = settings.pop("device", "cpu")
         self.transport = make_transport(kind, **settings)
-        self.memory = [torch.from_numpy(pattern(seed, nbytes)) for seed, nbytes in seeds]
+        self.memory = [torch.from_numpy(pattern(seed, n)).to(device) for seed, n in seeds]
         self.transport.open()
         for memory in self.memory:
             self.transport.register(memory)
@@ -62,7 +63,7 @@ class _Peer:
         """What region 0 holds after the reads."""
         peer = self.transport.connect(peer_local)
         self.transport.pull(peer, Reads(*reads), deadline_s=deadline_s).done.result()
-        return self.memory[0].numpy().tobytes()
+        return self.memory[0].cpu().numpy().tobytes()
 
     def start_pull(self, peer_local: bytes, reads: list, deadline_s: float) -> None:
         """Begins reads that go on while this process does something else."""

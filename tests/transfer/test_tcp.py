@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -52,15 +53,15 @@ def close_connections():
         opened.pop().close()
 
 
-def introduce(transport):
-    """A connection that passed the handshake, made by hand."""
+def introduce(transport, *, let_in=True):
+    """A connection with a handshake made by hand, without a secret."""
     connection = connection_to(transport)
     greeting = receive_exactly(connection, 36)
     incarnation = bytes.fromhex(json.loads(transport.local())["incarnation"])
     ours = secrets.token_bytes(32)
     signed = greeting[:4] + b"reader" + greeting[4:] + ours + incarnation
     connection.sendall(greeting[:4] + incarnation + ours + hmac.digest(b"", signed, hashlib.sha256))
-    assert receive_exactly(connection, 33)[0] == 0
+    assert (receive_exactly(connection, 33)[0] == 0) is let_in
     return connection
 
 
@@ -183,6 +184,16 @@ def test_a_reader_that_takes_nothing_is_disconnected(monkeypatch, transport_of, 
         threading.Event().wait(0.01)
     server.register(torch.from_numpy(pattern(1, 256)))
     assert_serves(server, reader)
+
+
+def test_a_reader_that_does_not_know_the_secret_is_sent_nothing(transport_of):
+    """One that does not mind whether the source knows it."""
+    server = transport_of("tcp", secret="s")
+    server.register(torch.from_numpy(pattern(1, 256)))
+    connection = introduce(server, let_in=False)
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(request(0, [(0, 256)]))
+    assert ended(connection)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("a", "b"), ("a", None), (None, "b")])
