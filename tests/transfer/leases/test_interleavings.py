@@ -234,7 +234,7 @@ class Transfers(RuleBasedStateMachine):
 
 
 TestTransfers = Transfers.TestCase
-TestTransfers.settings = settings(max_examples=60, stateful_step_count=25)
+TestTransfers.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 @pytest.mark.slow

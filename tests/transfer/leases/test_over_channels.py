@@ -27,7 +27,7 @@ from kvconnect.transfer.leases.table import LeaseKey, Mark
 from kvconnect.transfer.leases.timer import Timer
 
 HERE = Path(__file__).parent
-LEASE_S = 1.2
+LEASE_S = 0.8
 
 
 @pytest.fixture
