@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvconnect.errors import ConfigurationError
-from kvconnect.transfer.reads import Offsets
+from kvconnect.errors import ConfigurationError, PullFailed
+from kvconnect.transfer.reads import Offsets, Reads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_REGIONS", "Region", "Regions", "outside"]
+__all__ = ["MAX_REGIONS", "Region", "Regions", "refusal", "require_local"]
 
 MAX_REGIONS = 4096
 
@@ -93,10 +93,34 @@ class Regions:
             self._regions = (*self._regions, region)
             return len(self._regions) - 1
 
+    def remove_last(self) -> None:
+        """Forgets what was added last."""
+        with self._lock:
+            self._regions = self._regions[:-1]
+
     def clear(self) -> None:
         """Forgets all."""
         with self._lock:
             self._regions = ()
+
+
+def require_local(regions: Regions, reads: Reads, deadline_s: float) -> None:
+    """Checks what the caller of `Transport.pull` says of its own side.
+
+    Raises:
+        ConfigurationError: the destination is outside of `regions`, or there is no time.
+    """
+    if not deadline_s > 0:
+        raise ConfigurationError(f"deadline_s={deadline_s}: must be > 0")
+    wrong = outside(regions.sizes(), reads.local_region, reads.local_offsets, reads.nbytes)
+    if wrong is not None:
+        raise ConfigurationError(f"local_offsets: {wrong}")
+
+
+def refusal(peer: str, sizes: tuple[int, ...], reads: Reads) -> PullFailed | None:
+    """Returns why a `peer` with regions of these `sizes` cannot serve `reads`, or None."""
+    wrong = outside(sizes, reads.remote_region, reads.remote_offsets, reads.nbytes)
+    return None if wrong is None else PullFailed("refused", f"{peer}: {wrong}")
 
 
 def outside(sizes: tuple[int, ...], region: int, offsets: Offsets, nbytes: int) -> str | None:

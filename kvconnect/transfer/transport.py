@@ -45,8 +45,8 @@ class Transport(ABC):
     """Reads memory of peers, one-sided: nothing of the peer's Python runs for a read.
 
     What was read is not validated: a peer that has reused its memory since delivers what is there
-    now (leases decide, not the transport). Thread-safe; owns its threads. Only `open`, `connect`,
-    `rebuild` and `close` block, each for a bounded time.
+    now (leases decide, not the transport). Thread-safe; owns its threads. Only `open`, `register`,
+    `connect`, `rebuild` and `close` block, each for a bounded time.
 
     Attributes:
         name: as in settings: ``tcp`` or ``nixl``.

@@ -44,6 +44,7 @@ DOORS = {
     "connector.runtime": f"{CONTRACT} cache.resource_manager",
     "connector.offload": f"{CONTRACT} backends kernels",
     "transfer.tcp": TRANSFER,
+    "transfer.nixl": TRANSFER,
     "cache.tree": "",
     "cache.memory": "kernels",
     "cache.pool": "cache.tree cache.memory",

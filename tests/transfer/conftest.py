@@ -6,7 +6,7 @@ import pytest
 from peer_process import PeerProcess, make_transport
 
 
-@pytest.fixture(params=["tcp"])
+@pytest.fixture(params=["tcp", "nixl"])
 def kind(request):
     """The transport under test."""
     return request.param

@@ -11,13 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvconnect.transfer.nixl import NixlTransport
+from kvconnect.transfer.tcp import TcpTransport
 from kvconnect.transfer.transport import Reads, Transport
 
 MiB = 1 << 20
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Not this module: the server's sys.path lacks the tests.
-_CONTEXT.set_forkserver_preload(["torch", "kvconnect.transfer.tcp"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "kvconnect.transfer.tcp", "kvconnect.transfer.nixl", "nixl"]
+)
 
 
 def pattern(seed: int, nbytes: int) -> np.ndarray:
@@ -29,17 +33,21 @@ def pattern(seed: int, nbytes: int) -> np.ndarray:
 
 
 def make_transport(kind: str, **settings: Any) -> Transport:
-    from kvconnect.transfer.tcp import TcpTransport
-
-    return {"tcp": TcpTransport}[kind](**settings)
+    """``tcp``, ``nixl`` (between processes of one machine: shared memory) or ``nixl-tcp``."""
+    if kind == "tcp":
+        return TcpTransport(**settings)
+    if kind == "nixl-tcp":
+        settings["tls"] = "tcp"
+    return NixlTransport(**settings)
 
 
 class _Peer:
     """What runs in the process: an answer for each command."""
 
     def __init__(self, kind: str, settings: dict[str, Any], seeds: list[tuple[int, int]]) -> None:
+        device = settings.pop("device", "cpu")
         self.transport = make_transport(kind, **settings)
-        self.memory = [torch.from_numpy(pattern(seed, nbytes)) for seed, nbytes in seeds]
+        self.memory = [torch.from_numpy(pattern(seed, n)).to(device) for seed, n in seeds]
         self.transport.open()
         for memory in self.memory:
             self.transport.register(memory)
@@ -55,7 +63,7 @@ class _Peer:
         """What region 0 holds after the reads."""
         peer = self.transport.connect(peer_local)
         self.transport.pull(peer, Reads(*reads), deadline_s=deadline_s).done.result()
-        return self.memory[0].numpy().tobytes()
+        return self.memory[0].cpu().numpy().tobytes()
 
     def start_pull(self, peer_local: bytes, reads: list, deadline_s: float) -> None:
         """Begins reads that go on while this process does something else."""

@@ -59,7 +59,7 @@ def test_no_reads_are_done_at_once(reader, peer_of, kind):
     assert pull.terminal.is_set()
 
 
-@pytest.fixture(scope="module", params=["tcp"])
+@pytest.fixture(scope="module", params=["tcp", "nixl"])
 def pair(request):
     """A transport and a peer that many examples share."""
     transport, peer = make_transport(request.param), PeerProcess(request.param, seeds=[(3, 70_000)])

@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 import time
+from contextlib import suppress
 
 from kvconnect.errors import PeerUnreachable, PullFailed
 from kvconnect.transfer.reads import cut
@@ -40,6 +41,7 @@ class TcpPeer(PeerHandle):
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._pulls: set[TcpPull] = set()
+        self._greeting: set[socket.socket] = set()
         self._closed = False
 
     def connect(self) -> None:
@@ -76,6 +78,9 @@ class TcpPeer(PeerHandle):
         with self._lock:
             closed, self._closed = self._closed, True
             pulls = list(self._pulls)
+            for connection in self._greeting:
+                with suppress(OSError):  # it broke already
+                    connection.shutdown(socket.SHUT_RDWR)
             if not closed:
                 for _ in self._threads:
                     self._shares.put(None)
@@ -105,11 +110,18 @@ class TcpPeer(PeerHandle):
         except OSError as error:
             raise PeerUnreachable(f"{where}: {error.strerror or error}") from error
         try:
+            with self._lock:
+                if self._closed:
+                    raise PeerUnreachable("it is disconnected")
+                self._greeting.add(connection)
             prepare(connection)
             greet(connection, self._secret, bytes.fromhex(self.incarnation), deadline)
         except OSError as error:
             connection.close()
             raise PeerUnreachable(f"{where}: {error}") from error
+        finally:
+            with self._lock:
+                self._greeting.discard(connection)
         connection.settimeout(None)
         return connection
 

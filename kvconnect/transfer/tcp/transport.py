@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvconnect.errors import ConfigurationError, PullFailed, UsageError
 from kvconnect.transfer.deadlines import Deadlines
 from kvconnect.transfer.local import decode, encode
-from kvconnect.transfer.regions import Regions, outside
+from kvconnect.transfer.regions import Regions, refusal, require_local
 from kvconnect.transfer.tcp.address import TcpLocal, advertised
 from kvconnect.transfer.tcp.peer import TcpPeer
 from kvconnect.transfer.tcp.source import Source
@@ -133,16 +133,11 @@ class TcpTransport(Transport):
         known, deadlines = self._known(peer), self._deadlines
         if deadlines is None:
             raise UsageError("the transport is not open")
-        if not deadline_s > 0:
-            raise ConfigurationError(f"deadline_s={deadline_s}: must be > 0")
-        sizes = self._regions.sizes()
-        wrong = outside(sizes, reads.local_region, reads.local_offsets, reads.nbytes)
-        if wrong is not None:
-            raise ConfigurationError(f"local_offsets: {wrong}")
+        require_local(self._regions, reads, deadline_s)
         pull = TcpPull(reads.total_nbytes)
-        wrong = outside(known.regions, reads.remote_region, reads.remote_offsets, reads.nbytes)
-        if wrong is not None:
-            pull.finish(PullFailed("refused", f"{known.identity}: {wrong}"))
+        refused = refusal(known.identity, known.regions, reads)
+        if refused is not None:
+            pull.finish(refused)
             return pull
         known.take(pull, split(pull, reads, self._connections))
         deadlines.watch(pull, deadline_s)

@@ -1,0 +1,177 @@
+"""NIXL's calls, as few as are needed. One thread makes them all: nothing here is thread-safe."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.transfer.nixl.library import errors_of
+from kvconnect.transfer.reads import Runs
+from kvconnect.transfer.regions import Region
+
+__all__ = ["Agent", "AgentError", "Indices"]
+
+Indices: TypeAlias = npt.NDArray[np.int32]
+
+_PROGRESS_DELAY_US = 1000
+_ENGINE_CONFIG = (
+    "TCP_USER_TIMEOUT=2s",
+    "TCP_KEEPIDLE=1s",
+    "TCP_KEEPINTVL=1s",
+    "TCP_KEEPCNT=2",
+)
+"""Turn a partition into a disconnect within about 2 s; by default it leaves reads as they are."""
+
+
+class AgentError(Exception):
+    """NIXL refused a call or says that a transfer failed."""
+
+
+class Agent:
+    """An agent with the UCX backend, and what is registered with it.
+
+    Args:
+        bindings: of `library.load`.
+        name: never one that an agent had before: peers keep what they know by name.
+        device: the network device that UCX listens on and uses; ``all`` for all.
+        tls: the one transport that UCX is held to, or None.
+
+    Raises:
+        ConfigurationError: the backend cannot be made.
+    """
+
+    def __init__(self, bindings: Any, name: str, device: str, tls: str | None) -> None:
+        self._nixl = bindings
+        self._errors = errors_of(bindings)
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = True  # without it a target may be aborted by its reader's death
+        config.pthrDelay = _PROGRESS_DELAY_US
+        config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
+        settings = list(_ENGINE_CONFIG)
+        settings += [f"TLS={tls}"] if tls else []
+        # Not the parameter "device_list", which takes names of RDMA devices only.
+        settings += [f"NET_DEVICES={device}"] if device != "all" else []
+        engine = ",".join(settings)
+        try:
+            self._agent = bindings.nixlAgent(name, config)
+            # The list of plug-ins names some that cannot be loaded: making one is the probe.
+            self._ucx = self._agent.createBackend(
+                "UCX",
+                {"ucx_error_handling_mode": "peer", "engine_config": engine},
+            )
+        except self._errors as error:
+            raise ConfigurationError(f"NIXL cannot make its UCX backend here: {error}") from error
+        self._registered: list[Any] = []
+
+    def register(self, region: Region) -> None:
+        """Registers memory.
+
+        Raises:
+            AgentError: UCX cannot.
+        """
+        rows = np.array([[region.address, region.nbytes, region.device]], np.uint64)
+        listed = self._nixl.nixlRegDList(self._kind(host=region.host), rows)
+        self._call(self._agent.registerMem, listed, [self._ucx])
+        self._registered.append(listed)
+
+    def metadata(self) -> bytes:
+        """Returns what a peer's `add_peer` takes; another after `register`."""
+        return bytes(self._call(self._agent.getLocalMD))
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Connects; returns the peer agent's name.
+
+        Raises:
+            AgentError: no agent answers there.
+        """
+        name = self._call(self._agent.loadRemoteMD, metadata)
+        name = name.decode() if isinstance(name, bytes) else str(name)
+        self._call(self._agent.makeConnection, name, [self._ucx])
+        return name
+
+    def remove_peer(self, name: str) -> None:
+        """Forgets a peer to which no transfer is under way; one that is unknown, too."""
+        with suppress(AgentError):
+            self._call(self._agent.invalidateRemoteMD, name)
+
+    def prepare(self, peer: str | None, runs: Runs, base: int, device: int, *, host: bool) -> int:
+        """Returns a handle of `runs` of a region that begins at `base`; the peer's, or ours."""
+        rows = np.empty((len(runs), 3), np.uint64)
+        rows[:, 0] = runs["offset"] + np.int64(base)
+        rows[:, 1] = runs["nbytes"]
+        rows[:, 2] = device
+        listed = self._nixl.nixlXferDList(self._kind(host=host), rows)
+        who = self._nixl.NIXL_INIT_AGENT if peer is None else peer
+        return int(self._call(self._agent.prepXferDlist, who, listed, [self._ucx]))
+
+    def read(self, local: int, remote: int, indices: Indices) -> int:
+        """Makes a transfer of the prepared runs `indices`, from `remote` to `local`; not begun."""
+        return int(
+            self._call(
+                self._agent.makeXferReq,
+                self._nixl.NIXL_READ,
+                local,
+                indices,
+                remote,
+                indices,
+                b"",
+                [self._ucx],
+                False,  # noqa: FBT003 - the bindings take no keywords
+            )
+        )
+
+    def begin(self, transfer: int) -> bool:
+        """Begins it; returns whether it is done. Between local processes it is: UCX copies here.
+
+        Raises:
+            AgentError: it failed.
+        """
+        return self._done(self._call(self._agent.postXferReq, transfer, b""))
+
+    def check(self, transfer: int) -> bool:
+        """Returns whether it is done.
+
+        Raises:
+            AgentError: it failed.
+        """
+        return self._done(self._call(self._agent.getXferStatus, transfer))
+
+    def release(self, transfer: int) -> None:
+        """Frees a transfer that is done or failed. Of one under way the bytes would still land."""
+        with suppress(AgentError):
+            self._call(self._agent.releaseXferReq, transfer)
+
+    def release_prepared(self, prepared: int) -> None:
+        """Frees what `prepare` made."""
+        with suppress(AgentError):
+            self._call(self._agent.releasedDlistH, prepared)
+
+    def destroy(self) -> None:
+        """Ends the agent and whatever it moves: nothing lands any more. Of no use afterwards."""
+        for listed in self._registered:
+            with suppress(AgentError):
+                self._call(self._agent.deregisterMem, listed, [self._ucx])
+        self._registered.clear()
+        del self._agent
+
+    def _done(self, status: Any) -> bool:
+        if status == self._nixl.NIXL_SUCCESS:
+            return True
+        if status == self._nixl.NIXL_IN_PROG:
+            return False
+        raise AgentError(str(status))
+
+    def _kind(self, *, host: bool) -> Any:
+        return self._nixl.DRAM_SEG if host else self._nixl.VRAM_SEG
+
+    def _call(self, method: Any, *arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except self._errors as error:
+            reason = str(error) or type(error).__name__
+        del method, arguments  # the error's frames must not keep a destroyed agent alive
+        raise AgentError(reason)

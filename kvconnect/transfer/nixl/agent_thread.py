@@ -1,0 +1,206 @@
+"""The one thread that makes every NIXL call, and polls the pulls that are under way."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvconnect.errors import PeerUnreachable, PullFailed
+from kvconnect.transfer.nixl.agent import Agent
+from kvconnect.transfer.nixl.nixl_pull import NixlPull
+
+__all__ = ["AgentThread"]
+
+_T = TypeVar("_T")
+_SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
+
+
+class AgentThread:
+    """Owns an `Agent`. Sleeps while nothing is under way; polls with back-off otherwise.
+
+    Methods may be called from any thread, functions that are given to `call` run on this one.
+    """
+
+    def __init__(self, *, quiescent: bool) -> None:
+        self._quiescent = quiescent
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._pulls: list[NixlPull] = []
+        self._agent: Agent | None = None
+        self._ended = False
+        self._lock = threading.Lock()
+        self._known: dict[str, bytes] = {}
+        self._broken: set[str] = set()
+        self._leaving: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="kvconnect-nixl", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], _T], timeout_s: float | None = None) -> _T:
+        """Runs `function` on the thread and returns what it returns; blocks.
+
+        Raises:
+            TimeoutError: not done within `timeout_s`; it still will be.
+        """
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - raised where it was called
+                future.set_exception(error)
+
+        self._put(run)
+        return future.result(timeout_s)
+
+    def create(self, make: Callable[[], Agent]) -> None:
+        """Makes the agent; blocks.
+
+        Raises:
+            ConfigurationError: of `make`; there is none then.
+        """
+
+        def create() -> None:
+            self._agent = make()
+
+        self.call(create)
+
+    @property
+    def agent(self) -> Agent:
+        """The agent, for functions given to `call`."""
+        if self._agent is None:
+            raise PullFailed("closed", "the transport is closed or being built anew")
+        return self._agent
+
+    def submit(self, pull: NixlPull, prepare: Callable[[Agent], None]) -> None:
+        """Prepares `pull` on the thread and reads it; never blocks."""
+
+        def begin() -> None:
+            try:
+                prepare(self.agent)
+            except PullFailed as error:
+                pull.finish(error)
+                return
+            self._pulls.append(pull)
+
+        self._put(begin)
+
+    def wake(self) -> None:
+        """Makes the thread look at its pulls now."""
+        self._put(None)
+
+    def disconnect(self, peer: str, error: PullFailed) -> None:
+        """Fails pulls from the agent `peer`; forgets it when they are terminal. Never blocks."""
+
+        def disconnect() -> None:
+            self._leaving.add(peer)
+            for pull in self._pulls:
+                if pull.peer == peer:
+                    pull.fail(error)
+
+        self._put(disconnect)
+
+    def destroy(self, error: PullFailed) -> None:
+        """Ends the agent: every pull is terminal, those that were not done fail with `error`."""
+
+        def destroy() -> None:
+            agent, self._agent = self._agent, None
+            self._known.clear()
+            self._broken.clear()
+            self._leaving.clear()
+            pulls, self._pulls = self._pulls, []
+            if agent is not None:
+                for pull in pulls:
+                    pull.cut_off(agent, error)
+                agent.destroy()
+            for pull in pulls:
+                pull.finish(pull.error)
+
+        self.call(destroy)
+
+    def reach(self, peer: str, metadata: bytes) -> None:
+        """Makes the agent `peer` known, anew if a pull from it failed or it has registered more.
+
+        For functions given to `call`.
+
+        Raises:
+            PeerUnreachable: reads from it are under way, so that it cannot be made known anew; or
+                `metadata` are of another agent.
+            AgentError: it does not answer.
+        """
+        agent, sound = self.agent, peer not in self._broken and peer not in self._leaving
+        if sound and self._known.get(peer) == metadata:
+            return
+        if peer in self._known:
+            if self._under_way(peer):
+                raise PeerUnreachable(f"{peer}: reads from it are under way")
+            self._remove(agent, peer)
+        name = agent.add_peer(metadata)
+        self._known[name] = metadata
+        if name != peer:
+            self._remove(agent, name)
+            raise PeerUnreachable(f"{peer}: its metadata are of the agent {name}")
+
+    def _remove(self, agent: Agent, peer: str) -> None:
+        agent.remove_peer(peer)
+        self._known.pop(peer, None)
+        self._broken.discard(peer)
+        self._leaving.discard(peer)
+
+    def _under_way(self, peer: str) -> bool:
+        return any(pull.peer == peer for pull in self._pulls)
+
+    def close(self) -> None:
+        """Ends the thread, after `destroy`."""
+        with self._lock:
+            self._ended = True
+            self._commands.put(None)
+        self._thread.join()
+
+    def _put(self, command: Callable[[], None] | None) -> None:
+        with self._lock:
+            if not self._ended:
+                self._commands.put(command)
+                return
+        if command is not None:
+            command()  # there is no agent: it only says so
+
+    def _run(self) -> None:
+        wait_s = _SHORTEST_S
+        while not self._ended:
+            if self._take(wait_s if any(pull.under_way for pull in self._pulls) else None):
+                wait_s = _SHORTEST_S
+            changed = self._advance()
+            wait_s = _SHORTEST_S if changed else min(wait_s * 1.5, _LONGEST_S)
+            self._forget_peers()
+        while not self._commands.empty():
+            self._take(0.0)
+
+    def _take(self, timeout_s: float | None) -> bool:
+        """Runs commands; waits for the first."""
+        try:
+            command: Any = self._commands.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        if command is not None:
+            command()
+        return True
+
+    def _forget_peers(self) -> None:
+        if self._agent is not None:
+            for peer in [peer for peer in self._leaving if not self._under_way(peer)]:
+                self._remove(self._agent, peer)
+
+    def _advance(self) -> bool:
+        changed = False
+        agent = self._agent
+        if agent is None:
+            return changed
+        for pull in self._pulls:
+            changed = pull.advance(agent, quiescent=self._quiescent) or changed
+            if pull.error is not None:
+                self._broken.add(pull.peer)
+        if changed:
+            self._pulls = [pull for pull in self._pulls if not pull.terminal.is_set()]
+        return changed

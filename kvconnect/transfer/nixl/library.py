@@ -1,0 +1,60 @@
+"""The library: found when a transport is opened, or an error that says what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from kvconnect.errors import ConfigurationError, MissingExtra
+
+__all__ = ["errors_of", "load", "rdma_possible"]
+
+_WITHOUT_RDMA = frozenset(("tcp", "cma", "sm", "shm", "self", "posix", "sysv", "knem", "xpmem"))
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def load() -> Any:
+    """Returns NIXL's bindings.
+
+    Not its ``nixl_agent``, which cannot set the progress thread's delay: with that at 0 an idle
+    agent takes a whole core.
+
+    Raises:
+        MissingExtra: it is not installed.
+        ConfigurationError: it is, and cannot be imported; says why.
+    """
+    try:
+        return importlib.import_module("nixl._bindings")
+    except ModuleNotFoundError as error:
+        if error.name == "nixl":
+            raise MissingExtra("the transport 'nixl'", "nixl") from error
+        raise ConfigurationError(f"nixl is installed, but not usable: {error}") from error
+    except (ImportError, OSError) as error:
+        raise ConfigurationError(f"nixl is installed, but not usable: {error}") from error
+
+
+def errors_of(bindings: Any) -> tuple[type[Exception], ...]:
+    """Returns what NIXL's calls raise: its error classes have no base of their own."""
+    found = [
+        value
+        for name, value in vars(bindings).items()
+        if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
+    ]
+    return (*found, RuntimeError, ValueError)
+
+
+def rdma_possible(tls: str | None, device: str) -> bool:
+    """Whether UCX may move bytes by a network card's own writes.
+
+    Args:
+        tls: the transports that UCX is held to; None: what ``UCX_TLS`` says, or all.
+        device: the network device that it is held to.
+    """
+    if device == "lo":
+        return False
+    names = (tls or os.environ.get("UCX_TLS", "")).lower()
+    if names and _WITHOUT_RDMA.issuperset(names.split(",")):
+        return False
+    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())

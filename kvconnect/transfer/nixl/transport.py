@@ -1,0 +1,292 @@
+"""`NixlTransport`: the `Transport` methods; what does the work is beside it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from kvconnect.errors import ConfigurationError, PeerUnreachable, PullFailed, UsageError
+from kvconnect.transfer.deadlines import Deadlines
+from kvconnect.transfer.local import Local, decode, encode
+from kvconnect.transfer.nixl.agent import Agent, AgentError
+from kvconnect.transfer.nixl.agent_thread import AgentThread
+from kvconnect.transfer.nixl.library import load, rdma_possible
+from kvconnect.transfer.nixl.nixl_pull import NixlPull, batches, chopped
+from kvconnect.transfer.reads import pairs
+from kvconnect.transfer.regions import MAX_REGIONS, Regions, refusal, require_local
+from kvconnect.transfer.transport import PeerHandle, Pull, Reads, Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["NixlTransport"]
+
+
+class _Place(Local):
+    """What a `NixlTransport` tells its peers: also where each region is."""
+
+    transport: Literal["nixl"] = "nixl"
+    addresses: Annotated[tuple[int, ...], Field(max_length=MAX_REGIONS)]
+    devices: Annotated[tuple[int, ...], Field(max_length=MAX_REGIONS)]
+    host: Annotated[tuple[bool, ...], Field(max_length=MAX_REGIONS)]
+    metadata: bytes
+
+    @property
+    def agent(self) -> str:
+        """Name of its agent."""
+        return agent_name(self.identity, self.incarnation)
+
+
+def agent_name(identity: str, incarnation: str) -> str:
+    """Returns the name of an agent, another one for each incarnation."""
+    return f"{identity}/{incarnation}"
+
+
+class NixlPeer(PeerHandle):
+    """A peer's agent, and where its memory is."""
+
+    def __init__(self, place: _Place) -> None:
+        super().__init__(place.identity, place.incarnation, place.regions)
+        self.place = place
+        self.connected = True
+
+
+class NixlTransport(Transport):
+    """Reads through NIXL's UCX backend: RDMA, shared memory or TCP.
+
+    Between processes of one machine UCX copies with ``process_vm_readv``: then a frozen peer is
+    read from all the same. A killed peer is seen at once, a partition in 2 s, a frozen peer over
+    TCP by a pull's deadline only; the pull is terminal when the peer wakes, or with `rebuild`.
+
+    Over TCP, a process that was frozen while its reader went away (killed, or rebuilt) may be
+    aborted by UCX when it wakes: where there is no RDMA, `TcpTransport` is the better choice.
+
+    UCX listens on every device that it uses and authenticates nobody: who reaches them may read
+    the memory of this process. So it is held to loopback, and with it to this machine, unless
+    `device` says otherwise; name there what only trusted machines reach.
+
+    Args:
+        identity: this transport's name, the same after a restart; random if not given.
+        device: the network device as UCX names it: ``lo``, ``eth1``, ``mlx5_0:1``; ``all``: those
+            of ``UCX_NET_DEVICES``, or all there are.
+        tls: one of UCX's transports, to use no other: ``tcp``, ``cma``; several are set for the
+            whole process in ``UCX_TLS``.
+        connect_timeout_s: for `connect`.
+    """
+
+    name: ClassVar[str] = "nixl"
+
+    def __init__(
+        self,
+        *,
+        identity: str | None = None,
+        device: str = "lo",
+        tls: str | None = None,
+        connect_timeout_s: float = 2.0,
+    ) -> None:
+        if tls is not None and (not tls or not tls.replace("_", "").isalnum()):
+            raise ConfigurationError(f"tls={tls!r}: must be the name of one of UCX's transports")
+        if not re.fullmatch(r"[\w.:-]+", device):
+            raise ConfigurationError(
+                f"device={device!r}: must be one name, or all (and several in UCX_NET_DEVICES)"
+            )
+        if not connect_timeout_s > 0:
+            raise ConfigurationError(f"connect_timeout_s={connect_timeout_s}: must be > 0")
+        self._identity = identity or f"nixl-{secrets.token_hex(8)}"
+        self._device = device
+        self._tls = tls
+        self._connect_s = connect_timeout_s
+        self.quiescent_after_error = not rdma_possible(tls, device)
+        self._regions = Regions()
+        self._changing = threading.Lock()  # held by whatever blocks
+        self._peers: dict[str, NixlPeer] = {}
+        self._thread: AgentThread | None = None
+        self._deadlines: Deadlines | None = None
+        self._local = b""
+
+    def open(self) -> None:
+        """Makes the agent; see `Transport.open`.
+
+        Raises:
+            MissingExtra: nixl is not installed.
+            ConfigurationError: it is of no use here.
+        """
+        with self._changing:
+            if self._thread is not None:
+                raise UsageError("the transport is open")
+            thread = AgentThread(quiescent=self.quiescent_after_error)
+            try:
+                self._create(thread)
+            except BaseException:
+                thread.close()
+                raise
+            self._thread, self._deadlines = thread, Deadlines()
+
+    def register(self, memory: Tensor) -> int:
+        """See `Transport.register`; before or after `open`. Blocks while memory is pinned."""
+        with self._changing:
+            number = self._regions.add(memory)
+            thread = self._thread
+            if thread is not None:
+                try:
+                    thread.call(lambda: thread.agent.register(self._regions[number]))
+                except AgentError as error:
+                    self._regions.remove_last()
+                    raise ConfigurationError(
+                        f"memory on {memory.device} cannot be registered with NIXL: {error}"
+                    ) from error
+                self._publish(thread)
+        return number
+
+    def local(self) -> bytes:
+        """See `Transport.local`."""
+        if self._thread is None:
+            raise UsageError("the transport is not open")
+        return self._local
+
+    def connect(self, peer_local: bytes) -> NixlPeer:
+        """See `Transport.connect`; blocks `connect_timeout_s` at most."""
+        with self._changing:
+            thread = self._thread
+            if thread is None:
+                raise UsageError("the transport is not open")
+            place = decode(_Place, peer_local)
+            if (
+                not len(place.addresses)
+                == len(place.devices)
+                == len(place.host)
+                == len(place.regions)
+            ):
+                raise PeerUnreachable("the peer's local(): not one address for each region")
+            earlier = self._peers.get(place.identity)
+            self._reach(thread, place)
+            peer = NixlPeer(place)
+            self._peers[place.identity] = peer
+            if earlier is not None:
+                earlier.connected = False
+                if earlier.incarnation != place.incarnation:
+                    thread.disconnect(
+                        earlier.place.agent,
+                        PullFailed("peer", f"{place.identity} connected anew"),
+                    )
+            return peer
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        """See `Transport.disconnect`."""
+        known, thread = self._known(peer), self._thread
+        connected, known.connected = known.connected, False
+        if connected and thread is not None:
+            if self._peers.get(known.identity) is known:
+                self._peers.pop(known.identity, None)
+            thread.disconnect(
+                known.place.agent, PullFailed("peer", f"{known.identity} was disconnected")
+            )
+
+    def pull(self, peer: PeerHandle, reads: Reads, *, deadline_s: float) -> Pull:
+        """See `Transport.pull`."""
+        known, thread, deadlines = self._known(peer), self._thread, self._deadlines
+        if thread is None or deadlines is None:
+            raise UsageError("the transport is not open")
+        require_local(self._regions, reads, deadline_s)
+        pull = NixlPull(reads.total_nbytes, known.place.agent, thread.wake)
+        refused = refusal(known.identity, known.regions, reads)
+        if not known.connected:
+            refused = PullFailed("peer", f"{known.identity} is disconnected")
+        if refused is not None or not reads.total_nbytes:
+            pull.finish(refused)
+            return pull
+        thread.submit(pull, lambda agent: self._prepare(agent, pull, known.place, reads))
+        deadlines.watch(pull, deadline_s)
+        return pull
+
+    def rebuild(self) -> None:
+        """See `Transport.rebuild`: the agent is destroyed and another one made."""
+        with self._changing:
+            if self._thread is None:
+                raise UsageError("the transport is not open")
+            self._destroy(self._thread, PullFailed("closed", "the transport is built anew"))
+            self._create(self._thread)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._changing:
+            if self._thread is not None and self._deadlines is not None:
+                self._destroy(self._thread, PullFailed("closed", "the transport was closed"))
+                self._thread.close()
+                self._deadlines.close()
+            self._thread = self._deadlines = None
+            self._regions.clear()
+
+    def _create(self, thread: AgentThread) -> None:
+        bindings = load()
+        incarnation = secrets.token_hex(16)
+        name = agent_name(self._identity, incarnation)
+        thread.create(lambda: Agent(bindings, name, self._device, self._tls))
+        self._incarnation = incarnation
+        try:
+            for region in self._regions.all():
+                thread.call(lambda region=region: thread.agent.register(region))  # type: ignore[misc]
+        except AgentError as error:
+            thread.destroy(PullFailed("closed", "the transport could not be opened"))
+            raise ConfigurationError(f"memory cannot be registered with NIXL: {error}") from error
+        self._publish(thread)
+
+    def _destroy(self, thread: AgentThread, error: PullFailed) -> None:
+        for peer in self._peers.values():
+            peer.connected = False
+        self._peers.clear()
+        thread.destroy(error)
+
+    def _publish(self, thread: AgentThread) -> None:
+        regions = self._regions.all()
+        self._local = encode(
+            _Place(
+                identity=self._identity,
+                incarnation=self._incarnation,
+                regions=self._regions.sizes(),
+                addresses=tuple(region.address for region in regions),
+                devices=tuple(region.device for region in regions),
+                host=tuple(region.host for region in regions),
+                metadata=thread.call(thread.agent.metadata),
+            )
+        )
+
+    def _reach(self, thread: AgentThread, place: _Place) -> None:
+        try:
+            thread.call(lambda: thread.reach(place.agent, place.metadata), self._connect_s)
+        except AgentError as error:
+            raise PeerUnreachable(f"{place.identity}: {error}") from error
+        except TimeoutError as error:
+            raise PeerUnreachable(
+                f"{place.identity}: no answer within {self._connect_s:g} s"
+            ) from error
+
+    def _prepare(self, agent: Agent, pull: NixlPull, place: _Place, reads: Reads) -> None:
+        remote, local = map(chopped, pairs(reads))
+        far, near = reads.remote_region, self._regions[reads.local_region]
+        prepared: list[int] = []
+        try:
+            prepared.append(agent.prepare(None, local, near.address, near.device, host=near.host))
+            prepared.append(
+                agent.prepare(
+                    place.agent,
+                    remote,
+                    place.addresses[far],
+                    place.devices[far],
+                    host=place.host[far],
+                )
+            )
+        except AgentError as error:
+            for one in prepared:
+                agent.release_prepared(one)
+            raise PullFailed("peer", f"{place.identity}: {error}") from error
+        pull.prepare(prepared, batches(local))
+
+    def _known(self, peer: PeerHandle) -> NixlPeer:
+        if not isinstance(peer, NixlPeer):
+            raise UsageError(f"{peer!r} is no peer of a NixlTransport")
+        return peer

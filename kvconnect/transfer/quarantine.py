@@ -1,0 +1,82 @@
+"""Destinations of reads that failed and may still be written to."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from kvconnect.errors import ConfigurationError, KvConnectError
+from kvconnect.trace import count, warn_once
+from kvconnect.transfer.transport import PeerHandle, Pull
+
+__all__ = ["Quarantine"]
+
+
+class Quarantine:
+    """Keeps blocks until the pull that was to fill them is terminal, and bounds their number.
+
+    At `max_quarantined` blocks, peers that hold some of them are not read from any more, and
+    `rebuild` runs on a thread of its own; after it every pull is terminal, and what is left is
+    freed. Thread-safe; no method blocks.
+
+    Args:
+        max_quarantined: blocks.
+        rebuild: `Transport.rebuild`, and whatever makes peers connect again.
+    """
+
+    def __init__(self, max_quarantined: int, rebuild: Callable[[], None]) -> None:
+        if max_quarantined < 1:
+            raise ConfigurationError(f"max_quarantined={max_quarantined}: must be >= 1")
+        self._max = max_quarantined
+        self._rebuild = rebuild
+        self._lock = threading.Lock()
+        self._blocks: Counter[str] = Counter()
+        self._rebuilding = False
+
+    def hold(self, pull: Pull, peer: PeerHandle, blocks: int, free: Callable[[], object]) -> None:
+        """Calls `free` once `pull` is terminal; until then its `blocks` are counted.
+
+        `free` runs on the thread that sees it, which may be the caller's, now. It must not block.
+        """
+        with self._lock:
+            self._blocks[peer.identity] += blocks
+        count("transfer.quarantined", blocks=blocks)
+        pull.terminal.add_callback(lambda: self._end(peer.identity, blocks, free))
+        self._bound()
+
+    @property
+    def quarantined(self) -> int:
+        """Blocks that are kept now."""
+        with self._lock:
+            return self._blocks.total()
+
+    def accepts(self, peer: PeerHandle) -> bool:
+        """Whether reads from `peer` may begin."""
+        with self._lock:
+            over = self._blocks.total() >= self._max
+            return not self._rebuilding and not (over and self._blocks[peer.identity])
+
+    def _end(self, identity: str, blocks: int, free: Callable[[], object]) -> None:
+        with self._lock:
+            self._blocks[identity] -= blocks
+            if not self._blocks[identity]:
+                del self._blocks[identity]
+        free()
+
+    def _bound(self) -> None:
+        with self._lock:
+            if self._rebuilding or self._blocks.total() < self._max:
+                return
+            self._rebuilding = True
+        threading.Thread(target=self._run, name="kvconnect-rebuild", daemon=True).start()
+
+    def _run(self) -> None:
+        count("transfer.rebuilds")
+        try:
+            self._rebuild()
+        except KvConnectError as error:  # what is held stays so; the next that is held tries again
+            warn_once(f"rebuild {type(error)}", f"the transport cannot be built anew: {error}")
+        finally:
+            with self._lock:
+                self._rebuilding = False

@@ -1,0 +1,197 @@
+"""Peers that die, freeze and restart while they are read from, as processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from peer_process import MiB, pattern
+
+from kvconnect.transfer.transport import PeerUnreachable, PullFailed, Reads
+
+CANARY = 0xA5
+NBYTES = 96 * MiB
+PIECE = 64 * 1024
+BOUND_S = 10.0
+
+kinds = pytest.mark.parametrize("kind", ["tcp", "nixl-tcp"])
+
+
+class Pair:
+    """A reader here, a peer in another process, and a destination full of canaries."""
+
+    def __init__(self, reader, peer):
+        self.reader, self.peer = reader, peer
+        self.memory = torch.full((NBYTES,), CANARY, dtype=torch.uint8)
+        self.into = reader.register(self.memory)
+        self.other = torch.zeros(16, dtype=torch.uint8)
+        self.elsewhere = reader.register(self.other)
+        self.handle = reader.connect(peer.local)
+
+    def pull_all(self, deadline_s):
+        offsets = np.arange(0, NBYTES, PIECE)
+        return self.reader.pull(
+            self.handle,
+            Reads(0, offsets, self.into, offsets, PIECE),
+            deadline_s=deadline_s,
+        )
+
+    def wait_until_some_bytes_are_there(self):
+        bound = time.monotonic() + BOUND_S
+        while self.memory[0] == CANARY and self.memory[NBYTES // 2] == CANARY:
+            assert time.monotonic() < bound
+
+    def put_canaries(self):
+        self.memory.fill_(CANARY)
+
+    def canaries_are_untouched(self):
+        return bool((self.memory == CANARY).all())
+
+    def read_a_little(self):
+        """Whatever the peer still had to send to this reader before, it has sent then."""
+        self.reader.pull(
+            self.handle, Reads(0, [16], self.elsewhere, [0], 16), deadline_s=BOUND_S
+        ).done.result(BOUND_S + 1)
+        assert np.array_equal(self.other, pattern(1, 32)[16:])
+
+
+@pytest.fixture
+def pair(kind, transport_of, peer_of):
+    peer = peer_of(kind, seeds=[(1, NBYTES)], identity="peer")
+    return Pair(transport_of(kind, identity="reader"), peer)
+
+
+def reason_of(pull, within_s):
+    """Why it failed, at once or within a bound."""
+    with pytest.raises(PullFailed) as failed:
+        pull.done.result(within_s)
+    return failed.value.reason
+
+
+@kinds
+def test_a_peer_killed_while_it_is_read_from(pair):
+    pull = pair.pull_all(20)
+    pair.wait_until_some_bytes_are_there()
+    pair.peer.signal(signal.SIGKILL)
+    assert reason_of(pull, 5) == "peer"
+    assert pull.terminal.wait(5)
+    pair.put_canaries()
+    pair.peer.process.join(20)
+    with pytest.raises(PeerUnreachable):
+        pair.reader.connect(pair.peer.local)
+    assert pair.canaries_are_untouched()
+
+
+@kinds
+def test_a_frozen_peer_is_seen_by_the_deadline(pair):
+    pair.peer.freeze()
+    started = time.monotonic()
+    pull = pair.pull_all(1.0)
+    assert reason_of(pull, 3) == "deadline"
+    assert 0.9 < time.monotonic() - started < 3
+    pair.peer.wake()
+    assert pull.terminal.wait(BOUND_S)
+    pair.put_canaries()
+    pair.peer.ask("local")
+    pair.read_a_little()
+    assert pair.canaries_are_untouched()
+
+
+@kinds
+def test_a_peer_frozen_mid_read_writes_nothing_after_a_rebuild(pair):
+    pull = pair.pull_all(0.5)
+    pair.wait_until_some_bytes_are_there()
+    pair.peer.freeze()
+    if not pull.done.done() or pull.done.exception():
+        assert reason_of(pull, 3) == "deadline"
+    pair.reader.rebuild()
+    assert pull.terminal.is_set()
+    pair.put_canaries()
+    pair.peer.wake()
+    again = pair.reader.pull(pair.handle, Reads(0, [0], pair.into, [0], 1), deadline_s=1)
+    assert reason_of(again, 2) == "peer"
+    pair.peer.process.join(0.5)  # UCX aborts some; either way the bytes stay
+    assert pair.canaries_are_untouched()
+
+
+@kinds
+def test_an_abandoned_pull_fails_at_once_and_is_terminal_later(pair):
+    pair.peer.freeze()
+    pull = pair.pull_all(60)
+    pull.abandon()
+    pull.abandon()
+    assert reason_of(pull, 0) == "abandoned"
+    pair.peer.wake()
+    assert pull.terminal.wait(BOUND_S)
+    pair.put_canaries()
+    pair.read_a_little()
+    assert pair.canaries_are_untouched()
+
+
+@kinds
+def test_a_disconnect_fails_what_is_under_way(pair):
+    pair.peer.freeze()
+    pull = pair.pull_all(60)
+    pair.reader.disconnect(pair.handle)
+    assert reason_of(pull, 5) == "peer"
+    pair.peer.wake()
+    assert pull.terminal.wait(BOUND_S)
+    pair.handle = pair.reader.connect(pair.peer.local)
+    pair.read_a_little()
+
+
+@kinds
+def test_a_peer_that_restarted_is_another_incarnation(pair, kind, peer_of):
+    pair.peer.end()
+    settings = {}
+    if kind == "tcp":
+        import json
+
+        settings["port"] = json.loads(pair.peer.local)["port"]
+    new = peer_of(kind, seeds=[(1, NBYTES)], identity="peer", **settings)
+    stale, stale_handle = pair.pull_all(5), pair.handle
+    assert reason_of(stale, 6) == "peer"
+    pair.handle = pair.reader.connect(new.local)
+    assert pair.handle.incarnation != stale_handle.incarnation
+    pair.read_a_little()
+    pull = pair.reader.pull(stale_handle, Reads(0, [0], pair.into, [0], 1), deadline_s=5)
+    assert reason_of(pull, 6) == "peer"
+
+
+@kinds
+def test_after_a_rebuild_of_either_side_both_connect_again(pair):
+    pair.read_a_little()
+    pair.reader.rebuild()
+    pair.handle = pair.reader.connect(pair.peer.local)
+    pair.read_a_little()
+    again = pair.peer.ask("rebuild")
+    assert reason_of(pair.pull_all(5), 6) == "peer"
+    pair.handle = pair.reader.connect(again)
+    pair.read_a_little()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "nixl"])
+def test_the_death_of_a_reader_mid_read_harms_no_other(kind, transport_of, peer_of):
+    peer = peer_of(kind, seeds=[(1, NBYTES)])
+    doomed = peer_of(kind, seeds=[(2, NBYTES)])
+    doomed.ask(
+        "start_pull",
+        peer.local,
+        [0, np.arange(0, NBYTES, PIECE), 0, np.arange(0, NBYTES, PIECE), PIECE],
+        20.0,
+    )
+    doomed.signal(signal.SIGKILL)
+    Pair(transport_of(kind), peer).read_a_little()
+
+
+def test_shared_memory_of_a_killed_peer_is_read_whole_or_fails(transport_of, peer_of):
+    pair = Pair(transport_of("nixl"), peer_of("nixl", seeds=[(1, NBYTES)]))
+    pull = pair.pull_all(20)
+    pair.wait_until_some_bytes_are_there()
+    pair.peer.signal(signal.SIGKILL)
+    if pull.done.exception(20) is None:
+        assert np.array_equal(pair.memory, pattern(1, NBYTES))
+    assert pull.terminal.wait(5)

@@ -1,0 +1,166 @@
+"""`NixlTransport`: what it says when NIXL is missing, and how an agent is used."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from peer_process import pattern
+
+from kvconnect.errors import ConfigurationError, MissingExtra
+from kvconnect.transfer.nixl import NixlTransport, library, nixl_pull
+from kvconnect.transfer.nixl.nixl_pull import batches, chopped
+from kvconnect.transfer.reads import Reads, runs
+from kvconnect.transfer.transport import PeerUnreachable, PullFailed
+
+
+def test_nixl_that_is_not_installed_is_named_when_it_is_opened(monkeypatch):
+    monkeypatch.delitem(sys.modules, "nixl._bindings", raising=False)
+    monkeypatch.setitem(sys.modules, "nixl", None)
+
+    def missing(name):
+        raise ModuleNotFoundError(name="nixl")
+
+    monkeypatch.setattr(library.importlib, "import_module", missing)
+    transport = NixlTransport()
+    with pytest.raises(MissingExtra, match=r"pip install 'kvconnect\[nixl\]'"):
+        transport.open()
+    transport.close()
+    assert not [one for one in threading.enumerate() if one.name == "kvconnect-nixl"]
+
+
+@pytest.mark.parametrize("tls", [None, "tcp"])
+def test_nothing_listens_beyond_loopback_unless_told_to(transport_of, tls):
+    def listening():
+        found = psutil.Process().net_connections("inet")
+        return {one.laddr for one in found if one.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    transport_of("nixl", tls=tls)
+    assert {ip for ip, _ in listening() - before} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("detected CUDA 12 but nixl-cu12 is not installed"),
+        OSError("libucp.so: cannot open shared object file"),
+        ModuleNotFoundError("No module named 'nixl_cu12'", name="nixl_cu12"),
+    ],
+)
+def test_nixl_that_cannot_be_imported_says_why(monkeypatch, error):
+    def unusable(name):
+        raise error
+
+    monkeypatch.setattr(library.importlib, "import_module", unusable)
+    with pytest.raises(ConfigurationError, match=f"not usable: .*{str(error)[:20]}") as found:
+        NixlTransport().open()
+    assert not isinstance(found.value, MissingExtra)
+
+
+@pytest.mark.parametrize("wrong", [{"tls": "nosuchtransport"}, {"device": "nosuchdevice"}])
+def test_a_backend_that_cannot_be_made_is_a_configuration_error(wrong):
+    transport = NixlTransport(**wrong)
+    with pytest.raises(ConfigurationError, match="UCX"):
+        transport.open()
+    transport.close()
+
+
+def test_a_wrong_tls_is_named():
+    with pytest.raises(ConfigurationError, match="tls='tcp,cma'"):
+        NixlTransport(tls="tcp,cma")
+    with pytest.raises(ConfigurationError, match="device='lo,eth1'"):
+        NixlTransport(device="lo,eth1")
+    with pytest.raises(ConfigurationError, match="connect_timeout_s=0"):
+        NixlTransport(connect_timeout_s=0)
+
+
+def test_rdma_cards_make_errors_not_quiescent(monkeypatch, tmp_path):
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setattr(library, "_RDMA_DEVICES", tmp_path)
+    assert NixlTransport(device="all").quiescent_after_error
+    (tmp_path / "mlx5_0").mkdir()
+    assert NixlTransport().quiescent_after_error
+    assert not NixlTransport(device="all").quiescent_after_error
+    assert NixlTransport(device="all", tls="tcp").quiescent_after_error
+    monkeypatch.setenv("UCX_TLS", "tcp,cma,self")
+    assert NixlTransport(device="all").quiescent_after_error
+
+
+@pytest.fixture
+def pair(transport_of):
+    source, reader = (transport_of("nixl", identity=name) for name in ("source", "reader"))
+    source.register(torch.from_numpy(pattern(1, 4096)))
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    return source, reader, memory, reader.register(memory)
+
+
+def test_what_a_peer_registers_later_is_read_after_connecting_again(pair):
+    source, reader, memory, into = pair
+    first = reader.connect(source.local())
+    source.register(torch.from_numpy(pattern(2, 4096)))
+    again = reader.connect(source.local())
+    assert again.regions == (4096, 4096)
+    reader.pull(again, Reads(1, [0], into, [0], 4096), deadline_s=10).done.result()
+    assert np.array_equal(memory, pattern(2, 4096))
+    failed = reader.pull(first, Reads(0, [0], into, [0], 1), deadline_s=10)
+    with pytest.raises(PullFailed, match="disconnected"):
+        failed.done.result(1)
+
+
+def test_metadata_of_another_agent_are_refused(pair, transport_of):
+    source, reader, *_ = pair
+    local = source.local().replace(b'"source"', b'"someone"')
+    with pytest.raises(PeerUnreachable, match="of the agent source/"):
+        reader.connect(local)
+    with pytest.raises(PeerUnreachable):
+        reader.connect(b'{"transport": "tcp"}')
+    reader.connect(source.local())
+
+
+def test_after_an_error_that_is_not_quiescent_only_a_rebuild_is_terminal(pair):
+    """As with RDMA; an agent that was destroyed stands for the error."""
+    source, reader, _, into = pair
+    reader._thread._quiescent = False
+    handle = reader.connect(source.local())
+    source.close()
+    pull = reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=10)
+    with pytest.raises(PullFailed) as failed:
+        pull.done.result(11)
+    assert failed.value.reason == "peer"
+    assert not pull.terminal.is_set()
+    reader.rebuild()
+    assert pull.terminal.is_set()
+
+
+def test_calls_after_close_come_back(pair):
+    source, reader, *_ = pair
+    handle, thread = reader.connect(source.local()), reader._thread
+    reader.close()
+    pull = nixl_pull.NixlPull(1, "source", thread.wake)
+    thread.submit(pull, lambda agent: None)
+    with pytest.raises(PullFailed, match="closed"):
+        pull.done.result(1)
+    with pytest.raises(PullFailed, match="closed"):
+        thread.call(lambda: thread.agent)
+    assert not handle.connected
+
+
+def test_transfers_are_of_bounded_size_and_cover_everything(monkeypatch):
+    monkeypatch.setattr(nixl_pull, "_TRANSFER_NBYTES", 1000)
+    whole = runs(np.array([0, 5000, 5600, 20_000]), 600)
+    large = runs(np.arange(0, 7000, 700) + 50_000, 700)
+    for some in (whole, large, np.concatenate([whole, large])):
+        parts = chopped(some)
+        assert int(parts["nbytes"].max()) <= 1000
+        flat = [np.arange(o, o + n) for o, n in some.tolist()]
+        chopped_flat = [np.arange(o, o + n) for o, n in parts.tolist()]
+        assert np.array_equal(np.concatenate(flat), np.concatenate(chopped_flat))
+        transfers = batches(parts)
+        assert np.array_equal(np.concatenate(transfers), np.arange(len(parts)))
+        assert all(int(parts["nbytes"][one].sum()) <= 2000 for one in transfers)
+        assert all(one.dtype == np.int32 and len(one) for one in transfers)

@@ -1,0 +1,129 @@
+"""Pulls, their deadlines, and the quarantine of what is not terminal."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvconnect.errors import ConfigurationError, PullFailed
+from kvconnect.transfer.deadlines import Deadlines
+from kvconnect.transfer.quarantine import Quarantine
+from kvconnect.transfer.transport import PeerHandle, Pull
+
+
+def test_a_finished_pull_is_terminal_before_it_is_done():
+    pull = Pull(1)
+    seen = []
+    pull.done.add_done_callback(lambda _: seen.append(pull.terminal.is_set()))
+    assert not pull.done.cancel()
+    pull.finish()
+    pull.finish(PullFailed("peer", "late"))
+    pull.abandon()
+    assert seen == [True]
+    assert pull.done.exception() is None
+
+
+def test_an_abandoned_pull_fails_once_and_is_not_terminal_yet():
+    pull = Pull(1)
+    called = []
+    pull.terminal.add_callback(lambda: called.append(1))
+    pull.done.add_done_callback(lambda _: pull.abandon())
+    pull.abandon()
+    with pytest.raises(PullFailed, match="abandoned"):
+        pull.done.result(0)
+    assert not pull.terminal.wait(0)
+    assert not called
+    pull.finish()
+    pull.terminal.add_callback(lambda: called.append(2))
+    assert called == [1, 2]
+
+
+def test_deadlines_come_in_their_order_whatever_that_of_the_pulls():
+    deadlines = Deadlines()
+    failed = []
+    pulls = {seconds: Pull(1) for seconds in (0.3, 0.05, 0.15, 30.0)}
+    for seconds, pull in pulls.items():
+        pull.done.add_done_callback(lambda _, seconds=seconds: failed.append(seconds))
+        deadlines.watch(pull, seconds)
+    with pytest.raises(PullFailed, match=r"within 0\.3 s"):
+        pulls[0.3].done.result(10)
+    assert failed == [0.05, 0.15, 0.3]
+    deadlines.close()
+    assert not pulls[30.0].done.done()
+
+
+def test_pulls_that_are_done_are_not_kept_until_their_deadline():
+    deadlines = Deadlines()
+    for _ in range(1000):
+        pull = Pull(1)
+        deadlines.watch(pull, 3600)
+        pull.finish()
+    assert len(deadlines._heap) <= 100
+    assert not deadlines._pulls
+    deadlines.close()
+
+
+PEER, OTHER = (PeerHandle(name, "0" * 32, ()) for name in ("peer", "other"))
+
+
+def test_blocks_are_free_when_their_pull_is_terminal():
+    rebuilt, freed = [], []
+    quarantine = Quarantine(10, lambda: rebuilt.append(1))
+    pull = Pull(1)
+    pull.abandon()
+    quarantine.hold(pull, PEER, 4, lambda: freed.append(4))
+    assert quarantine.quarantined == 4
+    assert quarantine.accepts(PEER)
+    pull.finish()
+    assert freed == [4]
+    assert quarantine.quarantined == 0
+    quarantine.hold(pull, PEER, 20, lambda: freed.append(20))
+    assert freed == [4, 20]
+    assert not rebuilt
+
+
+def test_at_the_bound_a_rebuild_frees_what_is_held_and_the_peer_is_left_alone():
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    held = [Pull(1) for _ in range(3)]
+
+    def rebuild():
+        begun.set()
+        go_on.wait(10)
+        for pull in held:
+            pull.finish()
+
+    quarantine = Quarantine(10, rebuild)
+    for pull in held:
+        pull.abandon()
+        quarantine.hold(pull, PEER, 4, lambda: quarantine.quarantined or ended.set())
+    assert begun.wait(10)
+    assert not quarantine.accepts(PEER)
+    go_on.set()
+    assert ended.wait(10)
+    bound = threading.Event()
+    while not quarantine.accepts(PEER):
+        assert not bound.wait(0.001)
+    assert quarantine.quarantined == 0
+
+
+def test_a_rebuild_that_fails_is_tried_again_and_other_peers_are_still_read_from():
+    tried = threading.Semaphore(0)
+
+    def rebuild():
+        tried.release()
+        raise ConfigurationError("no backend")
+
+    quarantine = Quarantine(2, rebuild)
+    quarantine.hold(Pull(1), PEER, 2, lambda: None)
+    assert tried.acquire(timeout=10)
+    while not quarantine.accepts(OTHER):
+        pass
+    assert not quarantine.accepts(PEER)
+    quarantine.hold(Pull(1), PEER, 1, lambda: None)
+    assert tried.acquire(timeout=10)
+
+
+def test_a_bound_of_nothing_is_refused():
+    with pytest.raises(ConfigurationError, match="max_quarantined=0"):
+        Quarantine(0, lambda: None)
