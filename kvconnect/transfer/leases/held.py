@@ -34,7 +34,8 @@ class HeldLease:
     - the last read had ended before the end, or
     - P says, to a `released` that followed the last read, that the lease was never broken.
 
-    Anything else is invalid. A decision is final.
+    Anything else is invalid. A decision is final. That a read fails once the process that it reads
+    from has ended, also if another took its place, is the transport's part.
 
     Args:
         request: as P calls it.

@@ -116,6 +116,19 @@ def test_what_was_said_before_closing_arrives(pair):
     assert not peer.send(mark(1))
 
 
+def test_what_was_said_before_closing_arrives_although_the_peer_talks_on(pair):
+    """A connection closed with something unread takes from the peer what it had not read."""
+    p, _, peer = pair
+    (channel,) = p.channels
+    large = mark(0).model_copy(update={"first": (0,), "blocks": (tuple(range(100_000)),)})
+    for number in range(1000):
+        if number % 100 == 0:
+            channel.send(large)
+        peer.send(mark(number))
+    peer.close()
+    assert [p.next().watermark.tokens for _ in range(1000)] == list(range(1000))
+
+
 def test_a_large_message_arrives(pair):
     p, _, peer = pair
     blocks = (tuple(range(200_000)),)

@@ -17,7 +17,6 @@ from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control import messages
 from kvconnect.transfer.control.messages import (
     MAX_ENTRIES,
-    MAX_MESSAGE_NBYTES,
     Claim,
     Grant,
     Hello,
@@ -226,11 +225,12 @@ def test_what_is_wrong_is_named_and_its_value_is_not(said, where):
         decode(msgpack.packb(said))
 
 
-def test_an_array_that_claims_to_be_long_takes_no_memory():
+def test_an_array_that_claims_to_be_long_is_refused_before_room_is_made_for_it():
     """The unpacker makes room for what a header claims, at each depth."""
-    claims = b"\xdd" + struct.pack(">I", MAX_MESSAGE_NBYTES // 2)
-    with pytest.raises(BadMessage):
-        decode(claims * 500 + bytes(MAX_MESSAGE_NBYTES - 5000))
+    claims = b"\xdd" + struct.pack(">I", MAX_ENTRIES + 1)
+    for data in (claims + bytes(MAX_ENTRIES + 1), claims * 500 + bytes(MAX_ENTRIES + 1)):
+        with pytest.raises(BadMessage, match="no MessagePack"):
+            decode(data)
 
 
 def test_deep_nesting_is_refused():

@@ -100,6 +100,21 @@ def test_another_readers_lease_does_not_mend_a_broken_one(table, clock):
     assert table.release(key, "E") is Verdict.OK
 
 
+def test_one_whose_lease_ended_gets_none_while_another_reads(table, clock):
+    key = offer(table)
+    for holder in "ABCD":
+        table.claim("r", holder, readers=4)
+    table.release(key, "A")
+    table.abort("r", "B")
+    clock.now += 5
+    table.renew(key, "D")
+    clock.now += 6
+    for holder in "ABC":
+        assert table.claim("r", holder).verdict is Verdict.EXPIRED
+        assert table.renew(key, holder).verdict is Verdict.EXPIRED
+    assert table.renew(key, "D").verdict is Verdict.OK
+
+
 def test_it_stays_until_all_readers_have_released(table):
     key = offer(table)
     for holder in "ABC":

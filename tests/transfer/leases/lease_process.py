@@ -1,0 +1,74 @@
+"""A process that is P or D: tells what happens on its standard output.
+
+P offers each request of its arguments, answers, and says what it unpins. D claims them, and says
+what is granted; it never releases.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from endpoints import QUICK, Side
+
+from kvconnect.transfer.control.events import Connected, Disconnected
+from kvconnect.transfer.control.listener import Listener
+from kvconnect.transfer.control.peer import Peer
+from kvconnect.transfer.leases.client import LeaseClient
+from kvconnect.transfer.leases.server import LeaseServer
+
+
+def serve(server: LeaseServer):
+    """What a channel's events mean for P."""
+
+    def deliver(channel, event):
+        holder = channel.peer.holder
+        if isinstance(event, Connected):
+            server.connected(holder, channel.send)
+        elif isinstance(event, Disconnected):
+            server.disconnected(holder, channel.send)
+        else:
+            server.handle(event, holder, channel.send)
+
+    return deliver
+
+
+def read(client: LeaseClient):
+    """What a channel's events mean for D."""
+
+    def deliver(channel, event):
+        if isinstance(event, Connected):
+            client.connected("P", channel.send)
+        elif isinstance(event, Disconnected):
+            client.disconnected("P", channel.send)
+        else:
+            client.handle(event, "P")
+
+    return deliver
+
+
+def p(port: str, lease_s: str, *requests: str) -> None:
+    def unpin(ended):
+        for one in ended:
+            print(one.why, one.key.request, flush=True)
+
+    with LeaseServer(unpin, max_lease_total=1 << 30, lease_s=float(lease_s)) as server:
+        side = Side("P", deliver=serve(server), timing=QUICK)
+        with Listener(side.endpoint, port=int(port)) as listening:
+            for request in requests:
+                server.offer(request, tokens=64, nbytes=100, blocks=((1, 2),))
+            print(listening.port, flush=True)
+            time.sleep(60)
+
+
+def d(port: str, *requests: str) -> None:
+    with LeaseClient(lambda one: print(one.lease.outcome.value, flush=True)) as client:
+        side = Side("D", deliver=read(client), timing=QUICK)
+        with Peer(side.endpoint, "127.0.0.1", int(port)):
+            for request in requests:
+                client.claim("P", request)
+            time.sleep(60)
+
+
+if __name__ == "__main__":
+    {"p": p, "d": d}[sys.argv[1]](*sys.argv[2:])

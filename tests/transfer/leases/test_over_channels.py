@@ -1,0 +1,341 @@
+"""Leases over real channels, with the other side in a process of its own that dies or freezes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from endpoints import Side, until
+from lease_process import read, serve
+
+from kvconnect.errors import DuplicateRequest
+from kvconnect.trace import metrics
+from kvconnect.transfer.control.listener import Listener
+from kvconnect.transfer.control.messages import Claim, Expired, Grant, Ping, Unknown
+from kvconnect.transfer.control.peer import Peer
+from kvconnect.transfer.leases.client import LeaseClient
+from kvconnect.transfer.leases.clock import lease_clock
+from kvconnect.transfer.leases.held import Outcome
+from kvconnect.transfer.leases.server import LeaseServer
+from kvconnect.transfer.leases.table import LeaseKey, Mark
+from kvconnect.transfer.leases.timer import Timer
+
+HERE = Path(__file__).parent
+LEASE_S = 0.8
+
+
+@pytest.fixture
+def start():
+    """Starts ``lease_process.py``; all are killed at the end."""
+    children = []
+
+    def run(*arguments: object) -> subprocess.Popen[str]:
+        folders = [str(HERE), str(HERE.parent / "control"), os.environ.get("PYTHONPATH", "")]
+        child = subprocess.Popen(
+            [sys.executable, HERE / "lease_process.py", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+            cwd=HERE.parents[2],
+        )
+        children.append(child)
+        return child
+
+    yield run
+    for child in children:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+@pytest.fixture
+def p():
+    """P in this process: its server, its port, and what it was told to unpin."""
+    unpinned: queue.Queue = queue.Queue()
+
+    def unpin(ended):
+        for one in ended:
+            unpinned.put(one)
+
+    with LeaseServer(unpin, max_lease_total=1000, lease_s=LEASE_S) as server:
+        side = Side("P", deliver=serve(server))
+        with Listener(side.endpoint) as listening:
+            yield server, listening.port, unpinned
+
+
+@pytest.fixture
+def d():
+    """D in this process: its client, and how to connect it."""
+    with LeaseClient() as client:
+        side = Side("D", deliver=read(client))
+        peers = []
+
+        def connect(port: int) -> Peer:
+            peers.append(Peer(side.endpoint, "127.0.0.1", port))
+            assert peers[-1].wait(5)
+            return peers[-1]
+
+        yield client, connect
+        for peer in peers:
+            peer.close()
+
+
+def key_of(offer) -> LeaseKey:
+    return LeaseKey(offer.request, offer.epoch)
+
+
+def test_what_is_read_and_released_is_valid_and_unpinned_at_once(p, d):
+    server, port, unpinned = p
+    client, connect = d
+    connect(port)
+    key = key_of(server.offer("r", tokens=64, nbytes=100, blocks=((1, 2),)))
+    claimed = client.claim("P", "r")
+    until(claimed.lease.may_read)
+    assert claimed.blocks == ((1, 2),)
+    server.advance(key, Mark(tokens=64, layers=1), ((3,),))
+    until(lambda: claimed.mark == Mark(tokens=64, layers=1))
+    assert claimed.blocks == ((1, 2, 3),)
+    assert client.release(claimed) is Outcome.VALID
+    assert len(client) == 0
+    ended = unpinned.get(timeout=LEASE_S)
+    assert (ended.key, ended.why) == (key, "released")
+
+
+def test_renewals_hold_it_for_as_long_as_it_is_needed(p, d):
+    server, port, unpinned = p
+    client, connect = d
+    connect(port)
+    server.offer("r", tokens=64, nbytes=100)
+    claimed = client.claim("P", "r")
+    until(claimed.lease.may_read)
+    first = claimed.lease.end
+    until(lambda: claimed.lease.end > first + LEASE_S / 2)
+    assert unpinned.empty()
+    assert client.release(claimed) is Outcome.VALID
+
+
+def test_a_claim_waits_for_its_offer(p, d):
+    server, port, _ = p
+    client, connect = d
+    connect(port)
+    claimed = client.claim("P", "r")
+    until(lambda: server._waiting)
+    key = key_of(server.offer("r", tokens=64, nbytes=100))
+    until(claimed.lease.may_read)
+    assert claimed.lease.epoch == key.epoch
+    assert not server._waiting
+
+
+def test_an_abort_by_either_side_is_heard_by_the_other(p, d):
+    server, port, unpinned = p
+    client, connect = d
+    connect(port)
+    keys = [key_of(server.offer(name, tokens=64, nbytes=100)) for name in "ab"]
+    first, second = (client.claim("P", name) for name in "ab")
+    until(lambda: first.lease.may_read() and second.lease.may_read())
+    assert client.abort(first, "the client went away") is Outcome.INVALID
+    ended = unpinned.get(timeout=LEASE_S)
+    assert (ended.key, ended.why) == (keys[0], "aborted")
+    server.withdraw(keys[1], "its request was aborted")
+    until(lambda: second.lease.lost)
+    assert second.lease.lost == "its request was aborted"
+    assert second.lease.outcome is Outcome.OPEN
+    assert client.abort(second) is Outcome.INVALID
+
+
+def test_what_was_lost_with_a_connection_is_told_again(p, d):
+    server, port, _ = p
+    client, connect = d
+    peer = connect(port)
+    key = key_of(server.offer("r", tokens=64, nbytes=100, blocks=((1,),)))
+    claimed = client.claim("P", "r")
+    until(claimed.lease.may_read)
+    peer.reconnect()
+    until(lambda: not server._senders)
+    server.advance(key, Mark(tokens=64, layers=2), ((2,),))
+    until(lambda: claimed.mark == Mark(tokens=64, layers=2))
+    assert claimed.blocks == ((1, 2),)
+
+
+def test_d_is_killed_and_p_unpins_within_a_lease(p, start):
+    server, port, unpinned = p
+    child = start("d", port, "a", "b")
+    until(lambda: len(server._waiting) == 2, 20)
+    for name in "ab":
+        server.offer(name, tokens=64, nbytes=100)
+    assert child.stdout.readline() == "open\n"
+    assert child.stdout.readline() == "open\n"
+    first = server.table.next_end()
+    until(lambda: server.table.next_end() > first)  # it renews
+    assert unpinned.empty()
+    child.kill()
+    killed_at = time.monotonic()
+    assert {unpinned.get(timeout=5).why for _ in "ab"} == {"expired"}
+    assert time.monotonic() - killed_at < LEASE_S + 1
+    assert server.table.total_nbytes == 0
+
+
+def test_p_is_killed_after_all_reads_and_the_own_lease_decides(start, d):
+    client, connect = d
+    child = start("p", 0, 30, "a", "b")
+    connect(int(child.stdout.readline()))
+    first, second = (client.claim("P", name) for name in "ab")
+    until(lambda: first.lease.may_read() and second.lease.may_read())
+    child.kill()
+    child.wait()
+    assert client.release(first) is Outcome.VALID
+    assert client.abort(second) is Outcome.INVALID
+
+
+def test_p_starts_anew_at_the_same_address_and_knows_nothing_of_before(start, d):
+    client, connect = d
+    child = start("p", 0, 30, "a")
+    port = int(child.stdout.readline())
+    connect(port)
+    claimed = client.claim("P", "a")
+    until(claimed.lease.may_read)
+    child.kill()
+    child.wait()
+    start("p", port, 30, "a")
+    until(lambda: claimed.lease.outcome is Outcome.INVALID)
+    assert "knows no such lease" in claimed.lease.lost
+    again = client.claim("P", "a")
+    until(again.lease.may_read)
+    assert again.lease.epoch != claimed.lease.epoch
+
+
+def test_p_is_frozen_and_late_reads_are_discarded_when_it_wakes(start, d):
+    client, connect = d
+    child = start("p", 0, LEASE_S, "a")
+    connect(int(child.stdout.readline()))
+    claimed = client.claim("P", "a")
+    until(claimed.lease.may_read)
+    child.send_signal(signal.SIGSTOP)
+    until(lambda: lease_clock() > claimed.lease.end + 0.1)  # P's end is a bit later than D's
+    late = metrics.snapshot().get("transfer.late_reads", 0)
+    assert client.release(claimed) is Outcome.OPEN
+    child.send_signal(signal.SIGCONT)
+    assert child.stdout.readline() == "expired a\n"
+    until(lambda: claimed.lease.outcome is Outcome.INVALID)
+    assert metrics.snapshot()["transfer.late_reads"] == late + 1
+
+
+# ------------------------------------------------------------------------------ single parts
+
+
+class Clock:
+    now = 5.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_claim_that_waited_long_is_unknown():
+    clock, said = Clock(), []
+    server = LeaseServer(len, max_lease_total=10, claim_wait_s=30, clock=clock)
+    server.handle(Claim(seq=4, request="r"), "D", said.append)
+    assert server.reap() == 35
+    clock.now = 35
+    assert server.reap() is None
+    assert said == [Unknown(seq=4, request="r")]
+
+
+def test_claims_that_wait_are_bounded_and_end_with_their_channel():
+    said: list = []
+    server = LeaseServer(len, max_lease_total=10)
+    for number in range(1025):
+        server.handle(Claim(seq=1, request=str(number)), "D", said.append)
+    assert said == [Unknown(seq=1, request="1024")]
+    server.disconnected("D", said.append)
+    assert not server._waiting
+
+
+def test_a_claim_of_an_epoch_does_not_wait():
+    said: list = []
+    server = LeaseServer(len, max_lease_total=10)
+    server.handle(Claim(seq=1, request="r", epoch=3), "D", said.append)
+    assert said == [Unknown(seq=1, request="r", epoch=3)]
+    key = key_of(server.offer("r", tokens=1, nbytes=1))
+    server.withdraw(key)
+    server.handle(Claim(seq=2, request="r", epoch=key.epoch), "D", said.append)
+    assert said[1:] == [Expired(seq=2, request="r", epoch=key.epoch)]
+    assert not server.handle(Ping(number=1), "D", said.append)
+
+
+def test_what_could_not_be_unpinned_is_handed_over_again():
+    handed: list = []
+
+    def unpin(ended):
+        handed.append([one.key for one in ended])
+        if len(handed) == 1:
+            raise OSError("the inbox is closed for a moment")
+
+    server = LeaseServer(unpin, max_lease_total=10)
+    key = key_of(server.offer("r", tokens=1, nbytes=1))
+    server.withdraw(key)
+    with pytest.raises(OSError, match="closed"):
+        server.reap()
+    server.reap()
+    server.reap()
+    assert handed == [[key], [key]]
+
+
+def test_a_timer_goes_on_after_an_error(caplog, monkeypatch):
+    monkeypatch.setattr("kvconnect.transfer.leases.timer._AFTER_ERROR_S", 0.01)
+    calls: list[int] = []
+
+    def work():
+        calls.append(1)
+        raise ZeroDivisionError("a bug")
+
+    with Timer("kvconnect-test", work):
+        until(lambda: len(calls) >= 3)
+    assert "a bug" in caplog.text
+    done = len(calls)
+    until(lambda: len(calls) == done)
+
+
+def test_renewals_of_one_peer_go_in_one_message():
+    clock, said = Clock(), []
+    client = LeaseClient(clock=clock)
+    client.connected("P", lambda message: said.append(message) or True)
+    for number in range(1500):
+        claimed = client.claim("P", str(number))
+        grant = client_grant(said[-1])
+        client.handle(grant, "P")
+        assert claimed.lease.may_read()
+        if number == 1000:
+            clock.now += 1  # the later ones go along nevertheless
+    said.clear()
+    assert client.renew() == 5 + 3
+    clock.now = 5 + 3
+    client.renew()
+    assert [len(one.leases) for one in said] == [1024, 476]
+    assert client.renew() == clock.now + 3
+
+
+def client_grant(claim: Claim) -> Grant:
+    return Grant(
+        seq=claim.seq,
+        request=claim.request,
+        epoch=7,
+        lease_s=9.0,
+        tokens=1,
+        blocks=(),
+        watermark={"layers": 0, "tokens": 0},
+    )
+
+
+def test_a_request_is_claimed_once_at_a_time():
+    client = LeaseClient()
+    claimed = client.claim("P", "r")
+    with pytest.raises(DuplicateRequest, match="'r' of peer 'P'"):
+        client.claim("P", "r")
+    client.abort(claimed)
+    client.claim("P", "r")
