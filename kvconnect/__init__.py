@@ -17,8 +17,10 @@ if TYPE_CHECKING:
         KvCacheConnectorConfig,
         KvCacheRetentionConfig,
         TokenRangeRetentionConfig,
+        TransferConfig,
     )
     from kvconnect.connector.data import SchedulerOutput
+    from kvconnect.connector.disagg.connectors import DecodeConnector, PrefillConnector
     from kvconnect.connector.scheduler import KvCacheConnectorScheduler
     from kvconnect.connector.worker import KvCacheConnectorWorker
     from kvconnect.engine.llm import LLM
@@ -33,6 +35,7 @@ __all__ = [
     "BlockManager",
     "Capabilities",
     "ConfigurationError",
+    "DecodeConnector",
     "KVCacheManager",
     "KvCacheConfig",
     "KvCacheConnectorConfig",
@@ -42,10 +45,12 @@ __all__ = [
     "KvCacheRetentionConfig",
     "KvConnectError",
     "LlmRequest",
+    "PrefillConnector",
     "SamplingParams",
     "SchedulerOutput",
     "StoredBlock",
     "TokenRangeRetentionConfig",
+    "TransferConfig",
     "__version__",
     "open_backend",
 ]
@@ -59,6 +64,7 @@ _MODULES = {
     "BlockKey": "keys",
     "BlockManager": "cache.block_manager",
     "Capabilities": "backend",
+    "DecodeConnector": "connector.disagg.connectors",
     "KVCacheManager": "cache.kv_cache_manager",
     "KvCacheConfig": "config",
     "KvCacheConnectorConfig": "config",
@@ -67,10 +73,12 @@ _MODULES = {
     "KvCacheLayout": "layout",
     "KvCacheRetentionConfig": "config",
     "LlmRequest": "request",
+    "PrefillConnector": "connector.disagg.connectors",
     "SamplingParams": "request",
     "SchedulerOutput": "connector.data",
     "StoredBlock": "backend",
     "TokenRangeRetentionConfig": "config",
+    "TransferConfig": "config",
     "open_backend": "backends.registry",
 }
 

@@ -7,6 +7,7 @@ are refused, naming the nearest valid one; every error is a `ConfigurationError`
 
 from __future__ import annotations
 
+import ipaddress
 import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -20,6 +21,7 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
@@ -40,6 +42,8 @@ __all__ = [
     "KvCacheRetentionConfig",
     "Settings",
     "TokenRangeRetentionConfig",
+    "TransferConfig",
+    "host_and_port",
     "torch_dtype",
 ]
 
@@ -320,6 +324,95 @@ class KvCacheConfig(Settings):
         return self
 
 
+class TransferConfig(Settings):
+    """How blocks move between the pools of two engines: prefill to decode, peer to peer.
+
+    Attributes:
+        role: ``prefill`` hands out what it computes, ``decode`` fetches, ``both`` does either, as
+            each request's ``kv_transfer_params`` say.
+        transport: what blocks travel by: ``tcp``, or ``nixl``, which needs the extra of that name.
+        device: the network device of ``nixl``, as UCX names it: ``lo`` keeps it to this machine;
+            UCX authenticates nobody, so name one that only trusted machines reach.
+        listen: ``host:port`` of the control channel; port 0 takes a free one. Other hosts than the
+            loopback need a `secret`.
+        advertise: ``host:port`` that peers reach `listen` at, if that is another, as behind
+            ``0.0.0.0``; travels in ``kv_transfer_params``.
+        secret: what both sides prove to know before anything else is said; never shown.
+        lease_s: a reader that says nothing for so long has lost its claim, and the blocks go; they
+            do after ``save_timeout_s`` in any case, counted from when the prompt was computed.
+        max_lease_total: bytes of blocks that are kept for readers, at most; ``None``: all there
+            are. What is computed beyond that is not handed out.
+        claim_timeout_s: what a decode request waits for a prompt that the other side has not begun,
+            or does not go on with. Then it computes.
+        min_bytes_per_s: a pull that has moved nothing for 2 s and the time its bytes take at this
+            rate has failed.
+    """
+
+    role: Literal["prefill", "decode", "both"] = "both"
+    transport: Literal["tcp", "nixl"] = "tcp"
+    device: Annotated[str, Field(min_length=1)] = "lo"
+    listen: str = "127.0.0.1:0"
+    advertise: str | None = None
+    secret: SecretStr | None = None
+    lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    max_lease_total: Annotated[int, Field(gt=0)] | None = None
+    claim_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    min_bytes_per_s: Annotated[float, Field(gt=0)] = 16e6
+
+    def __init__(self, /, *args: Any, **values: Any) -> None:
+        secret = values.get("secret")
+        if not (secret is None or isinstance(secret, (str, SecretStr))):
+            # Here, where its value is not shown.
+            raise ConfigurationError(
+                f"TransferConfig.secret: a {type(secret).__name__} was given; give text, or None"
+            )
+        super().__init__(*args, **values)
+
+    @field_validator("listen", "advertise")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None:
+            host_and_port(value)
+        return value
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        host, _ = host_and_port(self.listen)
+        if self.secret is not None and len(self.secret.get_secret_value().strip()) < 16:
+            raise ValueError("secret: give at least 16 characters, as of `openssl rand -hex 32`")
+        if self.secret is None and not _is_loopback(host):
+            raise ValueError(
+                f"listen='{self.listen}' is reached from other machines: that needs a secret; "
+                "give one, or listen on 127.0.0.1"
+            )
+        if self.advertise is None and host in {"0.0.0.0", "::"}:  # noqa: S104  to refuse it
+            raise ValueError(
+                f"listen='{self.listen}' is no address that peers can connect to; give advertise "
+                "as well, 'host:port'"
+            )
+        return self
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of ``host:port``, or ``[host]:port``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    host, colon, port = address.rpartition(":")
+    plain = host.removeprefix("[").removesuffix("]")
+    if not (colon and plain and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError("must be 'host:port', as '127.0.0.1:7600'; port 0 takes a free one")
+    return plain, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class KvCacheConnectorConfig(Settings):
     """Where KV blocks are loaded from and saved to.
 
@@ -332,6 +425,7 @@ class KvCacheConnectorConfig(Settings):
         connector_worker_class: name of the `KvCacheConnectorWorker` subclass.
         url: a store, for example ``disk:///var/cache/kv?capacity=200GiB``.
         backend: instead of `url`, a store of your own; one open engine at a time uses it.
+        transfer: prefill to decode between engines, with a store beside it or without.
         codec: how blocks are encoded in the store, as in a store URL's parameter: one of ``fp8``
             and ``int8`` (lossy), one of ``zstd`` and ``lz4``, ``aes-gcm``, joined by ``+``.
         key_file: file with the secret key of ``aes-gcm``. Blocks rounded by another codec or
@@ -362,6 +456,7 @@ class KvCacheConnectorConfig(Settings):
     connector_worker_class: str | None = None
     url: str | None = None
     backend: Backend | None = None
+    transfer: TransferConfig | None = None
     codec: str | None = None
     key_file: str | None = None
     lookup_timeout_ms: Annotated[float, Field(ge=0)] = 20.0
@@ -378,6 +473,12 @@ class KvCacheConnectorConfig(Settings):
     max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
     max_loading_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
 
+    def __init__(self, /, *args: Any, **values: Any) -> None:
+        if isinstance(values.get("transfer"), Mapping):
+            # Here, where its secret is not shown.
+            values["transfer"] = TransferConfig.given("transfer", values["transfer"])
+        super().__init__(*args, **values)
+
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             yield name, without_passwords(value) if name == "url" and value is not None else value
@@ -393,6 +494,10 @@ class KvCacheConnectorConfig(Settings):
         chosen = [name for name, value in ways.items() if value]
         if len(chosen) > 1:
             raise ValueError(f"give one of {', '.join(ways)}; given: {', '.join(chosen)}")
+        if given and self.transfer is not None:
+            raise ValueError(
+                "transfer goes with url or backend, or alone, not with your own classes"
+            )
         if given and (self.codec or self.key_file):
             raise ValueError("codec and key_file are for url or backend, not for your own classes")
         return self

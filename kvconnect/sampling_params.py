@@ -18,7 +18,8 @@ class SamplingParams(Settings):
 
     Attributes:
         n: completions of the one prompt; more than one need a temperature above 0.
-        max_tokens: generate at most so many.
+        max_tokens: generate at most so many; 0: compute the prompt, so that it is in the cache, and
+            generate nothing.
         min_tokens: generate at least so many: until then no token that would end the generation is
             chosen, and no stop string counts.
         temperature: 0 is greedy.
@@ -39,7 +40,7 @@ class SamplingParams(Settings):
     """
 
     n: Annotated[int, Field(ge=1, le=16384)] = 1
-    max_tokens: Annotated[int, Field(ge=1)] = 16
+    max_tokens: Annotated[int, Field(ge=0)] = 16
     min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     top_k: Annotated[int, Field(ge=0)] = 0

@@ -82,12 +82,14 @@ class Engine:
         logits = self._forward(batch.requests)
         # agree: whatever failed to load gets nothing from this step
         outcome = self._connector.end_step()
-        self._advance(batch, outcome)
+        prefilled = self._advance(batch, outcome)
         # sample: append tokens, publish what they filled, stream them, finish
         runs = self._sample(batch, logits)
         self._kv.update_resources(batch)
         for run in runs:
             self._emit(run)
+        for live in prefilled:
+            self._finish(live, "length")
         # settle: loaded requests resume, saved ones let go
         self._settle(outcome)
         failed |= self._end_failed()
@@ -162,8 +164,14 @@ class Engine:
 
     # ------------------------------------------------------------------ agree
 
-    def _advance(self, batch: ScheduledBatch, outcome: StepOutcome) -> None:
-        """Move each request's valid position; one whose load failed gets nothing from this step."""
+    def _advance(self, batch: ScheduledBatch, outcome: StepOutcome) -> list[LiveRequest]:
+        """Move each request's valid position; one whose load failed gets nothing from this step.
+
+        Returns those that end here, since nothing is to be sampled. Their last token does not count
+        as computed: nothing follows it, and windows keep what a request that goes on from there
+        needs to compute it again.
+        """
+        prefilled = []
         for request in batch.requests:
             if request.request_id in outcome.failed:
                 continue
@@ -176,10 +184,14 @@ class Engine:
             # Drafts count once they are verified.
             known = request.num_scheduled_tokens - len(request.draft_tokens)
             end = first_scheduled_token(request) + known
+            if request.sampling_params.max_tokens == 0 and end == request.num_tokens:
+                end -= 1
+                prefilled.append(self._live[request.request_id])
             request.num_computed_tokens, request.num_external_tokens = end, 0
         for request_id, valid in outcome.failed.items():
             if live := self._live.get(request_id):
                 self._note_loaded(live.request, valid)
+        return prefilled
 
     # ------------------------------------------------------------------ sample
 

@@ -163,7 +163,7 @@ def test_without_json_the_text_goes_to_standard_output_and_numbers_to_standard_e
         (["--prompt", "x", "--store", "memory:?capacity=1"], "capacity"),
         (["--prompt", "x", "--store", "memory:?capcity=1"], "did you mean 'capacity'"),
         (["--prompt", "x", "--dtype", "float23"], "dtype: 'float23' is unknown"),
-        (["--prompt", "x", "--max-tokens", "0"], "SamplingParams.max_tokens=0"),
+        (["--prompt", "x", "--max-tokens", "-1"], "SamplingParams.max_tokens=-1"),
         (["--prompt", "x", "--cache-salt", ""], "cache_salt: '' must not be empty"),
         (["--prompt", "x", "--retention", "0:9"], "--retention 0:9: write START:END=PRIORITY"),
         (["--prompt", "x", "--retention", "5=9"], "--retention 5=9: write START:END=PRIORITY"),

@@ -130,7 +130,7 @@ def test_penalties_and_the_least_length(answer):
         ("{}", "line 2: 0 of prompt, prompt_token_ids, messages are given"),
         ('{"prompt": "x", "messages": []}', "line 2: 2 of prompt"),
         ('{"promt": "x"}', "line 2: unknown key 'promt'; did you mean 'prompt'"),
-        ('{"prompt": "x", "max_tokens": 0}', "line 2: SamplingParams.max_tokens=0"),
+        ('{"prompt": "x", "max_tokens": -1}', "line 2: SamplingParams.max_tokens=-1"),
         ('{"prompt": 5}', "prompt: 'prompt' is a string, this is int"),
         ('{"prompt_token_ids": [999]}', "token id 999 is outside"),
         ('{"messages": "Hello"}', "messages"),

@@ -170,5 +170,7 @@ def test_staging_below_one_block_is_refused() -> None:
 
 
 def test_no_store_and_no_classes_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="give url, backend, or connector_module"):
+    with pytest.raises(
+        ConfigurationError, match="give url, backend, transfer, or connector_module"
+    ):
         build(KvCacheConnectorConfig())

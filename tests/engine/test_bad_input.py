@@ -226,7 +226,10 @@ def test_a_callers_array_may_change_afterwards(llm):
         ),
         ({"connector": 5}, "connector: 5 is a int; give a KvCacheConnectorConfig"),
         ({"connector": {"ulr": "memory:"}}, "KvCacheConnectorConfig: unknown field 'ulr'; did you"),
-        ({"connector": {}}, "KvCacheConnectorConfig: give url, backend, or connector_module"),
+        (
+            {"connector": {}},
+            "KvCacheConnectorConfig: give url, backend, transfer, or connector_module",
+        ),
         ({"kv_cache": 5}, "kv_cache: 5 is a int; give a KvCacheConfig"),
         ({"kv_cache": {"max_tokns": 5}}, "KvCacheConfig: unknown field 'max_tokns'; did you mean"),
         ({"kv_cache": {"max_tokens": "many"}}, "KvCacheConfig.max_tokens='many': "),

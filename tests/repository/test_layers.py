@@ -44,6 +44,7 @@ DOORS = {
     "backends.s3": STORE,
     "backends.tiered": "backends.url backends.guard backends.registry",
     "connector.runtime": f"{CONTRACT} cache.resource_manager",
+    "connector.disagg": f"{CONTRACT} connector.offload transfer",
     "connector.offload": f"{CONTRACT} backends kernels",
     "transfer.tcp": TRANSFER,
     "transfer.nixl": TRANSFER,

@@ -100,7 +100,7 @@ def test_a_batch_computes_context_requests_first():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("temperature", -0.1),
         ("temperature", float("inf")),
         ("top_k", -2),

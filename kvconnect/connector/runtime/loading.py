@@ -24,28 +24,34 @@ T = TypeVar("T")
 SchedulerClass = type[KvCacheConnectorScheduler]
 WorkerClass = type[KvCacheConnectorWorker]
 
-_BUILT_IN = "kvconnect.connector.offload"  # looked up by name, as anybody's connector
+# Looked up by name, as anybody's connector.
+_OFFLOAD = ("kvconnect.connector.offload", "OffloadScheduler", "OffloadWorker")
+_TRANSFER = ("kvconnect.connector.disagg", "DisaggScheduler", "DisaggWorker")
 
 
 def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
-    """The two classes that `llm_args` asks for: by name, or the built-in pair for a store.
+    """The two classes that `llm_args` asks for: by name, or a built-in pair.
 
     Raises:
         ConfigurationError: a name does not exist; the message says what was searched.
         ConnectorContractError: a class is not a subclass, or lacks a method.
     """
     config = llm_args.kv_connector_config
-    if config.connector_module is None:
-        if config.url is None and config.backend is None and llm_args.backend is None:
-            raise ConfigurationError(
-                "KvCacheConnectorConfig: give url, backend, or connector_module with both classes"
-            )
-        module = _module(_BUILT_IN)
-        scheduler: str | None = "OffloadScheduler"
-        worker: str | None = "OffloadWorker"
-    else:
-        module = _module(config.connector_module)
+    scheduler: str | None
+    worker: str | None
+    if config.connector_module is not None:
+        name = config.connector_module
         scheduler, worker = config.connector_scheduler_class, config.connector_worker_class
+    elif config.transfer is not None:
+        name, scheduler, worker = _TRANSFER
+    elif config.url is None and config.backend is None and llm_args.backend is None:
+        raise ConfigurationError(
+            "KvCacheConnectorConfig: give url, backend, transfer, or connector_module with both "
+            "classes"
+        )
+    else:
+        name, scheduler, worker = _OFFLOAD
+    module = _module(name)
     # The bases stand for their subclasses here; mypy sees that they cannot be made themselves.
     return (
         _class(module, "connector_scheduler_class", scheduler, KvCacheConnectorScheduler),  # type: ignore[type-abstract]

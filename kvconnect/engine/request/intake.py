@@ -162,7 +162,7 @@ class Intake:
 
     def _check_length(self, prompt_len: int, max_tokens: int) -> None:
         # The last token is sampled and never fed back: it takes no position and no slot.
-        longest = prompt_len + max_tokens - 1
+        longest = prompt_len + max(max_tokens, 1) - 1
         what = f"prompt: {prompt_len} tokens with max_tokens={max_tokens}"
         if self._max_prompt is not None and prompt_len > self._max_prompt:
             raise ConfigurationError(

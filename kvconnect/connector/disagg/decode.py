@@ -1,0 +1,117 @@
+"""The leader's book of prompts that are fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
+from kvconnect.connector.disagg.claims import Claim
+from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.connector.disagg.names import transfer_name
+from kvconnect.connector.disagg.node import TransferNode
+from kvconnect.connector.disagg.params import FetchParams
+from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.errors import ConnectorContractError
+from kvconnect.request import LlmRequest
+from kvconnect.trace import count
+
+__all__ = ["DecodeBook"]
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A request that fetches its prompt.
+
+    Attributes:
+        claim: on the other side's blocks, until a worker has it.
+        num_tokens: that the other side hands out.
+        promised: whether the runtime was told of them.
+    """
+
+    claim: Claim
+    num_tokens: int
+    promised: bool = False
+
+
+@dataclass(slots=True)
+class DecodeBook:
+    """Which requests fetch their prompt, until their load is ordered."""
+
+    node: TransferNode
+    llm_args: LlmArgs
+    _fetches: dict[int, _Fetch] = field(default_factory=dict)
+
+    def add(self, request: LlmRequest, params: FetchParams) -> None:
+        """Ask for the prompt of `request`; does not block."""
+        num_tokens = request.num_tokens - 1 if params.num_tokens is None else params.num_tokens
+        if not 0 < num_tokens < request.num_tokens:
+            count("transfer.computed_instead", tokens=request.num_tokens)
+            return
+        name = transfer_name(params.transfer_id, request, num_tokens)
+        claim = self.node.claim(params.address, name)
+        self._fetches[request.request_id] = _Fetch(claim, num_tokens)
+
+    def promise(self, request: LlmRequest, num_computed_tokens: int) -> int:
+        """Tokens beyond `num_computed_tokens` that may be fetched; 0: none."""
+        fetch = self._fetches.get(request.request_id)
+        if fetch is None:
+            return 0
+        num_tokens = fetch.num_tokens - num_computed_tokens
+        least = max(1, self.llm_args.kv_connector_config.min_load_tokens)
+        if num_tokens < least or fetch.claim.failed:
+            self.drop(request.request_id)
+            if num_tokens > 0:
+                count("transfer.computed_instead", tokens=num_tokens)
+            return 0
+        fetch.promised = True
+        return num_tokens
+
+    def admitted(self, request: LlmRequest) -> None:
+        """Nothing is fetched unless the runtime takes it now."""
+        fetch = self._fetches.get(request.request_id)
+        if fetch is not None and not (fetch.promised and request.num_connector_matched_tokens):
+            self.drop(request.request_id)
+
+    def orders(self, output: SchedulerOutput) -> Iterator[FetchOrder]:
+        """The loads that start in this step."""
+        for data in output.loading_requests:
+            if fetch := self._fetches.pop(data.request_id, None):
+                yield self._order(fetch, data)
+
+    def _order(self, fetch: _Fetch, data: RequestData) -> FetchOrder:
+        size, end = self.llm_args.tokens_per_block, fetch.num_tokens
+        start = data.computed_position - data.computed_position % size
+        by_group = data.new_block_ids_by_group or (data.new_block_ids,)
+        firsts, blocks = [], []
+        for layout, ids in zip(self.llm_args.layouts, by_group, strict=True):
+            needed = blocks_needed(layout.window, end, size)
+            first = max(start // size, needed.start)
+            own = ids[first : needed.stop]
+            if len(own) < needed.stop - first or -1 in own:
+                raise ConnectorContractError(
+                    f"request {data.request_id}: no block for some of the tokens from "
+                    f"{first * size} on, which a load up to {end} fills; the cache manager has "
+                    "to reserve them"
+                )
+            firsts.append(first)
+            blocks.append(own)
+        return FetchOrder(
+            request_id=data.request_id,
+            name=fetch.claim.name,
+            address=fetch.claim.address,
+            start=start,
+            end=end,
+            first_blocks=tuple(firsts),
+            blocks=tuple(blocks),
+        )
+
+    def drop(self, request_id: int) -> None:
+        """Let go of what was claimed for a request, unless a worker has it."""
+        if fetch := self._fetches.pop(request_id, None):
+            fetch.claim.drop()
+
+    def drop_all(self) -> None:
+        """Let go of everything."""
+        for request_id in list(self._fetches):
+            self.drop(request_id)

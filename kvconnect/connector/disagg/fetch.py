@@ -1,0 +1,217 @@
+"""One load from another engine. Belongs to the fetcher's thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvconnect.connector.disagg.claims import Claim
+from kvconnect.connector.disagg.links import Link
+from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.connector.disagg.pieces import Coverage, FetchPlan, RemoteBlocks, cut_reads
+from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.layout import KvCacheLayout
+from kvconnect.transfer.leases.client import Claimed
+from kvconnect.transfer.leases.held import Outcome
+from kvconnect.transfer.pull import Pull
+from kvconnect.transfer.reads import Reads
+
+__all__ = ["Fetch", "FetchHost"]
+
+_PULLS_IN_FLIGHT = 4
+_PULL_NBYTES = 32 << 20
+# What a pull, and the answer to a release, may take beside the time of its bytes.
+_SLACK_S = 2.0
+# Between two looks at a connection that is not there yet.
+_CONNECTING_S = 0.05
+
+
+class FetchHost(Protocol):
+    """What a fetch asks of the fetcher that runs it."""
+
+    def pull(self, fetch: Fetch, link: Link, reads: Reads) -> Pull:
+        """Start a pull; its end, and that it is terminal, come back as calls on this thread."""
+
+    def release(self, claimed: Claimed) -> Outcome:
+        """The last read has ended."""
+
+    def ended(self, fetch: Fetch, reason: str | None) -> None:
+        """It is over: with success, or the `reason` why not."""
+
+    def untouched(self, fetch: Fetch) -> None:
+        """It is over without success, and since then its last pull has become terminal, too."""
+
+
+class Fetch:
+    """Reads what is new of a prompt whenever the other side has computed more of it.
+
+    Either all of it becomes valid or nothing: what was read counts only if the lease held until
+    the last read had ended.
+
+    Args:
+        order: what to fetch, and the blocks it goes to.
+        claim: made when the request arrived.
+        link: to the other side.
+        host: runs it.
+        layouts: of the pool groups, the same on both sides.
+        regions: of this side's pools at the transport.
+        idle_s: waits for so long for the other side to compute more.
+        deadline: when it ends at the latest, on the monotonic clock.
+
+    Attributes:
+        over: it succeeded, failed or was cancelled.
+        cancelled: no request waits for it.
+        nbytes: that were read.
+    """
+
+    def __init__(
+        self,
+        order: FetchOrder,
+        claim: Claim,
+        link: Link,
+        host: FetchHost,
+        *,
+        layouts: Sequence[KvCacheLayout],
+        regions: Sequence[int],
+        idle_s: float,
+        deadline: float,
+    ) -> None:
+        self.order = order
+        self.claim = claim
+        self.link = link
+        self.over = False
+        self.cancelled = False
+        self.nbytes = 0
+        self._host = host
+        self._layouts = layouts
+        self._plan = FetchPlan(order, layouts, regions)
+        self._coverage = Coverage()
+        self._remote = [RemoteBlocks() for _ in layouts]
+        self._ready: deque[Reads] = deque()
+        self._pulls: set[Pull] = set()  # not terminal
+        self._reading: set[Pull] = set()  # not done
+        self._idle_s = idle_s
+        self._deadline = deadline
+        self._progress_at = time.monotonic()
+        self._look_at: float | None = None  # again, for whether there is a connection
+        self._released_at: float | None = None
+
+    @property
+    def writes_ended(self) -> bool:
+        """Nothing lands in its blocks any more."""
+        return not self._pulls
+
+    def due(self) -> float:
+        """When `advance` is to be called if nothing happens, on the monotonic clock."""
+        if self._released_at is not None:
+            return min(self._deadline, self._released_at + _SLACK_S)
+        if self._reading:  # they have deadlines of their own
+            return self._deadline
+        due = min(self._deadline, self._progress_at + self._idle_s)
+        return due if self._look_at is None else min(due, self._look_at)
+
+    # ------------------------------------------------------------------ what happens
+
+    def advance(self) -> None:
+        """Something may have changed, or it is due: read what is new, end what is over."""
+        if self.over:
+            return
+        claimed, now = self.claim.claimed, time.monotonic()
+        self._look_at = now + _CONNECTING_S if self.link.handle is None else None
+        if claimed is None or (self._released_at is None and self.claim.failed):
+            self.fail(self.claim.reason or "the other side does not have it, or not any more")
+        elif self._released_at is not None:
+            self._settle(claimed.lease.outcome, late=now >= self.due())
+        elif now >= self._deadline:
+            self.fail("it took longer than load_timeout_s allows")
+        else:
+            self._read_on(claimed)
+            self._check_progress(now)
+
+    def pull_done(self, pull: Pull, error: BaseException | None) -> None:
+        """`pull` has ended."""
+        self._reading.discard(pull)
+        if self.over:
+            return
+        if error is not None:
+            self.fail(str(error))
+            return
+        self.nbytes += pull.nbytes
+        self._progress_at = time.monotonic()
+        self.advance()
+
+    def pull_terminal(self, pull: Pull) -> None:
+        """Nothing of `pull` lands any more."""
+        if pull not in self._pulls:
+            return  # it was known when this ended
+        self._pulls.discard(pull)
+        if self.over and not self._pulls:
+            self._host.untouched(self)
+
+    def fail(self, reason: str) -> None:
+        """Read no more: what was read is of no use."""
+        if self.over:
+            return
+        self.over = True
+        self._ready.clear()
+        self.claim.drop()
+        for pull in self._reading:
+            pull.abandon()
+        self._pulls = {pull for pull in self._pulls if not pull.terminal.is_set()}
+        self._host.ended(self, reason)
+
+    def cancel(self) -> None:
+        """No request waits for it any more."""
+        if not self.over:
+            self.cancelled = True
+            self.fail("cancelled")
+
+    # ------------------------------------------------------------------ inside
+
+    def _read_on(self, claimed: Claimed) -> None:
+        if self._learn(claimed):
+            self._progress_at = time.monotonic()
+        while len(self._reading) < _PULLS_IN_FLIGHT and not self.over:
+            if not self._ready:
+                for reads in self._plan.take(self._coverage, self._remote):
+                    self._ready += cut_reads(reads, _PULL_NBYTES)
+            if not self._ready:
+                break
+            if not claimed.lease.may_read():
+                self.fail("the lease is over")
+                return
+            pull = self._host.pull(self, self.link, self._ready.popleft())
+            self._pulls.add(pull)
+            self._reading.add(pull)
+        if self._plan.complete and not self._ready and not self._reading:
+            self._released_at = time.monotonic()
+            self._settle(self._host.release(claimed), late=False)
+
+    def _check_progress(self, now: float) -> None:
+        if not self._reading and now >= self._progress_at + self._idle_s:
+            self.fail(f"the other side computed nothing more of it for {self._idle_s:g} s")
+
+    def _learn(self, claimed: Claimed) -> bool:
+        """Take over what the other side told; whether there was anything new."""
+        hello, mark = self.link.hello, claimed.mark
+        if not claimed.tokens or hello is None or len(claimed.blocks) > len(self._layouts):
+            return False
+        for group, ids in enumerate(claimed.blocks):
+            layout = self._layouts[group]
+            needed = blocks_needed(layout.window, claimed.tokens, layout.tokens_per_block)
+            # Of a window only these are told, of the others all from the first on.
+            self._remote[group] = RemoteBlocks(hello.pools[group].region, needed.start, ids)
+        return self._coverage.advance(mark)
+
+    def _settle(self, outcome: Outcome, *, late: bool) -> None:
+        if outcome is Outcome.VALID:
+            self.over = True
+            self._pulls.clear()  # each is done, and so terminal
+            self.claim.drop()
+            self._host.ended(self, None)
+        elif outcome is Outcome.INVALID:
+            self.fail("the lease was over before the last read was")
+        elif late:
+            self.fail("the other side did not say whether what was read is valid")

@@ -1,0 +1,353 @@
+"""Loads from other engines, all of them on one thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvconnect.connector.data import Direction, TransferFailure
+from kvconnect.connector.disagg.claims import Claim
+from kvconnect.connector.disagg.fetch import Fetch
+from kvconnect.connector.disagg.links import Link, Links
+from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.errors import (
+    ConfigurationError,
+    DuplicateRequest,
+    KvConnectError,
+    PullFailed,
+    RetryLater,
+)
+from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import count, warn_once
+from kvconnect.transfer.leases.client import Claimed, LeaseClient
+from kvconnect.transfer.leases.held import Outcome
+from kvconnect.transfer.pull import Pull
+from kvconnect.transfer.quarantine import Quarantine
+from kvconnect.transfer.reads import Reads
+from kvconnect.transfer.transport import PeerHandle, Transport
+
+__all__ = ["Fetcher"]
+
+logger = logging.getLogger("kvconnect")
+
+_SLACK_S = 2.0
+
+
+class Fetcher:
+    """Claims, reads and releases other engines' blocks.
+
+    `claim` is the scheduler's, the other public methods the worker's; both on the engine's thread.
+    What ended is posted, and the engine woken.
+
+    Args:
+        transport: that blocks travel by.
+        layouts, regions: of the pool groups, and of this side's pools at the transport.
+        load_s: what a load may take in all.
+        idle_s: what it waits for the other side to compute more.
+        min_bytes_per_s: below this rate a pull has failed.
+        quarantine: of blocks that failed pulls may still write to.
+        wakeup: called when `take_ended` or `take_failed` has news.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        layouts: Sequence[KvCacheLayout],
+        regions: Sequence[int],
+        load_s: float,
+        idle_s: float,
+        min_bytes_per_s: float,
+        quarantine: Quarantine,
+        wakeup: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._layouts = layouts
+        self._regions = regions
+        self._load_s = load_s
+        self._idle_s = idle_s
+        self._min_bytes_per_s = min_bytes_per_s
+        self._quarantine = quarantine
+        self._wakeup = wakeup
+        self.client = LeaseClient(self._lease_changed)
+        self.client.start()
+        self._links: Links | None = None
+        self._claims_lock = threading.Lock()
+        self._claims: dict[tuple[str, str], Claim] = {}
+        self._mine: set[int] = set()  # the engine's thread: loads that are not reported yet
+        self._ended: deque[int] = deque()
+        self._failed: deque[TransferFailure] = deque()
+        self._expected: dict[int, FetchOrder] = {}  # and the next are this thread's
+        self._fetches: dict[int, Fetch] = {}  # until nothing lands any more
+        self._by_lease: dict[Claimed, Fetch] = {}
+        self._flying_nbytes = 0
+        self._handles: dict[Pull, PeerHandle] = {}
+        self._posted: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvconnect-fetch", daemon=True)
+        self._thread.start()
+
+    def attach(self, links: Links) -> None:
+        """The other engines are reached by `links`; once, first."""
+        self._links = links
+
+    # ------------------------------------------------------------------ the scheduler's
+
+    def claim(self, address: str, name: str) -> Claim:
+        """Ask for `name` of the engine at `address`; does not block, and never raises."""
+        links = self._links
+        if links is None:
+            return Claim(address, name, reason="this engine fetches nothing")
+        try:
+            link = links.use(address)
+        except (ConfigurationError, RetryLater) as error:
+            return Claim(address, name, reason=str(error))
+        try:
+            claimed = self.client.claim(address, name)
+        except DuplicateRequest as error:
+            links.leave(link)
+            return Claim(address, name, reason=str(error))
+        claim = Claim(address, name, link=link, claimed=claimed, on_drop=self._dropped)
+        with self._claims_lock:
+            self._claims[address, name] = claim
+        return claim
+
+    def _dropped(self, claim: Claim) -> None:
+        if claim.claimed is not None:
+            self.client.abort(claim.claimed, "not needed")
+        with self._claims_lock:
+            self._claims.pop((claim.address, claim.name), None)
+        if self._links is not None and claim.link is not None:
+            self._links.leave(claim.link)
+
+    # ------------------------------------------------------------------ the worker's
+
+    def expect(self, order: FetchOrder) -> None:
+        """A load that begins with `begin`, unless it is cancelled before."""
+        self._mine.add(order.request_id)
+        self._post(partial(self._expect, order))
+
+    def begin(self, order: FetchOrder) -> None:
+        """Begin an expected load: nothing else uses its blocks any more. On any thread."""
+        self._post(partial(self._begin, order))
+
+    def among(self, request_ids: Sequence[int]) -> set[int]:
+        """Those of `request_ids` whose load this runs."""
+        return {one for one in request_ids if one in self._mine}
+
+    def cancel(self, request_id: int) -> bool:
+        """End a load that no request waits for; False if this runs none of it."""
+        if request_id not in self._mine:
+            return False
+        self._post(partial(self._cancel, request_id))
+        return True
+
+    def take_ended(self) -> list[int]:
+        """Requests whose load succeeded, or that nothing is written to any more; each once."""
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        self._mine.difference_update(ended)
+        return ended
+
+    def take_failed(self) -> list[TransferFailure]:
+        """Loads that failed; each once, before `take_ended` returns its request."""
+        failed = [self._failed.popleft() for _ in range(len(self._failed))]
+        self._mine.difference_update(one.request_id for one in failed if one.writes_ended)
+        return failed
+
+    def close(self) -> None:
+        """End every load and claim; others are told while they are connected. Blocks.
+
+        Nothing is written any more once the transport is closed.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        with self._claims_lock:
+            claims = list(self._claims.values())
+        for claim in claims:
+            claim.drop()
+        self.client.close()
+
+    def lost(self, link: Link, reason: str) -> None:
+        """The connection to an engine has ended; on any thread."""
+        self._post(partial(self._lost, link, reason))
+
+    # ------------------------------------------------------------------ the thread
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with self._changed:
+            self._posted.append(call)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            due = min(
+                (fetch.due() for fetch in self._fetches.values() if not fetch.over), default=None
+            )
+            with self._changed:
+                if not self._posted and not self._closed:
+                    wait_s = None if due is None else max(0.0, due - time.monotonic())
+                    self._changed.wait(wait_s)
+                posted, self._posted = self._posted, deque()
+                closed = self._closed
+            for call in posted:
+                self._guarded(call)
+            if closed:
+                break
+            now = time.monotonic()
+            for fetch in list(self._fetches.values()):
+                if not fetch.over and fetch.due() <= now:
+                    self._guarded(fetch.advance)
+        for fetch in list(self._fetches.values()):
+            fetch.fail("the engine is shutting down")
+
+    @staticmethod
+    def _guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # what it concerns ends by its deadline; the others go on
+            count("transfer.fetch.error")
+            logger.exception("a fetch went wrong")
+
+    def _expect(self, order: FetchOrder) -> None:
+        self._expected[order.request_id] = order
+
+    def _claim_of(self, order: FetchOrder) -> Claim | None:
+        with self._claims_lock:
+            return self._claims.get((order.address, order.name))
+
+    def _begin(self, order: FetchOrder) -> None:
+        if self._expected.pop(order.request_id, None) is None:
+            return
+        claim = self._claim_of(order)
+        if claim is None or claim.link is None:
+            self._report_failure(order, "it was never claimed", writes_ended=True)
+            return
+        fetch = Fetch(
+            order,
+            claim,
+            claim.link,
+            self,
+            layouts=self._layouts,
+            regions=self._regions,
+            idle_s=self._idle_s,
+            deadline=time.monotonic() + self._load_s,
+        )
+        self._fetches[order.request_id] = fetch
+        if claim.claimed is not None:
+            self._by_lease[claim.claimed] = fetch
+        fetch.advance()
+
+    def _cancel(self, request_id: int) -> None:
+        if fetch := self._fetches.get(request_id):
+            fetch.cancel()
+        elif order := self._expected.pop(request_id, None):
+            if claim := self._claim_of(order):
+                claim.drop()
+            self._ended.append(request_id)
+            self._wakeup()
+
+    def _lost(self, link: Link, reason: str) -> None:
+        with self._claims_lock:
+            claims = [claim for claim in self._claims.values() if claim.link is link]
+        for claim in claims:
+            claim.reason = claim.reason or f"the connection to {link.address} was lost: {reason}"
+        for fetch in list(self._fetches.values()):
+            if fetch.link is link:
+                fetch.advance()
+
+    def _lease_changed(self, claimed: Claimed) -> None:
+        """On a channel's thread."""
+        self._post(partial(self._advance_lease, claimed))
+
+    def _advance_lease(self, claimed: Claimed) -> None:
+        if fetch := self._by_lease.get(claimed):
+            fetch.advance()
+
+    # ------------------------------------------------------------------ for fetches
+
+    def pull(self, fetch: Fetch, link: Link, reads: Reads) -> Pull:
+        """Start a pull of `reads`; its deadline leaves time for all that are under way."""
+        self._flying_nbytes += reads.total_nbytes
+        pull = self._start(link, reads, _SLACK_S + self._flying_nbytes / self._min_bytes_per_s)
+        pull.done.add_done_callback(
+            lambda done: self._post(partial(self._pull_done, fetch, pull, done.exception()))
+        )
+        pull.terminal.add_callback(lambda: self._post(partial(fetch.pull_terminal, pull)))
+        return pull
+
+    def _start(self, link: Link, reads: Reads, deadline_s: float) -> Pull:
+        error: Exception | None = None
+        handle = link.handle
+        if handle is not None and not self._quarantine.accepts(handle):
+            error = RetryLater("too many of its earlier reads may still be written")
+        elif handle is not None:
+            try:
+                pull = self._transport.pull(handle, reads, deadline_s=deadline_s)
+                self._handles[pull] = handle
+                return pull
+            except KvConnectError as caught:
+                error = caught
+        pull = Pull(reads.total_nbytes)
+        pull.finish(PullFailed("peer", f"{link.address}: {error or 'not connected'}"))
+        return pull
+
+    def _pull_done(self, fetch: Fetch, pull: Pull, error: BaseException | None) -> None:
+        self._flying_nbytes -= pull.nbytes
+        handle = self._handles.pop(pull, None)
+        if handle is not None and not pull.terminal.is_set():
+            blocks = -(-pull.nbytes // self._layouts[0].block_nbytes)
+            self._quarantine.hold(pull, handle, blocks, lambda: None)
+        fetch.pull_done(pull, error)
+
+    def release(self, claimed: Claimed) -> Outcome:
+        """The last read of `claimed` has ended."""
+        return self.client.release(claimed)
+
+    def ended(self, fetch: Fetch, reason: str | None) -> None:
+        """`fetch` is over."""
+        order = fetch.order
+        if fetch.claim.claimed is not None:
+            self._by_lease.pop(fetch.claim.claimed, None)
+        if reason is None:
+            count("transfer.fetched", tokens=order.end - order.start, bytes=fetch.nbytes)
+            del self._fetches[order.request_id]
+            self._ended.append(order.request_id)
+            self._wakeup()
+        elif not fetch.cancelled:
+            self._report_failure(order, reason, writes_ended=fetch.writes_ended)
+        if reason is not None and fetch.writes_ended:
+            del self._fetches[order.request_id]
+            if fetch.cancelled:
+                self._ended.append(order.request_id)
+                self._wakeup()
+
+    def untouched(self, fetch: Fetch) -> None:
+        """Nothing lands in the blocks of a failed `fetch` any more."""
+        self._fetches.pop(fetch.order.request_id, None)
+        self._ended.append(fetch.order.request_id)
+        self._wakeup()
+
+    def _report_failure(self, order: FetchOrder, reason: str, *, writes_ended: bool) -> None:
+        count("transfer.computed_instead", tokens=order.end - order.start)
+        warn_once(
+            f"transfer.computed_instead {reason}"[:200],
+            f"request {order.request_id}: {order.end - order.start} tokens are computed instead of "
+            f"fetched: {reason}",
+        )
+        self._failed.append(
+            TransferFailure(
+                order.request_id,
+                Direction.LOAD,
+                order.start,
+                reason,
+                writes_ended=writes_ended,
+            )
+        )
+        self._wakeup()

@@ -1,0 +1,171 @@
+"""The engines that this one fetches from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from kvconnect.config import host_and_port
+from kvconnect.errors import ConfigurationError, RetryLater
+from kvconnect.transfer.control.endpoint import Endpoint, Timing
+from kvconnect.transfer.control.events import Connected, Deliver, Disconnected, Event, Sender
+from kvconnect.transfer.control.messages import Hello
+from kvconnect.transfer.control.peer import Peer
+from kvconnect.transfer.leases.client import LeaseClient
+from kvconnect.transfer.secret import SharedSecret
+from kvconnect.transfer.transport import PeerHandle, Transport
+
+__all__ = ["Link", "Links"]
+
+_MAX_LINKS = 64
+
+
+class Link:
+    """One engine that this one fetches from, and what is known of it.
+
+    Attributes:
+        address: ``host:port`` of its control channel; its name among the leases, too.
+        hello: what it said of itself last.
+        handle: for reads from it; ``None``: it is not connected.
+        users: claims on it that are not over.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.peer: Peer | None = None
+        self.hello: Hello | None = None
+        self.handle: PeerHandle | None = None
+        self.refused: Exception | None = None
+        self.users = 0
+
+    @property
+    def attempts(self) -> int:
+        """How often it was tried to connect to it."""
+        return 0 if self.peer is None else self.peer.attempts
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it could not be connected to last; ``None``: it is connected, or was not tried."""
+        if self.peer is None or self.handle is not None:
+            return None
+        return self.refused or self.peer.error
+
+
+class Links:
+    """Connections to engines by their address, kept open once they were asked for.
+
+    Args:
+        hello: what this engine says of itself.
+        transport: that blocks travel by.
+        client: of the leases; told of what peers say.
+        lost: called on a channel's thread when a connection has ended; must not block.
+        secret, timing: of the control channel.
+    """
+
+    def __init__(
+        self,
+        hello: Callable[[], Hello],
+        transport: Transport,
+        client: LeaseClient,
+        *,
+        lost: Callable[[Link, str], None],
+        secret: SharedSecret | None,
+        timing: Timing,
+    ) -> None:
+        self._hello = hello
+        self._transport = transport
+        self._client = client
+        self._lost = lost
+        self._secret = secret
+        self._timing = timing
+        self._lock = threading.Lock()
+        self._links: dict[str, Link] = {}
+
+    def use(self, address: str) -> Link:
+        """The engine at `address`, to be given back with `leave`; connects in the background.
+
+        Raises:
+            ConfigurationError: there is no secret for an address that needs one.
+            RetryLater: too many engines are in use.
+        """
+        with self._lock:
+            link = self._links.pop(address, None)
+            if link is None:
+                self._make_room()
+                link = Link(address)
+                host, port = host_and_port(address)
+                deliver: Deliver = partial(self._deliver, link)
+                endpoint = Endpoint(self._hello, deliver, self._secret, self._timing)
+                link.peer = Peer(endpoint, host, port)
+            self._links[address] = link  # the last one is the one used last
+            link.users += 1
+            return link
+
+    def leave(self, link: Link) -> None:
+        """One claim on `link` less."""
+        with self._lock:
+            link.users -= 1
+
+    def _make_room(self) -> None:
+        """Addresses come from requests: those that nobody uses any more are let go of."""
+        if len(self._links) < _MAX_LINKS:
+            return
+        idle = next((link for link in self._links.values() if link.users == 0), None)
+        if idle is None or idle.peer is None:
+            raise RetryLater(f"blocks are fetched from {_MAX_LINKS} engines already")
+        del self._links[idle.address]
+        idle.peer.close(timeout_s=0)
+
+    def reconnect(self, reason: str) -> None:
+        """Connects to all engines anew; does not block."""
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            if link.peer is not None:
+                link.peer.reconnect(reason)
+
+    def close(self) -> None:
+        """Ends all connections; blocks until they have ended."""
+        with self._lock:
+            links, self._links = list(self._links.values()), {}
+        for link in links:
+            if link.peer is not None:
+                link.peer.close()
+
+    def _deliver(self, link: Link, channel: Sender, event: Event) -> None:
+        """On the channel's thread."""
+        if isinstance(event, Connected):
+            try:
+                _check_pools(self._hello(), event.hello)
+                link.handle = self._transport.connect(event.hello.local)
+            except (ConfigurationError, RetryLater) as error:
+                link.refused = error
+                raise
+            link.hello, link.refused = event.hello, None
+            self._client.connected(link.address, channel.send)
+        elif isinstance(event, Disconnected):
+            handle, link.handle = link.handle, None
+            self._client.disconnected(link.address, channel.send)
+            if handle is not None:
+                self._transport.disconnect(handle)
+            self._lost(link, event.reason)
+        else:
+            self._client.handle(event, link.address)
+
+
+def _check_pools(ours: Hello, theirs: Hello) -> None:
+    """Nothing, if blocks of both sides are the same bytes.
+
+    Raises:
+        ConfigurationError: they are not; names the field.
+    """
+    for field in ("rank", "tp_size"):
+        if getattr(ours, field) != getattr(theirs, field):
+            raise ConfigurationError(
+                f"{field}: the peer has {getattr(theirs, field)}, this process "
+                f"{getattr(ours, field)}; they must be equal"
+            )
+    mine = [one.layout() for one in ours.pools]
+    if mine != [one.layout() for one in theirs.pools]:
+        raise ConfigurationError("pools: the peer's blocks are of another layout than these")

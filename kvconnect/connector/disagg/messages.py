@@ -1,0 +1,98 @@
+"""What the scheduler of the transfer pair and its workers tell each other. Picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DisaggMeta", "EndOrder", "FetchOrder", "PublishOrder", "WorkerMeta"]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOrder:
+    """What a step computes of a prompt that is handed out.
+
+    Attributes:
+        request_id: whose.
+        name: that it goes by on the control channel.
+        begins: nothing of it was handed out since its blocks were allocated.
+        num_tokens: of the prompt that are handed out, all but the last one.
+        first_blocks: of each pool group, the number of the first block in `blocks`.
+        blocks: ids of blocks that were not told before, by pool group; -1 where there is none.
+        valid: leading tokens whose KV is valid before the step, in every layer.
+        computed: leading tokens whose KV each layer's work in this step makes valid; 0: that is
+            sure only once a later step says so, or the request's end.
+    """
+
+    request_id: int
+    name: str
+    begins: bool
+    num_tokens: int
+    first_blocks: tuple[int, ...]
+    blocks: tuple[list[int], ...]
+    valid: int
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndOrder:
+    """A request that ended and whose blocks are kept.
+
+    Attributes:
+        request_id: whose.
+        stored: the store's pair keeps them.
+        shared: they are kept for a reader.
+        num_tokens: its leading valid tokens; 0: it was aborted, and no reader may use its blocks.
+    """
+
+    request_id: int
+    stored: bool
+    shared: bool
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """A load from another engine.
+
+    Attributes:
+        request_id: whose.
+        name, address: what to fetch, and where.
+        start: leading tokens that are valid already, a multiple of tokens_per_block.
+        end: leading tokens that the load makes valid.
+        first_blocks: of each pool group, the number of the first block to fetch.
+        blocks: where they go: ids from that number on, by pool group.
+    """
+
+    request_id: int
+    name: str
+    address: str
+    start: int
+    end: int
+    first_blocks: tuple[int, ...]
+    blocks: tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DisaggMeta:
+    """What the scheduler tells every worker in a step.
+
+    Attributes:
+        store: metadata of the store's pair.
+        publish, ends, fetches: orders of this step.
+    """
+
+    store: object = None
+    publish: tuple[PublishOrder, ...] = ()
+    ends: tuple[EndOrder, ...] = ()
+    fetches: tuple[FetchOrder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMeta:
+    """What a worker tells the scheduler in a step.
+
+    Attributes:
+        store: of the store's worker.
+    """
+
+    store: object = None

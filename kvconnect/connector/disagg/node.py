@@ -1,0 +1,301 @@
+"""What scheduler and worker of a process share: its transport, and its connections to others."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+from kvconnect.config import TransferConfig, host_and_port
+from kvconnect.connector.data import KvCachePool, LlmArgs
+from kvconnect.connector.disagg import claims
+from kvconnect.connector.disagg.device import DeviceOrder
+from kvconnect.connector.disagg.fetcher import Fetcher
+from kvconnect.connector.disagg.links import Links
+from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.connector.disagg.offers import Offers
+from kvconnect.errors import ConfigurationError, UsageError
+from kvconnect.transfer.control.endpoint import Endpoint, Timing
+from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
+from kvconnect.transfer.control.listener import Listener
+from kvconnect.transfer.control.messages import Claim, Compat, Hello, PoolInfo, Unknown
+from kvconnect.transfer.leases.server import Send
+from kvconnect.transfer.quarantine import Quarantine
+from kvconnect.transfer.secret import SharedSecret
+from kvconnect.transfer.transport import Transport
+
+__all__ = ["TransferNode"]
+
+# Of the runtime's own deadlines: who gives up first knows best what is still under way.
+_OWN_SHARE = 0.9
+_BLOCK_FORMAT = 1
+
+
+class TransferNode:
+    """One engine among those that hand KV blocks to each other. Made once per `LlmArgs`.
+
+    It holds no request's state of its own: what the scheduler wants done reaches the worker through
+    the step's metadata. Both use what is here in their own process.
+
+    Attributes:
+        config: settings.
+        engine_id: of this incarnation of this engine.
+    """
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        config = llm_args.kv_connector_config.transfer
+        if config is None:
+            raise ConfigurationError("KvCacheConnectorConfig: transfer is needed")
+        if llm_args.tensor_parallel_size * llm_args.pipeline_parallel_size > 1:
+            raise ConfigurationError("transfer: models spread over several ranks are not served")
+        self.config: TransferConfig = config
+        self.engine_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._llm_args = llm_args
+        self._boot = secrets.token_bytes(16)
+        secret = config.secret
+        self._secret = None if secret is None else SharedSecret(secret.get_secret_value())
+        self._wakeup: Callable[[], None] = lambda: None
+        self._pools: tuple[PoolInfo, ...] = ()
+        self._transport: Transport | None = None
+        self._listener: Listener | None = None
+        self._links: Links | None = None
+        self._offers: Offers | None = None
+        self._fetcher: Fetcher | None = None
+        self._device: DeviceOrder | None = None
+        self._ways: dict[Sender, tuple[str, Send]] = {}
+
+    # ------------------------------------------------------------------ its life
+
+    def open(self, pools: Sequence[KvCachePool]) -> None:
+        """Register the pools, listen and be ready to connect.
+
+        Raises:
+            ConfigurationError: the transport cannot be used, or the port cannot be had. Nothing is
+                left open once `close` was called.
+        """
+        config, layouts = self.config, self._llm_args.layouts
+        connector = self._llm_args.kv_connector_config
+        self._device = DeviceOrder(pools[0].tensor.device)
+        self._transport = transport = self._make_transport()
+        transport.open()
+        regions = [transport.register(pool.tensor) for pool in pools]
+        self._pools = tuple(
+            PoolInfo.of(region, len(pool.tensor), pool.layout)
+            for region, pool in zip(regions, pools, strict=True)
+        )
+        pool_nbytes = sum(pool.tensor.numel() * pool.tensor.element_size() for pool in pools)
+        if config.role != "decode":
+            most_s = _OWN_SHARE * connector.save_timeout_s
+            self._offers = Offers(
+                self._wake,
+                max_lease_total=config.max_lease_total or pool_nbytes,
+                lease_s=min(config.lease_s, most_s),
+                max_idle_s=most_s,
+                claim_wait_s=config.claim_timeout_s,
+            )
+            host, port = host_and_port(config.listen)
+            endpoint = Endpoint(self._hello, self._deliver, self._secret, Timing())
+            self._listener = Listener(endpoint, host, port)
+        if config.role != "prefill":
+            self._fetcher = fetcher = Fetcher(
+                transport,
+                layouts=layouts,
+                regions=regions,
+                load_s=_OWN_SHARE * connector.load_timeout_s,
+                idle_s=config.claim_timeout_s,
+                min_bytes_per_s=config.min_bytes_per_s,
+                quarantine=Quarantine(self._max_quarantined(pools), self._rebuild),
+                wakeup=self._wake,
+            )
+            self._links = Links(
+                self._hello,
+                transport,
+                fetcher.client,
+                lost=fetcher.lost,
+                secret=self._secret,
+                timing=Timing(),
+            )
+            fetcher.attach(self._links)
+
+    def _max_quarantined(self, pools: Sequence[KvCachePool]) -> int:
+        fraction = self._llm_args.kv_connector_config.max_quarantined_fraction
+        return max(1, int(fraction * min(len(pool.tensor) for pool in pools)))
+
+    def _rebuild(self) -> None:
+        """Start the transport anew: nothing lands any more that was asked for before. Blocks."""
+        if (transport := self._transport) is not None:
+            transport.rebuild()
+        # What reads from here, and what is read from, has to be told of the new one.
+        if (listener := self._listener) is not None:
+            for channel in listener.channels():
+                channel.close("the transport was rebuilt")
+        if (links := self._links) is not None:
+            links.reconnect("the transport was rebuilt")
+
+    def close(self) -> None:
+        """End all connections: nothing reads or writes the pools any more. Blocks; idempotent."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
+        links, self._links = self._links, None
+        if links is not None:
+            links.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+        if self._offers is not None:
+            self._offers.close()
+        if self._device is not None:
+            self._device.close()
+
+    def _make_transport(self) -> Transport:
+        config = self.config
+        host, _ = host_and_port(config.listen)
+        if config.transport == "nixl":
+            from kvconnect.transfer.nixl import NixlTransport
+
+            return NixlTransport(identity=self.engine_id, device=config.device)
+        from kvconnect.transfer.tcp.transport import TcpTransport
+
+        advertise = None if config.advertise is None else host_and_port(config.advertise)[0]
+        secret = None if config.secret is None else config.secret.get_secret_value()
+        return TcpTransport(identity=self.engine_id, host=host, advertise=advertise, secret=secret)
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Call `wakeup`, on any thread, when something ended."""
+        self._wakeup = wakeup
+
+    def _wake(self) -> None:
+        self._wakeup()
+
+    # ------------------------------------------------------------------ what it is used for
+
+    @property
+    def address(self) -> str:
+        """Where others reach it, ``host:port``."""
+        if self._listener is None:
+            raise UsageError("the engine hands out nothing")
+        host, port = self._listener.host, self._listener.port
+        if self.config.advertise is not None:
+            host, given = host_and_port(self.config.advertise)
+            port = given or port
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def new_transfer_id(self) -> str:
+        """A name that no other prompt of any engine has."""
+        return f"{self.engine_id}-{secrets.token_hex(8)}"
+
+    @property
+    def offers(self) -> Offers:
+        """Prompts that others may read."""
+        if self._offers is None:
+            raise UsageError("the engine hands out nothing")
+        return self._offers
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether others may read prompts of it."""
+        return self._offers is not None
+
+    @property
+    def fetcher(self) -> Fetcher | None:
+        """Loads from others; ``None``: it has none."""
+        return self._fetcher
+
+    @property
+    def device(self) -> DeviceOrder:
+        """What is to happen behind the device's work."""
+        if self._device is None:
+            raise UsageError("register_kv_caches was not called")
+        return self._device
+
+    def claim(self, address: str, name: str) -> claims.Claim:
+        """Ask the engine at `address` for a prompt; see `Fetcher.claim`."""
+        if self._fetcher is None:
+            return claims.Claim(address, name, reason="this engine fetches nothing")
+        return self._fetcher.claim(address, name)
+
+    def fetch(self, order: FetchOrder) -> None:
+        """Begin a load, behind what the device still does with its blocks."""
+        fetcher = self._fetcher
+        if fetcher is None:
+            raise UsageError("this engine fetches nothing")
+        fetcher.expect(order)
+        self.device.after(lambda: fetcher.begin(order))
+
+    # ------------------------------------------------------------------ what others hear and say
+
+    def _hello(self) -> Hello:
+        transport = self._transport
+        layouts = self._llm_args.layouts
+        return Hello(
+            compat=Compat(
+                model=self._llm_args.model_digest.hex(),
+                dtype=str(layouts[0].dtype).removeprefix("torch."),
+                num_layers=sum(layout.num_layers for layout in layouts),
+                num_kv_heads=layouts[0].num_kv_heads,
+                key_dim=layouts[0].key_dim,
+                value_dim=layouts[0].value_dim,
+                block_format=_BLOCK_FORMAT,
+                transport=self.config.transport,
+            ),
+            engine_id=self.engine_id,
+            boot=self._boot,
+            local=b"" if transport is None else transport.local(),
+            pools=self._pools,
+        )
+
+    def _deliver(self, channel: Sender, event: Event) -> None:
+        """What a reader says; on its channel's thread."""
+        server = self.offers.server
+        if isinstance(event, Connected):
+            self._ways[channel] = holder, send = event.hello.holder, channel.send
+            server.connected(holder, send)
+        elif isinstance(event, Disconnected):
+            server.disconnected(*self._ways.pop(channel))
+        elif isinstance(event, Claim) and self.offers.is_gone(event.request):
+            channel.send(Unknown(seq=event.seq, request=event.request, epoch=event.epoch))
+        else:
+            server.handle(event, *self._ways[channel])
+
+    # ------------------------------------------------------------------ one per LlmArgs
+
+    @classmethod
+    def acquire(cls, llm_args: LlmArgs) -> TransferNode:
+        """The node of `llm_args`; every caller calls `release` once.
+
+        Raises:
+            ConfigurationError: a setting is wrong.
+        """
+        with _lock:
+            entry = _nodes.get(id(llm_args))
+            if entry is None:
+                entry = _nodes[id(llm_args)] = _Entry(cls(llm_args))
+            entry.users += 1
+            return entry.node
+
+    def release(self) -> None:
+        """One user less; the last one closes it."""
+        with _lock:
+            entry = _nodes[id(self._llm_args)]
+            entry.users -= 1
+            if entry.users:
+                return
+            del _nodes[id(self._llm_args)]
+        self.close()
+
+
+class _Entry:
+    __slots__ = ("node", "users")
+
+    def __init__(self, node: TransferNode) -> None:
+        self.node = node  # and with it its llm_args, whose id no other gets meanwhile
+        self.users = 0
+
+
+_nodes: dict[int, _Entry] = {}
+_lock = threading.Lock()

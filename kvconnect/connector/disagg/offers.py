@@ -1,0 +1,129 @@
+"""Prompts that peers may read, and whose blocks are kept for them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from kvconnect.errors import OutOfBlocks
+from kvconnect.trace import warn_once
+from kvconnect.transfer.leases.server import LeaseServer
+from kvconnect.transfer.leases.table import Blocks, Ended, LeaseKey, Mark
+
+__all__ = ["Offers"]
+
+_REMEMBERED = 4096
+
+
+class Offers:
+    """The lease server as the engine's side uses it: what ended is posted, and the engine woken.
+
+    Args:
+        wakeup: called on any thread when `take_ended` has news.
+        max_lease_total: bytes of blocks that are kept for peers, at most.
+        lease_s, max_idle_s, claim_wait_s: as `LeaseServer`.
+    """
+
+    def __init__(
+        self,
+        wakeup: Callable[[], None],
+        *,
+        max_lease_total: int,
+        lease_s: float,
+        max_idle_s: float,
+        claim_wait_s: float,
+    ) -> None:
+        self._wakeup = wakeup
+        self._lock = threading.Lock()
+        self._kept: dict[LeaseKey, int] = {}
+        self._ended: list[int] = []
+        self._newest: dict[str, LeaseKey] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        self.server = LeaseServer(
+            self._unpinned,
+            max_lease_total=max_lease_total,
+            lease_s=lease_s,
+            max_idle_s=max_idle_s,
+            claim_wait_s=claim_wait_s,
+        )
+        self.server.start()
+
+    def offer(self, name: str, *, tokens: int, nbytes: int) -> LeaseKey | None:
+        """`name` may be claimed from now on; ``None``: too much is handed out."""
+        try:
+            offer = self.server.offer(name, tokens=tokens, nbytes=nbytes)
+        except OutOfBlocks as error:
+            warn_once("transfer.offer", f"a prompt is not handed out: {error}")
+            self.refuse(name)
+            return None
+        key = LeaseKey(name, offer.epoch)
+        with self._lock:
+            self._newest[name] = key
+            self._gone.pop(name, None)
+        return key
+
+    def is_gone(self, name: str) -> bool:
+        """Whether `name` was handed out, or is not going to be: no peer need wait for it."""
+        with self._lock:
+            return name in self._gone
+
+    def advance(self, key: LeaseKey, mark: Mark, blocks: Blocks) -> bool:
+        """More of it is computed; False: no peer reads it any more."""
+        alive = self.server.advance(key, mark, blocks)
+        if not alive:
+            self._let_go([key])
+        return alive
+
+    def withdraw(self, key: LeaseKey) -> None:
+        """Nothing more of it is computed, or its blocks go."""
+        self.server.withdraw(key, "its blocks are gone")
+
+    def refuse(self, name: str) -> None:
+        """`name` will not be handed out: peers that wait for it are told."""
+        with self._lock:
+            self._note_gone(name)
+        offer = self.server.offer(name, tokens=1, nbytes=0)
+        self.server.withdraw(LeaseKey(name, offer.epoch), "it is not handed out")
+
+    def end(self, request_id: int, key: LeaseKey | None) -> None:
+        """The request ended, and its blocks are kept while the lease `key` lives."""
+        with self._lock:
+            if key is not None:
+                self._kept[key] = request_id
+                return
+            self._ended.append(request_id)
+        self._wakeup()
+
+    def take_ended(self) -> list[int]:
+        """Requests whose blocks are kept for no peer any more, each once."""
+        if not self._ended:
+            return []
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        """Peers are answered no more, and leases end no more."""
+        self.server.close()
+
+    def _unpinned(self, ended: Sequence[Ended]) -> None:
+        """On the lease server's thread."""
+        with self._lock:
+            for one in ended:
+                if self._newest.get(one.key.request) == one.key:
+                    del self._newest[one.key.request]
+                    self._note_gone(one.key.request)
+        self._let_go([one.key for one in ended])
+
+    def _note_gone(self, name: str) -> None:
+        self._gone[name] = None
+        if len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
+
+    def _let_go(self, keys: Sequence[LeaseKey]) -> None:
+        with self._lock:
+            mine = [self._kept.pop(key) for key in keys if key in self._kept]
+            self._ended += mine
+        if mine:
+            self._wakeup()

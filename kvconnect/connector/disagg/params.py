@@ -1,0 +1,106 @@
+"""What of a request's ``kv_transfer_params`` is for this connector, checked.
+
+``{"do": "prefill"}`` has the engine that gets it hand out what it computes, under the
+``transfer_id`` beside it or one that it makes; its result carries what the other side needs.
+``{"transfer_id": …, "address": "host:port"}`` has the engine that gets it fetch that. A router that
+invents the id can send both at the same time; one that hands on a result sends ``tokens``, too.
+Other keys are other connectors'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvconnect.config import host_and_port
+from kvconnect.errors import ConfigurationError
+from kvconnect.text import check_text, shown
+
+__all__ = ["FetchParams", "PrefillParams", "transfer_params"]
+
+_LONGEST_ID = 200
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillParams:
+    """Hand out what is computed.
+
+    Attributes:
+        transfer_id: the name to hand it out under; ``None``: this side makes one.
+    """
+
+    transfer_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FetchParams:
+    """Fetch what another engine computes.
+
+    Attributes:
+        transfer_id: the name that it is handed out under.
+        address: ``host:port`` of that engine's control channel.
+        num_tokens: leading tokens that are handed out; ``None``: all of this prompt but the last.
+    """
+
+    transfer_id: str
+    address: str
+    num_tokens: int | None = None
+
+
+def transfer_params(params: Mapping[str, Any] | None) -> PrefillParams | FetchParams | None:
+    """What `params` ask of this connector; ``None``: nothing.
+
+    Raises:
+        ConfigurationError: a value is wrong, or one is missing.
+    """
+    if not params or not ({"do", "transfer_id", "address"} & params.keys()):
+        return None
+    do = params.get("do", "decode" if "address" in params else None)
+    if do == "prefill":
+        given = params.get("transfer_id")
+        return PrefillParams(None if given is None else _id(given))
+    if do != "decode":
+        raise ConfigurationError(
+            f"kv_transfer_params['do']: {shown(do)} is neither 'prefill' nor 'decode'; give one, "
+            "or the 'address' of what is to be fetched"
+        )
+    for name in ("transfer_id", "address"):
+        if name not in params:
+            raise ConfigurationError(
+                f"kv_transfer_params: '{name}' is missing; to fetch, 'transfer_id' and 'address' "
+                "are needed, as the result of the prefill carries them"
+            )
+    return FetchParams(
+        _id(params["transfer_id"]), _address(params["address"]), _count(params.get("tokens"))
+    )
+
+
+def _id(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_ID:
+        raise ConfigurationError(
+            f"kv_transfer_params['transfer_id']: {shown(value)} must be text of 1 to "
+            f"{_LONGEST_ID} characters"
+        )
+    check_text("kv_transfer_params['transfer_id']", value)
+    return value
+
+
+def _count(value: object) -> int | None:
+    if value is None or (type(value) is int and value > 0):
+        return value
+    raise ConfigurationError(
+        f"kv_transfer_params['tokens']: {shown(value)} must be an integer, at least 1"
+    )
+
+
+def _address(value: object) -> str:
+    try:
+        _, port = host_and_port(value if isinstance(value, str) else "")
+    except ValueError as error:
+        raise ConfigurationError(
+            f"kv_transfer_params['address']: {shown(value)} {error}"
+        ) from error
+    if port == 0 or not isinstance(value, str):
+        raise ConfigurationError(f"kv_transfer_params['address']: {shown(value)}: port 0 is none")
+    return value

@@ -1,0 +1,147 @@
+"""The leader's book of prompts that are handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
+from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
+from kvconnect.connector.disagg.names import transfer_name
+from kvconnect.connector.disagg.node import TransferNode
+from kvconnect.connector.disagg.params import PrefillParams
+from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.request import LlmRequest
+
+__all__ = ["PrefillBook"]
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A request whose prompt is handed out.
+
+    Attributes:
+        request: the runtime's.
+        transfer_id: as its parameters say, or made here.
+        num_tokens: that are handed out: the last one is always computed by the reader.
+        name: on the control channel.
+        num_blocks: how many block ids of each pool group were told to the workers; ``None``: the
+            workers know nothing of it.
+    """
+
+    request: LlmRequest
+    transfer_id: str
+    num_tokens: int
+    name: str
+    num_blocks: list[int] | None = None
+
+
+@dataclass(slots=True)
+class PrefillBook:
+    """Which requests' prompts are handed out, and what the workers know of them."""
+
+    node: TransferNode
+    llm_args: LlmArgs
+    _prompts: dict[int, _Prompt] = field(default_factory=dict)
+    _results: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, request: LlmRequest, params: PrefillParams) -> None:
+        """`request` is to be handed out."""
+        # What goes to the other side if it is not after all: nothing that it would act on.
+        self._results[request.request_id] = {"engine": self.node.engine_id, "tokens": 0}
+        num_tokens = request.prompt_len - 1
+        if num_tokens == 0:
+            return
+        transfer_id = params.transfer_id or self.node.new_transfer_id()
+        name = transfer_name(transfer_id, request, num_tokens)
+        self._prompts[request.request_id] = _Prompt(request, transfer_id, num_tokens, name)
+
+    def admitted(self, request: LlmRequest) -> None:
+        """Its blocks are new."""
+        if prompt := self._prompts.get(request.request_id):
+            prompt.num_blocks = None
+
+    reset = admitted
+
+    def aborted(self, request: LlmRequest) -> None:
+        """It ends before its time: those that wait for it need not, if it was never begun."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and prompt.num_blocks is None:
+            del self._prompts[request.request_id]
+            self.node.offers.refuse(prompt.name)
+
+    def orders(self, output: SchedulerOutput) -> Iterator[PublishOrder]:
+        """What the step brings of each."""
+        if not self._prompts:
+            return
+        for data in output.new_requests:
+            if prompt := self._prompts.get(data.request_id):
+                prompt.num_blocks = None
+                yield self._order(prompt, data)
+        for data in output.cached_requests:
+            prompt = self._prompts.get(data.request_id)
+            # Once the prompt is computed there is nothing more to tell before the end.
+            if prompt is not None and data.computed_position <= prompt.num_tokens:
+                yield self._order(prompt, data)
+
+    def _order(self, prompt: _Prompt, data: RequestData) -> PublishOrder:
+        by_group = data.new_block_ids_by_group or (data.new_block_ids,)
+        begins = prompt.num_blocks is None
+        told = prompt.num_blocks or [0] * len(by_group)
+        prompt.num_blocks = [known + len(ids) for known, ids in zip(told, by_group, strict=True)]
+        # What is computed behind a load of the same step is right only if that succeeds, which a
+        # later step tells.
+        sure = not prompt.request.num_external_tokens
+        computed = data.computed_position + data.num_scheduled_tokens if sure else 0
+        return PublishOrder(
+            request_id=data.request_id,
+            name=prompt.name,
+            begins=begins,
+            num_tokens=prompt.num_tokens,
+            first_blocks=tuple(told),
+            blocks=by_group,
+            valid=min(data.computed_position, prompt.num_tokens),
+            computed=min(computed, prompt.num_tokens),
+        )
+
+    def finished(self, request: LlmRequest, *, stored: bool) -> EndOrder | None:
+        """Its end; ``None``: the workers know nothing of it.
+
+        Also of an aborted one the blocks are kept until the workers have taken them back: a reader
+        must not be told that they were valid once others may write to them.
+        """
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None or prompt.num_blocks is None:
+            return None
+        whole = request.is_finished_normal and self._holds(request, prompt.num_tokens)
+        if whole:
+            self._results[request.request_id] = {
+                "transfer_id": prompt.transfer_id,
+                "address": self.node.address,
+                "engine": self.node.engine_id,
+                "tokens": prompt.num_tokens,
+            }
+        return EndOrder(
+            request.request_id,
+            stored=stored,
+            shared=True,
+            num_tokens=prompt.num_tokens if whole else 0,
+        )
+
+    def _holds(self, request: LlmRequest, num_tokens: int) -> bool:
+        """Whether `request` has all blocks that go on from its first `num_tokens` tokens.
+
+        Windows give up what lies behind them as a request generates: what it did not generate for
+        is sure to be there (``max_tokens=0``).
+        """
+        computed, size = request.num_computed_tokens, self.llm_args.tokens_per_block
+        return computed >= num_tokens and all(
+            blocks_needed(layout.window, computed, size).start
+            <= blocks_needed(layout.window, num_tokens, size).start
+            for layout in self.llm_args.layouts
+        )
+
+    def take_params(self, request: LlmRequest) -> dict[str, Any] | None:
+        """What a reader of an ended request needs; once."""
+        return self._results.pop(request.request_id, None)

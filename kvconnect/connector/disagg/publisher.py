@@ -1,0 +1,144 @@
+"""A worker's prompts that are handed out: what each step makes readable, and when they may go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
+from kvconnect.connector.disagg.node import TransferNode
+from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.layout import KvCacheLayout
+from kvconnect.transfer.leases.table import Blocks, LeaseKey, Mark
+
+__all__ = ["Publisher"]
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """A prompt that is handed out.
+
+    Attributes:
+        key: of its lease; ``None``: there was no room for one, or it ended.
+        num_tokens: that are handed out.
+        ids: of each pool group, as far as known; -1 where the request holds none.
+        told: number of the block after the last one that readers know, by pool group.
+        mark: how much of it readers know to be computed.
+    """
+
+    key: LeaseKey | None
+    num_tokens: int
+    ids: list[list[int]]
+    told: list[int]
+    mark: Mark = field(default_factory=Mark)
+
+
+class Publisher:
+    """Publishes prompts as they are computed. On the engine's thread but for what `node` calls.
+
+    The last layer of a prompt's last tokens is told only once the request has ended and its blocks
+    are kept: whoever has read everything then has read it while it was valid, also if this process
+    dies before it can say so. Until then a preemption takes the blocks, and breaks the lease.
+    """
+
+    def __init__(self, node: TransferNode, layouts: Sequence[KvCacheLayout]) -> None:
+        self._node = node
+        self._layouts = layouts
+        self._num_layers = 1 + max(layout.layer_numbers[-1] for layout in layouts)
+        self._shared: dict[int, _Shared] = {}
+        self._computing: list[tuple[_Shared, int]] = []  # in this step, up to which token
+
+    def begin_step(self, orders: Sequence[PublishOrder]) -> None:
+        """What the step computes of each prompt."""
+        self._computing.clear()
+        for order in orders:
+            shared = self._begin(order) if order.begins else self._shared.get(order.request_id)
+            if shared is None or shared.key is None:
+                continue
+            self._learn(shared, order)
+            self._node.device.after(partial(self._advance, shared, order.valid, self._num_layers))
+            if order.computed > order.valid:
+                self._computing.append((shared, order.computed))
+
+    def _begin(self, order: PublishOrder) -> _Shared:
+        self.revoke(order.request_id)
+        nbytes = sum(
+            len(blocks_needed(layout.window, order.num_tokens, layout.tokens_per_block))
+            * layout.block_nbytes
+            for layout in self._layouts
+        )
+        key = self._node.offers.offer(order.name, tokens=order.num_tokens, nbytes=nbytes)
+        groups = len(self._layouts)
+        shared = _Shared(key, order.num_tokens, [[] for _ in range(groups)], [0] * groups)
+        self._shared[order.request_id] = shared
+        return shared
+
+    @staticmethod
+    def _learn(shared: _Shared, order: PublishOrder) -> None:
+        for ids, first, new in zip(shared.ids, order.first_blocks, order.blocks, strict=True):
+            ids[first:] = new
+
+    def layer_computed(self, layer: int) -> None:
+        """Layer number `layer` of what this step computes is written, or enqueued."""
+        for shared, tokens in self._computing:
+            self._node.device.after(partial(self._advance, shared, tokens, layer + 1))
+
+    def end(self, order: EndOrder) -> None:
+        """The request ended and keeps its blocks: all is readable, or none is valid any more."""
+        shared = self._shared.pop(order.request_id, None)
+        key = None if shared is None else shared.key
+        if shared is None or key is None:
+            self._node.offers.end(order.request_id, None)
+        elif order.num_tokens < shared.num_tokens:
+            self._node.offers.withdraw(key)
+            self._node.offers.end(order.request_id, None)
+        else:
+            # Before it is told: a reader may be done with it at once.
+            self._node.offers.end(order.request_id, key)
+            advance = partial(self._advance, shared, shared.num_tokens, self._num_layers)
+            self._node.device.after(partial(advance, kept=True))
+
+    def revoke(self, request_id: int) -> None:
+        """Its blocks go: no reader gets more of it, nor has got all."""
+        shared = self._shared.pop(request_id, None)
+        if shared is not None and shared.key is not None:
+            self._node.offers.withdraw(shared.key)
+
+    def take_ended(self) -> list[int]:
+        """Requests that ended and whose blocks no reader needs any more."""
+        return self._node.offers.take_ended() if self._node.hands_out else []
+
+    def shutdown(self) -> None:
+        """No prompt is handed out any more."""
+        for request_id in list(self._shared):
+            self.revoke(request_id)
+
+    def _advance(self, shared: _Shared, tokens: int, layers: int, *, kept: bool = False) -> None:
+        """The first `layers` layers hold the first `tokens` tokens; on the device's thread, too."""
+        if shared.key is None or tokens == 0:
+            return
+        if tokens >= shared.num_tokens and not kept:
+            layers = min(layers, self._num_layers - 1)
+        mark = Mark(tokens, layers)
+        if shared.mark < mark:
+            shared.mark = mark
+            if not self._node.offers.advance(shared.key, mark, self._untold(shared, tokens)):
+                shared.key = None
+
+    def _untold(self, shared: _Shared, tokens: int) -> Blocks:
+        """Ids of blocks that readers need and were not told, for each pool group."""
+        found = []
+        for group, layout in enumerate(self._layouts):
+            needed = blocks_needed(layout.window, shared.num_tokens, layout.tokens_per_block)
+            first = max(needed.start, shared.told[group])
+            ids = shared.ids[group][first : needed.stop]
+            # A window's are sure to stay only once its last tokens are computed.
+            if layout.window is not None and tokens < shared.num_tokens:
+                ids = []
+            if -1 in ids:
+                ids = ids[: ids.index(-1)]
+            if ids:
+                shared.told[group] = first + len(ids)
+            found.append(tuple(ids))
+        return tuple(found) if any(found) else ()

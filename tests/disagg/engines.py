@@ -1,0 +1,194 @@
+"""Engines that hand prompts to each other: here, or in a process that can be killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect.connector.disagg.node import TransferNode
+from kvconnect.connector.disagg.publisher import Publisher
+
+T = 16
+ANSWER = SamplingParams(max_tokens=10, ignore_eos=True)
+PREFILL = SamplingParams(max_tokens=0)
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "transformers", "kvconnect.engine.llm"])
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng([seed, length]).integers(1, 250, length)]
+
+
+def open_engine(model: Path, role: str | None, **more: Any) -> LLM:
+    """An engine in float64. `more`: of the transfer, of the connector, and of the engine."""
+    transfer = {"claim_timeout_s": 20.0} | more.pop("transfer", {})
+    connector = {"save_timeout_s": 20.0, "load_timeout_s": 20.0} | more.pop("connector", {})
+    cache = KvCacheConfig(tokens_per_block=T, max_tokens=more.pop("max_tokens", 1024))
+    config = None
+    if role is not None:
+        config = KvCacheConnectorConfig(transfer={"role": role} | transfer, **connector)
+    return LLM(model, kv_cache=cache, connector=config, dtype="float64", **more)
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for `condition`; fail after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def hands_out(address: str, transfer_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a router gives to both sides at the same time."""
+    return (
+        {"do": "prefill", "transfer_id": transfer_id},
+        {"transfer_id": transfer_id, "address": address},
+    )
+
+
+def node_of(llm: LLM) -> TransferNode:
+    """What of the transfer the engine's threads share."""
+    node: TransferNode = llm._engine._connector._worker._open_node  # type: ignore[union-attr]
+    return node
+
+
+def address_of(llm: LLM) -> str:
+    """Where other engines reach it."""
+    return node_of(llm).address
+
+
+def is_claimed(llm: LLM) -> bool:
+    """Whether a reader waits for a prompt that `llm` has not begun."""
+    return bool(node_of(llm).offers.server._waiting)
+
+
+def leaks_nothing(*engines: LLM) -> None:
+    """Every block of `engines` comes back."""
+    for llm in engines:
+        until(lambda llm=llm: llm.stats().free_blocks == llm.stats().max_blocks)
+        stats = llm.stats()
+        assert stats.saving_requests + stats.loading_requests + stats.running_requests == 0
+
+
+class Gate:
+    """Stops a prefill engine of this process behind a layer; on its engine's thread."""
+
+    def __init__(self, stop_at: int) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        self._left = stop_at
+        self._publish = Publisher.layer_computed
+        gate = self
+
+        def layer_computed(publisher: Publisher, layer: int) -> None:
+            gate._publish(publisher, layer)
+            if publisher._computing and not gate.opened.is_set():
+                gate._left -= 1
+                if gate._left == 0:
+                    gate.reached.set()
+                    assert gate.opened.wait(60)
+
+        Publisher.layer_computed = layer_computed  # type: ignore[method-assign]
+
+    def open(self) -> None:
+        """Let it go on, and stop it no more."""
+        self.opened.set()
+        Publisher.layer_computed = self._publish  # type: ignore[method-assign]
+
+
+class EngineProcess:
+    """An engine in a process of its own, which does what it is told."""
+
+    def __init__(self, model: Path, role: str, **more: Any) -> None:
+        self._pipe, there = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_serve, args=(there, model, role, more))
+        self._process.start()
+        there.close()
+        self.address: str = self._take()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def call(self, name: str, *args: Any) -> Any:
+        self._pipe.send((name, args))
+        return self._take()
+
+    def _take(self) -> Any:
+        assert self._pipe.poll(60), "the engine's process says nothing"
+        kind, value = self._pipe.recv()
+        assert kind == "ok", value
+        return value
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+            os.kill(self.pid, signal.SIGCONT)
+        self._process.join(20)
+
+    def end(self) -> None:
+        """Ends it well."""
+        self._pipe.send(("end", ()))
+        self._process.join(30)
+        assert self._process.exitcode == 0
+
+
+def _serve(pipe: Connection, model: Path, role: str, more: dict[str, Any]) -> None:
+    with open_engine(model, role, **more) as llm:
+        served = _Served(llm)
+        pipe.send(("ok", "" if role == "decode" else address_of(llm)))
+        while True:
+            name, args = pipe.recv()
+            if name == "end":
+                break
+            try:
+                pipe.send(("ok", getattr(served, name)(*args)))
+            except Exception as error:  # noqa: BLE001  told to the test
+                pipe.send(("error", repr(error)))
+
+
+class _Served:
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._handles: list[Any] = []
+        self._gate: Gate | None = None
+
+    def submit(self, prompt: list[int], params: SamplingParams, carried: dict[str, Any]) -> None:
+        self._handles.append(self._llm.submit(prompt, params, kv_transfer_params=carried))
+
+    def result(self) -> tuple[list[int], int, dict[str, Any] | None]:
+        output = self._handles.pop(0).result(60)
+        return (
+            list(output.output_token_ids),
+            output.reused_store_tokens,
+            output.kv_transfer_params,
+        )
+
+    def stop_at(self, layer_calls: int) -> None:
+        self._gate = Gate(layer_calls)
+
+    def wait_stopped(self) -> bool:
+        assert self._gate is not None
+        return self._gate.reached.wait(30)
+
+    def go_on(self) -> None:
+        assert self._gate is not None
+        self._gate.open()
+
+    def stats(self) -> Any:
+        return self._llm.stats()

@@ -1,0 +1,310 @@
+"""Whatever goes wrong between two engines costs time: answers stay right, blocks come back."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+
+import pytest
+from engines import (
+    ANSWER,
+    PREFILL,
+    T,
+    address_of,
+    hands_out,
+    is_claimed,
+    leaks_nothing,
+    node_of,
+    prompt_of,
+    until,
+)
+
+from kvconnect import (
+    LLM,
+    ConfigurationError,
+    DecodeConnector,
+    KvCacheConfig,
+    KvCacheConnectorConfig,
+    PrefillConnector,
+)
+from kvconnect.config import TransferConfig
+
+PROMPT = prompt_of(100)
+SMALL = KvCacheConfig(tokens_per_block=T, max_tokens=1024)
+
+
+def submit_both(prefill, decode, prompt, transfer_id):
+    """The prompt at both, the reader first and its claim there."""
+    here, there = hands_out(address_of(prefill), transfer_id)
+    reading = decode.submit(prompt, ANSWER, kv_transfer_params=there)
+    until(lambda: is_claimed(prefill))
+    return prefill.submit(prompt, PREFILL, kv_transfer_params=here), reading
+
+
+@pytest.mark.parametrize("what", ["id", "prompt", "salt", "nobody"])
+def test_what_is_not_there_is_computed(what, open_one, answer_of, counted):
+    prefill = open_one("prefill", transfer={"claim_timeout_s": 0.2, "lease_s": 0.5})
+    decode = open_one("decode", transfer={"claim_timeout_s": 0.2})
+    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
+    there = dict(first.kv_transfer_params)
+    if what == "id":
+        there["transfer_id"] = "of nothing"
+    if what == "nobody":
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            there["address"] = f"127.0.0.1:{server.getsockname()[1]}"
+    prompt = [*PROMPT[:-2], 7, 7] if what == "prompt" else PROMPT
+    salt = "another tenant" if what == "salt" else None
+    (output,) = decode.generate([prompt], ANSWER, cache_salt=salt, kv_transfer_params=there)
+    assert list(output.output_token_ids) == answer_of(prompt)
+    assert output.reused_store_tokens == 0
+    assert counted["transfer.fetched"] == 0
+    leaks_nothing(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"do": "nothing"}, "'do'.*neither 'prefill' nor 'decode'"),
+        ({"address": "127.0.0.1:1"}, "'transfer_id' is missing"),
+        ({"transfer_id": "x", "do": "decode"}, "'address' is missing"),
+        ({"transfer_id": "", "address": "127.0.0.1:1"}, "'transfer_id'.*1 to 200"),
+        ({"transfer_id": "x", "address": "127.0.0.1"}, "'address'.*host:port"),
+        ({"transfer_id": "x", "address": 5}, "'address'.*host:port"),
+        ({"transfer_id": "x", "address": "127.0.0.1:0"}, "'address'.*port 0"),
+        ({"transfer_id": "x", "address": "127.0.0.1:1", "tokens": "9"}, "'tokens'.*integer"),
+        ({"do": "prefill"}, "TransferConfig.role='decode'"),
+    ],
+)
+def test_wrong_parameters_end_their_request_alone(params, named, open_decode, answer_of):
+    with pytest.raises(ConfigurationError, match=named):
+        open_decode.generate([PROMPT], ANSWER, kv_transfer_params=params)
+    (output,) = open_decode.generate([PROMPT], ANSWER, kv_transfer_params={"of": "others"})
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+
+
+@pytest.fixture(scope="module")
+def open_decode(llama):
+    from engines import open_engine
+
+    with open_engine(llama, "decode") as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"role": "prefil"}, "role='prefil'"),
+        ({"listen": "0.0.0.0:0"}, "needs a secret"),
+        ({"listen": "everywhere"}, "listen='everywhere'.*host:port"),
+        ({"secret": "short"}, "at least 16 characters"),
+        ({"lease": 3}, "unknown field 'lease'; did you mean 'lease_s'"),
+    ],
+)
+def test_wrong_settings_name_the_field(fields, named):
+    with pytest.raises(ConfigurationError, match=named) as caught:
+        KvCacheConnectorConfig(transfer=fields)
+    assert "short" not in str(caught.value)
+
+
+def test_a_secret_is_never_shown():
+    config = KvCacheConnectorConfig(transfer={"secret": "of at least 16 characters"})
+    assert "of at least" not in repr(config)
+    with pytest.raises(ConfigurationError) as caught:
+        TransferConfig(secret=1234567890123456789)
+    assert "12345" not in str(caught.value)
+
+
+def test_a_port_that_is_taken_is_an_error_at_start(open_one):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{server.getsockname()[1]}"
+        before = set(threading.enumerate())
+        with pytest.raises(ConfigurationError, match="is taken"):
+            open_one("both", transfer={"listen": taken})
+    until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_another_secret_is_computed(open_one, answer_of, counted):
+    prefill = open_one("prefill", transfer={"secret": "the secret of one side", "lease_s": 0.5})
+    decode = open_one("decode", transfer={"secret": "the secret of the other"})
+    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
+    (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert counted["transfer.fetched"] == 0
+    leaks_nothing(prefill, decode)
+
+
+def test_the_same_secret_is_no_hindrance(open_one, answer_of):
+    secret = {"transfer": {"secret": "the secret of both sides"}}
+    prefill, decode = open_one("prefill", **secret), open_one("decode", **secret)
+    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
+    (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert output.reused_store_tokens == 99
+
+
+def test_other_weights_are_refused(model_of, llama, open_one, answer_of, counted, tmp_path):
+    from kvconnect.engine.checkpoint.random_model import make_model
+
+    other = make_model(tmp_path / "other", "llama", num_layers=3, seed=5)
+    prefill = open_one("prefill", other, transfer={"lease_s": 0.5})
+    decode = open_one("decode")
+    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
+    (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert counted["transfer.fetched"] == 0
+    leaks_nothing(prefill, decode)
+
+
+def test_what_is_never_claimed_is_let_go_of_with_its_lease(open_one):
+    prefill = open_one("prefill", transfer={"lease_s": 0.4})
+    prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
+    assert prefill.stats().free_blocks < prefill.stats().max_blocks
+    leaks_nothing(prefill)
+
+
+def test_a_reader_that_comes_too_late_computes(open_one, answer_of):
+    prefill = open_one("prefill", transfer={"lease_s": 0.2, "claim_timeout_s": 0.2})
+    decode = open_one("decode")
+    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
+    leaks_nothing(prefill)
+    (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert output.reused_store_tokens == 0
+    leaks_nothing(decode)
+
+
+def test_the_reader_aborts_while_it_reads(open_one, stop_at):
+    prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
+    gate = stop_at(5)
+    computing, reading = submit_both(prefill, decode, PROMPT, "aborted")
+    assert gate.reached.wait(20)
+    until(lambda: node_of(decode).fetcher._fetches)
+    reading.abort()
+    leaks_nothing(decode)
+    gate.open()
+    computing.result(20)
+    leaks_nothing(prefill)
+
+
+def test_the_prefill_is_aborted_while_it_is_read(open_one, answer_of, stop_at):
+    prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
+    gate = stop_at(5)
+    computing, reading = submit_both(prefill, decode, PROMPT, "aborted")
+    assert gate.reached.wait(20)
+    until(lambda: node_of(decode).fetcher._fetches)
+    computing.abort()
+    gate.open()
+    output = reading.result(20)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert output.reused_store_tokens == 0
+    leaks_nothing(prefill, decode)
+
+
+def test_the_prefill_closes_while_it_is_read(open_one, answer_of, stop_at):
+    prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
+    gate = stop_at(5)
+    _, reading = submit_both(prefill, decode, PROMPT, "closed")
+    assert gate.reached.wait(20)
+    closing = threading.Thread(target=prefill.close)
+    closing.start()
+    gate.open()
+    output = reading.result(20)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    closing.join()
+    leaks_nothing(decode)
+
+
+def test_the_reader_closes_while_it_reads(open_one, stop_at):
+    prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
+    gate = stop_at(5)
+    computing, _ = submit_both(prefill, decode, PROMPT, "closed")
+    assert gate.reached.wait(20)
+    decode.close()
+    gate.open()
+    computing.result(20)
+    leaks_nothing(prefill)
+
+
+def test_a_prefill_that_does_not_go_on_is_not_waited_for(open_one, answer_of, stop_at):
+    prefill = open_one("prefill", max_num_tokens=48)
+    decode = open_one("decode", transfer={"claim_timeout_s": 0.3})
+    gate = stop_at(5)
+    _, reading = submit_both(prefill, decode, PROMPT, "stuck")
+    assert gate.reached.wait(20)
+    output = reading.result(20)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    gate.open()
+    leaks_nothing(prefill, decode)
+
+
+def test_the_prefill_is_preempted(open_one, answer_of, stop_at):
+    # The first runs long enough to need the blocks of the second, which is being handed out.
+    prefill = open_one(
+        "prefill",
+        max_tokens=256,
+        max_num_tokens=48,
+        scheduling="max_utilization",
+        transfer={"lease_s": 1.0},
+    )
+    decode = open_one("decode")
+    long = ANSWER.model_copy(update={"max_tokens": 150})
+    first = prefill.submit(prompt_of(90, seed=5), long)
+    here, there = hands_out(address_of(prefill), "preempted")
+    second = prefill.submit(PROMPT, long, kv_transfer_params=here)
+    reading = decode.submit(PROMPT, ANSWER, kv_transfer_params=there)
+    assert first.result(60).output_token_ids
+    assert second.result(60).preemptions
+    output = reading.result(60)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    leaks_nothing(prefill, decode)
+
+
+def test_the_reader_has_little_room(open_one, answer_of):
+    prefill = open_one("prefill")
+    decode = open_one("decode", max_tokens=160, scheduling="max_utilization")
+    handles = []
+    for seed in range(6):
+        prompt = prompt_of(90, seed)
+        here, there = hands_out(address_of(prefill), f"tight {seed}")
+        prefill.submit(prompt, PREFILL, kv_transfer_params=here)
+        handles.append((prompt, decode.submit(prompt, ANSWER, kv_transfer_params=there)))
+    for prompt, handle in handles:
+        assert list(handle.result(60).output_token_ids) == answer_of(prompt)
+    leaks_nothing(prefill, decode)
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_many_at_once_some_of_them_aborted(count, open_one, answer_of):
+    prefill = open_one("prefill", max_tokens=2048, max_num_tokens=64, transfer={"lease_s": 2.0})
+    decode = open_one("decode", max_tokens=2048)
+    rng = random.Random(count)
+    handles = []
+    for number in range(count):
+        prompt = prompt_of(rng.randrange(2, 120), number)
+        here, there = hands_out(address_of(prefill), f"one of many {number}")
+        sides = [(prefill, PREFILL, here), (decode, ANSWER, there)]
+        rng.shuffle(sides)
+        pair = {llm: llm.submit(prompt, how, kv_transfer_params=it) for llm, how, it in sides}
+        handles.append((prompt, pair[decode]))
+        if rng.random() < 0.3:
+            rng.choice([pair[prefill], pair[decode]]).abort()
+    for prompt, handle in handles:
+        output = handle.result(60)
+        if output.finish_reason != "abort":
+            assert list(output.output_token_ids) == answer_of(prompt)
+    leaks_nothing(prefill, decode)
+
+
+def test_the_pairs_by_role(llama, answer_of):
+    with (
+        LLM(llama, connector=PrefillConnector(), kv_cache=SMALL, dtype="float64") as prefill,
+        LLM(llama, connector=DecodeConnector(), kv_cache=SMALL, dtype="float64") as decode,
+    ):
+        (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
+        (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert output.reused_store_tokens == 99
+    assert PrefillConnector(transfer={"lease_s": 3}).transfer.role == "prefill"
+    with pytest.raises(ConfigurationError, match="must be 'decode' or 'both'"):
+        DecodeConnector(transfer={"role": "prefill"})

@@ -1,0 +1,77 @@
+"""What a fetch asks for as the other side computes, and when it is over."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.connector.disagg.pieces import Coverage, FetchPlan, RemoteBlocks, cut_reads
+from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.layout import KvCacheLayout
+from kvconnect.transfer.leases.table import Mark
+
+T = 16
+LAYERS = 4
+FULL = KvCacheLayout(2, 1, 4, 4, T, torch.float32, layers=(0, 2))
+WINDOW = KvCacheLayout(2, 1, 4, 4, T, torch.float32, window=24, layers=(1, 3))
+
+
+def bytes_of(reads):
+    """Each byte that is read: from where, and to where."""
+    return [
+        (reads.remote_region, far + n, reads.local_region, near + n)
+        for far, near in zip(reads.remote_offsets, reads.local_offsets, strict=True)
+        for n in range(0, reads.nbytes, 64)
+    ]
+
+
+@given(st.integers(1, 90), st.integers(0, 5), st.lists(st.integers(1, 40), max_size=5), st.data())
+def test_every_byte_is_read_once_and_never_before_it_is_computed(end, skipped, chunks, data):
+    start = min(skipped, end // T) * T
+    firsts, blocks, remote = [], [], []
+    for group, layout in enumerate((FULL, WINDOW)):
+        needed = blocks_needed(layout.window, end, T)
+        first = max(start // T, needed.start)
+        firsts.append(first)
+        blocks.append([100 + n for n in range(first, needed.stop)])
+        ids = tuple(200 + n for n in range(needed.start, needed.stop))
+        remote.append(RemoteBlocks(10 + group, needed.start, ids))
+    order = FetchOrder(1, "name", "host:1", start, end, tuple(firsts), tuple(blocks))
+    plan = FetchPlan(order, (FULL, WINDOW), (20, 21))
+    coverage, seen, computed = Coverage(), [], 0
+    ends = sorted({min(end, sum(chunks[: n + 1])) for n in range(len(chunks))} | {end})
+    for tokens in ends:
+        for layers in range(1, LAYERS + 1):
+            if data.draw(st.booleans()) and not (tokens == end and layers == LAYERS):
+                continue  # a watermark may be lost: a later one says it, too
+            coverage.advance(Mark(tokens, layers))
+            for reads in plan.take(coverage, remote):
+                for part in cut_reads(reads, 1000):
+                    seen += bytes_of(part)
+                    for far in part.remote_offsets:
+                        layout = FULL if part.remote_region == 10 else WINDOW
+                        block, within = divmod(int(far), layout.block_nbytes)
+                        last = (within + part.nbytes - 1) // layout.layer_nbytes
+                        number = block - 200
+                        whole = min(end, (number + 1) * T)
+                        # Every layer of the piece holds all that the reader needs of the block.
+                        now = layout.layers[last] < layers and tokens >= whole
+                        assert now or computed >= whole
+        computed = tokens
+    assert plan.complete
+    assert len(seen) == len(set(seen))
+    total = sum(
+        len(ids) * one.block_nbytes for ids, one in zip(blocks, (FULL, WINDOW), strict=True)
+    )
+    assert len(seen) * 64 == total == plan.nbytes
+
+
+def test_a_watermark_of_a_later_chunk_says_that_the_one_before_is_whole():
+    coverage = Coverage()
+    assert coverage.advance(Mark(16, 1))
+    assert [coverage[layer] for layer in range(3)] == [16, 0, 0]
+    assert coverage.advance(Mark(32, 1))
+    assert [coverage[layer] for layer in range(3)] == [32, 16, 16]
+    assert not coverage.advance(Mark(16, 3))

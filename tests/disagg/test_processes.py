@@ -1,0 +1,105 @@
+"""Engines in processes of their own that die, freeze and start again."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from engines import (
+    ANSWER,
+    PREFILL,
+    address_of,
+    hands_out,
+    leaks_nothing,
+    node_of,
+    prompt_of,
+    until,
+)
+
+PROMPT = prompt_of(100)
+QUICK = {"transfer": {"lease_s": 1.0}}
+
+
+@pytest.fixture
+def decode(open_one):
+    return open_one("decode")
+
+
+def read(process, decode, *, stop_at, transfer_id):
+    """A prompt that `process` computes up to a layer, and that `decode` reads meanwhile."""
+    here, there = hands_out(process.address, transfer_id)
+    process.call("stop_at", stop_at)
+    handle = decode.submit(PROMPT, ANSWER, kv_transfer_params=there)
+    process.call("submit", PROMPT, PREFILL, here)
+    assert process.call("wait_stopped")
+    until(lambda: node_of(decode).fetcher._fetches)
+    return handle
+
+
+def nbytes_read(decode):
+    return sum(fetch.nbytes for fetch in list(node_of(decode).fetcher._fetches.values()))
+
+
+def test_the_prefill_is_killed_and_starts_again(start_one, decode, answer_of):
+    process = start_one("prefill", max_num_tokens=48, **QUICK)
+    process.call("submit", PROMPT[:50], PREFILL, {"do": "prefill"})
+    _, _, carried = process.call("result")
+    (output,) = decode.generate([PROMPT[:50]], ANSWER, kv_transfer_params=carried)
+    assert list(output.output_token_ids) == answer_of(PROMPT[:50])
+    assert output.reused_store_tokens == 49
+
+    handle = read(process, decode, stop_at=5, transfer_id="killed")
+    until(lambda: nbytes_read(decode) > 0)
+    process.kill()
+    killed = time.monotonic()
+    output = handle.result(20)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert (output.reused_device_tokens, output.reused_store_tokens) == (3 * 16, 0)
+    assert time.monotonic() - killed < 3
+    leaks_nothing(decode)
+
+    again = start_one("prefill", transfer={"listen": process.address})
+    assert again.address == process.address
+    prompt = prompt_of(80, seed=1)
+    again.call("submit", prompt, PREFILL, {"do": "prefill"})
+    _, _, carried = again.call("result")
+    (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=carried)
+    assert list(output.output_token_ids) == answer_of(prompt)
+    assert output.reused_store_tokens == 79
+    leaks_nothing(decode)
+    again.end()
+
+
+def test_the_prefill_freezes_and_wakes(start_one, decode, answer_of):
+    process = start_one("prefill", max_num_tokens=48, **QUICK)
+    handle = read(process, decode, stop_at=5, transfer_id="frozen")
+    process.signal(signal.SIGSTOP)
+    frozen = time.monotonic()
+    output = handle.result(20)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert output.reused_store_tokens == 0
+    assert time.monotonic() - frozen < 2 * 2.5 + 1
+    leaks_nothing(decode)
+    process.signal(signal.SIGCONT)
+    process.call("go_on")
+    process.call("result")
+    until(lambda: process.call("stats").free_blocks == process.call("stats").max_blocks)
+    process.end()
+
+
+def test_the_reader_is_killed_while_it_reads(start_one, open_one, stop_at):
+    prefill = open_one("prefill", max_num_tokens=48, **QUICK)
+    process = start_one("decode")
+    here, there = hands_out(address_of(prefill), "killed")
+    gate = stop_at(5)
+    process.call("submit", PROMPT, ANSWER, there)
+    computing = prefill.submit(PROMPT, PREFILL, kv_transfer_params=here)
+    assert gate.reached.wait(20)
+    until(lambda: node_of(prefill).offers.server.table._live)
+    process.kill()
+    gate.open()
+    computing.result(20)
+    ended = time.monotonic()
+    leaks_nothing(prefill)
+    assert time.monotonic() - ended < 2 * 1.0 + 1
