@@ -17,6 +17,9 @@ _KEEPALIVE = (
 )
 """A client whose machine is gone is noticed within a minute, also while nothing is sent."""
 
+_SEND_BUFFER_NBYTES = 128 << 10
+"""By itself the system would hold megabytes for each client that does not read."""
+
 
 class Connection(H11Protocol):
     """A client's connection, with deadlines for what the client owes.
@@ -41,6 +44,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         connected: socket.socket = transport.get_extra_info("socket")
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)
         patience = (socket.TCP_USER_TIMEOUT, int(1000 * self.timeout_s))
         for option, value in (*_KEEPALIVE, patience):
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
