@@ -63,8 +63,8 @@ class ChatRequest(GenerationRequest):
             continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.chat_template_kwargs,
         )
-        most = self.max_completion_tokens or self.max_tokens
-        if self.max_completion_tokens is None and self.max_tokens is None:
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if most is None:
             # A prompt beyond the limit is refused with what there is room for.
             most = max(1, llm.max_seq_len - len(prompt["prompt_token_ids"]))
         logprobs = (self.top_logprobs or 0) if self.logprobs else None

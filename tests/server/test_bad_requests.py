@@ -26,7 +26,7 @@ def others_are_undisturbed(server):
         ({"prompt": [70, 10**12]}, "outside int32"),
         ({"prompt": {"a": 1}}, "CompletionRequest.prompt"),
         ({"prompt": "x" * 5000}, "exceed 4096 positions"),
-        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"max_tokens": -1}, "max_tokens=-1"),
         ({"max_tokens": 5000}, "exceed 4096 positions"),
         ({"max_tokens": "many"}, "CompletionRequest.max_tokens='many'"),
         ({"temperature": -1}, "temperature=-1"),

@@ -49,6 +49,26 @@ def test_a_prompt_that_was_answered_is_cached(client):
     assert second.choices[0].text == first.choices[0].text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_are_asked_for_to_fill_the_cache(client, stream):
+    """A request of none computes its prompt, and the next one finds that."""
+    prompt = f"{stream}: to be asked for soon, and so computed now. " * 4
+    answer = client.completions.create(
+        prompt=prompt,
+        stream=stream,
+        stream_options={"include_usage": True} if stream else openai.omit,
+        **COMPLETION | {"max_tokens": 0},
+    )
+    chunks = list(answer) if stream else [answer]
+    assert text_of(chunks) == ""
+    assert [choice.finish_reason for one in chunks for choice in one.choices] == ["length"]
+    assert chunks[-1].usage.completion_tokens == 0
+    warm = client.completions.create(prompt=prompt, **COMPLETION)
+    assert warm.usage.prompt_tokens_details.cached_tokens == len(prompt) - 1
+    chat = client.chat.completions.create(messages=MESSAGES, model="tiny", max_completion_tokens=0)
+    assert chat.usage.completion_tokens == 0
+
+
 def test_cached_blocks_are_shared_under_one_salt_only(client):
     def cached(salt: str | None) -> int:
         body = {} if salt is None else {"cache_salt": salt}
