@@ -21,6 +21,10 @@ from kvconnect.testing.subject import Subject
 T = TypeVar("T")
 
 
+# Threads of default executors, asyncio's and the kit's: they belong to the owner of the loop.
+_LOOPS_OWN = ("asyncio", "kvconnect-main")
+
+
 @check("contract")
 async def concurrent_calls(subject: Subject) -> None:
     """Many calls at once each get their own answer."""
@@ -190,8 +194,7 @@ async def nothing_is_left(subject: Subject) -> None:
 
     def left_threads() -> list[str]:
         new = set(threading.enumerate()) - threads
-        # The event loop's own pool belongs to the owner of the loop.
-        return [thread.name for thread in new if not thread.name.startswith("asyncio")]
+        return [thread.name for thread in new if not thread.name.startswith(_LOOPS_OWN)]
 
     end = time.monotonic() + subject.patience_s / 5
     # Threads of executors and transports that were closed end a moment later.
