@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import threading
@@ -29,6 +30,7 @@ from kvconnect import (
     PrefillConnector,
 )
 from kvconnect.config import TransferConfig
+from kvconnect.connector.disagg.fetcher import Fetcher
 
 PROMPT = prompt_of(100)
 SMALL = KvCacheConfig(tokens_per_block=T, max_tokens=1024)
@@ -59,6 +61,28 @@ def test_what_is_not_there_is_computed(what, open_one, answer_of, counted):
     assert list(output.output_token_ids) == answer_of(prompt)
     assert output.reused_store_tokens == 0
     assert counted["transfer.fetched"] == 0
+    leaks_nothing(prefill, decode)
+
+
+def test_a_piece_that_could_not_be_asked_for_does_not_count_as_read(
+    open_one, answer_of, counted, monkeypatch
+):
+    """Whatever is raised on the way: the fetch fails, and its prompt is computed."""
+    prefill, decode = open_one("prefill"), open_one("decode")
+    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
+    start, calls = Fetcher._start, itertools.count()
+
+    def failing(*args):
+        if next(calls) == 0:
+            raise ValueError("planted")
+        return start(*args)
+
+    monkeypatch.setattr(Fetcher, "_start", failing)
+    there = first.kv_transfer_params
+    (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=there)
+    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert output.reused_store_tokens == 0
+    assert (counted["transfer.fetch.error"], counted["transfer.fetched"]) == (1, 0)
     leaks_nothing(prefill, decode)
 
 

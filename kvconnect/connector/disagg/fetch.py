@@ -118,6 +118,13 @@ class Fetch:
         """Something may have changed, or it is due: read what is new, end what is over."""
         if self.over:
             return
+        try:
+            self._advance()
+        except Exception as error:
+            self.fail(repr(error))  # a piece that was not read would count as read
+            raise
+
+    def _advance(self) -> None:
         claimed, now = self.claim.claimed, time.monotonic()
         self._look_at = now + _CONNECTING_S if self.link.handle is None else None
         if claimed is None or (self._released_at is None and self.claim.failed):

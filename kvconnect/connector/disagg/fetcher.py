@@ -211,7 +211,7 @@ class Fetcher:
     def _guarded(call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:  # what it concerns ends by its deadline; the others go on
+        except Exception:  # a fetch that it concerns has failed; the others go on
             count("transfer.fetch.error")
             logger.exception("a fetch went wrong")
 
@@ -274,8 +274,9 @@ class Fetcher:
 
     def pull(self, fetch: Fetch, link: Link, reads: Reads) -> Pull:
         """Start a pull of `reads`; its deadline leaves time for all that are under way."""
-        self._flying_nbytes += reads.total_nbytes
-        pull = self._start(link, reads, _SLACK_S + self._flying_nbytes / self._min_bytes_per_s)
+        nbytes = self._flying_nbytes + reads.total_nbytes
+        pull = self._start(link, reads, _SLACK_S + nbytes / self._min_bytes_per_s)
+        self._flying_nbytes = nbytes
         pull.done.add_done_callback(
             lambda done: self._post(partial(self._pull_done, fetch, pull, done.exception()))
         )
