@@ -36,8 +36,8 @@ NONSENSE += [
 ]
 
 
-LOST_SHARE = 0.25
-"""Of the pool: so many blocks, and no more, are of saves that do not end before all is kind."""
+LOST_SHARE = 0.5
+"""Of the pool: so many blocks, and no more, are of transfers that never end before all is kind."""
 
 
 class Planted(RuntimeError):
@@ -64,10 +64,10 @@ class Mind:
     asked: set[int] = field(default_factory=set)
     violations: list[str] = field(default_factory=list)
 
-    def answer(self, right: Callable[[], Any]) -> Any:
+    def answer(self, right: Callable[[], Any], *, may_lie: bool = True) -> Any:
         """The right answer, mostly."""
         if not self.kind and self.dice.random() < self.lawless:
-            if self.dice.random() < 0.4:
+            if not may_lie or self.dice.random() < 0.4:
                 raise Planted("by the dice")
             return self.dice.choice(NONSENSE)
         return right()
@@ -85,6 +85,7 @@ class Load:
     end: int
     is_async: bool
     blocks: list[tuple[bytes, int]]
+    held: int  # blocks that the request has
     polls: int = 0  # that it takes; negative: it never ends
     valid: int | None = None  # tokens, if it fails
 
@@ -95,6 +96,7 @@ class Save:
 
     request_id: int
     blocks: list[tuple[bytes, int]]
+    held: int  # blocks that the request has
     polls: int = 0  # that it takes; negative: it never ends
 
 
@@ -154,8 +156,10 @@ class HostileScheduler(KvCacheConnectorScheduler):
                 (data.block_keys[number], data.new_block_ids[number])
                 for number in range(start // self.size, -(-end // self.size))
             ]
-            orders.loads.append(Load(data.request_id, start, end, is_async, blocks))
-        return mind.answer(lambda: orders)
+            held = len(data.new_block_ids)
+            orders.loads.append(Load(data.request_id, start, end, is_async, blocks, held))
+        # Never nonsense: nobody but the connector can know that a load within a step was lost.
+        return mind.answer(lambda: orders, may_lie=False)
 
     def build_idle_meta(self) -> object | None:
         return Orders(saves=self._take_saves())
@@ -170,6 +174,7 @@ class HostileScheduler(KvCacheConnectorScheduler):
         save = Save(
             request.request_id,
             list(zip(request.block_keys(0, valid), cache_block_ids, strict=False)),
+            len(cache_block_ids),
         )
 
         def keep() -> bool:
@@ -213,13 +218,10 @@ class HostileWorker(KvCacheConnectorWorker):
             return
         for save in metadata.saves:
             # One that takes long is there when others use the pool, and then times out.
-            save.polls = mind.dice.choice([0, 0, 1, 5, 300, -1])
-            lost = sum(1 + len(one.blocks) for one in [*self.saves, save] if one.polls < 0)
-            if lost > LOST_SHARE * len(self.pool):
-                save.polls = 1
+            self._last(save, [0, 0, 1, 5, 100, -1])
             self.saves.append(save)
         for load in metadata.loads:
-            load.polls = mind.dice.choice([0, 0, 1, 3, 8, -1])
+            self._last(load, [0, 0, 1, 3, 8, -1])
             if not mind.kind and mind.dice.random() < 0.4:
                 load.valid = mind.dice.randrange(load.start, load.end)
             (self.loads if load.is_async else self.in_step).append(load)
@@ -261,7 +263,7 @@ class HostileWorker(KvCacheConnectorWorker):
     def cancel(self, request_id: int) -> None:
         for load in [one for one in self.loads if one.request_id == request_id]:
             self.loads.remove(load)
-            load.polls = mind.dice.choice([0, 2, 9, -1])
+            self._last(load, [0, 2, 9, -1])
             self.writing.append(load)
 
     # ------------------------------------------------------------------ what it does
@@ -280,6 +282,14 @@ class HostileWorker(KvCacheConnectorWorker):
                 loaded.append(load.request_id)
         loaded += [load.request_id for load in self._over(self.writing)]
         return saved, loaded
+
+    def _last(self, transfer: Load | Save, polls: list[int]) -> None:
+        """Let it last for one of `polls`, as long as not too many last for ever."""
+        transfer.polls = mind.dice.choice(polls)
+        all_of_them = {id(one): one for one in (*self.loads, *self.writing, *self.saves, transfer)}
+        lost = sum(one.held for one in all_of_them.values() if one.polls < 0)
+        if lost > LOST_SHARE * len(self.pool):
+            transfer.polls = 1
 
     def _over(self, transfers: list[Any]) -> list[Any]:
         """Takes those that end with this poll."""
@@ -303,7 +313,7 @@ class HostileWorker(KvCacheConnectorWorker):
         self._fill(load)
         writes_ended = mind.dice.random() < 0.5
         if not writes_ended:
-            load.polls = mind.dice.choice([1, 4, 20, -1])
+            self._last(load, [1, 4, 20, -1])
             self.writing.append(load)
         self.failed.append(
             TransferFailure(

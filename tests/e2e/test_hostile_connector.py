@@ -23,7 +23,6 @@ Wanted = list[tuple[list[int], SamplingParams, tuple[int, ...]]]
 
 @pytest.fixture
 def mind(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mind]:
-    monkeypatch.setattr("kvconnect.connector.runtime.ledger._GRACE_S", 0.2)
     fresh = Mind()
     monkeypatch.setattr(hostile_connector, "mind", fresh)
     return fresh
