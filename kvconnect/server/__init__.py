@@ -2,5 +2,6 @@
 
 May import the engine's public side (`LLM`, handles, outputs) and nothing below it. Begin with `run`
 (life of the process) and `app` (what is answered), then follow a request: `gate` → `endpoint` →
-`body` → `completion_request`/`chat_request` → `generation` → `completion_answer`/`chat_answer`.
+`body` → `openai` (the body as a request) → `generation` → `openai` (outputs as an answer). Errors
+of all of them become an answer in `errors`.
 """

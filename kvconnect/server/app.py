@@ -16,12 +16,12 @@ from starlette.types import ASGIApp
 from kvconnect.engine.llm import LLM
 from kvconnect.prometheus import Collector
 from kvconnect.server.admission import Admission
-from kvconnect.server.chat_request import ChatRequest
-from kvconnect.server.completion_request import CompletionRequest
 from kvconnect.server.endpoint import GenerationEndpoint
 from kvconnect.server.errors import RequestRefused, ShuttingDown
 from kvconnect.server.gate import Gate
-from kvconnect.server.generation_request import GenerationRequest
+from kvconnect.server.openai.chat_request import ChatRequest
+from kvconnect.server.openai.completion_request import CompletionRequest
+from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.settings import ServerSettings
 
 __all__ = ["make_app"]

@@ -19,7 +19,7 @@ from kvconnect.server.admission import Admission, Ticket
 from kvconnect.server.body import read_json
 from kvconnect.server.errors import RequestRefused, answer_of
 from kvconnect.server.generation import outputs_of, stream_of
-from kvconnect.server.generation_request import GenerationRequest
+from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.settings import ServerSettings
 
 __all__ = ["GenerationEndpoint"]

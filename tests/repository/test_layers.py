@@ -64,7 +64,8 @@ DOORS = {
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
     "integrations.trtllm_shim": "engine connector cache",
-    "server": "engine.llm engine.request",
+    "server": "engine.llm engine.request server.openai",
+    "server.openai": "engine.llm engine.request",
 }
 """What each room may import besides itself and the vocabulary; a package stands for all in it."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from kvconnect.engine.request.output import CompletionOutput, RequestOutput, StreamChunk
-from kvconnect.server.usage import usage_of
+from kvconnect.server.openai.usage import usage_of
 
 __all__ = ["Answer"]
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from kvconnect.engine.request.logprobs import TokenLogprobs
 from kvconnect.engine.request.output import CompletionOutput, StreamChunk
-from kvconnect.server.answer import Answer
-from kvconnect.server.token_text import token_text
+from kvconnect.server.openai.answer import Answer
+from kvconnect.server.openai.token_text import token_text
 
 __all__ = ["CompletionAnswer"]
 

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
-from kvconnect.server.completion_answer import CompletionAnswer
-from kvconnect.server.generation_request import GenerationRequest
+from kvconnect.server.openai.completion_answer import CompletionAnswer
+from kvconnect.server.openai.generation_request import GenerationRequest
 
 __all__ = ["CompletionRequest"]
 

@@ -12,7 +12,7 @@ from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import SamplingParams
-from kvconnect.server.answer import Answer
+from kvconnect.server.openai.answer import Answer
 from kvconnect.text import shown
 
 __all__ = ["GenerationRequest", "StreamOptions"]

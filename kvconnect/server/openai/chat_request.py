@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
-from kvconnect.server.chat_answer import ChatAnswer
-from kvconnect.server.generation_request import GenerationRequest
+from kvconnect.server.openai.chat_answer import ChatAnswer
+from kvconnect.server.openai.generation_request import GenerationRequest
 
 __all__ = ["ChatRequest"]
 
