@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from kvconnect.config import Settings
+from kvconnect.settings import Settings
 
 __all__ = ["SamplingParams"]
 

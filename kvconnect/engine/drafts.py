@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self, TypeAlias
 import numpy as np
 from pydantic import Field, model_validator
 
-from kvconnect.config import Settings
 from kvconnect.errors import ConfigurationError
+from kvconnect.settings import Settings
 from kvconnect.tokens import TokenArray
 
 __all__ = ["NO_DRAFTS", "NgramDrafter", "NgramSpeculation", "Speculation", "accepted_run"]

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from kvconnect.config import Settings
+from kvconnect.settings import Settings
 
 __all__ = ["ServerSettings"]
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from kvconnect.config import host_and_port
+from kvconnect.address import host_and_port
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Deliver, Disconnected, Event, Sender

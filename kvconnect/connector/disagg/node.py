@@ -8,7 +8,8 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from kvconnect.config import TransferConfig, host_and_port
+from kvconnect.address import host_and_port
+from kvconnect.config import TransferConfig
 from kvconnect.connector.data import KvCachePool, LlmArgs
 from kvconnect.connector.disagg import claims
 from kvconnect.connector.disagg.device import DeviceOrder

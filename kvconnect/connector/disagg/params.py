@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvconnect.config import host_and_port
+from kvconnect.address import host_and_port
 from kvconnect.errors import ConfigurationError
 from kvconnect.text import check_text, shown
 

@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field
 
 from kvconnect.config import KvCacheConfig as EngineKvCacheConfig
 from kvconnect.config import KvCacheConnectorConfig as EngineKvCacheConnectorConfig
-from kvconnect.config import Settings
 from kvconnect.connector.data import LlmArgs as ConnectorLlmArgs
+from kvconnect.settings import Settings
 
 __all__ = [
     "CapacitySchedulerPolicy",

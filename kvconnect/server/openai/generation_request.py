@@ -7,12 +7,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from kvconnect.config import Settings
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import SamplingParams
 from kvconnect.server.openai.answer import Answer
+from kvconnect.settings import Settings
 from kvconnect.text import shown
 
 __all__ = ["GenerationRequest", "StreamOptions"]

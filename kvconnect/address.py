@@ -1,0 +1,28 @@
+"""Where a peer is reached: ``host:port``, and whether that is this machine alone."""
+
+from __future__ import annotations
+
+import ipaddress
+
+__all__ = ["host_and_port", "is_loopback"]
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of ``host:port``, or ``[host]:port``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    host, colon, port = address.rpartition(":")
+    plain = host.removeprefix("[").removesuffix("]")
+    if not (colon and plain and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError("must be 'host:port', as '127.0.0.1:7600'; port 0 takes a free one")
+    return plain, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is ``localhost`` or a loopback address; other names are not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,129 @@
+"""What all settings have in common: they are frozen, and refuse what they do not know.
+
+Every error is a `ConfigurationError` that names the field and the value, and for an unknown field
+the nearest valid one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.text import shown
+
+__all__ = ["Settings"]
+
+
+class Settings(BaseModel):
+    """Immutable settings that refuse what they do not know.
+
+    Args:
+        args: the fields that the class allows without their names, in order; most allow none.
+        values: fields by name.
+
+    Raises:
+        ConfigurationError: an unknown field or a bad value; names the field, the value, the remedy.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        arbitrary_types_allowed=True,
+        hide_input_in_errors=True,  # a password, perhaps; `_explain` tells what may be told
+    )
+
+    positional: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, /, *args: Any, **values: Any) -> None:
+        cls = type(self)
+        if args or cls.aliases:
+            values = _named(cls, args, values)
+        for name in values.keys() - cls.model_fields.keys():
+            raise ConfigurationError(
+                f"{cls.__name__}: unknown field '{name}'; {nearest(name, cls.model_fields)}"
+            )
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigurationError(_explain(cls.__name__, error)) from error
+
+    @classmethod
+    def checked(cls, field: str, value: object) -> Self:
+        """`value` with every field checked once more: pydantic's copies are made without checks.
+
+        Args:
+            field: what the caller calls it, for the error.
+            value: what a caller gave.
+
+        Raises:
+            ConfigurationError: it is something else, or a field has a bad value.
+        """
+        if isinstance(value, cls):
+            return type(value)(**vars(value))
+        names = f"{', '.join(list(cls.model_fields)[:2])}, ..."
+        raise ConfigurationError(
+            f"{field}: {shown(value)} is a {type(value).__name__}; give a {cls.__name__}({names})"
+        )
+
+    @classmethod
+    def given(cls, field: str, value: object) -> Self:
+        """As `checked`; a mapping of field names to values will do, too."""
+        if isinstance(value, Mapping):
+            return cls(**{str(name): each for name, each in value.items()})
+        return cls.checked(field, value)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        """Settings stay as they are.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        self._refuse_change(f"{name} to {shown(value)}", name)
+
+    def __delattr__(self, name: str) -> NoReturn:
+        """As `__setattr__`."""
+        self._refuse_change(f"{name} to nothing", name)
+
+    def _refuse_change(self, what: str, name: str) -> NoReturn:
+        cls = type(self)
+        if name not in cls.model_fields:
+            raise ConfigurationError(
+                f"{cls.__name__}: unknown field '{name}'; {nearest(name, cls.model_fields)}"
+            )
+        raise ConfigurationError(
+            f"{cls.__name__}: cannot change {what}: settings are frozen; "
+            f"make others, as with model_copy(update={{'{name}': ...}})"
+        )
+
+
+def _named(cls: type[Settings], args: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
+    if len(args) > len(cls.positional):
+        allowed = ", ".join(cls.positional) or "none"
+        raise ConfigurationError(
+            f"{cls.__name__}: {len(args)} values were given without a name; "
+            f"possible without one: {allowed}"
+        )
+    given = dict(zip(cls.positional, args, strict=False))
+    for name, value in values.items():
+        field = cls.aliases.get(name, name)
+        if field in given:
+            also = "" if field == name else f" ('{name}' is the same)"
+            raise ConfigurationError(f"{cls.__name__}.{field}: was given twice{also}")
+        given[field] = value
+    return given
+
+
+def _explain(name: str, error: ValidationError) -> str:
+    parts = []
+    for detail in error.errors():
+        where = ".".join(str(part) for part in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        # Of a missing field the input is all that was given.
+        missing = not where or detail["type"] == "missing"
+        value = "" if missing else f"={shown(detail['input'])}"
+        parts.append(f"{name}.{where}{value}: {message}" if where else f"{name}: {message}")
+    return "; ".join(parts)
