@@ -72,10 +72,10 @@ def test_a_load_that_never_started_does_not_count_as_loading(script: Script) -> 
         request = bench.submit(PROMPT, max_tokens=3)
         raise_in(script.scheduler, "update_state_after_alloc")
         bench.kv.prepare_resources(ScheduledBatch([request]))
-        assert bench.manager._admission._num_loading() > 0
+        assert bench.manager._loads._num_loading() > 0
         bench.manager.request_finished(request, aborted=True)
         assert list(bench.manager.take_errors()) == [request.request_id]
-        assert bench.manager._admission._num_loading() == 0
+        assert bench.manager._loads._num_loading() == 0
 
 
 @pytest.mark.parametrize("owner", ["scheduler", "worker"])

@@ -2,5 +2,6 @@
 
 Imports the contract beside it, `kvconnect.cache.resource_manager` and the vocabulary; never the
 built-in pairs. Begin with `manager`, then `steps` (what the ranks exchange), `ledger`
-(which transfers are in flight) and `quarantine`.
+(which transfers are in flight), `load_admission` and `save_admission` (which begin) and
+`quarantine`.
 """

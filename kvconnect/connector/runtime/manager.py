@@ -9,25 +9,20 @@ from typing import Any
 import torch
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.connector.communicator import (
-    Communicator,
-    LoadOrder,
-    SingleProcess,
-)
+from kvconnect.connector.communicator import Communicator, LoadOrder, SingleProcess
 from kvconnect.connector.data import Direction, LlmArgs
-from kvconnect.connector.runtime.answers import checked_keep
 from kvconnect.connector.runtime.ledger import BlockFate, StepOutcome, TransferLedger
 from kvconnect.connector.runtime.load_admission import LoadAdmission
 from kvconnect.connector.runtime.loading import build_pair, connector_classes
 from kvconnect.connector.runtime.pools import check_attachable, checked_pools
 from kvconnect.connector.runtime.reporting import RequestRecord, StepReporter
 from kvconnect.connector.runtime.request_errors import RequestErrors
+from kvconnect.connector.runtime.save_admission import SaveAdmission
 from kvconnect.connector.runtime.steps import RankSteps
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.stream import CpuStream, ForwardStream
 from kvconnect.errors import DuplicateRequest, UsageError
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
-from kvconnect.trace import warn_once
 
 __all__ = ["KvCacheConnectorManager", "StepOutcome"]
 
@@ -96,7 +91,7 @@ class KvCacheConnectorManager:
             tokens_per_block=tokens_per_block,
             divisible=divisible,
         )
-        self._admission = LoadAdmission(
+        self._loads = LoadAdmission(
             kv,
             self._ledger,
             llm_args.kv_connector_config,
@@ -104,11 +99,15 @@ class KvCacheConnectorManager:
             tokens_per_block=tokens_per_block,
             divisible=divisible,
         )
+        self._saves = SaveAdmission(
+            self._ledger,
+            self._reporter,
+            errors=self._errors,
+            num_ranks=self._communicator.size,
+        )
         self._tokens_per_block = tokens_per_block
         self._steps = RankSteps(self._communicator)
         self._stream: ForwardStream = CpuStream()
-        self._ended: dict[int, bool] = {}  # since the last exchange: whether to keep their blocks
-        self._refused: list[int] = []  # those of this step whose blocks go with it
         self._poll_s = _FIRST_POLL_S
         kv.set_external_matcher(self)
 
@@ -146,13 +145,13 @@ class KvCacheConnectorManager:
     def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
         """What is to be loaded beyond the device match; see `LoadAdmission.match`."""
         scheduler = self._leader("match_external")
-        return self._admission.match(scheduler, self._record(request), num_device_tokens)
+        return self._loads.match(scheduler, self._record(request), num_device_tokens)
 
     def blocks_allocated(
         self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]] = ()
     ) -> None:
         """`request` was admitted and holds `block_ids`."""
-        self._admission.admitted(self._record(request))
+        self._loads.admitted(self._record(request))
         if self._scheduler is not None and request not in self._errors:
             with self._errors.kept(request):
                 self._scheduler.update_state_after_alloc(request, list(map(int, block_ids)))
@@ -160,8 +159,7 @@ class KvCacheConnectorManager:
     def request_finished(self, request: LlmRequest, *, aborted: bool = False) -> bool:
         """Generation ended; the request's blocks are still there.
 
-        Of several ranks each keeps them until all know what the leader's connector answers: blocks
-        are named by the leader's ids, so that all of them must take and free the same ones.
+        Which of several ranks keep them, and until when, is in `SaveAdmission`.
 
         Returns:
             True: keep the blocks until `end_step` lists the request as saved. Blocks that a
@@ -177,27 +175,9 @@ class KvCacheConnectorManager:
                 scheduler.request_aborted(request)
         self._ledger.cancel_load(record)
         record.match = None  # if it ends before its load starts
-        keep = record.holds_blocks and scheduler is not None and self._keeps(scheduler, request)
-        if keep or (record.holds_blocks and self._communicator.size > 1):
-            self._ended[request.request_id] = keep
+        if record.holds_blocks and self._saves.ended(scheduler, request):
             return True
         del self._records[request.request_id]
-        return False
-
-    def _keeps(self, scheduler: KvCacheConnectorScheduler, request: LlmRequest) -> bool:
-        """Whether the connector keeps the blocks of `request`, which ended, for a save."""
-        with self._errors.kept(request):
-            kept = [request_id for request_id, keep in self._ended.items() if keep]
-            if self._ledger.may_save(request, kept):
-                block_ids = self._reporter.block_ids(request)
-                return checked_keep(scheduler, scheduler.request_finished(request, block_ids))
-            warn_once(
-                "connector.save.refused",
-                f"request {request.request_id}: {type(scheduler).__name__} is not asked to save "
-                "it: saves that were not returned in time hold too much of the pool",
-            )
-            if request.is_finished_normal:  # otherwise it was told
-                scheduler.request_aborted(request)
         return False
 
     def request_reset(self, request: LlmRequest) -> None:
@@ -301,7 +281,7 @@ class KvCacheConnectorManager:
                 metas = [one.worker_meta for one in reports if one.worker_meta is not None]
                 self._scheduler.update_from_workers(metas)
             outcome = self._ledger.settle(reports, self._load_failed)
-        outcome.saved += self._refused
+        outcome.saved += self._saves.refused
         for request_id in outcome.saved:
             self._records.pop(request_id, None)
         self._back_off(progress=bool(report.saved or report.loaded or report.failures))
@@ -309,7 +289,7 @@ class KvCacheConnectorManager:
 
     def wait_seconds(self) -> float | None:
         """How long to sleep with nothing runnable; ``None``: until something arrives."""
-        if self._ended:
+        if self._saves:
             return 0.0
         deadline = self._ledger.next_deadline()
         if deadline is None:
@@ -319,7 +299,7 @@ class KvCacheConnectorManager:
 
     def has_pending(self) -> bool:
         """Whether a transfer is in flight."""
-        return bool(self._ended or self._ledger.loads or self._ledger.saves)
+        return bool(self._saves or self._ledger.loads or self._ledger.saves)
 
     def expects_news(self) -> bool:
         """Whether an idle `end_step` may bring anything, if only blocks of a transfer given up."""
@@ -366,17 +346,13 @@ class KvCacheConnectorManager:
                 self._worker.bind_connector_meta(self._steps.begun.metadata)
 
     def _exchange(self, metadata: object, loads: tuple[LoadOrder, ...]) -> None:
-        saving = tuple(request_id for request_id, keep in self._ended.items() if keep)
-        dropped = self._admission.take_dropped()
-        begun = self._steps.begin(metadata, loads, saving=saving, dropped=dropped)
+        dropped = self._loads.take_dropped()
+        begun = self._steps.begin(metadata, loads, saving=self._saves.saving, dropped=dropped)
         for request_id in begun.dropped:
             self._ledger.quarantine.note_ended(Direction.LOAD, request_id)
         for load in begun.loads:
             self._ledger.start_load(load)
-        for request_id in begun.saving:
-            self._ledger.start_save(request_id)
-        self._refused = [one for one in self._ended if one not in begun.saving]
-        self._ended.clear()
+        self._saves.begin(begun.saving)
 
     def _load_failed(self, record: RequestRecord, num_valid: int, fate: BlockFate) -> None:
         request = record.request
