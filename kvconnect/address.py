@@ -22,7 +22,11 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 def is_loopback(host: str) -> bool:
     """Whether `host` is ``localhost`` or a loopback address; other names are not looked up."""
+    if host == "localhost":
+        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return host == "localhost"
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

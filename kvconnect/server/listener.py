@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from kvconnect.address import is_loopback
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.settings import ServerSettings
 
@@ -93,7 +93,7 @@ def _addresses(settings: ServerSettings) -> list[tuple[socket.AddressFamily, _Ad
 
 
 def _check_key(settings: ServerSettings, addresses: list[str]) -> None:
-    beyond = [one for one in addresses if not ipaddress.ip_address(one.split("%")[0]).is_loopback]
+    beyond = [one for one in addresses if not is_loopback(one)]
     if beyond and settings.api_key is None:
         raise ConfigurationError(
             f"host: '{settings.host}' can be reached from other machines; set an API key "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from typing import NoReturn
 
+from kvconnect.address import is_loopback
 from kvconnect.errors import ConfigurationError
 from kvconnect.redaction import HIDDEN
 
-__all__ = ["SharedSecret", "is_loopback", "require_secret"]
+__all__ = ["SharedSecret", "require_secret"]
 
 _SHORTEST = 16
 
@@ -53,18 +53,6 @@ class SharedSecret:
     def verifies(self, mac: bytes, *parts: bytes) -> bool:
         """Whether `mac` is that of `parts`; takes the same time whatever it is."""
         return hmac.compare_digest(mac, self.mac(*parts))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is ``localhost`` or a loopback address; other names are not looked up."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def require_secret(field: str, host: str, secret: SharedSecret | None) -> None:

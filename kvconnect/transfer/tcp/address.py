@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from kvconnect.address import is_loopback
 from kvconnect.errors import ConfigurationError
 from kvconnect.transfer.local import Local
 
@@ -28,17 +29,19 @@ def advertised(host: str, advertise: str | None, *, has_secret: bool) -> str:
         ConfigurationError: `host` is beyond loopback and there is no secret, or it stands for all
             addresses and none is advertised.
     """
-    try:
-        address = ipaddress.ip_address(host)
-        loopback, all_of_them = address.is_loopback, address.is_unspecified
-    except ValueError:
-        loopback, all_of_them = host == "localhost", host == ""
-    if not loopback and not has_secret:
+    if not is_loopback(host) and not has_secret:
         raise ConfigurationError(
             f"host={host!r} is beyond loopback: set a secret, the same on all peers"
         )
-    if all_of_them and advertise is None:
+    if _is_every_address(host) and advertise is None:
         raise ConfigurationError(
             f"host={host!r} is every address: set advertise to the one that peers connect to"
         )
     return advertise if advertise is not None else host
+
+
+def _is_every_address(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == ""

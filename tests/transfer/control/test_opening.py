@@ -25,7 +25,7 @@ from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import Claim, Compat, Error, Ping, Proof, decode, encode
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
-from kvconnect.transfer.secret import SharedSecret, is_loopback
+from kvconnect.transfer.secret import SharedSecret
 
 WORDS = "correct horse battery staple"
 SECRET = SharedSecret(WORDS)
@@ -226,18 +226,6 @@ def test_the_parts_of_a_mac_cannot_be_shifted():
     assert SECRET.mac(b"ab", b"c") != SECRET.mac(b"a", b"bc")
     assert SECRET.verifies(SECRET.mac(b"ab"), b"ab")
     assert not SECRET.verifies(b"", b"ab")
-
-
-@pytest.mark.parametrize(
-    ("host", "is_one"),
-    [
-        *(("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)),
-        *(("::ffff:127.0.0.1", True), ("0.0.0.0", False), ("::", False), ("", False)),
-        *(("10.0.0.1", False), ("localhost.example.com", False), ("::ffff:10.0.0.1", False)),
-    ],
-)
-def test_what_is_loopback(host, is_one):
-    assert is_loopback(host) == is_one
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.com", ""])
