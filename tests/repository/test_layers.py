@@ -60,7 +60,7 @@ DOORS = {
     "digest": "",
     "engine.checkpoint": "engine.model engine.request.tokenizer",
     "transfer.control": "transfer.secret",
-    "transfer.leases": "transfer.control.messages",
+    "transfer.leases": "transfer.control.messages transfer.control.fields",
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
     "integrations.trtllm_shim": "engine connector cache",

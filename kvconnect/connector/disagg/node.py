@@ -18,10 +18,11 @@ from kvconnect.connector.disagg.links import Links
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
 from kvconnect.errors import ConfigurationError, UsageError
+from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
 from kvconnect.transfer.control.listener import Listener
-from kvconnect.transfer.control.messages import Claim, Compat, Hello, PoolInfo, Unknown
+from kvconnect.transfer.control.messages import Claim, Hello, Unknown
 from kvconnect.transfer.leases.server import Send
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.secret import SharedSecret

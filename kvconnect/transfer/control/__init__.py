@@ -5,7 +5,8 @@ version and, where there is a shared secret, with a mutual proof of it, and noti
 peer by a heartbeat of its own. It authenticates the opening; it neither encrypts nor signs what
 follows: across a network that others can write to, run it in a tunnel.
 
-Imports the vocabulary and `kvconnect.transfer.secret`. Begin with `messages` (what is said) and
-`channel` (a connection that is open). `handshake` opens one; `listener` and `peer` are its two
-ends; `wire` is the framing; `events` is how what comes in reaches another thread.
+Imports the vocabulary and `kvconnect.transfer.secret`. Begin with `messages` (what is said; of
+`fields`, and first a `description` of each side) and `channel` (a connection that is open).
+`handshake` opens one; `listener` and `peer` are its two ends; `packing` and `wire` make bytes and
+frames of a message; `events` is how what comes in reaches another thread.
 """

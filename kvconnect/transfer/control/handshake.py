@@ -23,10 +23,9 @@ from typing import TypeVar
 
 from kvconnect.errors import BadMessage, PeerRefused
 from kvconnect.text import shown
+from kvconnect.transfer.control.description import PROTOCOL, Compat
 from kvconnect.transfer.control.endpoint import Endpoint
 from kvconnect.transfer.control.messages import (
-    PROTOCOL,
-    Compat,
     Error,
     Hello,
     Message,

@@ -1,36 +1,33 @@
 """The messages of the control channel, and their bytes.
 
 A message is ``[code, {field: value}]`` in MessagePack. What comes in is checked whole before
-anybody sees it: codes, names, types, ranges, lengths. Block ids travel as packed int32: a byte
-string cannot claim more elements than it has.
+the caller sees it: codes, names, types, ranges, lengths.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import Field, ValidationError
 
-from kvconnect.errors import BadMessage, ConfigurationError, MissingExtra
-from kvconnect.layout import KvCacheLayout
-
-if TYPE_CHECKING:
-    import torch
-
-try:
-    import msgpack
-except ModuleNotFoundError as missing:
-    raise MissingExtra("the control channel of transfers", "transfer") from missing
+from kvconnect.errors import BadMessage, ConfigurationError
+from kvconnect.transfer.control.description import Compat, PoolInfo
+from kvconnect.transfer.control.fields import (
+    MAX_ENTRIES,
+    Count,
+    Groups,
+    Name,
+    Number32,
+    Record,
+    Seconds,
+    Text,
+)
+from kvconnect.transfer.control.packing import pack, unpack
 
 __all__ = [
-    "MAX_ENTRIES",
     "MAX_MESSAGE_NBYTES",
-    "PROTOCOL",
     "Abort",
     "Claim",
-    "Compat",
     "Error",
     "Expired",
     "Grant",
@@ -40,9 +37,7 @@ __all__ = [
     "Offer",
     "Ping",
     "Pong",
-    "PoolInfo",
     "Proof",
-    "Record",
     "Release",
     "ReleasedOk",
     "Renew",
@@ -55,135 +50,14 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 1
-"""Version of what is said here and how; peers of another one are refused."""
-
 MAX_MESSAGE_NBYTES = 8 << 20
 """The largest message, encoded."""
-
-MAX_ENTRIES = 1024
-"""The most leases in one `Renew`; longer lists of anything but block ids are refused."""
-
-
-def _ids_of(value: object) -> object:
-    if not isinstance(value, bytes):
-        return value
-    if len(value) % 4:
-        raise ValueError(f"{len(value)} bytes are no int32 array")
-    return struct.unpack(f"<{len(value) // 4}i", value)
-
-
-def _packed(ids: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{len(ids)}i", *ids)
-
-
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Number32 = Annotated[int, Field(ge=0, lt=1 << 31)]
-Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1, max_length=512)]
-Text = Annotated[str, Field(max_length=1024)]
-BlockIds = Annotated[tuple[Number32, ...], BeforeValidator(_ids_of), PlainSerializer(_packed)]
-Groups = Annotated[tuple[BlockIds, ...], Field(max_length=64)]
-
-
-class Record(BaseModel):
-    """Immutable fields of exactly these types; unknown ones are refused."""
-
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", hide_input_in_errors=True, ser_json_inf_nan="null"
-    )
 
 
 class Message(Record):
     """Something that one side says to the other; subclasses with a `code` travel."""
 
     code: ClassVar[int]
-
-
-class Compat(Record):
-    """What must be equal on both sides, or their blocks mean different things.
-
-    Attributes:
-        model: what tells configuration and weights: their digest, or id and revision.
-        dtype: of keys and values in the pool.
-        num_layers, num_kv_heads, key_dim, value_dim: of the whole model, all ranks together.
-        block_format: version of how a block is laid out in memory.
-        transport: the name of the transport that blocks travel by.
-    """
-
-    model: Name
-    dtype: Name
-    num_layers: Number32
-    num_kv_heads: Number32
-    key_dim: Number32
-    value_dim: Number32
-    block_format: Number32
-    transport: Name
-
-    def fingerprint(self) -> bytes:
-        """16 bytes that differ whenever any field, or the protocol, does."""
-        said = msgpack.packb([PROTOCOL, self.model_dump()])
-        return hashlib.blake2b(said, digest_size=16).digest()
-
-
-class PoolInfo(Record):
-    """A pool group's memory on the side that says it, for reading from there.
-
-    Attributes:
-        region: its number at that side's transport.
-        num_blocks: block ids are below it.
-        num_layers, num_kv_heads, key_dim, value_dim, tokens_per_block, dtype, window, layers: of
-            this rank's blocks, as in `KvCacheLayout`.
-    """
-
-    region: Number32
-    num_blocks: Number32
-    num_layers: Number32
-    num_kv_heads: Number32
-    key_dim: Number32
-    value_dim: Number32
-    tokens_per_block: Number32
-    dtype: Name
-    window: Number32 | None = None
-    layers: Annotated[tuple[Number32, ...], Field(max_length=MAX_ENTRIES)] = ()
-
-    @classmethod
-    def of(cls, region: int, num_blocks: int, layout: KvCacheLayout) -> Self:
-        """The pool of `num_blocks` blocks of `layout` that is registered as `region`."""
-        return cls(
-            region=region,
-            num_blocks=num_blocks,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            key_dim=layout.key_dim,
-            value_dim=layout.value_dim,
-            tokens_per_block=layout.tokens_per_block,
-            dtype=str(layout.dtype).removeprefix("torch."),
-            window=layout.window,
-            layers=layout.layers,
-        )
-
-    def layout(self) -> KvCacheLayout:
-        """The layout of its blocks.
-
-        Raises:
-            ConfigurationError: there is none like that; names the field.
-        """
-        import torch
-
-        dtype: torch.dtype | None = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigurationError(f"dtype: '{self.dtype}' of a peer's pool is unknown here")
-        return KvCacheLayout(
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            key_dim=self.key_dim,
-            value_dim=self.value_dim,
-            tokens_per_block=self.tokens_per_block,
-            dtype=dtype,
-            window=self.window,
-            layers=self.layers,
-        )
 
 
 class LeaseId(Record):
@@ -428,7 +302,7 @@ def encode(message: Message) -> bytes:
     Raises:
         ConfigurationError: they are more than `MAX_MESSAGE_NBYTES`.
     """
-    data: bytes = msgpack.packb([message.code, message.model_dump(exclude_defaults=True)])
+    data = pack([message.code, message.model_dump(exclude_defaults=True)])
     if len(data) > MAX_MESSAGE_NBYTES:
         raise ConfigurationError(
             f"{type(message).__name__}: {len(data)} bytes do not fit one message "
@@ -443,16 +317,7 @@ def decode(data: bytes) -> Message:
     Raises:
         BadMessage: it is none; tells which field is wrong, never the value.
     """
-    try:
-        said: Any = msgpack.unpackb(
-            data,
-            use_list=False,
-            max_array_len=MAX_ENTRIES,
-            max_map_len=MAX_ENTRIES,
-            max_ext_len=0,
-        )
-    except (ValueError, RecursionError) as error:
-        raise BadMessage(f"no MessagePack: {type(error).__name__}") from error
+    said = unpack(data)
     if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], dict)):
         raise BadMessage("a message is [code, fields]")
     cls = _BY_CODE.get(said[0]) if type(said[0]) is int else None

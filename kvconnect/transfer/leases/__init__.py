@@ -5,6 +5,7 @@ acknowledged, so D's end comes before P's whatever the network did. What was rea
 discarded. No module here touches a block manager: what is not pinned any more is handed to a
 callable.
 
-Imports `kvconnect.transfer.control.messages` and the vocabulary. Begin with `table` (P's rules) and
-`held` (D's); `server` and `client` answer and send the messages; `timer` is the thread of each.
+Imports `messages` and `fields` of `kvconnect.transfer.control`, and the vocabulary. Begin with
+`table` (P's rules) and `held` (D's); `server` and `client` answer and send the messages; `timer` is
+the thread of each.
 """

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from kvconnect.errors import DuplicateRequest
+from kvconnect.transfer.control.fields import MAX_ENTRIES
 from kvconnect.transfer.control.messages import (
-    MAX_ENTRIES,
     Abort,
     Claim,
     Expired,

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvconnect.transfer.control.description import Compat
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Disconnected
-from kvconnect.transfer.control.messages import Compat, Hello
+from kvconnect.transfer.control.messages import Hello
 
 QUICK = Timing(
     heartbeat_s=0.1, silence_s=0.6, handshake_s=0.6, first_pause_s=0.02, last_pause_s=0.2

@@ -15,14 +15,14 @@ from pydantic import ValidationError
 from kvconnect.errors import BadMessage, ConfigurationError
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control import messages
+from kvconnect.transfer.control.description import Compat, PoolInfo
+from kvconnect.transfer.control.fields import MAX_ENTRIES
 from kvconnect.transfer.control.messages import (
-    MAX_ENTRIES,
     Claim,
     Grant,
     Hello,
     LeaseId,
     Ping,
-    PoolInfo,
     Renew,
     Watermark,
     decode,
@@ -263,7 +263,7 @@ def test_fields_are_checked_where_a_message_is_made():
         Ping(number=1).number = 2
 
 
-@pytest.mark.parametrize("name", sorted(messages.Compat.model_fields))
+@pytest.mark.parametrize("name", sorted(Compat.model_fields))
 def test_each_field_counts_for_the_fingerprint(name):
     value = getattr(COMPAT, name)
     other = COMPAT.model_copy(update={name: value + 1 if isinstance(value, int) else value + "x"})

@@ -20,9 +20,10 @@ from endpoints import COMPAT, QUICK, Side, until
 from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
 from kvconnect.trace import metrics
 from kvconnect.transfer.control import handshake, listener
+from kvconnect.transfer.control.description import Compat
 from kvconnect.transfer.control.handshake import OPENING_LIMIT, check_compat, shake_hands
 from kvconnect.transfer.control.listener import Listener
-from kvconnect.transfer.control.messages import Claim, Compat, Error, Ping, Proof, decode, encode
+from kvconnect.transfer.control.messages import Claim, Error, Ping, Proof, decode, encode
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
 from kvconnect.transfer.secret import SharedSecret

@@ -1,0 +1,107 @@
+"""What an instance tells of itself when a connection opens: its model, and its pools."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Annotated, Self
+
+from pydantic import Field
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.layout import KvCacheLayout
+from kvconnect.transfer.control.fields import MAX_ENTRIES, Name, Number32, Record
+from kvconnect.transfer.control.packing import pack
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PROTOCOL", "Compat", "PoolInfo"]
+
+PROTOCOL = 1
+"""Version of what is said here and how; peers of another one are refused."""
+
+
+class Compat(Record):
+    """What must be equal on both sides, or their blocks mean different things.
+
+    Attributes:
+        model: what tells configuration and weights: their digest, or id and revision.
+        dtype: of keys and values in the pool.
+        num_layers, num_kv_heads, key_dim, value_dim: of the whole model, all ranks together.
+        block_format: version of how a block is laid out in memory.
+        transport: the name of the transport that blocks travel by.
+    """
+
+    model: Name
+    dtype: Name
+    num_layers: Number32
+    num_kv_heads: Number32
+    key_dim: Number32
+    value_dim: Number32
+    block_format: Number32
+    transport: Name
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ whenever any field, or the protocol, does."""
+        said = pack([PROTOCOL, self.model_dump()])
+        return hashlib.blake2b(said, digest_size=16).digest()
+
+
+class PoolInfo(Record):
+    """A pool group's memory on the side that says it, for reading from there.
+
+    Attributes:
+        region: its number at that side's transport.
+        num_blocks: block ids are below it.
+        num_layers, num_kv_heads, key_dim, value_dim, tokens_per_block, dtype, window, layers: of
+            this rank's blocks, as in `KvCacheLayout`.
+    """
+
+    region: Number32
+    num_blocks: Number32
+    num_layers: Number32
+    num_kv_heads: Number32
+    key_dim: Number32
+    value_dim: Number32
+    tokens_per_block: Number32
+    dtype: Name
+    window: Number32 | None = None
+    layers: Annotated[tuple[Number32, ...], Field(max_length=MAX_ENTRIES)] = ()
+
+    @classmethod
+    def of(cls, region: int, num_blocks: int, layout: KvCacheLayout) -> Self:
+        """The pool of `num_blocks` blocks of `layout` that is registered as `region`."""
+        return cls(
+            region=region,
+            num_blocks=num_blocks,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            key_dim=layout.key_dim,
+            value_dim=layout.value_dim,
+            tokens_per_block=layout.tokens_per_block,
+            dtype=str(layout.dtype).removeprefix("torch."),
+            window=layout.window,
+            layers=layout.layers,
+        )
+
+    def layout(self) -> KvCacheLayout:
+        """The layout of its blocks.
+
+        Raises:
+            ConfigurationError: there is none like that; names the field.
+        """
+        import torch
+
+        dtype: torch.dtype | None = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigurationError(f"dtype: '{self.dtype}' of a peer's pool is unknown here")
+        return KvCacheLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            tokens_per_block=self.tokens_per_block,
+            dtype=dtype,
+            window=self.window,
+            layers=self.layers,
+        )

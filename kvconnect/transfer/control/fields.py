@@ -1,0 +1,55 @@
+"""What fields of messages are made of, and how large each may be.
+
+Block ids travel as packed int32: a byte string cannot claim more elements than it has.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+__all__ = [
+    "MAX_ENTRIES",
+    "BlockIds",
+    "Count",
+    "Groups",
+    "Name",
+    "Number32",
+    "Record",
+    "Seconds",
+    "Text",
+]
+
+MAX_ENTRIES = 1024
+"""The most leases in one `Renew`; longer lists of anything but block ids are refused."""
+
+
+def _ids_of(value: object) -> object:
+    if not isinstance(value, bytes):
+        return value
+    if len(value) % 4:
+        raise ValueError(f"{len(value)} bytes are no int32 array")
+    return struct.unpack(f"<{len(value) // 4}i", value)
+
+
+def _packed(ids: tuple[int, ...]) -> bytes:
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Number32 = Annotated[int, Field(ge=0, lt=1 << 31)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+Text = Annotated[str, Field(max_length=1024)]
+BlockIds = Annotated[tuple[Number32, ...], BeforeValidator(_ids_of), PlainSerializer(_packed)]
+Groups = Annotated[tuple[BlockIds, ...], Field(max_length=64)]
+
+
+class Record(BaseModel):
+    """Immutable fields of exactly these types; unknown ones are refused."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", hide_input_in_errors=True, ser_json_inf_nan="null"
+    )
