@@ -101,10 +101,7 @@ class LLM(Generation):
         _check_count("max_num_tokens", max_num_tokens)
         _check_count("max_batch_size", max_batch_size)
         _check_max_logprobs(max_logprobs)
-        if not isinstance(enable_chunked_prefill, bool):
-            raise ConfigurationError(
-                f"enable_chunked_prefill: {shown(enable_chunked_prefill)} must be True or False"
-            )
+        _check_bool("enable_chunked_prefill", enable_chunked_prefill)
         config = KvCacheConfig() if kv_cache is None else KvCacheConfig.given("kv_cache", kv_cache)
         connector_config = config_of(connector)
         drafts = NgramSpeculation.of(speculative)
@@ -215,6 +212,11 @@ def _check_count(field: str, value: object) -> None:
         raise ConfigurationError(f"{field}: {value!r} must be an integer, at least 1")
     if value < 1:
         raise ConfigurationError(f"{field}: {value} must be at least 1")
+
+
+def _check_bool(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{field}: {shown(value)} must be True or False")
 
 
 def _check_max_logprobs(value: object) -> None:
