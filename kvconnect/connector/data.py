@@ -69,6 +69,12 @@ class LlmArgs:
         """Of the KV cache."""
         return self.kv_cache_config.tokens_per_block
 
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store: one of the user, or one that the configuration names."""
+        config = self.kv_connector_config
+        return not (config.url is None and config.backend is None and self.backend is None)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCachePool:

@@ -163,7 +163,6 @@ class DisaggScheduler(KvCacheConnectorScheduler):
 
 
 def _store_of(llm_args: LlmArgs) -> KvCacheConnectorScheduler:
-    config = llm_args.kv_connector_config
-    if config.url is None and config.backend is None and llm_args.backend is None:
+    if not llm_args.has_store:
         return NoStoreScheduler(llm_args)
     return OffloadScheduler(llm_args)

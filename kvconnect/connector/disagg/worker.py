@@ -181,7 +181,6 @@ class DisaggWorker(KvCacheConnectorWorker):
 
 
 def _store_of(llm_args: LlmArgs) -> KvCacheConnectorWorker:
-    config = llm_args.kv_connector_config
-    if config.url is None and config.backend is None and llm_args.backend is None:
+    if not llm_args.has_store:
         return NoStoreWorker(llm_args)
     return OffloadWorker(llm_args)

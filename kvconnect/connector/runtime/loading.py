@@ -44,7 +44,7 @@ def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
         scheduler, worker = config.connector_scheduler_class, config.connector_worker_class
     elif config.transfer is not None:
         name, scheduler, worker = _TRANSFER
-    elif config.url is None and config.backend is None and llm_args.backend is None:
+    elif not llm_args.has_store:
         raise ConfigurationError(
             "KvCacheConnectorConfig: give url, backend, transfer, or connector_module with both "
             "classes"
