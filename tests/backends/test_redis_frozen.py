@@ -16,7 +16,7 @@ from kvconnect.errors import BackendTimeout, BackendUnavailable
 
 MIB = 1 << 20
 DEADLINE_S = 0.5
-ENGINE_DEADLINE_S = 2.0
+ENGINE_DEADLINE_S = 1.0
 FAILURES_TO_OPEN = 5
 FEW = SamplingParams(max_tokens=4, ignore_eos=True)
 

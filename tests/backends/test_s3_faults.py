@@ -338,9 +338,10 @@ async def test_frozen_server_is_a_failure_after_its_timeout(make_s3, kit, s3_ser
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["", "the connection's last answer"])
-async def test_bytes_that_drip_end_in_time(make_s3, kit, s3_server, last):
+async def test_bytes_that_drip_end_in_time(make_s3, kit, s3_server, monkeypatch, last):
+    monkeypatch.setattr("kvconnect.backends.s3.store._WATCH_S", 0.1)
     key = kit.key("drip")
-    async with kit.opened(make_s3(timeout_s=0.5)) as store:
+    async with kit.opened(make_s3(timeout_s=0.3)) as store:
         await store.save([kit.block(key)])
 
         def drip(request, answer):

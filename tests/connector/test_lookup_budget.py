@@ -18,7 +18,7 @@ from kvconnect.connector.offload.io_loop import IoLoop
 from kvconnect.trace import metrics
 
 PROMPT = list(range(1, 6 * T + 3))
-BUDGET_S = 1.0
+BUDGET_S = 0.5
 BUDGET = {"lookup_timeout_ms": 1000 * BUDGET_S}
 SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
 
@@ -69,6 +69,7 @@ def test_after_one_late_answer_nobody_waits(store: DictStore) -> None:
 def test_a_store_that_answers_nobody_is_left_alone(store: DictStore, monkeypatch) -> None:
     # Requests end sooner than their lookups could fail: without its own questions nobody learns.
     monkeypatch.setattr("kvconnect.connector.offload.budget._PROBE_S", 0.1)
+    monkeypatch.setattr("kvconnect.connector.offload.budget._LAST_PAUSE_S", 0.05)
     config = {"lookup_timeout_ms": 50.0}
     with told_of("store.breaker.opened") as opened, BenchEngine(llm_args(store, **config)) as bench:
         store.at_lookup.shut()
