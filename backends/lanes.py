@@ -123,7 +123,7 @@ class Lane:
         ]
 
     def _put(self, items: Sequence[_Work]) -> None:
-        # Before the lock: of a forked process nobody might ever let go of it.
+        # Before the lock: in a forked process no thread might ever release it.
         if os.getpid() != self._process:
             raise BackendUnavailable(
                 f"{self._owner}: was opened by process {self._process}, of which this one was "
@@ -326,5 +326,5 @@ class _Ended(asyncio.Future[None]):
             self.left -= 1
             last = not self.left
         if last:
-            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop was closed: no caller waits any more
                 self.get_loop().call_soon_threadsafe(self.set_result, None)

@@ -319,7 +319,7 @@ def _see_all_calls(cls: type[Backend], plain: str, special: str, *lost: str) -> 
     """If `plain` of `cls` was written after the `special` that stands for it: lose `lost`."""
     plains = [at for at, kind in enumerate(cls.__mro__) if plain in vars(kind)]
     specials = [at for at, kind in enumerate(cls.__mro__) if special in vars(kind)]
-    # The last of both is `Backend`. Where nobody else has a `special`, the first `plain` counts.
+    # The last of both is `Backend`. Where no subclass has a `special`, the first `plain` counts.
     meant = specials[0] if len(specials) > 1 else plains[-2:][0]
     if plains[0] < meant:
         cls.capabilities = replace(cls.capabilities, **dict.fromkeys(lost, False))

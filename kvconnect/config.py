@@ -216,7 +216,7 @@ class TransferConfig(Settings):
             each request's ``kv_transfer_params`` say.
         transport: what blocks travel by: ``tcp``, or ``nixl``, which needs the extra of that name.
         device: the network device of ``nixl``, as UCX names it: ``lo`` keeps it to this machine;
-            UCX authenticates nobody, so name one that only trusted machines reach.
+            UCX authenticates no peer, so name one that only trusted machines reach.
         listen: ``host:port`` of the control channel; port 0 takes a free one. Other hosts than the
             loopback need a `secret`.
         advertise: ``host:port`` that peers reach `listen` at, if that is another, as behind

@@ -354,7 +354,7 @@ class MetricsServer:
 def serve(port: int, address: str = "127.0.0.1") -> MetricsServer:
     """Answer Prometheus on `port` (0: any that is free), on a thread of its own.
 
-    Anybody who reaches `address` may read the metrics: by default programs of this machine only;
+    Every client of `address` may read the metrics: by default programs of this machine only;
     ``0.0.0.0`` and ``::`` are all of its addresses.
 
     Raises:

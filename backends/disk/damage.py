@@ -1,7 +1,7 @@
 """Damage to the disk store's index that SQLite does not see: looked for when it is opened.
 
 Tables that are `STRICT` refuse values of another type. Those of an older version take any, and
-whoever writes to the database by hand can change what a table is.
+an edit of the database by hand can change what a table is.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def whole_numbers(rows: Sequence[T]) -> Sequence[T]:
     """Return `rows` if all values in them are whole numbers.
 
     Raises:
-        IndexDamaged: one is not: somebody wrote to an index of an older version while it was open.
+        IndexDamaged: one is not: a program wrote to an index of an older version while it was open.
     """
     for row in rows:
         for value in row:

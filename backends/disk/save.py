@@ -27,7 +27,7 @@ def save(
 
     Raises:
         OSError: the disk failed; none of the new blocks is stored.
-        IndexDamaged: somebody changed the index; the same.
+        IndexDamaged: another program changed the index; the same.
     """
     writer = directory.writer
     if writer is None:

@@ -44,7 +44,7 @@ def mapped(name: str, operation: str) -> Iterator[None]:
 
 
 class Call:
-    """One call in flight; `abandoned` turns true at its deadline: nobody waits for it any more."""
+    """One call in flight; `abandoned` turns true at its deadline: no caller waits any more."""
 
     __slots__ = ("abandoned",)
 
@@ -177,7 +177,7 @@ class Calls:
         finally:
             self._turns.release()
         if task.cancelled():
-            # Not by anybody here: it must not pass for a caller who gave up.
+            # Not by this module: it must not pass for a caller who gave up.
             raise BackendUnavailable(f"{self.name}: {operation} failed: the store cancelled it")
         with mapped(self.name, operation):
             return task.result()

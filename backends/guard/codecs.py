@@ -89,7 +89,7 @@ class Codecs:
 
     @property
     def identity(self) -> bytes:
-        """Differs where what one saves is of no use to another; empty if anybody can use it."""
+        """Differs where what one saves is of no use to another; empty if any other can use it."""
         parts = (self.quantized or "").encode(), b"" if self.cipher is None else self.cipher.id
         return b"/".join(parts) if any(parts) else b""
 
@@ -165,7 +165,7 @@ class Codecs:
 
         Raises:
             OtherCodec: it cannot be used with these codecs, though it is sound.
-            BadFrame: nobody can use it.
+            BadFrame: it is of use to no codecs.
         """
         if not header.flags and not self:
             return _AS_IT_IS

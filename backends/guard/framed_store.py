@@ -47,7 +47,7 @@ class FramedStore:
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor], call: Call) -> int:
         """Fill `into`; return how many leading ones are filled and sound.
 
-        What is not sound is told of, and dropped if nobody can use it.
+        What is not sound is told of, and dropped if it is of use to no reader.
         """
         framing, can = self.framing, promised(self._inner)
         framing.verified = can.checks_frames
@@ -77,7 +77,7 @@ class FramedStore:
         saved = 0
         seal = self.framing.seal
         async with self.framing.scratch() as scratch:
-            # Nobody waits any more for a call whose turn comes after its deadline.
+            # No caller waits any more for a call whose turn comes after its deadline.
             parts = [] if call.abandoned else list(pieces([block.data for block in blocks]))
             sealed = await seal(blocks[parts[0]] if parts else (), scratch, 0)
             for number, part in enumerate(parts):
@@ -131,7 +131,7 @@ class FramedStore:
             await self._report({key: BadFrame("of another length")})
 
     async def _report(self, wrong: Mapping[BlockKey, Recompute]) -> None:
-        """Tell of frames that cannot be used, and drop those that nobody can use."""
+        """Tell of frames that cannot be used, and drop those of use to no reader."""
         bad = [key for key, error in wrong.items() if isinstance(error, BadFrame)]
         for key, error in wrong.items():
             drops = isinstance(error, BadFrame)

@@ -1,4 +1,4 @@
-"""Sizes of a store and its calls, for whoever watches the process."""
+"""Sizes of a store and its calls, for monitoring."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvconnect.trace import Labels, metrics
 
 __all__ = ["GuardGauges"]
 
-# What somebody who watches waits for the store's own numbers; then he gets the last ones.
-_PATIENCE_S = 0.5
+# What a reader of metrics waits for the store's own numbers; then it gets the last ones.
+_LONGEST_WAIT_S = 0.5
 _OF_THE_STORE = ("blocks", "bytes", "capacity")
 
 
@@ -64,7 +64,7 @@ class GuardGauges:
         if self._asking is None:
             self._asking = asyncio.run_coroutine_threadsafe(self._ask(), loop)
         try:
-            self._last = self._asking.result(_PATIENCE_S)
+            self._last = self._asking.result(_LONGEST_WAIT_S)
         except TimeoutError:
             return
         except CancelledError:

@@ -41,7 +41,7 @@ class StoreLabels:
         self._lock = threading.RLock()
 
     def take(self, store: str, place: str) -> Labels:
-        """Labels that nobody else has until they are given back."""
+        """Labels that no other store has until they are given back."""
         with self._lock:
             if place not in self._places and len(self._places) >= _MOST_PLACES:
                 place = _ELSEWHERE

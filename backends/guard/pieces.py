@@ -40,7 +40,7 @@ async def load_pieces(
         into: the buffers.
         fill: fills those of a slice; says how many leading ones are.
         check: says how many leading ones of a slice are sound; may be called beside `fill`.
-        wanted: no piece is begun once nobody wants it any more.
+        wanted: no piece is begun once no caller wants it any more.
 
     Raises:
         Exception: what `fill` or `check` raises; neither of them is running any more.

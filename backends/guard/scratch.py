@@ -58,5 +58,5 @@ class Scratch:
                 self._idle.append(pair)
 
     def clear(self) -> None:
-        """Let go of the memory that nobody uses."""
+        """Free the memory that is not used."""
         self._idle.clear()

@@ -180,7 +180,7 @@ class GuardedBackend(Backend):
         return found
 
     async def probe(self, within_s: float) -> None:
-        """Look up a key that nobody has. That it takes longer than `within_s` counts as a failure.
+        """Look up a key that no block has; more than `within_s` for it counts as a failure.
 
         The deadline of all calls holds, too.
 

@@ -11,7 +11,7 @@ from kvconnect.keys import BlockKey
 
 __all__ = ["TieredFinder"]
 
-# Lookups of one tier that nobody waits for any more; a tier with more of them is slow.
+# Lookups of one tier that no caller waits for any more; a tier with more of them is slow.
 _MAX_UNANSWERED = 32
 
 
@@ -52,7 +52,7 @@ class TieredFinder:
         return found
 
     def close(self) -> None:
-        """Give up what nobody waits for."""
+        """Give up lookups that no caller waits for."""
         for task in self._unanswered:
             task.cancel()
 

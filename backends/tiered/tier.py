@@ -34,9 +34,9 @@ class Tier:
     """A store of a tiered one. All methods run on one event loop.
 
     A tier that missed its deadline is not `alive`: nothing is asked of it until it has answered a
-    question that nobody waits for. One that answers, but not within `patience_s`, is not `prompt`:
-    it is written to and loaded from, but no lookup waits for it. One that cannot be reached at
-    `open` is opened later.
+    question that no caller waits for. One that answers, but not within `patience_s`, is not
+    `prompt`: it is written to and loaded from, but no lookup waits for it. One that cannot be
+    reached at `open` is opened later.
 
     Args:
         store: not open yet.
@@ -206,7 +206,7 @@ class Tier:
             self._probing = asyncio.create_task(self._probe())
 
     async def _probe(self) -> None:
-        # Nobody waits for this: no request pays for finding out.
+        # No caller waits for this: no request pays for finding out.
         pause = _FIRST_PAUSE_S
         try:
             while not self.prompt or self._owed:

@@ -11,7 +11,7 @@ __all__ = ["FileIdentity"]
 class FileIdentity(NamedTuple):
     """Which file, and in which state.
 
-    Whoever writes into a file sets its ctime to now, whatever becomes of its mtime; within one tick
+    A write to a file sets its ctime to now, whatever becomes of its mtime; within one tick
     of the kernel's clock two states may look alike.
 
     Attributes:

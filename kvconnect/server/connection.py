@@ -45,8 +45,8 @@ class Connection(H11Protocol):
         connected: socket.socket = transport.get_extra_info("socket")
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)
-        patience = (socket.TCP_USER_TIMEOUT, int(1000 * self.timeout_s))
-        for option, value in (*_KEEPALIVE, patience):
+        unacknowledged = (socket.TCP_USER_TIMEOUT, int(1000 * self.timeout_s))
+        for option, value in (*_KEEPALIVE, unacknowledged):
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
         self._reading = self.loop.call_later(self.timeout_s, transport.abort)
 

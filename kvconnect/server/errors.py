@@ -85,7 +85,7 @@ class ErrorAnswer:
 
 
 def answer_of(error: Exception) -> ErrorAnswer:
-    """The answer to a request that failed by `error`. Logs what is nobody's input."""
+    """The answer to a request that failed by `error`. Logs errors of the server's own."""
     match error:
         case RequestRefused():
             return ErrorAnswer(error.status, str(error), error.code)

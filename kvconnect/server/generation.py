@@ -93,6 +93,6 @@ async def _output(handle: RequestHandle) -> RequestOutput:
 
 
 def _check_ended(reasons: Sequence[str | None]) -> None:
-    # Nobody else aborts a request whose client is still there.
+    # Only a shutdown aborts a request whose client is still there.
     if "abort" in reasons:
         raise ShuttingDown

@@ -108,7 +108,7 @@ class Links:
             link.users -= 1
 
     def _make_room(self) -> None:
-        """Addresses come from requests: those that nobody uses any more are let go of."""
+        """Addresses come from requests: those that are not used any more are let go of."""
         if len(self._links) < _MAX_LINKS:
             return
         idle = next((link for link in self._links.values() if link.users == 0), None)

@@ -38,7 +38,7 @@ class Publisher:
     """Publishes prompts as they are computed. On the engine's thread but for what `node` calls.
 
     The last layer of a prompt's last tokens is told only once the request has ended and its blocks
-    are kept: whoever has read everything then has read it while it was valid, also if this process
+    are kept: a reader that has everything then has read it while it was valid, also if this process
     dies before it can say so. Until then a preemption takes the blocks, and breaks the lease.
     """
 

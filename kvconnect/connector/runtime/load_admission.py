@@ -43,7 +43,7 @@ class LoadAdmission:
         self._ledger = ledger
         self._errors = errors
         self._max_blocks = int(kv.get_max_resource_count() * config.max_loading_fraction)
-        self._patience_s = config.load_timeout_s
+        self._longest_wait_s = config.load_timeout_s
         self._tokens_per_block = tokens_per_block
         self._divisible = divisible
         self._admitted: list[RequestRecord] = []  # those of this step among them have a match
@@ -123,7 +123,7 @@ class LoadAdmission:
             return False  # what is in quarantine may never come back
         now = time.monotonic()
         if record.waits_until is None:
-            record.waits_until = now + self._patience_s
+            record.waits_until = now + self._longest_wait_s
         return None if now < record.waits_until else False
 
     def _num_loading(self) -> int:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 SchedulerClass = type[KvCacheConnectorScheduler]
 WorkerClass = type[KvCacheConnectorWorker]
 
-# Looked up by name, as anybody's connector.
+# Looked up by name, as a user's connector.
 _OFFLOAD = ("kvconnect.connector.offload", "OffloadScheduler", "OffloadWorker")
 _TRANSFER = ("kvconnect.connector.disagg", "DisaggScheduler", "DisaggWorker")
 

@@ -1,4 +1,4 @@
-"""Weights that are a mapped file until they are copied: whoever writes to it changes the model."""
+"""Weights that are a mapped file until they are copied: a write to it changes the model."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class GenerationRequest(Settings):
     `SamplingParams`; the default temperature is OpenAI's, 1.
 
     Attributes:
-        model: whom the client asks; ``None``: whoever there is.
+        model: name of the model that is asked; ``None``: the one that is served.
         stream: answer with server-sent events.
         stream_options: how.
         cache_salt: requests share cached blocks only if theirs is equal.

@@ -61,7 +61,7 @@ class LeaseServer:
 
     Args:
         unpin: gets the leases that ended, each once, or again if it raises; called by `reap`, so it
-            posts to whoever pinned the blocks. It must not block.
+            posts to the owner of the blocks. It must not block.
         max_lease_total, lease_s, max_idle_s: as in `LeaseTable`.
         claim_wait_s: so long does a claim wait for an offer that is still to come.
         clock: see `lease_clock`.

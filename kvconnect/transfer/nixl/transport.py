@@ -65,7 +65,7 @@ class NixlTransport(Transport):
     Over TCP, a process that was frozen while its reader went away (killed, or rebuilt) may be
     aborted by UCX when it wakes: where there is no RDMA, `TcpTransport` is the better choice.
 
-    UCX listens on every device that it uses and authenticates nobody: who reaches them may read
+    UCX listens on every device that it uses and authenticates no peer: who reaches them may read
     the memory of this process. So it is held to loopback, and with it to this machine, unless
     `device` says otherwise; name there what only trusted machines reach.
 
