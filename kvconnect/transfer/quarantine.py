@@ -12,13 +12,16 @@ from kvconnect.transfer.transport import PeerHandle, Pull
 
 __all__ = ["Quarantine"]
 
+_GRACE_S = 0.5
+
 
 class Quarantine:
     """Keeps blocks until the pull that was to fill them is terminal, and bounds their number.
 
-    At `max_quarantined` blocks, peers that hold some of them are not read from any more, and
-    `rebuild` runs on a thread of its own; after it every pull is terminal, and what is left is
-    freed. Thread-safe; no method blocks.
+    At `max_quarantined` blocks, peers that hold some of them are not read from any more, and if
+    that lasts, `rebuild` runs on a thread of its own; after it every pull is terminal, and what is
+    left is freed. It ends the reads from all peers: most pulls are terminal a moment after they
+    were given up, and need none. Thread-safe; no method blocks.
 
     Args:
         max_quarantined: blocks.
@@ -30,8 +33,9 @@ class Quarantine:
             raise ConfigurationError(f"max_quarantined={max_quarantined}: must be >= 1")
         self._max = max_quarantined
         self._rebuild = rebuild
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._blocks: Counter[str] = Counter()
+        self._watched = False  # a thread waits for blocks to be freed, or rebuilds
         self._rebuilding = False
 
     def hold(self, pull: Pull, peer: PeerHandle, blocks: int, free: Callable[[], object]) -> None:
@@ -39,7 +43,7 @@ class Quarantine:
 
         `free` runs on the thread that sees it, which may be the caller's, now. It must not block.
         """
-        with self._lock:
+        with self._changed:
             self._blocks[peer.identity] += blocks
         count("transfer.quarantined", blocks=blocks)
         pull.terminal.add_callback(lambda: self._end(peer.identity, blocks, free))
@@ -48,35 +52,44 @@ class Quarantine:
     @property
     def quarantined(self) -> int:
         """Blocks that are kept now."""
-        with self._lock:
+        with self._changed:
             return self._blocks.total()
 
     def accepts(self, peer: PeerHandle) -> bool:
         """Whether reads from `peer` may begin."""
-        with self._lock:
-            over = self._blocks.total() >= self._max
+        with self._changed:
+            over = not self._below()
             return not self._rebuilding and not (over and self._blocks[peer.identity])
 
     def _end(self, identity: str, blocks: int, free: Callable[[], object]) -> None:
-        with self._lock:
+        with self._changed:
             self._blocks[identity] -= blocks
             if not self._blocks[identity]:
                 del self._blocks[identity]
+            self._changed.notify_all()
         free()
 
+    def _below(self) -> bool:
+        return self._blocks.total() < self._max
+
     def _bound(self) -> None:
-        with self._lock:
-            if self._rebuilding or self._blocks.total() < self._max:
+        with self._changed:
+            if self._watched or self._below():
                 return
-            self._rebuilding = True
+            self._watched = True
         threading.Thread(target=self._run, name="kvconnect-rebuild", daemon=True).start()
 
     def _run(self) -> None:
+        with self._changed:
+            self._rebuilding = not self._changed.wait_for(self._below, _GRACE_S)
+            self._watched = self._rebuilding
+        if not self._rebuilding:
+            return
         count("transfer.rebuilds")
         try:
             self._rebuild()
         except KvConnectError as error:  # what is held stays so; the next that is held tries again
             warn_once(f"rebuild {type(error)}", f"the transport cannot be built anew: {error}")
         finally:
-            with self._lock:
-                self._rebuilding = False
+            with self._changed:
+                self._watched = self._rebuilding = False

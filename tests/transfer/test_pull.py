@@ -107,6 +107,23 @@ def test_at_the_bound_a_rebuild_frees_what_is_held_and_the_peer_is_left_alone():
     assert quarantine.quarantined == 0
 
 
+def test_what_is_free_a_moment_later_needs_no_rebuild():
+    """Which would end the reads from all other peers, too."""
+    rebuilt = []
+    quarantine = Quarantine(10, lambda: rebuilt.append(1))
+    pull = Pull(1)
+    pull.abandon()
+    quarantine.hold(pull, PEER, 20, lambda: None)
+    assert not quarantine.accepts(PEER)
+    assert quarantine.accepts(OTHER)
+    pull.finish()
+    for thread in threading.enumerate():
+        if thread.name == "kvconnect-rebuild":
+            thread.join(10)
+    assert not rebuilt
+    assert quarantine.accepts(PEER)
+
+
 def test_a_rebuild_that_fails_is_tried_again_and_other_peers_are_still_read_from():
     tried = threading.Semaphore(0)
 
