@@ -7,12 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from networks import Host, end_with_parent
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.connector.disagg.node import TransferNode
@@ -81,6 +82,30 @@ def leaks_nothing(*engines: LLM) -> None:
         assert stats.saving_requests + stats.loading_requests + stats.running_requests == 0
 
 
+def held_by(llm: LLM) -> dict[str, int]:
+    """What `llm` keeps for requests, peers and reads, by its kind; empty: nothing."""
+    stats, node = llm.stats(), node_of(llm)
+    held = {
+        "blocks": stats.max_blocks - stats.free_blocks,
+        "requests": stats.waiting_requests
+        + stats.running_requests
+        + stats.loading_requests
+        + stats.saving_requests,
+    }
+    if node.hands_out:
+        server = node.offers.server
+        held |= {"leases": len(server.table), "leased bytes": server.table.total_nbytes}
+        held |= {"waiting claims": len(server._waiting), "kept": len(node.offers._kept)}
+    if (fetcher := node.fetcher) is not None:
+        held |= {"claims": len(fetcher._claims), "fetches": len(fetcher._fetches)}
+        held |= {"expected": len(fetcher._expected), "by lease": len(fetcher._by_lease)}
+        held |= {"quarantined": fetcher._quarantine.quarantined, "leases held": len(fetcher.client)}
+        held |= {"handles": len(fetcher._handles), "flying bytes": fetcher._flying_nbytes}
+        links = node._links._links.values() if node._links is not None else ()
+        held |= {"users of links": sum(link.users for link in links)}
+    return {kind: number for kind, number in held.items() if number}
+
+
 class Gate:
     """Stops a prefill engine of this process behind a layer; on its engine's thread."""
 
@@ -108,11 +133,26 @@ class Gate:
 
 
 class EngineProcess:
-    """An engine in a process of its own, which does what it is told."""
+    """An engine in a process of its own, which does what it is told.
 
-    def __init__(self, model: Path, role: str, **more: Any) -> None:
+    Args:
+        host: it runs there; ``None``: here.
+        environment: variables that it has besides.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        role: str,
+        *,
+        host: Host | None = None,
+        environment: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> None:
         self._pipe, there = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_serve, args=(there, model, role, more))
+        inside = None if host is None else host.holder.pid
+        args = (there, inside, dict(environment or {}), model, role, more)
+        self._process = _CONTEXT.Process(target=_serve, args=args)
         self._process.start()
         there.close()
         self.address: str = self._take()
@@ -135,6 +175,16 @@ class EngineProcess:
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    @property
+    def port(self) -> int:
+        """That it listens on."""
+        return int(self.address.rpartition(":")[2])
+
+    def aborts_within(self, seconds: float) -> bool:
+        """Whether it is ended by SIGABRT, soon."""
+        self._process.join(seconds)
+        return self._process.exitcode == -signal.SIGABRT
+
     def kill(self) -> None:
         if self._process.is_alive():
             self._process.kill()
@@ -148,7 +198,18 @@ class EngineProcess:
         assert self._process.exitcode == 0
 
 
-def _serve(pipe: Connection, model: Path, role: str, more: dict[str, Any]) -> None:
+def _serve(
+    pipe: Connection,
+    inside: int | None,
+    environment: dict[str, str],
+    model: Path,
+    role: str,
+    more: dict[str, Any],
+) -> None:
+    end_with_parent()
+    os.environ.update(environment)
+    if inside is not None:
+        Host.enter(inside)
     with open_engine(model, role, **more) as llm:
         served = _Served(llm)
         pipe.send(("ok", "" if role == "decode" else address_of(llm)))
@@ -192,3 +253,6 @@ class _Served:
 
     def stats(self) -> Any:
         return self._llm.stats()
+
+    def held(self) -> dict[str, int]:
+        return held_by(self._llm)
