@@ -92,6 +92,11 @@ def held_by(llm: LLM) -> dict[str, int]:
         + stats.loading_requests
         + stats.saving_requests,
     }
+    connector = llm._engine._connector
+    leader, worker = connector._scheduler, connector._worker  # type: ignore[union-attr]
+    held |= {"prompts": len(leader._prefill._prompts), "results": len(leader._prefill._results)}
+    held |= {"to fetch": len(leader._decode._fetches), "ends": len(leader._ends)}
+    held |= {"held": len(worker._held), "published": len(worker._publisher._shared)}
     if node.hands_out:
         server = node.offers.server
         held |= {"leases": len(server.table), "leased bytes": server.table.total_nbytes}
