@@ -37,7 +37,8 @@ TRANSFER = (
 )
 DOORS = {
     "backends.guard": "backends.url backends.lanes kernels.quantized_payload",
-    "backends.memory": STORE,
+    "backends.host": STORE,
+    "backends.memory": f"{STORE} backends.host",
     "backends.disk": f"{STORE} backends.disk.files",
     "backends.disk.files": "backends.lanes backends.disk.errors",
     "backends.redis": STORE,
