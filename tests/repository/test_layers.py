@@ -61,7 +61,7 @@ DOORS = {
     "digest": "",
     "engine.checkpoint": "engine.model engine.request.tokenizer",
     "transfer.control": "transfer.secret",
-    "transfer.leases": "transfer.control.messages transfer.control.fields",
+    "transfer.leases": ("transfer.control.messages transfer.control.fields transfer.control.keyed"),
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
     "integrations.trtllm_shim": "engine connector cache",
