@@ -39,6 +39,7 @@ DOORS = {
     "backends.guard": "backends.url backends.lanes kernels.quantized_payload",
     "backends.host": STORE,
     "backends.memory": f"{STORE} backends.host",
+    "backends.nixl": f"{STORE} backends.host transfer",
     "backends.disk": f"{STORE} backends.disk.files",
     "backends.disk.files": "backends.lanes backends.disk.errors",
     "backends.redis": STORE,
