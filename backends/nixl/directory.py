@@ -84,7 +84,9 @@ class Directory:
             try:
                 self._refresh()
             except (BackendUnavailable, ConfigurationError) as error:
-                warn_once(f"nixl.directory {error}", f"{error}; the peers that are known stay")
+                warn_once(
+                    f"nixl.directory {type(error)}", f"{error}; the peers that are known stay"
+                )
 
     def _refresh(self) -> None:
         with self._mapped():

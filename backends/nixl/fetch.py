@@ -193,9 +193,11 @@ class Fetcher:
 
         async def read(portion: Portion) -> None:
             async with turns:
-                if going_on[0] and claimed.lease.may_read():
-                    going_on[0] = await self._read_portion(handle, granted, portion, into)
-                else:
+                if not (
+                    going_on[0]
+                    and claimed.lease.may_read()
+                    and await self._read_portion(handle, granted, portion, into)
+                ):
                     going_on[0] = False
 
         most = self._staging.slot_nbytes

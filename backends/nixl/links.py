@@ -120,7 +120,7 @@ class Links:
                 try:
                     self._links[address] = self._link(address)
                 except ConfigurationError as error:  # an address of the directory
-                    warn_once(f"nixl.peer {address}", f"peer {address} is left out: {error}")
+                    warn_once("nixl.peer", f"peer {address} is left out: {error}")
         if len(new) > room:
             warn_once("nixl.links", f"{len(new) - room} peers are left out: {_MAX_LINKS} are used")
 

@@ -127,6 +127,24 @@ async def test_values_larger_than_a_slot_arrive_in_portions(kit, opened):
     assert kit.holds(into, key, framed=False)
 
 
+async def test_one_portion_that_fails_fails_the_load(kit, opened, monkeypatch):
+    far = await opened(instance(query="capacity=16MiB"))
+    near = await opened(instance(far.address, query="staging=1MiB&verify=none"))
+    key = kit.key("one portion")
+    await far.save([kit.block(key, nbytes=3 << 20)])
+    pulls = near._parts.reader._fetcher._pulls
+    run, failures = pulls.run, [True]
+
+    async def fails_once(handle, several):
+        fine = await run(handle, several)
+        return fine and not (failures and failures.pop())
+
+    monkeypatch.setattr(pulls, "run", fails_once)
+    assert await near.load([key], kit.buffers(1, 3 << 20)) == 0
+    assert not failures
+    assert await near.load([key], kit.buffers(1, 3 << 20)) == 1
+
+
 async def test_memory_is_bounded_and_what_a_peer_reads_is_not_dropped(kit, opened, monkeypatch):
     far = await opened(instance(query=f"capacity={6 * kit.frame_nbytes}"))
     near = await opened(instance(far.address))
