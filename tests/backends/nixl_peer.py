@@ -68,8 +68,11 @@ class _Instance:
         next(blocks.region.views(block.units, block.nbytes))[at] ^= 1
 
     async def lie(self, kind: str) -> None:
-        """From now on this instance grants what it should not."""
+        """From now on this instance grants what it should not; empty: it does no more."""
         publisher = self._store._parts.node._publisher
+        vars(publisher).pop("_place", None)
+        if not kind:
+            return
         right = publisher._place
 
         def place(blocks: Any, claim: Any) -> Any:

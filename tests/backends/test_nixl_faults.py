@@ -25,13 +25,26 @@ def lease():
     return "10s"
 
 
-@pytest.fixture
-def far(transport, lease):
-    """An instance in another process; tests may put another one in its place."""
-    peers = [NixlPeer(f"nixl://?transport={transport}&lease={lease}")]
+@pytest.fixture(scope="module")
+def alive():
+    """Instances that no test has killed, by transport and lease."""
+    peers = {}
     yield peers
-    for peer in peers:
+    for peer in peers.values():
         peer.end()
+
+
+@pytest.fixture
+def far(transport, lease, alive):
+    """An instance in another process; tests may put another one in its place."""
+    peer = alive.pop((transport, lease), None)
+    peers = [peer or NixlPeer(f"nixl://?transport={transport}&lease={lease}")]
+    yield peers
+    if not peers[0].process.is_alive():
+        return
+    peers[0].wake()
+    peers[0].ask("lie", "")
+    alive[transport, lease] = peers[0]
 
 
 @pytest.fixture

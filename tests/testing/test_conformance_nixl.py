@@ -65,8 +65,12 @@ class TestNixl(_Across):
         "resources": "shown in the long form",
         "end to end": "shown in the long form",
         "network": "shown in the long form",
-        "contract.large_value": "shown in the long form",
+        "integrity": "shown in the long form",
         "contract.buffers_come_back_once": "shown in the long form",
+        "contract.large_value": "shown in the long form",
+        "contract.long_batch": "shown in the long form",
+        "contract.nothing_is_left": "shown in the long form",
+        "contract.races": "shown in the long form",
     }
 
 
