@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 
 import pytest
@@ -218,62 +217,3 @@ async def test_a_reader_that_goes_away_without_a_word_holds_nothing_for_long(kit
 async def _leases(peer, number) -> bool:
     stats = await asyncio.to_thread(peer.ask, "stats")
     return stats["leases"] == number
-
-
-@pytest.mark.slow
-async def test_peers_that_come_and_go_at_random_cost_time_only(kit, transport):
-    """For ten seconds: no load is wrong or late, and nothing stays leased."""
-    chance = random.Random(5)
-    peers = [NixlPeer(f"nixl://?transport={transport}&lease=1s") for _ in range(3)]
-    addresses = [peer.address for peer in peers]
-    keys = kit.keys("chaos", count=60)
-    blocks = [kit.block(key) for key in keys]
-    url = f"nixl://{','.join(addresses)}?transport={transport}&verify=full&patience=200ms"
-    near = open_backend(f"{url}&timeout={TIMEOUT_S}s").inner
-    await near.open([kit.layout])
-    going_on, loaded = True, 0
-
-    async def load():
-        nonlocal loaded
-        while going_on:
-            first = chance.randrange(50)
-            run = keys[first : first + 10]
-            into = kit.buffers(10)
-            start = time.monotonic()
-            got = await near.load(run, into)
-            assert all(map(kit.holds, into[:got], run))
-            # Each peer may cost its answer, its deadline, and the end of all reads.
-            assert time.monotonic() - start < 3 * (4 * TIMEOUT_S + 5)
-            loaded += got
-            await asyncio.sleep(0)
-
-    async def trouble():
-        for _ in range(20):
-            number = chance.randrange(3)
-            peer = peers[number]
-            if chance.random() < 0.4:
-                peer.end()
-                url = f"nixl://?transport={transport}&lease=1s&listen={addresses[number]}"
-                peers[number] = peer = await asyncio.to_thread(NixlPeer, url)
-            elif chance.random() < 0.6:
-                peer.freeze()
-                await asyncio.sleep(chance.choice([0.1, 0.4, 1.0]))
-                peer.wake()
-            await asyncio.to_thread(peer.save, chance.sample(blocks, 30))
-            await asyncio.sleep(0.3)
-
-    try:
-        loading = [asyncio.create_task(load()) for _ in range(3)]
-        await trouble()
-        going_on = False
-        await asyncio.gather(*loading)
-        assert loaded > 100
-        for peer in peers:
-            await asyncio.to_thread(peer.save, blocks)
-            await eventually(lambda peer=peer: _leases(peer, 0))
-        await eventually(lambda: hits(kit, near, keys))
-    finally:
-        going_on = False
-        await near.close()
-        for peer in peers:
-            peer.end()
