@@ -24,6 +24,7 @@ ENTRY_POINT_GROUP = "kvconnect.backends"
 _BUILT_IN = {
     "disk": "kvconnect.backends.disk:from_url",
     "memory": "kvconnect.backends.memory:from_url",
+    "nixl": "kvconnect.backends.nixl:from_url",
     "redis": "kvconnect.backends.redis:from_url",
     "redis+cluster": "kvconnect.backends.redis:from_url",
     "redis+sentinel": "kvconnect.backends.redis:from_url",
@@ -32,7 +33,6 @@ _BUILT_IN = {
     "s3": "kvconnect.backends.s3:from_url",
     "tiered": "kvconnect.backends.tiered:from_url",
 }
-_PLANNED = ("nixl",)
 
 
 def schemes() -> tuple[str, ...]:
@@ -149,8 +149,4 @@ def _factory(scheme: str) -> BackendFactory:
             raise MissingExtra(f"store scheme '{scheme}' ({error})", extra) from error
         return loaded
     known = schemes()
-    if scheme in _PLANNED:
-        raise UnknownScheme(
-            f"store scheme '{scheme}' is planned, not in this version; there are {', '.join(known)}"
-        )
     raise UnknownScheme(f"store scheme '{scheme}' is unknown; {nearest(scheme, known)}")

@@ -35,11 +35,13 @@ _HARMLESS = frozenset(
         *("lookup_ttl", "miss_ttl", "part_size", "profile", "region", "sign_payload"),
         *("sse", "sse_kms_key_id", "storage_class"),
         *("deadline", "patience", "promote", "queue", "tiers", "write"),
+        *("advertise", "device", "directory", "lease", "listen", "secret_file", "staging"),
+        *("transport", "verify"),
     )
 )
 """The parameters whose values are shown. Of all others, misspelt ones too, only the names are."""
 
-_URLS = {"endpoint_url", "tiers"}
+_URLS = {"directory", "endpoint_url", "tiers"}
 # Their path is a file's, in which "@" is nothing special as long as no host stands before it.
 _OF_FILES = {"disk"}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")

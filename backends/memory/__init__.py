@@ -1,8 +1,7 @@
 """``memory:``: blocks in host memory, the fastest store and the model for the others.
 
-Imports the vocabulary, ``url`` and ``lanes``; never another store, nor what stands
-around one. Begin with `store`, then `index` (which blocks there are), `region`
-(where their bytes are) and `copier` (how they move).
+Imports the vocabulary, ``url``, ``lanes`` and ``host``, which does the work; never another store,
+nor what stands around one. There is only `store`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.backends.memory import fused_copy as module
-from kvconnect.backends.memory.fused_copy import FusedCopy, ValueCopy, fused_copy
+from kvconnect.backends.host import fused_copy as module
+from kvconnect.backends.host.fused_copy import FusedCopy, ValueCopy, fused_copy
 from kvconnect.frame import CHECKSUM_AT, HEADER_NBYTES
 
 PIECE = 256 << 10

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvconnect import frame
+from kvconnect.backends.host import copier as memory_copier
+from kvconnect.backends.host.copier import Copy
+from kvconnect.backends.host.fused_copy import fused_copy
 from kvconnect.backends.lanes import Lane
-from kvconnect.backends.memory import copier as memory_copier
-from kvconnect.backends.memory.copier import Copy
-from kvconnect.backends.memory.fused_copy import fused_copy
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import BadFrame
 from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes

@@ -313,9 +313,9 @@ async def test_by_url_a_bad_frame_in_memory_is_replaced_from_disk(kit, tmp_path)
     async with kit.opened(store):
         assert await store.save(kit.chain(keys)) == 6
         memory, disk = store.inner.tiers
-        block = memory.guard.inner._index.get(keys[3])
-        memory.guard.inner._region._bytes[
-            block.units[0] * memory.guard.inner._region.unit + 99
+        block = memory.guard.inner._blocks.index.get(keys[3])
+        memory.guard.inner._blocks.region._bytes[
+            block.units[0] * memory.guard.inner._blocks.region.unit + 99
         ] ^= 1
         into = kit.buffers(6)
         assert await store.load(keys, into) == 6

@@ -115,14 +115,6 @@ def test_unknown_scheme_names_the_nearest():
         open_backend("dsk:///a")
 
 
-@pytest.mark.parametrize("url", ["nixl://"])
-def test_planned_scheme_says_so(url):
-    with pytest.raises(
-        UnknownScheme, match=r"is planned, not in this version; there are disk, mem"
-    ):
-        open_backend(url)
-
-
 def test_url_of_each_kind_opens_its_backend(tmp_path):
     disk = open_backend(f"disk://{tmp_path}/a%20b?capacity=1GiB&durability=power&ttl=7d").inner
     assert isinstance(disk, DiskBackend)

@@ -27,7 +27,10 @@ OPENING: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda model, tmp: LLM(model, connector="disc:///tmp/x"),
         r"'disc'.*'disk'",
     ),
-    "planned store": (lambda model, tmp: LLM(model, connector="nixl://"), r"'nixl'.*planned"),
+    "peer without a port": (
+        lambda model, tmp: LLM(model, connector="nixl://127.0.0.1?transport=tcp"),
+        r"peer '127.0.0.1'.*host:port",
+    ),
     "capacity below one block": (
         lambda model, tmp: LLM(model, connector=disk_url(tmp / "store", "4KiB")),
         r"capacity=4096.*one block takes",

@@ -37,7 +37,9 @@ TRANSFER = (
 )
 DOORS = {
     "backends.guard": "backends.url backends.lanes kernels.quantized_payload",
-    "backends.memory": STORE,
+    "backends.host": STORE,
+    "backends.memory": f"{STORE} backends.host",
+    "backends.nixl": f"{STORE} backends.host transfer",
     "backends.disk": f"{STORE} backends.disk.files",
     "backends.disk.files": "backends.lanes backends.disk.errors",
     "backends.redis": STORE,
@@ -60,7 +62,7 @@ DOORS = {
     "digest": "",
     "engine.checkpoint": "engine.model engine.request.tokenizer",
     "transfer.control": "transfer.secret",
-    "transfer.leases": "transfer.control.messages transfer.control.fields",
+    "transfer.leases": ("transfer.control.messages transfer.control.fields transfer.control.keyed"),
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
     "integrations.trtllm_shim": "engine connector cache",

@@ -35,6 +35,7 @@ def documented(repository: Path) -> dict[str, set[str]]:
         ("disk:/kv",),
         ("redis://h", "redis+unix:///s", "redis+sentinel://h/s", "redis+cluster://h"),
         ("s3://bucket",),
+        ("nixl:",),
         ("tiered:",),
     ],
 )

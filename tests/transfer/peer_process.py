@@ -20,7 +20,10 @@ MiB = 1 << 20
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Not this module: the server's sys.path lacks the tests.
 _CONTEXT.set_forkserver_preload(
-    ["torch", "kvconnect.transfer.tcp", "kvconnect.transfer.nixl", "nixl"]
+    [
+        *("torch", "kvconnect.transfer.tcp", "kvconnect.transfer.nixl", "nixl"),
+        *("kvconnect.testing", "kvconnect.backends.nixl"),  # of the tests of stores
+    ]
 )
 
 

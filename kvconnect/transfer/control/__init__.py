@@ -8,5 +8,6 @@ follows: across a network that others can write to, run it in a tunnel.
 Imports the vocabulary and `kvconnect.transfer.secret`. Begin with `messages` (what is said; of
 `fields`, and first a `description` of each side) and `channel` (a connection that is open).
 `handshake` opens one; `listener` and `peer` are its two ends; `packing` and `wire` make bytes and
-frames of a message; `events` is how what comes in reaches another thread.
+frames of a message; `events` is how what comes in reaches another thread. `keyed` are the messages
+of those that read blocks by key.
 """

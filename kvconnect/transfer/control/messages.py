@@ -6,7 +6,7 @@ the caller sees it: codes, names, types, ranges, lengths.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
@@ -58,6 +58,14 @@ class Message(Record):
     """Something that one side says to the other; subclasses with a `code` travel."""
 
     code: ClassVar[int]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **keywords: Any) -> None:
+        super().__pydantic_init_subclass__(**keywords)
+        _BY_CODE[cls.code] = cls
+
+
+_BY_CODE: dict[int, type[Message]] = {}
 
 
 class LeaseId(Record):
@@ -291,9 +299,6 @@ class Abort(Message):
     request: Name
     epoch: Count | None = None
     reason: Text = ""
-
-
-_BY_CODE: dict[int, type[Message]] = {one.code: one for one in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:

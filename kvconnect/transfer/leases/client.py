@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from kvconnect.errors import DuplicateRequest
 from kvconnect.transfer.control.fields import MAX_ENTRIES
+from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys, Verify
 from kvconnect.transfer.control.messages import (
     Abort,
     Claim,
@@ -33,6 +34,8 @@ from kvconnect.transfer.leases.timer import Timer
 
 __all__ = ["Claimed", "LeaseClient"]
 
+_OF_ONE_CLAIM = (Grant, GrantKeys, Expired, Unknown, ReleasedOk, WatermarkOf, Abort)
+
 
 @dataclass(slots=True, eq=False)
 class Claimed:
@@ -45,6 +48,9 @@ class Claimed:
         tokens: of the prompt; 0 before the grant.
         blocks: their ids at the peer, for each pool group; replaced, never changed.
         mark: how much of them is computed, with all blocks for that in `blocks`.
+        keys: what is claimed, if that is blocks by key; empty: a request.
+        verify: which of their digests are asked for.
+        granted: where those blocks are; ``None`` before the grant.
     """
 
     peer: str
@@ -53,6 +59,9 @@ class Claimed:
     tokens: int = 0
     blocks: Blocks = ()
     mark: Mark = field(default_factory=Mark)
+    keys: tuple[bytes, ...] = ()
+    verify: Verify = "none"
+    granted: GrantKeys | None = None
 
 
 class LeaseClient:
@@ -114,10 +123,31 @@ class LeaseClient:
         Raises:
             DuplicateRequest: it is claimed, and not yet decided.
         """
+        lease = HeldLease(request, epoch, clock=self._clock)
+        return self._add(Claimed(peer, lease, readers))
+
+    def claim_keys(
+        self, peer: str, request: str, keys: Sequence[bytes], *, verify: Verify = "none"
+    ) -> Claimed:
+        """Asks `peer` for the blocks of `keys`, as many of the leading ones as it has.
+
+        Args:
+            peer: whose.
+            request: a name for this claim that no other claim of any process has.
+            keys: at most `MAX_KEYS`.
+            verify: which of the blocks' digests are asked for.
+
+        Raises:
+            DuplicateRequest: the name is in use.
+        """
+        lease = HeldLease(request, clock=self._clock)
+        return self._add(Claimed(peer, lease, keys=tuple(keys), verify=verify))
+
+    def _add(self, claimed: Claimed) -> Claimed:
+        peer, request = claimed.peer, claimed.lease.request
         with self._lock:
             if (peer, request) in self._claimed:
                 raise DuplicateRequest(f"request '{request}' of peer '{peer}' is claimed already")
-            claimed = Claimed(peer, HeldLease(request, epoch, clock=self._clock), readers)
             self._claimed[peer, request] = claimed
             self._send_claim(claimed)
         return claimed
@@ -180,7 +210,7 @@ class LeaseClient:
         with self._lock:
             if isinstance(message, Renewed):
                 changed = self._renewed(message, peer)
-            elif isinstance(message, (Grant, Expired, Unknown, ReleasedOk, WatermarkOf, Abort)):
+            elif isinstance(message, _OF_ONE_CLAIM):
                 claimed = self._claimed.get((peer, message.request))
                 if claimed is not None and self._is_of(claimed, message.epoch):
                     self._take(claimed, message)
@@ -235,10 +265,25 @@ class LeaseClient:
         return send is not None and send(message)
 
     def _send_claim(self, claimed: Claimed) -> None:
+        if claimed.keys:
+            self._send_claim_keys(claimed)
+            return
         seq = next(self._numbers)
         lease = claimed.lease
         lease.sent(seq)
         message = Claim(seq=seq, request=lease.request, epoch=lease.epoch, readers=claimed.readers)
+        self._send(claimed.peer, message)
+
+    def _send_claim_keys(self, claimed: Claimed) -> None:
+        lease = claimed.lease
+        if lease.epoch is not None:  # another claim would be another lease
+            self._send_renew(claimed.peer, [claimed])
+            return
+        seq = next(self._numbers)
+        lease.sent(seq)
+        message = ClaimKeys(
+            seq=seq, request=lease.request, keys=claimed.keys, verify=claimed.verify
+        )
         self._send(claimed.peer, message)
 
     def _send_renew(self, peer: str, several: list[Claimed]) -> None:
@@ -265,9 +310,20 @@ class LeaseClient:
     def _take(
         self,
         claimed: Claimed,
-        message: Grant | Expired | Unknown | ReleasedOk | WatermarkOf | Abort,
+        message: Grant | GrantKeys | Expired | Unknown | ReleasedOk | WatermarkOf | Abort,
     ) -> None:
         lease = claimed.lease
+        if isinstance(message, (Grant, GrantKeys)) and isinstance(message, GrantKeys) != bool(
+            claimed.keys
+        ):
+            return  # not what was claimed
+        if isinstance(message, GrantKeys):
+            if len(message.sizes) <= len(claimed.keys) and lease.granted(
+                message.seq, message.lease_s
+            ):
+                lease.epoch = message.epoch
+                claimed.granted = message
+            return
         if isinstance(message, Grant):
             if lease.granted(message.seq, message.lease_s):
                 lease.epoch = message.epoch

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 from kvconnect.trace import count
+from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys
 from kvconnect.transfer.control.messages import (
     Abort,
     Claim,
@@ -37,7 +38,7 @@ from kvconnect.transfer.leases.table import (
 )
 from kvconnect.transfer.leases.timer import Timer
 
-__all__ = ["LeaseServer", "Send"]
+__all__ = ["KeyedBlocks", "LeaseServer", "Send"]
 
 Send: TypeAlias = Callable[[Message], bool]
 """Sends to one holder; does not block; False: it cannot."""
@@ -51,6 +52,17 @@ class _WaitingClaim:
     holder: str
     send: Send
     until: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedBlocks:
+    """Blocks that were claimed by key, and where they are; as in `GrantKeys`."""
+
+    region: int
+    unit: int
+    sizes: tuple[int, ...]
+    units: tuple[int, ...]
+    digests: tuple[int, ...]
 
 
 class LeaseServer:
@@ -130,6 +142,35 @@ class LeaseServer:
             blocks=blocks,
             watermark=_watermark(Mark()),
         )
+
+    def grant_keys(
+        self, claim: ClaimKeys, holder: str, send: Send, blocks: KeyedBlocks
+    ) -> LeaseKey:
+        """Leases `blocks`, which the caller has pinned, to `holder` and tells it so.
+
+        The lease ends as every other: `unpin` gets it, with the returned key.
+
+        Raises:
+            OutOfBlocks: `max_lease_total` is reached; nothing was said, the caller unpins.
+        """
+        with self._lock:
+            nbytes = blocks.unit * len(blocks.units)
+            key = self.table.offer(claim.request, tokens=0, nbytes=nbytes)
+            answer = self.table.claim(claim.request, holder, epoch=key.epoch)
+            send(
+                GrantKeys(
+                    seq=claim.seq,
+                    request=claim.request,
+                    epoch=key.epoch,
+                    lease_s=answer.lease_s,
+                    region=blocks.region,
+                    unit=blocks.unit,
+                    sizes=blocks.sizes,
+                    units=blocks.units,
+                    digests=blocks.digests,
+                )
+            )
+        return key
 
     def advance(self, key: LeaseKey, mark: Mark, blocks: Blocks = ()) -> bool:
         """As `LeaseTable.advance`, and tells all holders; False if the lease has ended."""

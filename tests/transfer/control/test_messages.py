@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvconnect.errors import BadMessage, ConfigurationError
+from kvconnect.keys import KEY_NBYTES
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control import messages
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.fields import MAX_ENTRIES
+from kvconnect.transfer.control.keyed import ClaimKeys, FindKeys, GrantKeys, digested
 from kvconnect.transfer.control.messages import (
     Claim,
     Grant,
@@ -55,6 +57,7 @@ OFFERED = {
     "blocks": GROUPS,
     "watermark": WATERMARKS,
 }
+KEYS = st.lists(st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES), max_size=4).map(tuple)
 FIELDS = {
     "Proof": {"mac": st.binary(min_size=32, max_size=32)},
     "Hello": {
@@ -97,14 +100,32 @@ FIELDS = {
     "Release": ASKED,
     "ReleasedOk": ASKED,
     "Abort": {"request": NAMES, "epoch": st.none() | COUNTS, "reason": TEXTS},
+    "FindKeys": {"seq": COUNTS, "keys": KEYS},
+    "FoundKeys": {"seq": COUNTS, "found": st.binary(max_size=20)},
+    "ClaimKeys": {
+        "seq": COUNTS,
+        "request": NAMES,
+        "keys": KEYS,
+        "verify": st.sampled_from(["full", "sample", "none"]),
+    },
+    "GrantKeys": {
+        **ASKED,
+        "lease_s": SECONDS,
+        "region": NUMBERS,
+        "unit": st.just(1 << 20),
+        "sizes": st.just((0, 1 << 20, (1 << 20) + 1)),
+        "units": st.lists(NUMBERS, min_size=3, max_size=3).map(tuple),
+        "digests": st.lists(st.integers(0, (1 << 64) - 1), max_size=3).map(tuple),
+    },
+    "ForgetKeys": {"seq": COUNTS, "keys": KEYS},
+    "ForgotKeys": {"seq": COUNTS},
 }
-MESSAGES = st.one_of(
-    [st.builds(getattr(messages, name), **fields) for name, fields in FIELDS.items()]
-)
+CLASSES = {cls.__name__: cls for cls in messages.Message.__subclasses__()}
+MESSAGES = st.one_of([st.builds(CLASSES[name], **fields) for name, fields in FIELDS.items()])
 
 
 def test_every_message_is_tried_here():
-    assert {cls.__name__ for cls in messages.Message.__subclasses__()} == set(FIELDS)
+    assert set(CLASSES) == set(FIELDS)
     codes = [cls.code for cls in messages.Message.__subclasses__()]
     assert len(set(codes)) == len(codes)
 
@@ -144,6 +165,34 @@ def test_the_bytes_stay_what_they_are():
     )
 
 
+def test_the_bytes_of_keys_stay_what_they_are():
+    claim = ClaimKeys(seq=1, request="r", keys=(b"a" * 32, b"b" * 32), verify="full")
+    said = {"seq": 1, "request": "r", "keys": b"a" * 32 + b"b" * 32, "verify": "full"}
+    assert encode(claim) == msgpack.packb([32, said])
+
+
+@pytest.mark.parametrize(
+    ("units", "sizes"), [((1,), (0,)), ((), (1,)), ((1, 2), (4096,)), ((1,), (4097,))]
+)
+def test_a_grant_of_other_units_than_its_sizes_take_is_refused(units, sizes):
+    fields = {"seq": 1, "request": "r", "epoch": 1, "lease_s": 1.0, "region": 0, "unit": 4096}
+    with pytest.raises(ValidationError, match="units"):
+        GrantKeys(**fields, units=units, sizes=sizes)
+
+
+@pytest.mark.parametrize("keys", [b"a" * 31, b"a" * 33, [b"a" * 31], b"a" * 32 * 8193])
+def test_keys_that_are_none_or_too_many_are_refused(keys):
+    with pytest.raises(BadMessage, match=r"FindKeys\.keys"):
+        decode(msgpack.packb([FindKeys.code, {"seq": 1, "keys": keys}]))
+
+
+def test_which_blocks_have_a_digest():
+    assert list(digested("full", 3)) == [0, 1, 2]
+    assert list(digested("sample", 33)) == [0, 16, 32]
+    assert list(digested("sample", 1)) == [0]
+    assert list(digested("none", 33)) == []
+
+
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_or_are_a_message(data):
     try:
@@ -168,7 +217,7 @@ SAID = st.recursive(
 
 @given(st.sampled_from(sorted(FIELDS)), st.data())
 def test_a_message_with_one_field_that_is_anything_is_refused_or_valid(name, data):
-    cls = getattr(messages, name)
+    cls = CLASSES[name]
     code, fields = msgpack.unpackb(encode(data.draw(st.builds(cls, **FIELDS[name]))))
     fields[data.draw(st.sampled_from(sorted(cls.model_fields)) | TEXTS)] = data.draw(SAID)
     try:

@@ -36,6 +36,11 @@ class MemoryRegion:
                 f"capacity={nbytes}: so much memory cannot be reserved ({error}); give less"
             ) from error
 
+    @property
+    def tensor(self) -> Tensor:
+        """All of it: uint8[num_units * unit]."""
+        return self._memory
+
     def units_of(self, nbytes: int) -> int:
         """How many units a block of `nbytes` takes."""
         return -(-nbytes // self.unit)
@@ -47,6 +52,13 @@ class MemoryRegion:
 
         They are of the first `nbytes` of `whole`.
         """
+        done = 0
+        for piece in self.views(units, nbytes):
+            yield piece, whole[done : done + len(piece)]
+            done += len(piece)
+
+    def views(self, units: Sequence[int], nbytes: int) -> Iterator[NDArray[np.uint8]]:
+        """The first `nbytes` bytes of `units`, neighbours among them as one piece."""
         done = index = 0
         while done < nbytes:
             first = index
@@ -55,7 +67,7 @@ class MemoryRegion:
                 index += 1
             length = min((index - first) * self.unit, nbytes - done)
             start = units[first] * self.unit
-            yield self._bytes[start : start + length], whole[done : done + length]
+            yield self._bytes[start : start + length]
             done += length
 
 

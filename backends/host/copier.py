@@ -1,4 +1,4 @@
-"""Copies between the memory store's region and its callers' buffers, beside the event loop."""
+"""Copies between a store's region and its callers' buffers, beside the event loop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
+from kvconnect.backends.host.fused_copy import Bytes, FusedCopy, ValueCopy, fused_copy
 from kvconnect.backends.lanes import Lane
-from kvconnect.backends.memory.fused_copy import Bytes, FusedCopy, ValueCopy, fused_copy
 from kvconnect.frame import HEADER_NBYTES, FrameChecksum
 
 __all__ = ["Copy", "copy_all"]

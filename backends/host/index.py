@@ -1,4 +1,4 @@
-"""Which blocks the memory store holds, and which goes first."""
+"""Which blocks a region holds, and which goes first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MemoryBlock", "MemoryIndex"]
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """A block of the memory store.
+    """A block of a region.
 
     `used` counts operations, not seconds. While `holds` is above zero a copy runs on its units.
     """

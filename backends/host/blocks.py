@@ -1,0 +1,189 @@
+"""Blocks in one region of host memory: copied in, copied out, and dropped for room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvconnect.backend import Child, StoredBlock, StoredEntry
+from kvconnect.backends.host.copier import Copy, copy_all
+from kvconnect.backends.host.index import MemoryBlock, MemoryIndex
+from kvconnect.backends.host.region import MemoryRegion
+from kvconnect.backends.lanes import Lane
+from kvconnect.backends.url import format_size
+from kvconnect.errors import ConfigurationError
+from kvconnect.frame import ALIGNMENT, FrameChecksum, frame_nbytes
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["HostBlocks", "unit_nbytes"]
+
+# One layout: a block is one unit, one copy. Several: blocks of any size share units without waste.
+_SHARED_UNIT = 64 << 10
+# Of a block, where values are shorter than blocks.
+_PARTS = 16
+
+
+def unit_nbytes(
+    capacity: int, layouts: Sequence[KvCacheLayout], *, short_values: bool = False
+) -> int:
+    """Returns in what units `capacity` bytes are handed out.
+
+    Raises:
+        ConfigurationError: they are below one block.
+    """
+    frames = {frame_nbytes(layout.block_nbytes) for layout in layouts}
+    largest = max(frames, default=0)
+    if capacity < largest:
+        raise ConfigurationError(
+            f"capacity={capacity}: one block takes {largest} bytes; "
+            f"give capacity={format_size(largest).replace(' ', '')} or more"
+        )
+    if len(frames) != 1:
+        return min(_SHARED_UNIT, capacity)
+    return -(-largest // (_PARTS * ALIGNMENT)) * ALIGNMENT if short_values else largest
+
+
+class HostBlocks:
+    """Blocks in one region. Thread-safe but for `load` and `save`, which are the event loop's.
+
+    What was used longest ago goes first, of low priority before high, chains from their end. Large
+    copies run on a lane, on blocks that are held meanwhile: what is held is not dropped, and what
+    is deleted keeps its bytes until it is held no more.
+
+    Args:
+        region: where the bytes are.
+        lane: of two threads, for copies.
+    """
+
+    def __init__(self, region: MemoryRegion, lane: Lane) -> None:
+        self.region = region
+        self.index = MemoryIndex(region.num_units)
+        self._lane = lane
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the units that are taken."""
+        return self.index.units_used * self.region.unit
+
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """Returns how many leading `keys` are present; they count as used now."""
+        with self._lock:
+            return len(self.index.use(keys))
+
+    def present(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Returns for each of `keys` whether it is present; those count as used now."""
+        with self._lock:
+            now = self.index.tick()
+            return [self.index.use_one(key, now) for key in keys]
+
+    def hold(self, keys: Sequence[BlockKey]) -> list[MemoryBlock]:
+        """Returns the leading blocks of `keys` that are present, held until `release`."""
+        with self._lock:
+            blocks = self.index.use(keys)
+            self.index.hold(blocks)
+            return blocks
+
+    def release(self, blocks: Sequence[MemoryBlock]) -> None:
+        """Ends a `hold`."""
+        with self._lock:
+            self.index.release(blocks)
+
+    async def load(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """Copies blocks out; returns how many leading ones were.
+
+        What is absent or longer than its buffer is a miss. Each of `checksums` is told what
+        arrives.
+        """
+        blocks = self.hold(keys)
+        try:
+            fitting = 0
+            for block, buffer in zip(blocks, into, strict=False):
+                if block.nbytes > buffer.numel():
+                    break
+                fitting += 1
+            copies = [
+                Copy(
+                    list(self.region.parts(block.units, _array(buffer, checksum), block.nbytes)),
+                    checksum,
+                )
+                for block, buffer, checksum in zip_longest(blocks[:fitting], into, checksums)
+                if block is not None
+            ]
+            await copy_all(copies, self._lane)
+        finally:
+            self.release(blocks)
+        return fitting
+
+    async def save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
+        """Copies blocks in, dropping older ones for room; a block is visible once it is whole.
+
+        Returns:
+            How many leading ones are present now. Each of `checksums` seals its block as it is
+            read.
+        """
+        new: list[MemoryBlock] = []
+        copies: list[Copy] = []
+        present = 0
+        with self._lock:
+            now = self.index.tick()
+            for block, checksum in zip_longest(blocks, checksums):
+                if not self.index.use_one(block.key, now):
+                    nbytes = block.data.numel()
+                    reserved = self.index.reserve(block, self.region.units_of(nbytes), now)
+                    if reserved is None:
+                        break
+                    new.append(reserved)
+                    parts = self.region.parts(reserved.units, _array(block.data, checksum), nbytes)
+                    copies.append(
+                        Copy([(data, part) for part, data in parts], checksum, seals=True)
+                    )
+                present += 1
+        try:
+            await copy_all(copies, self._lane)
+        except BaseException:
+            with self._lock:
+                for reserved in new:
+                    self.index.cancel(reserved)
+            raise
+        with self._lock:
+            for reserved in new:
+                self.index.publish(reserved)
+        return present
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forgets `keys`; their memory is free once it is held no more."""
+        with self._lock:
+            self.index.delete(keys)
+
+    def children(self, key: BlockKey | None) -> list[Child]:
+        """Returns the blocks with tokens whose parent is `key`."""
+        with self._lock:
+            return self.index.children(key)
+
+    def entries(self) -> list[StoredEntry]:
+        """Returns all blocks, as `Backend.scan` lists them."""
+        with self._lock:
+            return [block.entry() for block in self.index]
+
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
+        """Returns each of `keys` as `entries` would list it."""
+        with self._lock:
+            found = [self.index.get(key) for key in keys]
+            return [None if block is None else block.entry() for block in found]
+
+
+def _array(buffer: Tensor, checksum: FrameChecksum | None) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = buffer.numpy() if checksum is None else checksum.array
+    return array

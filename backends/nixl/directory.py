@@ -1,0 +1,155 @@
+"""Instances find each other in a Redis: each writes where it is, and reads where others are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from kvconnect.address import host_and_port
+from kvconnect.backends.nixl.links import Links
+from kvconnect.errors import BackendUnavailable, ConfigurationError, MissingExtra
+from kvconnect.redaction import text_without_passwords, without_passwords
+from kvconnect.trace import warn_once
+
+__all__ = ["Directory"]
+
+_LIVES_S = 10.0
+"""An instance that has not written for so long is left out."""
+
+_REFRESH_S = 2.0
+_TIMEOUT_S = 2.0
+_MOST = 1024
+
+
+class Directory:
+    """Keeps this instance in a sorted set of addresses, by when each goes, and connects to others.
+
+    One thread writes and reads every two seconds, on the server's clock. While the server is gone,
+    the peers that are known stay.
+
+    Args:
+        url: of the Redis.
+        prefix: of the set's key.
+        address: of this instance; ``None``: it only reads.
+        links: connected to the peers that are found.
+        keep: peers that stay, also if they are not in the directory.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        address: str | None,
+        links: Links,
+        *,
+        keep: Collection[str] = (),
+    ) -> None:
+        self._shown = without_passwords(url)
+        self._key = f"{prefix}peers"
+        self._address = address
+        self._links = links
+        self._keep = frozenset(keep)
+        self._found: set[str] = set()
+        self._redis = _client(url, self._shown)
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Writes and reads once, and goes on in the background; blocks for some seconds at most.
+
+        Raises:
+            ConfigurationError: the server refuses.
+            BackendUnavailable: it cannot be reached.
+        """
+        self._refresh()
+        self._thread = threading.Thread(
+            target=self._run, name="kvconnect-nixl-directory", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Takes this instance out, if the server answers; blocks for some seconds at most."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+            if self._address is not None:
+                with suppress(BackendUnavailable, ConfigurationError), self._mapped():
+                    self._redis.zrem(self._key, self._address)
+        self._redis.close()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_REFRESH_S):
+            try:
+                self._refresh()
+            except (BackendUnavailable, ConfigurationError) as error:
+                warn_once(
+                    f"nixl.directory {type(error)}", f"{error}; the peers that are known stay"
+                )
+
+    def _refresh(self) -> None:
+        with self._mapped():
+            seconds, micros = self._redis.time()
+            now = seconds + micros / 1e6
+            pipe = self._redis.pipeline(transaction=True)
+            if self._address is not None:
+                pipe.zadd(self._key, {self._address: now + _LIVES_S})
+            pipe.zremrangebyscore(self._key, "-inf", now - _LIVES_S)
+            pipe.expire(self._key, int(10 * _LIVES_S))
+            pipe.zrangebyscore(self._key, now, "+inf", start=0, num=_MOST)
+            members = pipe.execute()[-1]
+        self._use({one for one in map(_address_of, members) if one is not None})
+
+    def _use(self, found: set[str]) -> None:
+        found.discard(self._address or "")
+        self._links.drop(self._found - found - self._keep)
+        self._links.connect(sorted(found))
+        self._found = found
+
+    @contextmanager
+    def _mapped(self) -> Iterator[None]:
+        import redis
+
+        refusals = (
+            redis.exceptions.AuthenticationError,
+            redis.exceptions.NoPermissionError,
+            redis.exceptions.ResponseError,
+        )
+        try:
+            yield
+        except refusals as error:
+            raise ConfigurationError(
+                f"directory={self._shown}: {text_without_passwords(str(error))}"
+            ) from None
+        except (redis.exceptions.RedisError, OSError) as error:
+            raise BackendUnavailable(
+                f"directory {self._shown}: {text_without_passwords(str(error))}"
+            ) from None
+
+
+def _client(url: str, shown: str) -> Any:
+    try:
+        import redis
+    except ModuleNotFoundError as error:
+        raise MissingExtra("directory=", "redis") from error
+    try:
+        return redis.Redis.from_url(
+            url, retry=None, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S
+        )
+    except (ValueError, TypeError):
+        raise ConfigurationError(
+            f"directory={shown}: the URL of a Redis is needed, as in redis://host:6379/0"
+        ) from None
+
+
+def _address_of(member: object) -> str | None:
+    """What another instance has written, if it is an address."""
+    if not isinstance(member, bytes) or len(member) > 300:
+        return None
+    try:
+        address = member.decode()
+        _, port = host_and_port(address)
+    except ValueError:
+        return None
+    return address if port else None

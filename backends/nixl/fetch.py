@@ -1,0 +1,254 @@
+"""One load from one peer: claimed, read, checked and released."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvconnect.backends.lanes import Lane
+from kvconnect.backends.nixl.digests import digest_of
+from kvconnect.backends.nixl.links import Link
+from kvconnect.backends.nixl.pieces import Portion, portions
+from kvconnect.backends.nixl.pulls import Pulls
+from kvconnect.backends.nixl.staging import Staging
+from kvconnect.keys import BlockKey
+from kvconnect.trace import count
+from kvconnect.transfer.control.keyed import GrantKeys, Verify, digested
+from kvconnect.transfer.leases.client import Claimed, LeaseClient
+from kvconnect.transfer.leases.held import Outcome
+from kvconnect.transfer.transport import PeerHandle
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Fetcher", "LeaseNews"]
+
+_PORTIONS_IN_FLIGHT = 4
+
+
+class LeaseNews:
+    """Wakes those on the event loop that wait for what peers say about a lease. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[Claimed, Callable[[], None]] = {}
+
+    def listen(self, claimed: Claimed) -> asyncio.Event:
+        """Returns what is set whenever something of `claimed` changed; on the event loop."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(changed.set)
+
+        with self._lock:
+            self._waiting[claimed] = wake
+        return changed
+
+    def forget(self, claimed: Claimed) -> None:
+        """It is over."""
+        with self._lock:
+            self._waiting.pop(claimed, None)
+
+    def changed(self, claimed: Claimed) -> None:
+        """On a channel's thread."""
+        with self._lock:
+            wake = self._waiting.get(claimed)
+        if wake is not None:
+            wake()
+
+    def lost(self, link: Link) -> None:
+        """The connection to a peer has ended; on any thread."""
+        with self._lock:
+            wakes = [wake for one, wake in self._waiting.items() if one.peer == link.address]
+        for wake in wakes:
+            wake()
+
+
+class Fetcher:
+    """Loads blocks from peers. Belongs to the event loop.
+
+    Args:
+        name: of this instance; what it calls its claims begins with it.
+        client: of the leases.
+        news: that `client` tells of changes.
+        pulls: reads from peers.
+        staging: where blocks arrive.
+        lane: of threads that copy and hash.
+        verify: of which blocks the owner's digests are compared.
+        timeout_s: what an answer of a peer is waited for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        client: LeaseClient,
+        news: LeaseNews,
+        *,
+        pulls: Pulls,
+        staging: Staging,
+        lane: Lane,
+        verify: Verify,
+        timeout_s: float,
+    ) -> None:
+        self._name = name
+        self._numbers = itertools.count(1)
+        self._client = client
+        self._news = news
+        self._pulls = pulls
+        self._staging = staging
+        self._lane = lane
+        self._verify = verify
+        self._timeout_s = timeout_s
+
+    async def fetch(self, link: Link, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        """Fills `into` with blocks that `link` has; returns how many leading ones are valid.
+
+        What was read counts only if the owner kept it until the last read had ended, and its
+        digests are right. Else nothing of it does, and `into` holds anything. Nothing writes to
+        `into` any more when this ends.
+        """
+        handle = link.handle
+        if handle is None:
+            return 0
+        name = f"{self._name}/{next(self._numbers)}"
+        claimed = self._client.claim_keys(link.address, name, keys, verify=self._verify)
+        changed = self._news.listen(claimed)
+        try:
+            granted = await self._granted(link, handle, claimed, changed)
+            if granted is None:
+                return 0
+            sizes = zip(granted.sizes, into, strict=False)
+            fitting = sum(1 for _ in takewhile(lambda one: one[0] <= one[1].numel(), sizes))
+            into = into[:fitting]
+            if not await self._read_all(handle, claimed, granted, into):
+                return 0
+            if not await self._is_valid(claimed, changed):
+                return 0
+            if not await self._lane.run(partial(_is_right, granted, self._verify, into)):
+                count("store.nixl.bad_digest")
+                link.avoid("a block that was read from it is not what it has")
+                return 0
+            count("store.nixl.fetched", blocks=fitting, bytes=sum(granted.sizes[:fitting]))
+            return fitting
+        finally:
+            self._news.forget(claimed)
+            self._client.abort(claimed, "not needed")
+
+    async def _granted(
+        self, link: Link, handle: PeerHandle, claimed: Claimed, changed: asyncio.Event
+    ) -> GrantKeys | None:
+        """What `link` grants; ``None``: nothing, or nothing in time."""
+
+        def told() -> bool:
+            return (
+                claimed.granted is not None
+                or claimed.lease.outcome is not Outcome.OPEN
+                or link.handle is not handle
+            )
+
+        if not await self._until(told, changed):
+            link.late = True
+            count("store.nixl.late")
+        granted = claimed.granted
+        if granted is None:
+            return None
+        if len(granted.digests) != len(digested(self._verify, len(granted.sizes))):
+            link.avoid("it does not tell the digests that it was asked for")
+            return None
+        return granted
+
+    async def _is_valid(self, claimed: Claimed, changed: asyncio.Event) -> bool:
+        """Whether the owner kept the blocks until now, when the last read has ended."""
+        self._client.release(claimed)
+        await self._until(lambda: claimed.lease.outcome is not Outcome.OPEN, changed)
+        return claimed.lease.outcome is Outcome.VALID
+
+    async def _until(self, happened: Callable[[], bool], changed: asyncio.Event) -> bool:
+        """Waits until `happened`, but not long; returns whether it did."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while not happened():
+                    changed.clear()
+                    if not happened():
+                        await changed.wait()
+        except TimeoutError:
+            return happened()
+        return True
+
+    async def _read_all(
+        self, handle: PeerHandle, claimed: Claimed, granted: GrantKeys, into: Sequence[Tensor]
+    ) -> bool:
+        """Whether all blocks arrived; nothing lands any more when this ends."""
+        going_on = [True]
+        turns = asyncio.Semaphore(_PORTIONS_IN_FLIGHT)
+
+        async def read(portion: Portion) -> None:
+            async with turns:
+                if not (
+                    going_on[0]
+                    and claimed.lease.may_read()
+                    and await self._read_portion(handle, granted, portion, into)
+                ):
+                    going_on[0] = False
+
+        most = self._staging.slot_nbytes
+        tasks = [
+            asyncio.create_task(read(portion)) for portion in portions(granted, len(into), most)
+        ]
+        cancelled: asyncio.CancelledError | None = None
+        while waiting := [task for task in tasks if not task.done()]:
+            try:
+                await asyncio.wait(waiting)
+            except asyncio.CancelledError as error:  # the buffers are in use until all have ended
+                cancelled, going_on[0] = error, False
+        if cancelled is not None:
+            raise cancelled
+        for task in tasks:
+            task.result()
+        return going_on[0]
+
+    async def _read_portion(
+        self, handle: PeerHandle, granted: GrantKeys, portion: Portion, into: Sequence[Tensor]
+    ) -> bool:
+        targets = [
+            into[part.block][part.start : part.start + part.nbytes] for part in portion.parts
+        ]
+        direct = self._staging.direct(targets)
+        if direct is not None:
+            return await self._pulls.run(handle, portion.reads(granted.region, *direct))
+        slot = await self._staging.take()
+        try:
+            ends = list(itertools.accumulate((part.nbytes for part in portion.parts), initial=slot))
+            reads = portion.reads(granted.region, self._staging.region, ends[:-1])
+            if not await self._pulls.run(handle, reads):
+                return False
+            arrived = self._staging.tensor.numpy()
+            sources = [arrived[start:end] for start, end in itertools.pairwise(ends)]
+            await self._lane.run(partial(_copy, sources, targets))
+            return True
+        finally:
+            self._staging.give_back(slot)
+
+
+def _copy(sources: Sequence[np.ndarray], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        np.copyto(target.numpy(), source)
+
+
+def _is_right(granted: GrantKeys, verify: Verify, into: Sequence[Tensor]) -> bool:
+    """Whether those of the loaded blocks that have a digest are what the owner holds."""
+    known = zip(digested(verify, len(granted.sizes)), granted.digests, strict=True)
+    return all(
+        digest_of([into[index].numpy()[: granted.sizes[index]]]) == digest
+        for index, digest in known
+        if index < len(into)
+    )

@@ -1,0 +1,150 @@
+"""Where blocks are: here, or at which peer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from itertools import takewhile
+
+from kvconnect.backends.host.blocks import HostBlocks
+from kvconnect.backends.nixl.links import Answer, Link, Links
+from kvconnect.keys import BlockKey
+from kvconnect.trace import count
+from kvconnect.transfer.control.keyed import MAX_KEYS, FoundKeys
+from kvconnect.transfer.control.messages import Message
+
+__all__ = ["NixlFinder"]
+
+_REMEMBERED = 1 << 16
+
+
+class NixlFinder:
+    """Finds blocks here and at the peers. Belongs to the event loop.
+
+    What a lookup has found at a peer is remembered for the load that follows. It is a hint: a peer
+    that has dropped the block since grants nothing.
+
+    Args:
+        own: the blocks of this instance.
+        links: the peers.
+        patience_s: what is waited for them.
+    """
+
+    def __init__(self, own: HostBlocks, links: Links, patience_s: float) -> None:
+        self._own = own
+        self._links = links
+        self._patience_s = patience_s
+        self._known: OrderedDict[BlockKey, Link] = OrderedDict()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """Returns how many leading `keys` are here or at a peer; those that are late have none."""
+        found = 0
+        for start in range(0, len(keys), MAX_KEYS):
+            part = keys[start : start + MAX_KEYS]
+            here = self._own.present(part)
+            if not all(here):
+                missing = [key for key, mine in zip(part, here, strict=True) if not mine]
+                there = iter(await self._ask(missing, self._links.ready()))
+                here = [mine or next(there) is not None for mine in here]
+            leading = sum(1 for _ in takewhile(bool, here))
+            found += leading
+            if leading < len(part):
+                break
+        return found
+
+    async def run_of(
+        self, keys: Sequence[BlockKey], without: Collection[Link]
+    ) -> tuple[Link | None, int]:
+        """Returns a peer that has the first of `keys`, and how many of the leading ones it has.
+
+        Those that are here end the run; so does `MAX_KEYS`.
+
+        Args:
+            keys: the first of them is not here.
+            without: peers that are not to be used.
+        """
+        keys = keys[:MAX_KEYS]
+        here = self._own.present(keys)
+        absent = [key for key, _ in takewhile(lambda one: not one[1], zip(keys, here, strict=True))]
+        where: Sequence[Link | None] = [self._known.get(key) for key in absent]
+        if not self._usable(where[0] if where else None, without):
+            links = [link for link in self._links.ready() if link not in without]
+            where = await self._ask(absent, links)
+        first = where[0] if where else None
+        if first is None:
+            return None, 0
+        return first, sum(1 for _ in takewhile(lambda link: link is first, where))
+
+    @staticmethod
+    def _usable(link: Link | None, without: Collection[Link]) -> bool:
+        return link is not None and link.ready and link not in without
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Where `keys` are is not known any more."""
+        for key in keys:
+            self._known.pop(key, None)
+
+    async def _ask(self, keys: Sequence[BlockKey], links: Sequence[Link]) -> Sequence[Link | None]:
+        """For each of `keys` the first peer that says it has it."""
+        where: list[Link | None] = [None] * len(keys)
+        asked: dict[asyncio.Future[Message], Link] = {}
+        for link in links:
+            if link.late and link.answers:
+                continue  # one question is enough to hear that it is back
+            answer = self._links.find(link, keys)
+            if answer is not None and not link.late:
+                asked[_on_loop(answer)] = link
+        end = asyncio.get_running_loop().time() + self._patience_s
+        while asked and not all(where):
+            left = end - asyncio.get_running_loop().time()
+            done, waiting = await asyncio.wait(
+                asked, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                for future in waiting:
+                    asked[future].late = True
+                    count("store.nixl.late")
+                break
+            for future in done:
+                self._take(asked.pop(future), future, keys, where)
+        self._remember(keys, where)
+        return where
+
+    @staticmethod
+    def _take(
+        link: Link,
+        future: asyncio.Future[Message],
+        keys: Sequence[BlockKey],
+        where: list[Link | None],
+    ) -> None:
+        answer = None if future.cancelled() else future.result()
+        if not isinstance(answer, FoundKeys) or len(answer.found) != len(keys):
+            return
+        for index, there in enumerate(answer.found):
+            if there and where[index] is None:
+                where[index] = link
+
+    def _remember(self, keys: Sequence[BlockKey], where: Sequence[Link | None]) -> None:
+        for key, link in zip(keys, where, strict=True):
+            self._known.pop(key, None)
+            if link is not None:
+                self._known[key] = link
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+    async def forget_everywhere(self, keys: Sequence[BlockKey]) -> None:
+        """Asks all peers to drop `keys`; waits for their answers, but not long."""
+        self.forget(keys)
+        asked: list[asyncio.Future[Message]] = []
+        for link in self._links.ready():
+            for start in range(0, len(keys), MAX_KEYS):
+                answer = self._links.forget(link, keys[start : start + MAX_KEYS])
+                if answer is not None and not link.late:
+                    asked.append(_on_loop(answer))
+        if asked:
+            await asyncio.wait(asked, timeout=self._patience_s)
+
+
+def _on_loop(answer: Answer) -> asyncio.Future[Message]:
+    return asyncio.wrap_future(answer)

@@ -1,0 +1,180 @@
+"""What an instance opens to read from its peers and to be read by them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING
+
+from kvconnect.address import host_and_port
+from kvconnect.backends.host.blocks import HostBlocks
+from kvconnect.backends.nixl.directory import Directory
+from kvconnect.backends.nixl.fetch import LeaseNews
+from kvconnect.backends.nixl.links import Links
+from kvconnect.backends.nixl.publish import Publisher
+from kvconnect.backends.nixl.settings import NixlSettings
+from kvconnect.backends.nixl.staging import Registered, Staging
+from kvconnect.transfer.control.description import Compat
+from kvconnect.transfer.control.endpoint import Endpoint
+from kvconnect.transfer.control.listener import Listener
+from kvconnect.transfer.control.messages import Hello
+from kvconnect.transfer.leases.client import LeaseClient
+from kvconnect.transfer.transport import Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["NixlNode"]
+
+_FORMAT = 1
+"""Of what peers mean by a key and by the bytes of its block."""
+
+
+class NixlNode:
+    """Transport, leases and connections of one instance. `open` and `close` block.
+
+    Args:
+        settings: of the store.
+        blocks: that it publishes.
+        staging: where blocks of peers arrive.
+
+    Attributes:
+        name: of this incarnation of this instance.
+        client: leases of peers' blocks.
+        news: that it tells of changes.
+        transport: reads from peers.
+    """
+
+    def __init__(self, settings: NixlSettings, blocks: HostBlocks, staging: Staging) -> None:
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.news = LeaseNews()
+        self.client = LeaseClient(self.news.changed)
+        self.transport = _transport(settings, self.name)
+        self._settings = settings
+        self._blocks = blocks
+        self._staging = staging
+        self._boot = secrets.token_bytes(16)
+        self._secret = settings.shared_secret()
+        self.links = Links(
+            self._hello,
+            self.transport,
+            self.client,
+            lost=self.news.lost,
+            secret=self._secret,
+        )
+        self._publisher: Publisher | None = None
+        self._listener: Listener | None = None
+        self._directory: Directory | None = None
+
+    def open(self, *, publish: bool) -> None:
+        """Registers memory, listens if it is to `publish`, and connects to the peers.
+
+        Waits for each peer's answer, for ``timeout_s`` at most; one that is not there is connected
+        to when it comes.
+
+        Raises:
+            ConfigurationError: the transport cannot be used, the port cannot be had, a peer does
+                not fit, or the directory refuses. What was opened is closed by `close`.
+            BackendUnavailable: the directory cannot be reached.
+        """
+        settings = self._settings
+        self.transport.open()
+        region = self.transport.register(self._blocks.region.tensor)
+        self._staging.region = self.transport.register(self._staging.tensor)
+        self.client.start()
+        address = None
+        if publish:
+            self._publisher = publisher = Publisher(self._blocks, region, settings.lease_s)
+            publisher.server.start()
+            endpoint = Endpoint(self._hello, publisher.deliver, self._secret)
+            self._listener = Listener(endpoint, *host_and_port(settings.listen))
+            address = self.address
+        self.links.connect(settings.peers)
+        if settings.directory is not None:
+            self._directory = Directory(
+                settings.directory, settings.prefix, address, self.links, keep=settings.peers
+            )
+            self._directory.open()
+        self.links.wait(settings.timeout_s)
+
+    def close(self) -> None:
+        """Ends all: nothing reads or writes the registered memory any more. Idempotent."""
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.close()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+        self.links.close()
+        self.client.close()
+        self.transport.close()
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+
+    def register(self, memory: Tensor) -> None:
+        """Blocks of peers may arrive in `memory` without a copy; after `open`."""
+        self._staging.add(Registered.of(self.transport.register(memory), memory))
+
+    def rebuild(self) -> None:
+        """Ends every read, and connects anew; blocks."""
+        self.transport.rebuild()
+        # What reads from here, and what is read from, has to be told of the new one.
+        if (listener := self._listener) is not None:
+            for channel in listener.channels():
+                channel.close("the transport was rebuilt")
+        self.links.reconnect("the transport was rebuilt")
+
+    @property
+    def address(self) -> str:
+        """Where peers reach it, ``host:port``."""
+        if self._listener is None:
+            return ""
+        host, port = self._listener.host, self._listener.port
+        if self._settings.advertise is not None:
+            host, given = host_and_port(self._settings.advertise)
+            port = given or port
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def leases(self) -> int:
+        """How many of peers hold blocks of this instance."""
+        return 0 if self._publisher is None else self._publisher.leases
+
+    def _hello(self) -> Hello:
+        return Hello(
+            # Keys say what a block holds: any model's may be in one store.
+            compat=Compat(
+                model="kvconnect: blocks by key",
+                dtype="uint8",
+                num_layers=0,
+                num_kv_heads=0,
+                key_dim=0,
+                value_dim=0,
+                block_format=_FORMAT,
+                transport=self._settings.transport,
+            ),
+            engine_id=self.name,
+            boot=self._boot,
+            local=self.transport.local(),
+        )
+
+
+def _transport(settings: NixlSettings, name: str) -> Transport:
+    if settings.transport == "nixl":
+        from kvconnect.transfer.nixl import NixlTransport
+
+        return NixlTransport(
+            identity=name, device=settings.device, connect_timeout_s=settings.timeout_s
+        )
+    from kvconnect.transfer.tcp import TcpTransport
+
+    advertise = None if settings.advertise is None else host_and_port(settings.advertise)[0]
+    return TcpTransport(
+        identity=name,
+        host=host_and_port(settings.listen)[0],
+        advertise=advertise,
+        secret=settings.secret,
+        connect_timeout_s=settings.timeout_s,
+    )

@@ -1,0 +1,100 @@
+"""What is read of a peer for one load, in portions that fit the memory they arrive in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvconnect.transfer.control.keyed import GrantKeys
+from kvconnect.transfer.reads import Reads
+
+__all__ = ["Part", "Portion", "portions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Contiguous bytes of one block.
+
+    Attributes:
+        block: index of it in the grant.
+        start: of the part in the block, bytes.
+        nbytes: of the part.
+        pieces: offset in the peer's region and bytes, of each unit that the part is in.
+    """
+
+    block: int
+    start: int
+    nbytes: int
+    pieces: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Parts that are read together."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def reads(self, remote_region: int, local_region: int, local: Sequence[int]) -> list[Reads]:
+        """What to pull; `local` is where each part goes, bytes from the local region's begin.
+
+        Pieces of one size are one `Reads`: of blocks of one length there are one or two.
+        """
+        by_size: dict[int, tuple[list[int], list[int]]] = {}
+        for part, at in zip(self.parts, local, strict=True):
+            done = at
+            for offset, nbytes in part.pieces:
+                far, near = by_size.setdefault(nbytes, ([], []))
+                far.append(offset)
+                near.append(done)
+                done += nbytes
+        return [
+            Reads(
+                remote_region,
+                np.array(far, np.int64),
+                local_region,
+                np.array(near, np.int64),
+                nbytes,
+            )
+            for nbytes, (far, near) in by_size.items()
+        ]
+
+
+def portions(granted: GrantKeys, blocks: int, most: int) -> Iterator[Portion]:
+    """Yields the first `blocks` blocks of `granted` in portions of at most `most` bytes."""
+    parts: list[Part] = []
+    room = most
+    for part in _parts(granted, blocks, most):
+        if part.nbytes > room:
+            yield Portion(tuple(parts))
+            parts, room = [], most
+        parts.append(part)
+        room -= part.nbytes
+    if parts:
+        yield Portion(tuple(parts))
+
+
+def _parts(granted: GrantKeys, blocks: int, most: int) -> Iterator[Part]:
+    """Blocks that are larger than `most` in several."""
+    unit, first = granted.unit, 0
+    for block, size in enumerate(granted.sizes[:blocks]):
+        units = granted.units[first : first + -(-size // unit)]
+        first += len(units)
+        for start in range(0, size, most):
+            end = min(size, start + most)
+            yield Part(block, start, end - start, tuple(_pieces(units, unit, start, end)))
+
+
+def _pieces(units: Sequence[int], unit: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    at = start
+    while at < end:
+        index, within = divmod(at, unit)
+        nbytes = min(unit - within, end - at)
+        yield units[index] * unit + within, nbytes
+        at += nbytes

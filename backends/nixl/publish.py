@@ -1,0 +1,141 @@
+"""What peers are told: which blocks are here, and where they may read them until when."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from itertools import accumulate, chain, takewhile
+
+from kvconnect.backends.host.blocks import HostBlocks
+from kvconnect.backends.host.index import MemoryBlock
+from kvconnect.backends.nixl.digests import digest_of
+from kvconnect.errors import OutOfBlocks
+from kvconnect.keys import BlockKey
+from kvconnect.trace import count
+from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
+from kvconnect.transfer.control.keyed import (
+    ClaimKeys,
+    FindKeys,
+    ForgetKeys,
+    ForgotKeys,
+    FoundKeys,
+    digested,
+)
+from kvconnect.transfer.control.messages import Claim, Message, Unknown
+from kvconnect.transfer.leases.server import KeyedBlocks, LeaseServer, Send
+from kvconnect.transfer.leases.table import Ended, LeaseKey
+
+__all__ = ["Publisher"]
+
+logger = logging.getLogger("kvconnect")
+
+# Of one grant, which has to fit a message; the rest is claimed next.
+_MAX_UNITS = 1 << 18
+# Of the region's bytes: a block that several read counts once for each. The region bounds memory.
+_LEASED_AT_MOST = 8
+
+
+class Publisher:
+    """Answers peers on their channels' threads; nothing of it waits for the event loop.
+
+    A block that is leased is held: neither eviction nor deletion gives its memory to another before
+    the lease has ended.
+
+    Args:
+        blocks: of this instance.
+        region: number of their memory at the transport.
+        lease_s: of a lease.
+    """
+
+    def __init__(self, blocks: HostBlocks, region: int, lease_s: float) -> None:
+        self._blocks = blocks
+        self._region = region
+        self._lock = threading.Lock()
+        self._held: dict[LeaseKey, list[MemoryBlock]] = {}
+        self._ways: dict[Sender, tuple[str, Send]] = {}
+        self.server = LeaseServer(
+            self._unpin,
+            max_lease_total=_LEASED_AT_MOST * blocks.region.tensor.numel(),
+            lease_s=lease_s,
+        )
+
+    @property
+    def leases(self) -> int:
+        """How many hold blocks now."""
+        return len(self._held)
+
+    def close(self) -> None:
+        """Ends all leases: nothing can read any more."""
+        self.server.close()
+        with self._lock:
+            held, self._held = self._held, {}
+        for blocks in held.values():
+            self._blocks.release(blocks)
+
+    def deliver(self, channel: Sender, event: Event) -> None:
+        """What a peer says; on its channel's thread."""
+        if isinstance(event, Connected):
+            self._ways[channel] = holder, send = event.hello.holder, channel.send
+            self.server.connected(holder, send)
+        elif isinstance(event, Disconnected):
+            self.server.disconnected(*self._ways.pop(channel))
+        else:
+            self._answer(event, *self._ways[channel])
+
+    def _answer(self, message: Message, holder: str, send: Send) -> None:
+        if isinstance(message, FindKeys):
+            found = self._blocks.present([BlockKey(key) for key in message.keys])
+            send(FoundKeys(seq=message.seq, found=bytes(found)))
+        elif isinstance(message, ForgetKeys):
+            self._blocks.delete([BlockKey(key) for key in message.keys])
+            send(ForgotKeys(seq=message.seq))
+        elif isinstance(message, ClaimKeys):
+            self._grant(message, holder, send)
+        elif isinstance(message, Claim):
+            send(Unknown(seq=message.seq, request=message.request, epoch=message.epoch))
+        else:
+            self.server.handle(message, holder, send)
+
+    def _grant(self, claim: ClaimKeys, holder: str, send: Send) -> None:
+        blocks = self._hold(claim)
+        if not blocks:
+            send(Unknown(seq=claim.seq, request=claim.request))
+            return
+        try:
+            place = self._place(blocks, claim)
+            with self._lock:  # before which the lease cannot be ended by `_unpin`
+                key = self.server.grant_keys(claim, holder, send, place)
+                self._held[key] = blocks
+        except OutOfBlocks as error:
+            self._blocks.release(blocks)
+            logger.debug("nixl store: %s", error)
+            send(Unknown(seq=claim.seq, request=claim.request))
+        else:
+            count("store.nixl.granted", blocks=len(blocks))
+
+    def _hold(self, claim: ClaimKeys) -> list[MemoryBlock]:
+        """The leading blocks that are here and fit one grant, held."""
+        blocks = self._blocks.hold([BlockKey(key) for key in claim.keys])
+        units = accumulate(len(block.units) for block in blocks)
+        fitting = sum(1 for _ in takewhile(lambda total: total <= _MAX_UNITS, units))
+        self._blocks.release(blocks[fitting:])
+        return blocks[:fitting]
+
+    def _place(self, blocks: Sequence[MemoryBlock], claim: ClaimKeys) -> KeyedBlocks:
+        region = self._blocks.region
+        told = [blocks[index] for index in digested(claim.verify, len(blocks))]
+        return KeyedBlocks(
+            region=self._region,
+            unit=region.unit,
+            sizes=tuple(block.nbytes for block in blocks),
+            units=tuple(chain.from_iterable(block.units for block in blocks)),
+            digests=tuple(digest_of(region.views(block.units, block.nbytes)) for block in told),
+        )
+
+    def _unpin(self, ended: Sequence[Ended]) -> None:
+        """On the reaper's thread."""
+        with self._lock:
+            held = [self._held.pop(one.key, []) for one in ended]
+        for blocks in held:
+            self._blocks.release(blocks)

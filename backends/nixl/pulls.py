@@ -1,0 +1,115 @@
+"""Reads from a peer that always end: after them nothing lands any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from kvconnect.backends.lanes import Lane
+from kvconnect.errors import KvConnectError
+from kvconnect.trace import count, warn_once
+from kvconnect.transfer.pull import Pull
+from kvconnect.transfer.reads import Reads
+from kvconnect.transfer.transport import PeerHandle, Transport
+
+__all__ = ["Pulls"]
+
+# What a pull has moved nothing for, beside the time of its bytes at this rate, has failed.
+_LEAST_BYTES_PER_S = 16e6
+# A pull that failed and may still land is waited for, before all of the transport's are ended.
+_QUIET_S = 2.0
+
+
+class Pulls:
+    """Pulls of one transport. Belongs to the event loop.
+
+    Args:
+        transport: that reads.
+        rebuild: ends every pull; blocks.
+        lane: on which that is called.
+        timeout_s: of a pull, beside the time of the bytes that are under way.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rebuild: Callable[[], None],
+        lane: Lane,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._transport = transport
+        self._rebuild = rebuild
+        self._lane = lane
+        self._timeout_s = timeout_s
+        self._flying_nbytes = 0
+        self._rebuilding: asyncio.Task[None] | None = None
+
+    async def run(self, handle: PeerHandle, several: Sequence[Reads]) -> bool:
+        """Reads all of `several`; returns whether all bytes are there.
+
+        In any case nothing lands any more when this returns, also if it is cancelled meanwhile.
+        """
+        pulls: list[Pull] = []
+        fine = True
+        nbytes = sum(reads.total_nbytes for reads in several)
+        self._flying_nbytes += nbytes
+        try:
+            deadline_s = self._timeout_s + self._flying_nbytes / _LEAST_BYTES_PER_S
+            for reads in several:
+                pull = self._transport.pull(handle, reads, deadline_s=deadline_s)
+                pulls.append(pull)
+        except KvConnectError as error:
+            warn_once(f"nixl.pull {type(error)}", f"nixl store: a read did not begin: {error}")
+            fine = False
+        cancelled: asyncio.CancelledError | None = None
+        for pull in pulls:
+            if not fine:
+                pull.abandon()
+            while not pull.terminal.is_set():
+                try:
+                    await self._ended(pull)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    pull.abandon()
+            fine = fine and pull.done.exception() is None
+        self._flying_nbytes -= nbytes
+        if cancelled is not None:
+            raise cancelled
+        return fine
+
+    async def _ended(self, pull: Pull) -> None:
+        """Returns once `pull` is terminal."""
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(changed.set)
+
+        pull.done.add_done_callback(lambda _: wake())
+        pull.terminal.add_callback(wake)
+        while not pull.terminal.is_set():
+            changed.clear()
+            if pull.terminal.is_set():
+                return
+            if not pull.done.done():
+                await changed.wait()
+                continue
+            try:
+                async with asyncio.timeout(_QUIET_S):
+                    await changed.wait()
+            except TimeoutError:
+                await self._end_all()
+
+    async def _end_all(self) -> None:
+        """Builds the transport anew; those that come meanwhile wait for the same."""
+        if self._rebuilding is None or self._rebuilding.done():
+            count("store.nixl.rebuilds")
+            self._rebuilding = asyncio.create_task(self._lane.run(self._rebuild))
+        await asyncio.wait([self._rebuilding])
+        error = self._rebuilding.exception()
+        if error is not None:
+            warn_once(f"nixl.rebuild {type(error)}", f"nixl store: rebuild failed: {error}")
+            await asyncio.sleep(_QUIET_S)

@@ -1,0 +1,91 @@
+"""Where blocks of peers arrive: in the caller's registered buffer, or in memory of this store's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvconnect.backends.host.region import MemoryRegion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Registered", "Staging"]
+
+_SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Memory of a caller's that the transport knows.
+
+    Attributes:
+        number: of the region at the transport.
+        start, end: addresses.
+        memory: kept alive.
+    """
+
+    number: int
+    start: int
+    end: int
+    memory: Tensor
+
+    @classmethod
+    def of(cls, number: int, memory: Tensor) -> Registered:
+        """`memory`, which is registered as `number`."""
+        start = memory.data_ptr()
+        return cls(number, start, start + memory.numel() * memory.element_size(), memory)
+
+
+class Staging:
+    """Slots of memory, each for one portion. `take` and `give_back` belong to the event loop.
+
+    Args:
+        nbytes: of all slots together.
+
+    Attributes:
+        slot_nbytes: of each.
+        region: number of the memory at the transport; set once it is registered.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.slot_nbytes = nbytes // _SLOTS
+        self.region = 0
+        self._memory = MemoryRegion(self.slot_nbytes * _SLOTS, self.slot_nbytes)
+        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
+        for slot in reversed(range(_SLOTS)):
+            self._free.put_nowait(slot)
+        self._registered: tuple[Registered, ...] = ()
+
+    @property
+    def tensor(self) -> Tensor:
+        """All slots."""
+        return self._memory.tensor
+
+    def add(self, registered: Registered) -> None:
+        """Blocks may arrive in `registered` without a copy."""
+        self._registered = (*self._registered, registered)
+
+    async def take(self) -> int:
+        """Returns the offset of a free slot; waits for one."""
+        return await self._free.get() * self.slot_nbytes
+
+    def give_back(self, offset: int) -> None:
+        """The slot at `offset` is free: nothing lands in it any more."""
+        self._free.put_nowait(offset // self.slot_nbytes)
+
+    def direct(self, buffers: Sequence[Tensor]) -> tuple[int, list[int]] | None:
+        """Returns the registered region that all `buffers` are in, and their offsets in it.
+
+        ``None``: they are in no single one.
+        """
+        for one in self._registered:
+            starts = [buffer.data_ptr() for buffer in buffers]
+            if all(
+                one.start <= start and start + buffer.numel() <= one.end
+                for start, buffer in zip(starts, buffers, strict=True)
+            ):
+                return one.number, [start - one.start for start in starts]
+        return None

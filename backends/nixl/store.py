@@ -1,0 +1,177 @@
+"""``nixl://``: blocks that this instance saved and those of its peers, as one store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
+from kvconnect.backends.host.blocks import HostBlocks, unit_nbytes
+from kvconnect.backends.host.region import MemoryRegion
+from kvconnect.backends.lanes import Lanes
+from kvconnect.backends.nixl.fetch import Fetcher
+from kvconnect.backends.nixl.find import NixlFinder
+from kvconnect.backends.nixl.load import NixlReader
+from kvconnect.backends.nixl.node import NixlNode
+from kvconnect.backends.nixl.pulls import Pulls
+from kvconnect.backends.nixl.settings import NixlSettings
+from kvconnect.backends.nixl.staging import Staging
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import BackendUnavailable
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["NixlBackend", "from_url"]
+
+
+def from_url(url: StoreUrl) -> NixlBackend:
+    """``nixl://host:port,host:port?listen=host:port&capacity=4GiB&secret_file=/etc/kv.secret``."""
+    return NixlBackend(NixlSettings.from_url(url), short_values=bool(url.codec))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    lanes: Lanes
+    blocks: HostBlocks
+    node: NixlNode
+    finder: NixlFinder
+    reader: NixlReader
+
+
+class NixlBackend(Backend):
+    """Blocks in the memory of several instances, each of which reads the others' by key.
+
+    What is saved is copied into a bounded region of this process and published: peers find it and
+    read it, one-sided, with NIXL or over TCP. Blocks live as long as the instance that saved them.
+    A peer that dies, freezes, restarts or tells wrong digests costs time, nothing else.
+
+    Args:
+        settings: what the URL says.
+        short_values: as of the memory store.
+    """
+
+    capabilities = Capabilities(enumerable=True, variable_length=True)
+
+    def __init__(self, settings: NixlSettings, *, short_values: bool = False) -> None:
+        self.settings = settings
+        self._short_values = short_values
+        self._parts: _Parts | None = None
+        self._regions: list[Tensor] = []
+
+    async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
+        """Reserves memory, listens and connects to the peers.
+
+        Opened to read or to maintain, it publishes nothing and does not listen.
+
+        Raises:
+            ConfigurationError: `capacity` is below one block, the port is taken, a peer has another
+                secret, transport or version, NIXL cannot be used, or the directory refuses.
+            BackendUnavailable: the directory cannot be reached.
+        """
+        settings = self.settings
+        unit = unit_nbytes(settings.capacity, layouts, short_values=self._short_values)
+        region = MemoryRegion(settings.capacity, unit)
+        staging = Staging(settings.staging)
+        lanes = Lanes("kvconnect-nixl", "nixl store", copy=2, control=1)
+        blocks = HostBlocks(region, lanes["copy"])
+        try:
+            node = NixlNode(settings, blocks, staging)
+            try:
+                await lanes["control"].run(lambda: self._open_node(node, access))
+            except BaseException:
+                await lanes["control"].run(node.close)
+                raise
+        except BaseException:
+            await lanes.close()
+            raise
+        pulls = Pulls(node.transport, node.rebuild, lanes["control"], timeout_s=settings.timeout_s)
+        fetcher = Fetcher(
+            node.name,
+            node.client,
+            node.news,
+            pulls=pulls,
+            staging=staging,
+            lane=lanes["copy"],
+            verify=settings.verify,
+            timeout_s=settings.timeout_s,
+        )
+        finder = NixlFinder(blocks, node.links, settings.patience_s)
+        reader = NixlReader(blocks, finder, fetcher)
+        self._parts = _Parts(lanes, blocks, node, finder, reader)
+
+    def _open_node(self, node: NixlNode, access: Access) -> None:
+        node.open(publish=access == "store")
+        for region in self._regions:
+            node.register(region)
+
+    async def close(self) -> None:
+        """Ends all connections; calls in flight fail, and have ended when this returns."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        await asyncio.to_thread(parts.node.close)
+        await parts.lanes.close()
+        parts.lanes.join()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """Returns how many leading `keys` are here or at a peer that answers soon."""
+        return await self._opened().finder.lookup(keys)
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        """Fills `into` from here and from peers; what is lost on the way is a miss."""
+        return await self._opened().reader.load(keys, into)
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        """Publishes copies of `blocks`, dropping older ones for room, but none that is leased."""
+        return await self._opened().blocks.save(blocks, ())
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forgets `keys`, and asks the peers to; those that are late may have them still."""
+        parts = self._opened()
+        parts.blocks.delete(keys)
+        await parts.finder.forget_everywhere(keys)
+
+    async def children(self, key: BlockKey | None) -> Sequence[Child]:
+        """The blocks with tokens that this instance published and whose parent is `key`."""
+        return self._opened().blocks.children(key)
+
+    async def scan(self) -> AsyncIterator[StoredEntry]:
+        """All that this instance published and still has."""
+        for entry in self._opened().blocks.entries():
+            yield entry
+
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """What `scan` would list of each of `keys`; of peers' blocks nothing is known."""
+        return self._opened().blocks.describe(keys)
+
+    async def stats(self) -> Mapping[str, float]:
+        """``blocks``, ``bytes``, ``capacity`` of this instance; ``peers``, ``leases`` of theirs."""
+        parts = self._opened()
+        return {
+            "blocks": len(parts.blocks),
+            "bytes": parts.blocks.nbytes,
+            "capacity": self.settings.capacity,
+            "peers": len(parts.node.links.ready()),
+            "leases": parts.node.leases,
+        }
+
+    def register(self, region: Tensor) -> None:
+        """Blocks of peers that are loaded into `region` arrive there without a copy."""
+        self._regions.append(region)
+        if self._parts is not None:
+            self._parts.node.register(region)
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this instance, ``host:port``; empty: it does not listen."""
+        return self._opened().node.address
+
+    def _opened(self) -> _Parts:
+        if self._parts is None:
+            raise BackendUnavailable("nixl store: is not open")
+        return self._parts

@@ -1,0 +1,171 @@
+"""The messages of peers that read each other's blocks by key, beside those of `messages`.
+
+A process that never imports this refuses them as unknown.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from kvconnect.keys import KEY_NBYTES
+from kvconnect.transfer.control.fields import BlockIds, Count, Name, Number32, Seconds
+from kvconnect.transfer.control.messages import Message
+
+__all__ = [
+    "MAX_KEYS",
+    "SAMPLE_EVERY",
+    "ClaimKeys",
+    "FindKeys",
+    "ForgetKeys",
+    "ForgotKeys",
+    "FoundKeys",
+    "GrantKeys",
+    "Verify",
+    "digested",
+]
+
+MAX_KEYS = 8192
+"""The most keys in one message."""
+
+SAMPLE_EVERY = 16
+"""One of so many blocks, the first among them, has a digest with ``verify="sample"``."""
+
+Verify: TypeAlias = Literal["full", "sample", "none"]
+"""Of which blocks a grant tells the xxh3: all, every `SAMPLE_EVERY`-th, or none."""
+
+
+def digested(verify: Verify, blocks: int) -> range:
+    """Which of so many blocks have a digest."""
+    step = {"full": 1, "sample": SAMPLE_EVERY}.get(verify)
+    return range(0) if step is None else range(0, blocks, step)
+
+
+def _keys_of(value: object) -> object:
+    if not isinstance(value, bytes):
+        return value
+    if len(value) % KEY_NBYTES:
+        raise ValueError(f"{len(value)} bytes are no keys of {KEY_NBYTES}")
+    return tuple(value[at : at + KEY_NBYTES] for at in range(0, len(value), KEY_NBYTES))
+
+
+def _numbers_of(value: object) -> object:
+    if not isinstance(value, bytes):
+        return value
+    if len(value) % 8:
+        raise ValueError(f"{len(value)} bytes are no uint64 array")
+    return struct.unpack(f"<{len(value) // 8}Q", value)
+
+
+def _packed(numbers: tuple[int, ...]) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+Key = Annotated[bytes, Field(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
+Keys = Annotated[
+    tuple[Key, ...],
+    Field(max_length=MAX_KEYS),
+    BeforeValidator(_keys_of),
+    PlainSerializer(b"".join, return_type=bytes),
+]
+Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+Digest = Annotated[int, Field(ge=0, lt=1 << 64)]
+Sizes = Annotated[
+    tuple[Size, ...],
+    Field(max_length=MAX_KEYS),
+    BeforeValidator(_numbers_of),
+    PlainSerializer(_packed),
+]
+Digests = Annotated[
+    tuple[Digest, ...],
+    Field(max_length=MAX_KEYS),
+    BeforeValidator(_numbers_of),
+    PlainSerializer(_packed),
+]
+
+
+class FindKeys(Message):
+    """Which of `keys` does the receiver have?"""
+
+    code: ClassVar[int] = 30
+
+    seq: Count
+    keys: Keys
+
+
+class FoundKeys(Message):
+    """Answers a `FindKeys`: one byte for each of its keys, 1 if it is there now."""
+
+    code: ClassVar[int] = 31
+
+    seq: Count
+    found: Annotated[bytes, Field(max_length=MAX_KEYS)]
+
+
+class ClaimKeys(Message):
+    """D wants to read the blocks of `keys`. Sent again, it makes another lease.
+
+    Attributes:
+        seq: as in `Claim`.
+        request: a name that no other claim of any process has.
+        verify: which blocks' digests the grant is to tell.
+    """
+
+    code: ClassVar[int] = 32
+
+    seq: Count
+    request: Name
+    keys: Keys
+    verify: Verify = "none"
+
+
+class GrantKeys(Message):
+    """Answers a `ClaimKeys`: the leading blocks that are there, which stay for `lease_s` seconds.
+
+    If there is none, the answer is `Unknown`.
+
+    Attributes:
+        region: number of their memory at the sender's transport.
+        unit: bytes of a unit of it; a block's last unit may be used in part.
+        sizes: bytes of each block.
+        units: those of all blocks, one block's after the other's.
+        digests: xxh3-64 of those blocks that `digested` names, in order.
+    """
+
+    code: ClassVar[int] = 33
+
+    seq: Count
+    request: Name
+    epoch: Count
+    lease_s: Seconds
+    region: Number32
+    unit: Annotated[int, Field(ge=1, lt=1 << 48)]
+    sizes: Sizes
+    units: BlockIds
+    digests: Digests = ()
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        needed = sum(-(-size // self.unit) for size in self.sizes)
+        if needed != len(self.units):
+            raise ValueError(f"units: {len(self.units)}, and the sizes take {needed}")
+        return self
+
+
+class ForgetKeys(Message):
+    """The blocks of `keys` are wrong or not wanted any more: the receiver drops them."""
+
+    code: ClassVar[int] = 34
+
+    seq: Count
+    keys: Keys
+
+
+class ForgotKeys(Message):
+    """Answers a `ForgetKeys`."""
+
+    code: ClassVar[int] = 35
+
+    seq: Count

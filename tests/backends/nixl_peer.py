@@ -1,0 +1,203 @@
+"""An instance with a ``nixl:`` store in a process of its own, and what another sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvconnect.backend import Backend, Capabilities, StoredBlock
+from kvconnect.backends import open_backend
+from kvconnect.keys import BlockKey
+from kvconnect.testing import BlockMaker
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# Not this module: the server's sys.path lacks the tests.
+_CONTEXT.set_forkserver_preload(["torch", "kvconnect.testing", "kvconnect.backends.nixl", "nixl"])
+
+Value = tuple[bytes, bytes]
+
+
+async def eventually(happens: Callable[[], Awaitable[object]], within_s: float = 10.0) -> None:
+    """Returns once `happens` says so; fails after `within_s`."""
+    end = time.monotonic() + within_s
+    while not await happens():
+        assert time.monotonic() < end, "it did not happen"
+        await asyncio.sleep(0.01)
+
+
+class _Instance:
+    """What runs in the process: an answer for each command."""
+
+    def __init__(self, store: Backend) -> None:
+        self._store = store
+
+    async def address(self) -> str:
+        return self._store.address
+
+    async def save(self, values: Sequence[Value]) -> int:
+        return await self._store.save([_block(*value) for value in values])
+
+    async def delete(self, keys: Sequence[bytes]) -> None:
+        await self._store.delete(keys)
+
+    async def lookup(self, keys: Sequence[bytes]) -> int:
+        return await self._store.lookup(keys)
+
+    async def load(self, keys: Sequence[bytes], nbytes: int) -> list[bytes]:
+        into = [torch.empty(nbytes, dtype=torch.uint8) for _ in keys]
+        loaded = await self._store.load(keys, into)
+        return [one.numpy().tobytes() for one in into[:loaded]]
+
+    async def stats(self) -> dict[str, float]:
+        return dict(await self._store.stats())
+
+    async def spoil(self, key: bytes, at: int) -> None:
+        """Changes a byte of a stored block, as memory that is broken would."""
+        blocks = self._store._parts.blocks
+        block = blocks.index.get(BlockKey(key))
+        next(blocks.region.views(block.units, block.nbytes))[at] ^= 1
+
+    async def lie(self, kind: str) -> None:
+        """From now on this instance grants what it should not; empty: it does no more."""
+        publisher = self._store._parts.node._publisher
+        vars(publisher).pop("_place", None)
+        if not kind:
+            return
+        right = publisher._place
+
+        def place(blocks: Any, claim: Any) -> Any:
+            from dataclasses import replace
+
+            told = right(blocks, claim)
+            if kind == "digests":
+                return replace(told, digests=tuple(one ^ 1 for one in told.digests))
+            if kind == "no digests":
+                return replace(told, digests=())
+            if kind == "units":  # of other blocks, or of none
+                return replace(told, units=tuple(reversed(told.units)))
+            if kind == "outside":
+                return replace(told, units=tuple(one + (1 << 20) for one in told.units))
+            return replace(told, region=7)
+
+        publisher._place = place
+
+    async def cpu_seconds(self) -> float:
+        times = os.times()
+        return times.user + times.system
+
+
+def _block(key: bytes, value: bytes) -> StoredBlock:
+    data = torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))
+    return StoredBlock(BlockKey(key), data)
+
+
+async def _serve(commands: Connection, url: str) -> None:
+    store = open_backend(url).inner
+    await store.open([BlockMaker.layout])
+    instance = _Instance(store)
+    commands.send(None)
+    while True:
+        method, arguments = await asyncio.to_thread(commands.recv)
+        if method == "close":
+            await store.close()
+            commands.send(None)
+            return
+        commands.send(await getattr(instance, method)(*arguments))
+
+
+def _main(commands: Connection, url: str) -> None:
+    try:
+        asyncio.run(_serve(commands, url))
+    except EOFError:
+        os._exit(0)
+    except Exception as error:  # noqa: BLE001 - the test raises it
+        commands.send(error)
+        os._exit(1)
+
+
+class NixlPeer:
+    """Starts an instance; `ask` calls a method of it there."""
+
+    def __init__(self, url: str) -> None:
+        self._lock = threading.Lock()
+        self._commands, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_main, args=(theirs, url), daemon=True)
+        self.process.start()
+        theirs.close()
+        try:
+            self._answer()
+            self.address: str = self.ask("address")
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        with self._lock:
+            self._commands.send((method, arguments))
+            return self._answer()
+
+    def save(self, blocks: Sequence[StoredBlock]) -> int:
+        return self.ask("save", [(one.key, one.data.numpy().tobytes()) for one in blocks])
+
+    def _answer(self) -> Any:
+        if not self._commands.poll(60):
+            raise TimeoutError("the instance said nothing for 60 s")
+        answer = self._commands.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        """Kills it, frozen or not."""
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(20)
+        self._commands.close()
+
+
+class Across(Backend):
+    """What an instance sees of another: all is saved by the other one, and found from here."""
+
+    capabilities = Capabilities(variable_length=True)
+
+    def __init__(self, near: Backend, far: Any) -> None:
+        self.near = near
+        self._far = far
+
+    async def open(self, layouts, access="store"):
+        await self.near.open(layouts, access)
+
+    async def close(self):
+        await self.near.close()
+
+    async def lookup(self, keys):
+        return await self.near.lookup(keys)
+
+    async def load(self, keys, into):
+        return await self.near.load(keys, into)
+
+    async def save(self, blocks):
+        return await asyncio.to_thread(self._far().save, blocks)
+
+    async def delete(self, keys):
+        await self.near.delete(keys)

@@ -1,0 +1,349 @@
+"""``nixl:``: what several instances have is found and loaded by each; errors at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nixl_peer import eventually
+
+from kvconnect.backends import open_backend
+from kvconnect.backends.nixl.pieces import portions
+from kvconnect.backends.nixl.settings import NixlSettings
+from kvconnect.errors import ConfigurationError, MissingExtra
+from kvconnect.testing import BlockMaker
+from kvconnect.transfer.control.keyed import GrantKeys
+from kvconnect.transfer.nixl import library
+
+PATIENT = "patience=5s&timeout=5s"
+
+
+def instance(*peers: str, transport: str = "tcp", query: str = ""):
+    return open_backend(
+        f"nixl://{','.join(peers)}?transport={transport}&{PATIENT}{query and '&' + query}"
+    ).inner
+
+
+@pytest.fixture
+async def opened():
+    """Opens stores, which are closed at the end, the last one first."""
+    async with AsyncExitStack() as stack:
+
+        async def open_(store, access="store"):
+            await store.open([BlockMaker.layout], access)
+            stack.push_async_callback(store.close)
+            return store
+
+        yield open_
+
+
+async def holds(kit, store, keys) -> bool:
+    """Whether all of `keys` are found and loaded right."""
+    into = kit.buffers(len(keys))
+    found = await store.lookup(keys)
+    loaded = await store.load(keys, into)
+    assert all(map(kit.holds, into[:loaded], keys))
+    return found == loaded == len(keys)
+
+
+# ------------------------------------------------------------------------------------ what it does
+
+
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+async def test_a_run_comes_from_here_and_from_several_peers(kit, opened, transport):
+    one = await opened(instance(transport=transport))
+    other = await opened(instance(transport=transport))
+    here = await opened(
+        instance(one.address, other.address, transport=transport, query="verify=full")
+    )
+    keys = kit.keys("run", count=40)
+    blocks = kit.chain(keys)
+    for store, part in ((one, slice(0, 13)), (here, slice(13, 20)), (other, slice(20, 40))):
+        assert await store.save(blocks[part]) == len(blocks[part])
+    assert await holds(kit, here, keys)
+    assert await here.lookup([*keys, kit.key("nobody's")]) == 40
+    assert (await here.stats())["blocks"] == 7  # what was loaded of peers is theirs
+
+
+async def test_a_peer_that_has_dropped_a_block_since_it_was_found_is_not_believed(kit, opened):
+    far = await opened(instance())
+    near = await opened(instance(far.address))
+    keys = kit.keys("dropped", count=6)
+    await far.save(kit.chain(keys))
+    assert await near.lookup(keys) == 6
+    far._parts.blocks.delete([keys[3]])
+    into = kit.buffers(6)
+    assert await near.load(keys, into) == 3
+    assert kit.untouched(into[3])
+
+
+async def test_what_is_deleted_here_is_deleted_at_the_peers(kit, opened):
+    far = await opened(instance())
+    near = await opened(instance(far.address))
+    keys = kit.keys("deleted", count=3)
+    await far.save(kit.chain(keys))
+    await near.delete(keys[1:])
+    assert [await far.lookup([key]) for key in keys] == [1, 0, 0]
+
+
+async def test_blocks_arrive_in_registered_memory_without_a_copy(kit, opened, monkeypatch):
+    far = await opened(instance())
+    near = instance(far.address)
+    nbytes = kit.frame_nbytes
+    ring = torch.zeros(8 * nbytes, dtype=torch.uint8)
+    near.register(ring)
+    await opened(near)
+
+    async def nothing_staged():
+        raise AssertionError("a slot of the staging memory was taken")
+
+    monkeypatch.setattr(near._parts.reader._fetcher._staging, "take", nothing_staged)
+    keys = kit.keys("direct", count=4)
+    await far.save(kit.chain(keys))
+    into = [ring[number * nbytes : (number + 1) * nbytes] for number in (1, 3, 4, 6)]
+    assert await near.load(keys, into) == 4
+    for key, data in zip(keys, into, strict=True):
+        assert torch.equal(
+            data[-kit.layout.block_nbytes :], kit.content(key, kit.layout.block_nbytes)
+        ) or kit.holds(data.clone(), key)
+    assert not ring[:nbytes].any()
+    assert not ring[2 * nbytes : 3 * nbytes].any()
+
+
+async def test_values_larger_than_a_slot_arrive_in_portions(kit, opened):
+    far = await opened(instance(query="capacity=16MiB"))
+    near = await opened(instance(far.address, query="staging=1MiB&verify=full"))
+    key = kit.key("large")
+    await far.save([kit.block(key, nbytes=(3 << 20) + 5)])
+    (into,) = kit.buffers(1, (3 << 20) + 5)
+    assert await near.load([key], [into]) == 1
+    assert kit.holds(into, key, framed=False)
+
+
+async def test_one_portion_that_fails_fails_the_load(kit, opened, monkeypatch):
+    far = await opened(instance(query="capacity=16MiB"))
+    near = await opened(instance(far.address, query="staging=1MiB&verify=none"))
+    key = kit.key("one portion")
+    await far.save([kit.block(key, nbytes=3 << 20)])
+    pulls = near._parts.reader._fetcher._pulls
+    run, failures = pulls.run, [True]
+
+    async def fails_once(handle, several):
+        fine = await run(handle, several)
+        return fine and not (failures and failures.pop())
+
+    monkeypatch.setattr(pulls, "run", fails_once)
+    assert await near.load([key], kit.buffers(1, 3 << 20)) == 0
+    assert not failures
+    assert await near.load([key], kit.buffers(1, 3 << 20)) == 1
+
+
+async def test_memory_is_bounded_and_what_a_peer_reads_is_not_dropped(kit, opened, monkeypatch):
+    far = await opened(instance(query=f"capacity={6 * kit.frame_nbytes}"))
+    near = await opened(instance(far.address))
+    keys = kit.keys("leased", count=4)
+    await far.save(kit.chain(keys))
+    fetcher = near._parts.reader._fetcher
+    read, goes_on, granted = fetcher._read_all, asyncio.Event(), asyncio.Event()
+
+    async def slowly(*arguments):
+        granted.set()
+        await goes_on.wait()
+        return await read(*arguments)
+
+    monkeypatch.setattr(fetcher, "_read_all", slowly)
+    into = kit.buffers(4)
+    loading = asyncio.create_task(near.load(keys, into))
+    await asyncio.wait_for(granted.wait(), 5)
+    later = kit.keys("later", count=6)
+    saved = [await far.save([kit.block(key)]) for key in later]
+    assert saved == [1, 1, 1, 1, 1, 1]  # the two free ones are used again and again
+    assert (await far.stats())["bytes"] <= 6 * kit.frame_nbytes
+    await far.delete(keys)  # gone for lookups; its memory stays as it is
+    goes_on.set()
+    assert await loading == 4
+    assert all(map(kit.holds, into, keys))
+
+    async def released():
+        return not (await far.stats())["leases"]
+
+    await eventually(released)
+    assert await far.save(kit.chain(kit.keys("after", count=6))) == 6
+
+
+async def test_instances_of_one_url_leave_themselves_out(kit, opened):
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{one.getsockname()[1]}"
+    store = await opened(instance(address, query=f"listen={address}"))
+    assert (await store.stats())["peers"] == 0
+    assert await store.lookup(kit.keys("self", count=2)) == 0
+
+
+async def test_opened_to_read_it_publishes_nothing(kit, opened):
+    far = await opened(instance())
+    near = await opened(instance(far.address), "read")
+    keys = kit.keys("read only", count=2)
+    await far.save(kit.chain(keys))
+    assert near.address == ""
+    assert await holds(kit, near, keys)
+
+
+async def test_in_a_tiered_store_it_stands_between_memory_and_disk(kit, opened, tmp_path):
+    def tiered(peer, name):
+        nixl = quote(f"nixl://{peer}?transport=tcp&{PATIENT}", safe="")
+        disk = quote(f"disk:{tmp_path / name}?capacity=8MiB", safe="")
+        tiers = f"memory:,{nixl},{disk}"
+        return open_backend(f"tiered:?tiers={tiers}&patience=5s")
+
+    far = await opened(tiered("", "far"))
+    address = far.inner.tiers[1].guard.inner.address
+    near = await opened(tiered(address, "near"))
+    keys = kit.keys("tiered", count=5)
+    assert await far.save(kit.chain(keys, tokens=[1, 2])) == 5
+    assert await holds(kit, near, keys)
+    memory = near.inner.tiers[0]
+
+    async def promoted():
+        return await memory.lookup(keys) == 5
+
+    await eventually(promoted)
+    assert await near.inner.tiers[2].lookup(keys) == 0
+    assert {child.key for child in await far.children(keys[0])} == {keys[1]}
+
+
+# ------------------------------------------------------------------------------------ what is read
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(0, 40), max_size=6),
+    st.integers(1, 16),
+    st.integers(1, 20),
+    st.randoms(use_true_random=False),
+)
+def test_portions_cover_each_block_once(sizes, unit, most, chance):
+    """Read as they say, blocks are what the units hold, whatever the sizes."""
+    counts = [-(-size // unit) for size in sizes]
+    units = chance.sample(range(200), sum(counts))
+    granted = GrantKeys(
+        seq=1,
+        request="r",
+        epoch=1,
+        lease_s=1.0,
+        region=0,
+        unit=unit,
+        sizes=tuple(sizes),
+        units=tuple(units),
+    )
+    remote = np.random.default_rng(1).integers(0, 256, 200 * unit, np.uint8)
+    blocks = [bytearray(size) for size in sizes]
+    for portion in portions(granted, len(sizes), most):
+        assert 0 < portion.nbytes <= most
+        local = np.zeros(portion.nbytes, np.uint8)
+        starts = np.cumsum([0, *(part.nbytes for part in portion.parts)])
+        for reads in portion.reads(0, 0, starts[:-1].tolist()):
+            for far, near in zip(reads.remote_offsets, reads.local_offsets, strict=True):
+                local[near : near + reads.nbytes] = remote[far : far + reads.nbytes]
+        for part, start in zip(portion.parts, starts, strict=False):
+            end = part.start + part.nbytes
+            blocks[part.block][part.start : end] = local[start : start + part.nbytes].tobytes()
+    first = 0
+    for size, count, block in zip(sizes, counts, blocks, strict=True):
+        own = [remote[one * unit : (one + 1) * unit] for one in units[first : first + count]]
+        assert bytes(block) == b"".join(map(bytes, own))[:size]
+        first += count
+
+
+# ------------------------------------------------------------------------------------ the start
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nixl://host", "peer 'host': must be 'host:port'"),
+        ("nixl://127.0.0.1:0", "a port from 1 to 65535"),
+        ("nixl://10.0.0.1:7600", "peer: '10.0.0.1' is not a loopback.*secret_file"),
+        ("nixl://?listen=0.0.0.0:7600", "listen: '0.0.0.0' is not a loopback.*secret_file"),
+        ("nixl://me:secret@127.0.0.1:7600", "takes no user"),
+        ("nixl://127.0.0.1:7600/0", "has no path"),
+        ("nixl://?transport=rdma", "transport=rdma: unknown; "),
+        ("nixl://?verify=some", "verify=some: unknown; did you mean 'sample'"),
+        ("nixl://?staging=4KiB", "staging=4096: must be at least 1MiB"),
+        ("nixl://?directory=s3://bucket", "directory=s3://bucket: the URL of a Redis"),
+        ("nixl://?secret_file=/nowhere/at/all", "secret_file .*cannot be read"),
+        ("nixl://?capcity=1GiB", "'capcity'; did you mean 'capacity'"),
+    ],
+)
+def test_a_bad_url_says_what_is_wrong(url, message):
+    with pytest.raises(ConfigurationError, match=message):
+        open_backend(url)
+
+
+def test_no_secret_and_no_password_is_shown(tmp_path):
+    file = tmp_path / "shared"
+    file.write_text("a secret that nobody sees\n")
+    url = f"nixl://?listen=0.0.0.0:1&secret_file={file}"
+    with pytest.raises(ConfigurationError, match=r"listen=0.0.0.0:1.*advertise"):
+        open_backend(url)
+    settings = NixlSettings(secret="a secret that nobody sees", directory="redis://:pw12@h")
+    assert "nobody sees" not in repr(settings)
+    assert "pw12" not in repr(settings)
+    file.write_text("short")
+    with pytest.raises(ConfigurationError, match=r"secret_file: .*at least 16"):
+        open_backend(url)
+
+
+async def test_a_port_that_is_taken_is_an_error_at_the_start(kit):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        store = open_backend(f"nixl://?transport=tcp&listen=127.0.0.1:{port}")
+        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port} is taken"):
+            await store.open([kit.layout])
+        await store.close()
+
+
+async def test_a_peer_with_another_secret_is_an_error_at_the_start(kit, opened, tmp_path):
+    files = [tmp_path / name for name in "ab"]
+    for number, file in enumerate(files):
+        file.write_text(f"{number}" * 32)
+    far = await opened(instance(query=f"secret_file={files[0]}"))
+    for query in (f"secret_file={files[1]}", ""):
+        near = instance(far.address, query=query)
+        with pytest.raises(ConfigurationError, match=f"peer {far.address}: secret: .*give both"):
+            await near.open([kit.layout])
+    near = await opened(instance(far.address, query=f"secret_file={files[0]}&verify=full"))
+    keys = kit.keys("secret", count=2)
+    await far.save(kit.chain(keys))
+    assert await holds(kit, near, keys)
+
+
+async def test_a_peer_with_another_transport_is_an_error_at_the_start(kit, opened):
+    far = await opened(instance(transport="tcp"))
+    near = instance(far.address, transport="nixl")
+    with pytest.raises(ConfigurationError, match=r"transport: .*'tcp' here, 'nixl' at the peer"):
+        await near.open([kit.layout])
+
+
+async def test_a_missing_nixl_is_an_error_at_the_start(kit, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name="nixl")
+
+    monkeypatch.setattr(library.importlib, "import_module", missing)
+    store = open_backend("nixl://")
+    with pytest.raises(MissingExtra, match=r"pip install 'kvconnect\[nixl\]'"):
+        await store.open([kit.layout])
+    await store.close()
+
+
+async def test_a_capacity_below_one_block_is_an_error_at_the_start(kit):
+    store = open_backend("nixl://?transport=tcp&capacity=4KiB")
+    with pytest.raises(ConfigurationError, match="capacity=4096: one block takes"):
+        await store.open([kit.layout])
