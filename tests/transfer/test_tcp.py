@@ -150,8 +150,39 @@ def test_half_open_connections_are_bounded_and_time_out(monkeypatch, transport_o
     silent = [connection_to(server) for _ in range(60)]
     for connection in silent:
         assert ended(connection)
-        assert threading.active_count() - before <= 32
+        assert len(server._source._strangers) <= 32
+        assert threading.active_count() - before <= 60
     assert_serves(server, reader)
+
+
+def test_those_that_never_say_who_they_are_keep_no_reader_out(server, reader):
+    silent = [connection_to(server) for _ in range(40)]
+    assert_serves(server, reader)
+    for connection in silent[:8]:
+        assert ended(connection)
+
+
+def test_one_that_is_pushed_out_while_it_proves_itself_reads_nothing(server, monkeypatch):
+    reached, pushed = threading.Event(), threading.Event()
+    answer = source.answer
+
+    def late(*args):
+        known = answer(*args)
+        reached.set()
+        assert pushed.wait(5)
+        return known
+
+    monkeypatch.setattr(source, "answer", late)
+    connection = introduce(server)
+    assert reached.wait(5)
+    monkeypatch.setattr(source, "answer", answer)
+    more = [connection_to(server) for _ in range(32)]
+    receive_exactly(more[-1], 36)
+    pushed.set()
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(request(0, [(0, 16)]))
+    assert ended(connection)
+    assert not server._source._readers
 
 
 def test_one_byte_at_a_time_does_not_prolong_the_handshake(monkeypatch, transport_of):
