@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,13 +13,15 @@ from kvconnect.transfer.transport import PeerHandle, Pull
 
 __all__ = ["Quarantine"]
 
+_AGAIN_S, _AGAIN_AT_LAST_S = 0.2, 10.0
+
 
 class Quarantine:
     """Keeps blocks until the pull that was to fill them is terminal, and bounds their number.
 
     At `max_quarantined` blocks, peers that hold some of them are not read from any more, and
-    `rebuild` runs on a thread of its own; after it every pull is terminal, and what is left is
-    freed. Thread-safe; no method blocks.
+    `rebuild` runs on a thread of its own, until it succeeds; after it every pull is terminal, and
+    what is left is freed. Thread-safe; no method blocks.
 
     Args:
         max_quarantined: blocks.
@@ -33,6 +36,7 @@ class Quarantine:
         self._lock = threading.Lock()
         self._blocks: Counter[str] = Counter()
         self._rebuilding = False
+        self._running = False
 
     def hold(self, pull: Pull, peer: PeerHandle, blocks: int, free: Callable[[], object]) -> None:
         """Calls `free` once `pull` is terminal; until then its `blocks` are counted.
@@ -66,17 +70,38 @@ class Quarantine:
 
     def _bound(self) -> None:
         with self._lock:
-            if self._rebuilding or self._blocks.total() < self._max:
+            if self._running or self._blocks.total() < self._max:
                 return
-            self._rebuilding = True
-        threading.Thread(target=self._run, name="kvconnect-rebuild", daemon=True).start()
+            self._running = self._rebuilding = True
+        thread = threading.Thread(target=self._run, name="kvconnect-rebuild", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread can be had: with the next that is held
+            warn_once("rebuild thread", f"the transport cannot be built anew: {error}")
+            with self._lock:
+                self._running = self._rebuilding = False
 
     def _run(self) -> None:
+        pause_s = _AGAIN_S
+        try:
+            # One that failed may have ended all reads, and left a transport that begins none.
+            while not self._rebuilt():
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _AGAIN_AT_LAST_S)
+        finally:
+            with self._lock:
+                self._running = False
+
+    def _rebuilt(self) -> bool:
         count("transfer.rebuilds")
+        with self._lock:
+            self._rebuilding = True
         try:
             self._rebuild()
-        except KvConnectError as error:  # what is held stays so; the next that is held tries again
+        except KvConnectError as error:
             warn_once(f"rebuild {type(error)}", f"the transport cannot be built anew: {error}")
+            return False
         finally:
             with self._lock:
                 self._rebuilding = False
+        return True

@@ -326,6 +326,43 @@ def test_a_connection_that_the_source_dropped_is_made_anew(server, reader):
     assert np.array_equal(memory, pattern(1, 128)[64:])
 
 
+def test_a_rebuild_whose_port_is_taken_can_be_tried_again(server, reader, monkeypatch):
+    port = json.loads(server.local())["port"]
+    with monkeypatch.context() as patch:
+        patch.setattr(source.Source, "open", lambda *_: (_ for _ in ()).throw(TAKEN))
+        with pytest.raises(ConfigurationError, match="planted"):
+            server.rebuild()
+    server.rebuild()
+    assert json.loads(server.local())["port"] == port
+    assert_serves(server, reader)
+
+
+def test_a_transport_that_is_closed_amid_a_rebuild_listens_no_more(server, monkeypatch):
+    port = json.loads(server.local())["port"]
+    reached, go_on, listen = threading.Event(), threading.Event(), source.Source.open
+
+    def late(*args):
+        reached.set()
+        assert go_on.wait(10)
+        return listen(*args)
+
+    monkeypatch.setattr(source.Source, "open", late)
+    rebuilding = threading.Thread(target=server.rebuild)
+    closing = threading.Thread(target=server.close)
+    rebuilding.start()
+    assert reached.wait(10)
+    closing.start()
+    closing.join(0.05)
+    go_on.set()
+    rebuilding.join(10)
+    closing.join(10)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 1)
+
+
+TAKEN = ConfigurationError("planted: the port is taken")
+
+
 def test_no_thread_is_left_after_close(server, reader):
     memory = torch.zeros(64, dtype=torch.uint8)
     reader.register(memory)
