@@ -31,6 +31,8 @@ from kvconnect import (
 )
 from kvconnect.config import TransferConfig
 from kvconnect.connector.disagg.fetcher import Fetcher
+from kvconnect.connector.disagg.no_store import NoStoreScheduler
+from kvconnect.connector.runtime.ledger import TransferLedger
 
 PROMPT = prompt_of(100)
 SMALL = KvCacheConfig(tokens_per_block=T, max_tokens=1024)
@@ -185,6 +187,42 @@ def test_what_is_never_claimed_is_let_go_of_with_its_lease(open_one):
     prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
     assert prefill.stats().free_blocks < prefill.stats().max_blocks
     leaks_nothing(prefill)
+
+
+@pytest.mark.parametrize("what", ["refused", "raised"])
+def test_a_prompt_whose_blocks_are_not_kept_is_handed_out_no_more(
+    what, open_one, answer_of, monkeypatch
+):
+    """The runtime asks for no save, as where too many are late; or the store's part raises."""
+
+    def raises(_, request, __):
+        if "do" in request.kv_transfer_params:
+            raise ValueError("planted")
+        return False
+
+    prefill, decode = open_one("prefill"), open_one("decode", transfer={"claim_timeout_s": 0.5})
+    here, there = hands_out(address_of(prefill), "not kept")
+    with monkeypatch.context() as patch:
+        if what == "refused":
+            patch.setattr(TransferLedger, "may_save", lambda *_: False)
+        else:
+            patch.setattr(NoStoreScheduler, "request_finished", raises)
+        reading = decode.submit(PROMPT, ANSWER, kv_transfer_params=there)
+        until(lambda: is_claimed(prefill))
+        handle = prefill.submit(PROMPT, PREFILL, kv_transfer_params=here)
+        if what == "refused":
+            assert "address" not in handle.result(20).kv_transfer_params
+        else:
+            with pytest.raises(ValueError, match="planted"):
+                handle.result(20)
+        assert list(reading.result(20).output_token_ids) == answer_of(PROMPT)
+    prefill.generate([prompt_of(20)], PREFILL)
+    connector = prefill._engine._connector
+    until(lambda: not connector._scheduler._prefill._prompts, 3)
+    assert not connector._worker._publisher._shared
+    assert not connector._scheduler._prefill._results
+    until(lambda: not len(node_of(prefill).offers.server.table))
+    leaks_nothing(prefill, decode)
 
 
 def test_a_reader_that_comes_too_late_computes(open_one, answer_of):
