@@ -169,6 +169,33 @@ def test_the_same_secret_is_no_hindrance(open_one, answer_of):
     assert output.reused_store_tokens == 99
 
 
+def test_one_prefill_by_two_names_is_read_by_both(open_one, answer_of, counted):
+    """They are two connections, neither of which takes the other's place."""
+    prefill, decode = open_one("prefill"), open_one("decode")
+    address = address_of(prefill)
+    for number in range(6):
+        prompt = prompt_of(90, number)
+        (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
+        name = address if number % 2 else address.replace("127.0.0.1", "localhost")
+        there = {**first.kv_transfer_params, "address": name}
+        (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=there)
+        assert list(output.output_token_ids) == answer_of(prompt)
+        assert output.reused_store_tokens == 89
+    links = node_of(decode)._links._links
+    assert [link.attempts for link in links.values()] == [1, 1]
+    assert len(node_of(prefill)._listener.channels()) == 2
+    # The one that ends takes nothing from the other.
+    first, second = links.values()
+    first.peer.close()
+    until(lambda: first.handle is None)
+    for number in range(6, 8):
+        prompt = prompt_of(90, number)
+        (ready,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
+        there = {**ready.kv_transfer_params, "address": second.address}
+        (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=there)
+        assert output.reused_store_tokens == 89
+
+
 def test_other_weights_are_refused(model_of, llama, open_one, answer_of, counted, tmp_path):
     from kvconnect.engine.checkpoint.random_model import make_model
 
