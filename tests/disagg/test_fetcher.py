@@ -13,7 +13,10 @@ from kvconnect.connector.disagg.fetcher import Fetcher
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control.messages import Unknown
+from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine
+from kvconnect.transfer.reads import Reads
+from kvconnect.transfer.transport import PeerHandle
 
 LAYOUT = KvCacheLayout(2, 1, 4, 4, T, torch.float32)
 ORDER = FetchOrder(7, "name", "host:1", 0, 40, (0,), ([1, 2, 3],))
@@ -110,3 +113,21 @@ def test_a_load_is_cancelled_before_it_begins(fetcher, links):
     assert ended == [7]
     assert not fetcher.cancel(7)
     ends_nowhere(fetcher, links)
+
+
+def test_an_end_of_a_read_that_cannot_be_noted_fails_its_load(fetcher):
+    """It would wait for that read until the deadline of the whole load."""
+
+    def planted(*_):
+        raise ValueError("planted")
+
+    reasons: list[str] = []
+    fetch = SimpleNamespace(fail=reasons.append, pull_done=planted, pull_terminal=planted)
+    transport = SimpleNamespace(pull=lambda *_, **__: pull)
+    pull, fetcher._transport = Pull(1), transport
+    link = SimpleNamespace(address="host:1", handle=PeerHandle("host", "0" * 32, ()))
+    fetcher.pull(fetch, link, Reads(0, [0], 0, [0], 1))
+    pull.finish()
+    until(lambda: reasons, 2)
+    assert reasons == ["ValueError('planted')"]
+    assert fetcher._flying_nbytes == 0

@@ -286,7 +286,7 @@ class Fetcher:
         pull = self._start(link, reads, _SLACK_S + nbytes / self._min_bytes_per_s)
         self._flying_nbytes = nbytes
         pull.done.add_done_callback(
-            lambda done: self._post(partial(self._pull_done, fetch, pull, done.exception()))
+            lambda done: self._post(partial(self._heard, fetch, pull, done.exception()))
         )
         pull.terminal.add_callback(lambda: self._post(partial(fetch.pull_terminal, pull)))
         return pull
@@ -306,6 +306,13 @@ class Fetcher:
         pull = Pull(reads.total_nbytes)
         pull.finish(PullFailed("peer", f"{link.address}: {error or 'not connected'}"))
         return pull
+
+    def _heard(self, fetch: Fetch, pull: Pull, error: BaseException | None) -> None:
+        try:
+            self._pull_done(fetch, pull, error)
+        except Exception as raised:
+            fetch.fail(repr(raised))  # it would wait for this pull until its own deadline
+            raise
 
     def _pull_done(self, fetch: Fetch, pull: Pull, error: BaseException | None) -> None:
         self._flying_nbytes -= pull.nbytes
