@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -13,15 +14,16 @@ from kvconnect.transfer.transport import PeerHandle, Pull
 __all__ = ["Quarantine"]
 
 _GRACE_S = 0.5
+_AGAIN_S, _AGAIN_AT_LAST_S = 0.2, 10.0
 
 
 class Quarantine:
     """Keeps blocks until the pull that was to fill them is terminal, and bounds their number.
 
     At `max_quarantined` blocks, peers that hold some of them are not read from any more, and if
-    that lasts, `rebuild` runs on a thread of its own; after it every pull is terminal, and what is
-    left is freed. It ends the reads from all peers: most pulls are terminal a moment after they
-    were given up, and need none. Thread-safe; no method blocks.
+    that lasts, `rebuild` runs on a thread of its own, until it succeeds; after it every pull is
+    terminal, and what is left is freed. It ends the reads from all peers: most pulls are terminal a
+    moment after they were given up, and need none. Thread-safe; no method blocks.
 
     Args:
         max_quarantined: blocks.
@@ -77,19 +79,39 @@ class Quarantine:
             if self._watched or self._below():
                 return
             self._watched = True
-        threading.Thread(target=self._run, name="kvconnect-rebuild", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="kvconnect-rebuild", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread can be had: with the next that is held
+            warn_once("rebuild thread", f"the transport cannot be built anew: {error}")
+            with self._changed:
+                self._watched = False
 
     def _run(self) -> None:
         with self._changed:
-            self._rebuilding = not self._changed.wait_for(self._below, _GRACE_S)
-            self._watched = self._rebuilding
-        if not self._rebuilding:
-            return
-        count("transfer.rebuilds")
+            if self._changed.wait_for(self._below, _GRACE_S):
+                self._watched = False
+                return
+        pause_s = _AGAIN_S
         try:
-            self._rebuild()
-        except KvConnectError as error:  # what is held stays so; the next that is held tries again
-            warn_once(f"rebuild {type(error)}", f"the transport cannot be built anew: {error}")
+            # One that failed may have ended all reads, and left a transport that begins none.
+            while not self._rebuilt():
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _AGAIN_AT_LAST_S)
         finally:
             with self._changed:
-                self._watched = self._rebuilding = False
+                self._watched = False
+
+    def _rebuilt(self) -> bool:
+        count("transfer.rebuilds")
+        with self._changed:
+            self._rebuilding = True
+        try:
+            self._rebuild()
+        except KvConnectError as error:
+            warn_once(f"rebuild {type(error)}", f"the transport cannot be built anew: {error}")
+            return False
+        finally:
+            with self._changed:
+                self._rebuilding = False
+        return True

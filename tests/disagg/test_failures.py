@@ -31,6 +31,8 @@ from kvconnect import (
 )
 from kvconnect.config import TransferConfig
 from kvconnect.connector.disagg.fetcher import Fetcher
+from kvconnect.connector.disagg.no_store import NoStoreScheduler
+from kvconnect.connector.runtime.ledger import TransferLedger
 
 PROMPT = prompt_of(100)
 SMALL = KvCacheConfig(tokens_per_block=T, max_tokens=1024)
@@ -167,6 +169,33 @@ def test_the_same_secret_is_no_hindrance(open_one, answer_of):
     assert output.reused_store_tokens == 99
 
 
+def test_one_prefill_by_two_names_is_read_by_both(open_one, answer_of, counted):
+    """They are two connections, neither of which takes the other's place."""
+    prefill, decode = open_one("prefill"), open_one("decode")
+    address = address_of(prefill)
+    for number in range(6):
+        prompt = prompt_of(90, number)
+        (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
+        name = address if number % 2 else address.replace("127.0.0.1", "localhost")
+        there = {**first.kv_transfer_params, "address": name}
+        (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=there)
+        assert list(output.output_token_ids) == answer_of(prompt)
+        assert output.reused_store_tokens == 89
+    links = node_of(decode)._links._links
+    assert [link.attempts for link in links.values()] == [1, 1]
+    assert len(node_of(prefill)._listener.channels()) == 2
+    # The one that ends takes nothing from the other.
+    first, second = links.values()
+    first.peer.close()
+    until(lambda: first.handle is None)
+    for number in range(6, 8):
+        prompt = prompt_of(90, number)
+        (ready,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
+        there = {**ready.kv_transfer_params, "address": second.address}
+        (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=there)
+        assert output.reused_store_tokens == 89
+
+
 def test_other_weights_are_refused(model_of, llama, open_one, answer_of, counted, tmp_path):
     from kvconnect.engine.checkpoint.random_model import make_model
 
@@ -185,6 +214,42 @@ def test_what_is_never_claimed_is_let_go_of_with_its_lease(open_one):
     prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
     assert prefill.stats().free_blocks < prefill.stats().max_blocks
     leaks_nothing(prefill)
+
+
+@pytest.mark.parametrize("what", ["refused", "raised"])
+def test_a_prompt_whose_blocks_are_not_kept_is_handed_out_no_more(
+    what, open_one, answer_of, monkeypatch
+):
+    """The runtime asks for no save, as where too many are late; or the store's part raises."""
+
+    def raises(_, request, __):
+        if "do" in request.kv_transfer_params:
+            raise ValueError("planted")
+        return False
+
+    prefill, decode = open_one("prefill"), open_one("decode", transfer={"claim_timeout_s": 0.5})
+    here, there = hands_out(address_of(prefill), "not kept")
+    with monkeypatch.context() as patch:
+        if what == "refused":
+            patch.setattr(TransferLedger, "may_save", lambda *_: False)
+        else:
+            patch.setattr(NoStoreScheduler, "request_finished", raises)
+        reading = decode.submit(PROMPT, ANSWER, kv_transfer_params=there)
+        until(lambda: is_claimed(prefill))
+        handle = prefill.submit(PROMPT, PREFILL, kv_transfer_params=here)
+        if what == "refused":
+            assert "address" not in handle.result(20).kv_transfer_params
+        else:
+            with pytest.raises(ValueError, match="planted"):
+                handle.result(20)
+        assert list(reading.result(20).output_token_ids) == answer_of(PROMPT)
+    prefill.generate([prompt_of(20)], PREFILL)
+    connector = prefill._engine._connector
+    until(lambda: not connector._scheduler._prefill._prompts, 3)
+    assert not connector._worker._publisher._shared
+    assert not connector._scheduler._prefill._results
+    until(lambda: not len(node_of(prefill).offers.server.table))
+    leaks_nothing(prefill, decode)
 
 
 def test_a_reader_that_comes_too_late_computes(open_one, answer_of):

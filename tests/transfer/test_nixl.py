@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 
@@ -13,7 +14,8 @@ from peer_process import pattern
 
 from kvconnect.errors import ConfigurationError, MissingExtra
 from kvconnect.transfer.nixl import NixlTransport, library, nixl_pull
-from kvconnect.transfer.nixl.nixl_pull import batches, chopped
+from kvconnect.transfer.nixl.agent import Agent
+from kvconnect.transfer.nixl.nixl_pull import NixlPull, batches, chopped
 from kvconnect.transfer.reads import Reads, runs
 from kvconnect.transfer.transport import PeerUnreachable, PullFailed
 
@@ -120,6 +122,38 @@ def test_metadata_of_another_agent_are_refused(pair, transport_of):
     with pytest.raises(PeerUnreachable):
         reader.connect(b'{"transport": "tcp"}')
     reader.connect(source.local())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("addresses", 1 << 63), ("addresses", -1), ("devices", 1 << 64)]
+)
+def test_a_place_that_no_memory_has_is_refused(pair, field, value):
+    source, reader, *_ = pair
+    local = json.loads(source.local()) | {field: [value]}
+    with pytest.raises(PeerUnreachable, match=field):
+        reader.connect(json.dumps(local).encode())
+
+
+@pytest.mark.parametrize("where", [(Agent, "prepare"), (Agent, "read"), (NixlPull, "advance")])
+def test_whatever_is_raised_for_a_pull_the_thread_goes_on(pair, monkeypatch, where):
+    """Also what no call of NIXL is known to raise: the others are read, and it can be closed."""
+    source, reader, memory, into = pair
+    handle, method = reader.connect(source.local()), getattr(*where)
+    raised = iter([True])
+
+    def planted(*args, **more):
+        if next(raised, False):
+            raise MemoryError("planted")
+        return method(*args, **more)
+
+    monkeypatch.setattr(*where, planted)
+    failed = reader.pull(handle, Reads(0, [0], into, [0], 64), deadline_s=5)
+    with pytest.raises(PullFailed, match="planted"):
+        failed.done.result(4)
+    assert failed.terminal.wait(1)
+    sound = reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=5)
+    sound.done.result(5)
+    assert np.array_equal(memory, pattern(1, 4096))
 
 
 def test_after_an_error_that_is_not_quiescent_only_a_rebuild_is_terminal(pair):

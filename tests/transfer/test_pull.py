@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from kvconnect.errors import ConfigurationError, PullFailed
+from kvconnect.transfer import quarantine as quarantine_module
 from kvconnect.transfer.deadlines import Deadlines
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.transport import PeerHandle, Pull
@@ -139,6 +140,41 @@ def test_a_rebuild_that_fails_is_tried_again_and_other_peers_are_still_read_from
     assert not quarantine.accepts(PEER)
     quarantine.hold(Pull(1), PEER, 1, lambda: None)
     assert tried.acquire(timeout=10)
+
+
+def test_a_rebuild_that_failed_is_tried_again_although_nothing_is_held_any_more(monkeypatch):
+    """It ended what was read, and left a transport that reads nothing: no other will be held."""
+    monkeypatch.setattr(quarantine_module, "_AGAIN_S", 0.001)
+    pull, tries, rebuilt = Pull(1), iter(range(3)), threading.Event()
+
+    def rebuild():
+        pull.finish()
+        if next(tries) < 2:
+            raise ConfigurationError("the port is taken")
+        rebuilt.set()
+
+    quarantine = Quarantine(2, rebuild)
+    quarantine.hold(pull, PEER, 2, lambda: None)
+    assert rebuilt.wait(10)
+    bound = threading.Event()
+    while not quarantine.accepts(PEER):
+        assert not bound.wait(0.001)
+
+
+def test_a_rebuild_without_a_thread_is_tried_with_the_next(monkeypatch):
+    rebuilt = threading.Event()
+    quarantine = Quarantine(2, rebuilt.set)
+    with monkeypatch.context() as patch:
+        patch.setattr(quarantine_module.threading, "Thread", _NoThread)
+        quarantine.hold(Pull(1), PEER, 2, lambda: None)
+    assert quarantine.accepts(OTHER)
+    quarantine.hold(Pull(1), PEER, 2, lambda: None)
+    assert rebuilt.wait(10)
+
+
+class _NoThread(threading.Thread):
+    def start(self):
+        raise RuntimeError("can't start new thread")
 
 
 def test_a_bound_of_nothing_is_refused():

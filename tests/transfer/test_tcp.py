@@ -150,8 +150,39 @@ def test_half_open_connections_are_bounded_and_time_out(monkeypatch, transport_o
     silent = [connection_to(server) for _ in range(60)]
     for connection in silent:
         assert ended(connection)
-        assert threading.active_count() - before <= 32
+        assert len(server._source._strangers) <= 32
+        assert threading.active_count() - before <= 60
     assert_serves(server, reader)
+
+
+def test_those_that_never_say_who_they_are_keep_no_reader_out(server, reader):
+    silent = [connection_to(server) for _ in range(40)]
+    assert_serves(server, reader)
+    for connection in silent[:8]:
+        assert ended(connection)
+
+
+def test_one_that_is_pushed_out_while_it_proves_itself_reads_nothing(server, monkeypatch):
+    reached, pushed = threading.Event(), threading.Event()
+    answer = source.answer
+
+    def late(*args):
+        known = answer(*args)
+        reached.set()
+        assert pushed.wait(5)
+        return known
+
+    monkeypatch.setattr(source, "answer", late)
+    connection = introduce(server)
+    assert reached.wait(5)
+    monkeypatch.setattr(source, "answer", answer)
+    more = [connection_to(server) for _ in range(32)]
+    receive_exactly(more[-1], 36)
+    pushed.set()
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(request(0, [(0, 16)]))
+    assert ended(connection)
+    assert not server._source._readers
 
 
 def test_one_byte_at_a_time_does_not_prolong_the_handshake(monkeypatch, transport_of):
@@ -293,6 +324,43 @@ def test_a_connection_that_the_source_dropped_is_made_anew(server, reader):
         connection.shutdown(socket.SHUT_RDWR)
     reader.pull(handle, Reads(0, [64], into, [0], 64), deadline_s=20).done.result()
     assert np.array_equal(memory, pattern(1, 128)[64:])
+
+
+def test_a_rebuild_whose_port_is_taken_can_be_tried_again(server, reader, monkeypatch):
+    port = json.loads(server.local())["port"]
+    with monkeypatch.context() as patch:
+        patch.setattr(source.Source, "open", lambda *_: (_ for _ in ()).throw(TAKEN))
+        with pytest.raises(ConfigurationError, match="planted"):
+            server.rebuild()
+    server.rebuild()
+    assert json.loads(server.local())["port"] == port
+    assert_serves(server, reader)
+
+
+def test_a_transport_that_is_closed_amid_a_rebuild_listens_no_more(server, monkeypatch):
+    port = json.loads(server.local())["port"]
+    reached, go_on, listen = threading.Event(), threading.Event(), source.Source.open
+
+    def late(*args):
+        reached.set()
+        assert go_on.wait(10)
+        return listen(*args)
+
+    monkeypatch.setattr(source.Source, "open", late)
+    rebuilding = threading.Thread(target=server.rebuild)
+    closing = threading.Thread(target=server.close)
+    rebuilding.start()
+    assert reached.wait(10)
+    closing.start()
+    closing.join(0.05)
+    go_on.set()
+    rebuilding.join(10)
+    closing.join(10)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 1)
+
+
+TAKEN = ConfigurationError("planted: the port is taken")
 
 
 def test_no_thread_is_left_after_close(server, reader):

@@ -103,6 +103,9 @@ class Fetcher:
         links = self._links
         if links is None:
             return Claim(address, name, reason="this engine fetches nothing")
+        with self._claims_lock:  # a refused one is forgotten by the client before it is dropped
+            if (address, name) in self._claims:
+                return Claim(address, name, reason="it is fetched for another request")
         try:
             link = links.use(address)
         except (ConfigurationError, RetryLater) as error:
@@ -121,7 +124,7 @@ class Fetcher:
         if claim.claimed is not None:
             self.client.abort(claim.claimed, "not needed")
         with self._claims_lock:
-            self._claims.pop((claim.address, claim.name), None)
+            del self._claims[claim.address, claim.name]
         if self._links is not None and claim.link is not None:
             self._links.leave(claim.link)
 
@@ -229,16 +232,21 @@ class Fetcher:
         if claim is None or claim.link is None:
             self._report_failure(order, "it was never claimed", writes_ended=True)
             return
-        fetch = Fetch(
-            order,
-            claim,
-            claim.link,
-            self,
-            layouts=self._layouts,
-            regions=self._regions,
-            idle_s=self._idle_s,
-            deadline=time.monotonic() + self._load_s,
-        )
+        try:
+            fetch = Fetch(
+                order,
+                claim,
+                claim.link,
+                self,
+                layouts=self._layouts,
+                regions=self._regions,
+                idle_s=self._idle_s,
+                deadline=time.monotonic() + self._load_s,
+            )
+        except Exception as error:
+            claim.drop()
+            self._report_failure(order, repr(error), writes_ended=True)
+            raise
         self._fetches[order.request_id] = fetch
         if claim.claimed is not None:
             self._by_lease[claim.claimed] = fetch
@@ -278,7 +286,7 @@ class Fetcher:
         pull = self._start(link, reads, _SLACK_S + nbytes / self._min_bytes_per_s)
         self._flying_nbytes = nbytes
         pull.done.add_done_callback(
-            lambda done: self._post(partial(self._pull_done, fetch, pull, done.exception()))
+            lambda done: self._post(partial(self._heard, fetch, pull, done.exception()))
         )
         pull.terminal.add_callback(lambda: self._post(partial(fetch.pull_terminal, pull)))
         return pull
@@ -298,6 +306,13 @@ class Fetcher:
         pull = Pull(reads.total_nbytes)
         pull.finish(PullFailed("peer", f"{link.address}: {error or 'not connected'}"))
         return pull
+
+    def _heard(self, fetch: Fetch, pull: Pull, error: BaseException | None) -> None:
+        try:
+            self._pull_done(fetch, pull, error)
+        except Exception as raised:
+            fetch.fail(repr(raised))  # it would wait for this pull until its own deadline
+            raise
 
     def _pull_done(self, fetch: Fetch, pull: Pull, error: BaseException | None) -> None:
         self._flying_nbytes -= pull.nbytes

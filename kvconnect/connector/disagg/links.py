@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
 
 from kvconnect.address import host_and_port
-from kvconnect.errors import ConfigurationError, RetryLater
+from kvconnect.errors import ConfigurationError, KvConnectError, RetryLater
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Deliver, Disconnected, Event, Sender
 from kvconnect.transfer.control.messages import Hello
@@ -81,6 +82,7 @@ class Links:
         self._timing = timing
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
+        self._numbers = itertools.count(1)
 
     def use(self, address: str) -> Link:
         """The engine at `address`, to be given back with `leave`; connects in the background.
@@ -96,7 +98,8 @@ class Links:
                 link = Link(address)
                 host, port = host_and_port(address)
                 deliver: Deliver = partial(self._deliver, link)
-                endpoint = Endpoint(self._hello, deliver, self._secret, self._timing)
+                hello = partial(self._hello_of, next(self._numbers))
+                endpoint = Endpoint(hello, deliver, self._secret, self._timing)
                 link.peer = Peer(endpoint, host, port)
             self._links[address] = link  # the last one is the one used last
             link.users += 1
@@ -118,9 +121,11 @@ class Links:
         idle.peer.close(timeout_s=0)
 
     def reconnect(self, reason: str) -> None:
-        """Connects to all engines anew; does not block."""
+        """Connects to all engines anew; no handle is of use any more. Does not block."""
         with self._lock:
             links = list(self._links.values())
+            for link in links:
+                link.handle = None  # nor is it shared with one that connects before the others
         for link in links:
             if link.peer is not None:
                 link.peer.reconnect(reason)
@@ -129,29 +134,59 @@ class Links:
         """Ends all connections; blocks until they have ended."""
         with self._lock:
             links, self._links = list(self._links.values()), {}
-        for link in links:
-            if link.peer is not None:
-                link.peer.close()
+        peers = [link.peer for link in links if link.peer is not None]
+        for peer in peers:
+            peer.close(timeout_s=0)
+        for peer in peers:
+            peer.close()
+
+    def _hello_of(self, number: int) -> Hello:
+        """What it says of itself on the connection `number`.
+
+        One engine may be known by two names. To it, each connection is another reader: the one
+        would take the other's place, and end its leases.
+        """
+        hello = self._hello()
+        return hello.model_copy(update={"engine_id": f"{hello.engine_id}/{number}"})
 
     def _deliver(self, link: Link, channel: Sender, event: Event) -> None:
         """On the channel's thread."""
         if isinstance(event, Connected):
             try:
                 _check_pools(self._hello(), event.hello)
-                link.handle = self._transport.connect(event.hello.local)
-            except (ConfigurationError, RetryLater) as error:
+                self._reach(link, event.hello)
+            except KvConnectError as error:
                 link.refused = error
                 raise
-            link.hello, link.refused = event.hello, None
+            link.refused = None
             self._client.connected(link.address, channel.send)
         elif isinstance(event, Disconnected):
-            handle, link.handle = link.handle, None
             self._client.disconnected(link.address, channel.send)
-            if handle is not None:
+            with self._lock:
+                handle, link.handle = link.handle, None
+                shared = any(other.handle is handle for other in self._links.values())
+            if handle is not None and not shared:
                 self._transport.disconnect(handle)
             self._lost(link, event.reason)
         else:
             self._client.handle(event, link.address)
+
+    def _reach(self, link: Link, hello: Hello) -> None:
+        """Makes reads by `link` possible. Connections to one engine share its handle."""
+        link.hello = hello
+        with self._lock:
+            for other in self._links.values():
+                same = other.hello is not None and other.hello.local == hello.local
+                if same and other.handle is not None:
+                    link.handle = other.handle
+                    return
+        handle = self._transport.connect(hello.local)
+        with self._lock:
+            for other in self._links.values():
+                now = other.handle
+                if now is not None and now.incarnation == handle.incarnation:
+                    other.handle = handle  # of two at the same time, the later one is valid
+            link.handle = handle
 
 
 def _check_pools(ours: Hello, theirs: Hello) -> None:

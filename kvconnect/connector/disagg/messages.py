@@ -79,12 +79,14 @@ class DisaggMeta:
     Attributes:
         store: metadata of the store's pair.
         publish, ends, fetches: orders of this step.
+        lost: requests that ended with their blocks: they are not handed out any more.
     """
 
     store: object = None
     publish: tuple[PublishOrder, ...] = ()
     ends: tuple[EndOrder, ...] = ()
     fetches: tuple[FetchOrder, ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class PrefillBook:
     llm_args: LlmArgs
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _aborted: list[int] = field(default_factory=list)
 
     def add(self, request: LlmRequest, params: PrefillParams) -> None:
         """`request` is to be handed out."""
@@ -67,9 +68,18 @@ class PrefillBook:
     def aborted(self, request: LlmRequest) -> None:
         """It ends before its time: those that wait for it need not, if it was never begun."""
         prompt = self._prompts.get(request.request_id)
-        if prompt is not None and prompt.num_blocks is None:
+        if prompt is None:
+            return
+        if prompt.num_blocks is None:
             del self._prompts[request.request_id]
             self.node.offers.refuse(prompt.name)
+        else:
+            self._aborted.append(request.request_id)
+
+    def take_lost(self) -> tuple[int, ...]:
+        """Requests that workers hand out and that were aborted without being `finished`: once."""
+        aborted, self._aborted = self._aborted, []
+        return tuple(one for one in aborted if self._prompts.pop(one, None) is not None)
 
     def orders(self, output: SchedulerOutput) -> Iterator[PublishOrder]:
         """What the step brings of each."""

@@ -96,8 +96,12 @@ class Publisher:
         else:
             # Before it is told: a reader may be done with it at once.
             self._node.offers.end(order.request_id, key)
-            advance = partial(self._advance, shared, shared.num_tokens, self._num_layers)
-            self._node.device.after(partial(advance, kept=True))
+            self._node.device.after(partial(self._keep, shared, key))
+
+    def _keep(self, shared: _Shared, key: LeaseKey) -> None:
+        # What the device did before may have found it ended: then it is let go of by this.
+        shared.key = key
+        self._advance(shared, shared.num_tokens, self._num_layers, kept=True)
 
     def revoke(self, request_id: int) -> None:
         """Its blocks go: no reader gets more of it, nor has got all."""

@@ -111,7 +111,11 @@ class DisaggScheduler(KvCacheConnectorScheduler):
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
         """True while a reader, or the store, may need the blocks."""
         self._decode.drop(request.request_id)
-        stored = self._store.request_finished(request, cache_block_ids)
+        try:
+            stored = self._store.request_finished(request, cache_block_ids)
+        except BaseException:
+            self._prefill.aborted(request)  # its blocks are not kept
+            raise
         end = self._prefill.finished(request, stored=stored)
         if end is None and not stored:
             return False
@@ -131,6 +135,7 @@ class DisaggScheduler(KvCacheConnectorScheduler):
             tuple(self._prefill.orders(scheduler_output)),
             tuple(self._ends),
             tuple(self._decode.orders(scheduler_output)),
+            self._prefill.take_lost(),
         )
         self._ends.clear()
         return meta
@@ -138,8 +143,10 @@ class DisaggScheduler(KvCacheConnectorScheduler):
     def build_idle_meta(self) -> DisaggMeta | None:
         """Which requests ended, and the store's, if there is anything."""
         store, ends = self._store.build_idle_meta(), tuple(self._ends)
+        lost = self._prefill.take_lost()
         self._ends.clear()
-        return DisaggMeta(store, ends=ends) if ends or store is not None else None
+        empty = store is None and not (ends or lost)
+        return None if empty else DisaggMeta(store, ends=ends, lost=lost)
 
     def update_from_workers(self, metas: Sequence[object]) -> None:
         """For the store."""

@@ -73,6 +73,8 @@ class DisaggWorker(KvCacheConnectorWorker):
             return
         if metadata.store is not None:
             self._store.bind_connector_meta(metadata.store)
+        for request_id in metadata.lost:
+            self._publisher.revoke(request_id)
         self._publisher.begin_step(metadata.publish)
         for end in metadata.ends:
             self._held[end.request_id] = set()

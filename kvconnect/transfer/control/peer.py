@@ -9,7 +9,8 @@ import threading
 import time
 from typing import Self
 
-from kvconnect.errors import BadMessage, PeerRefused
+from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
+from kvconnect.text import shown
 from kvconnect.trace import count
 from kvconnect.transfer.control.channel import Channel
 from kvconnect.transfer.control.endpoint import Endpoint
@@ -140,6 +141,9 @@ class Peer:
             channel = self._connect()
         except (PeerRefused, BadMessage, WireClosed, WireTimeout, OSError) as error:
             self._failed(error)
+            return False
+        except ValueError as error:  # of a host that is no name: UnicodeError, a null character
+            self._failed(ConfigurationError(f"host: {shown(self.host)} is no host name: {error}"))
             return False
         if channel is None:
             return False

@@ -217,9 +217,15 @@ class LeaseServer:
                 del self._waiting[name]
 
     def handle(self, message: Message, holder: str, send: Send) -> bool:
-        """Answers `message` of `holder` through `send`; False if it is none about leases."""
+        """Answers `message` of `holder` through `send`; False if it is none about leases.
+
+        What comes by a way that another has replaced is late, and not taken: the holder has claimed
+        anew by the other, and reads.
+        """
         with self._lock:
-            if isinstance(message, Claim):
+            if self._senders.get(holder, send) != send:
+                count("transfer.lease.late_messages")
+            elif isinstance(message, Claim):
                 self._claim(message, holder, send)
             elif isinstance(message, Renew):
                 send(self._renewed(message, holder))

@@ -171,7 +171,7 @@ class Agent:
     def _call(self, method: Any, *arguments: Any) -> Any:
         try:
             return method(*arguments)
-        except self._errors as error:
+        except Exception as error:  # noqa: BLE001  its errors have no base of their own
             reason = str(error) or type(error).__name__
         del method, arguments  # the error's frames must not keep a destroyed agent alive
         raise AgentError(reason)

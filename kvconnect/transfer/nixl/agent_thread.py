@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvconnect.errors import PeerUnreachable, PullFailed
+from kvconnect.trace import count
 from kvconnect.transfer.nixl.agent import Agent
 from kvconnect.transfer.nixl.nixl_pull import NixlPull
 
 __all__ = ["AgentThread"]
+
+logger = logging.getLogger("kvconnect")
 
 _T = TypeVar("_T")
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
@@ -82,6 +87,9 @@ class AgentThread:
             except PullFailed as error:
                 pull.finish(error)
                 return
+            except Exception as error:  # of this pull alone: nothing of it was begun
+                pull.finish(PullFailed("peer", f"{pull.peer}: {error!r}"))
+                raise
             self._pulls.append(pull)
 
         self._put(begin)
@@ -169,13 +177,19 @@ class AgentThread:
     def _run(self) -> None:
         wait_s = _SHORTEST_S
         while not self._ended:
-            if self._take(wait_s if any(pull.under_way for pull in self._pulls) else None):
-                wait_s = _SHORTEST_S
-            changed = self._advance()
-            wait_s = _SHORTEST_S if changed else min(wait_s * 1.5, _LONGEST_S)
-            self._forget_peers()
+            try:
+                if self._take(wait_s if any(pull.under_way for pull in self._pulls) else None):
+                    wait_s = _SHORTEST_S
+                changed = self._advance()
+                wait_s = _SHORTEST_S if changed else min(wait_s * 1.5, _LONGEST_S)
+                self._forget_peers()
+            except Exception:  # without this thread no pull would end, nor could it be closed
+                count("transfer.nixl.error")
+                logger.exception("NIXL's thread goes on after an error")
+                wait_s = _LONGEST_S
         while not self._commands.empty():
-            self._take(0.0)
+            with suppress(Exception):
+                self._take(0.0)
 
     def _take(self, timeout_s: float | None) -> bool:
         """Runs commands; waits for the first."""
@@ -198,7 +212,11 @@ class AgentThread:
         if agent is None:
             return changed
         for pull in self._pulls:
-            changed = pull.advance(agent, quiescent=self._quiescent) or changed
+            try:
+                changed = pull.advance(agent, quiescent=self._quiescent) or changed
+            except Exception as error:  # what of it is under way is not known any more
+                pull.fail(PullFailed("peer", f"{pull.peer}: {error!r}"))
+                raise
             if pull.error is not None:
                 self._broken.add(pull.peer)
         if changed:

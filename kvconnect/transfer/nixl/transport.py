@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = ["NixlTransport"]
 
+# With an offset below the size of any region added, it is still an int64.
+_Address = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Device = Annotated[int, Field(ge=0, lt=1 << 31)]
+
 
 class _Place(Local):
     """What a `NixlTransport` tells its peers: also where each region is."""
 
     transport: Literal["nixl"] = "nixl"
-    addresses: Annotated[tuple[int, ...], Field(max_length=MAX_REGIONS)]
-    devices: Annotated[tuple[int, ...], Field(max_length=MAX_REGIONS)]
+    addresses: Annotated[tuple[_Address, ...], Field(max_length=MAX_REGIONS)]
+    devices: Annotated[tuple[_Device, ...], Field(max_length=MAX_REGIONS)]
     host: Annotated[tuple[bool, ...], Field(max_length=MAX_REGIONS)]
     metadata: bytes
 

@@ -26,9 +26,10 @@ _MAX_READERS = 256
 class Source:
     """Serves reads of `regions` on threads of its own, one per connection and one that accepts.
 
-    Bounded in number: `_MAX_STRANGERS` connections in the handshake, which may take `_HANDSHAKE_S`,
-    and `_MAX_READERS` after it; what is beyond them is closed at once. A reader that takes nothing
-    for `_STALL_S` of what it asked for is disconnected.
+    Bounded in number: `_MAX_STRANGERS` connections in the handshake, which may take `_HANDSHAKE_S`:
+    one more takes the place of the oldest, so that those who never finish it keep no reader out;
+    and `_MAX_READERS` after it: one more is closed at once. A reader that takes nothing for
+    `_STALL_S` of what it asked for is disconnected.
     """
 
     def __init__(self, regions: Regions, secret: bytes) -> None:
@@ -87,10 +88,14 @@ class Source:
                     time.sleep(0.05)  # out of file descriptors: until some are closed
                 continue
             with self._lock:
-                if self._listener is not listener or len(self._strangers) >= _MAX_STRANGERS:
-                    count("transfer.tcp.turned_away")
+                if self._listener is not listener:
                     connection.close()
                     continue
+                if len(self._strangers) >= _MAX_STRANGERS:
+                    count("transfer.tcp.turned_away")
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    _shut(oldest)
                 thread = threading.Thread(
                     target=self._talk, args=(connection,), name="kvconnect-tcp-source", daemon=True
                 )
@@ -119,6 +124,8 @@ class Source:
 
     def _admit(self, connection: socket.socket) -> bool:
         with self._lock:
+            if connection not in self._strangers:
+                return False  # another took its place
             if len(self._readers) >= _MAX_READERS:
                 count("transfer.tcp.turned_away")
                 return False

@@ -62,6 +62,7 @@ class TcpTransport(Transport):
         self._connect_s = connect_timeout_s
         self._secret = secret.encode() if isinstance(secret, str) else secret or b""
         self._regions = Regions()
+        self._changing = threading.Lock()  # held by whatever opens, ends or rebuilds
         self._lock = threading.Lock()
         self._peers: dict[str, TcpPeer] = {}
         self._former: list[TcpPeer] = []  # disconnected, whose lanes may still run
@@ -71,10 +72,11 @@ class TcpTransport(Transport):
 
     def open(self) -> None:
         """Listens; see `Transport.open`."""
-        if self._source is not None:
-            raise UsageError("the transport is open")
-        self._listen()
-        self._deadlines = Deadlines()
+        with self._changing:
+            if self._deadlines is not None:
+                raise UsageError("the transport is open")
+            self._listen()
+            self._deadlines = Deadlines()
 
     def register(self, memory: Tensor) -> int:
         """See `Transport.register`; before or after `open`."""
@@ -144,20 +146,27 @@ class TcpTransport(Transport):
         return pull
 
     def rebuild(self) -> None:
-        """See `Transport.rebuild`; it listens on the same port."""
-        if self._source is None:
-            raise UsageError("the transport is not open")
-        self._end(PullFailed("closed", "the transport is built anew"))
-        self._listen()
+        """See `Transport.rebuild`; it listens on the same port.
+
+        Raises:
+            ConfigurationError: it cannot, for example since the port is taken meanwhile. Nothing
+                can be read until a later `rebuild` succeeds.
+        """
+        with self._changing:
+            if self._deadlines is None:
+                raise UsageError("the transport is not open")
+            self._end(PullFailed("closed", "the transport is built anew"))
+            self._listen()
 
     def close(self) -> None:
         """See `Transport.close`."""
-        if self._source is not None:
-            self._end(PullFailed("closed", "the transport was closed"))
-        if self._deadlines is not None:
-            self._deadlines.close()
-            self._deadlines = None
-        self._regions.clear()
+        with self._changing:
+            if self._source is not None:
+                self._end(PullFailed("closed", "the transport was closed"))
+            if self._deadlines is not None:
+                self._deadlines.close()
+                self._deadlines = None
+            self._regions.clear()
 
     def _listen(self) -> None:
         incarnation = secrets.token_bytes(16)

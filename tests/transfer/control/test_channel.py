@@ -37,6 +37,7 @@ from kvconnect.transfer.control.messages import (
 )
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.control.wire import Wire, frame
+from kvconnect.transfer.secret import SharedSecret
 
 HERE = Path(__file__).parent
 
@@ -346,6 +347,14 @@ def test_attempts_become_rarer_and_never_stop():
         p = Side("P")
         with Listener(p.endpoint, port=port):
             d.connected()
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".org", "a\0b"])
+def test_a_name_that_is_none_is_an_error_and_not_the_end_of_the_thread(host):
+    side = Side("A", secret=SharedSecret("of at least 16 characters"))
+    with Peer(side.endpoint, host, 80) as peer:
+        until(lambda: peer.error is not None)
+        assert peer._thread.is_alive()
 
 
 def test_no_thread_and_no_descriptor_is_left():

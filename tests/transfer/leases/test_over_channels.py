@@ -17,7 +17,15 @@ from lease_process import read, serve
 from kvconnect.errors import DuplicateRequest
 from kvconnect.trace import metrics
 from kvconnect.transfer.control.listener import Listener
-from kvconnect.transfer.control.messages import Claim, Expired, Grant, Ping, Unknown
+from kvconnect.transfer.control.messages import (
+    Abort,
+    Claim,
+    Expired,
+    Grant,
+    Ping,
+    Release,
+    Unknown,
+)
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.leases.clock import lease_clock
@@ -254,6 +262,36 @@ def test_claims_that_wait_are_bounded_and_end_with_their_channel():
     assert said == [Unknown(seq=1, request="1024")]
     server.disconnected("D", said.append)
     assert not server._waiting
+
+
+@pytest.mark.parametrize("kind", [Abort, Release])
+def test_what_an_earlier_connection_said_is_late_and_ends_nothing(kind):
+    """P's thread of the lost connection may be slower than that of the one that followed."""
+    server = LeaseServer(lambda _: None, max_lease_total=1000)
+    said: list = []
+    earlier, later = Ways(said), Ways(said)
+    epoch = server.offer("r", tokens=1, nbytes=1).epoch
+    server.connected("D", earlier.send)
+    server.handle(Claim(seq=1, request="r"), "D", earlier.send)
+    server.connected("D", later.send)
+    server.handle(Claim(seq=2, request="r"), "D", later.send)
+    fields = {"request": "r", "epoch": epoch} | ({"seq": 3} if kind is Release else {})
+    assert server.handle(kind(**fields), "D", earlier.send)
+    assert [type(one) for one in said] == [Grant, Grant]
+    assert not server.table.take_ended()
+    server.handle(kind(**fields), "D", later.send)
+    assert len(server.table.take_ended()) == 1
+
+
+class Ways:
+    """A connection's end, each another one."""
+
+    def __init__(self, said: list) -> None:
+        self._said = said
+
+    def send(self, message) -> bool:
+        self._said.append(message)
+        return True
 
 
 def test_a_claim_of_an_epoch_does_not_wait():

@@ -1,0 +1,133 @@
+"""The fetcher by itself: whatever goes wrong, each load ends once and nothing of it stays."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engines import T, until
+
+from kvconnect.connector.disagg import fetcher as module
+from kvconnect.connector.disagg.fetcher import Fetcher
+from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.layout import KvCacheLayout
+from kvconnect.transfer.control.messages import Unknown
+from kvconnect.transfer.pull import Pull
+from kvconnect.transfer.quarantine import Quarantine
+from kvconnect.transfer.reads import Reads
+from kvconnect.transfer.transport import PeerHandle
+
+LAYOUT = KvCacheLayout(2, 1, 4, 4, T, torch.float32)
+ORDER = FetchOrder(7, "name", "host:1", 0, 40, (0,), ([1, 2, 3],))
+
+
+class FakeLinks:
+    """One engine, which is never connected."""
+
+    def __init__(self) -> None:
+        self.link = SimpleNamespace(
+            address="host:1", attempts=0, error=None, handle=None, hello=None, users=0
+        )
+
+    def use(self, address):
+        self.link.users += 1
+        return self.link
+
+    def leave(self, link):
+        link.users -= 1
+
+
+@pytest.fixture
+def links():
+    return FakeLinks()
+
+
+@pytest.fixture
+def fetcher(links):
+    fetcher = Fetcher(
+        None,
+        layouts=(LAYOUT,),
+        regions=(0,),
+        load_s=20.0,
+        idle_s=20.0,
+        min_bytes_per_s=1e6,
+        quarantine=Quarantine(4, lambda: None),
+        wakeup=lambda: None,
+    )
+    fetcher.attach(links)
+    yield fetcher
+    fetcher.close()
+
+
+def ends_nowhere(fetcher, links):
+    """Nothing of any load is left."""
+    until(lambda: not (fetcher._fetches or fetcher._expected or fetcher._claims))
+    assert (links.link.users, len(fetcher.client), fetcher._by_lease) == (0, 0, {})
+
+
+def test_a_prompt_is_claimed_for_one_request_until_that_lets_go_of_it(fetcher, links):
+    """Also once the other side has refused: what the first drops would be the second's."""
+    first = fetcher.claim("host:1", "name")
+    seq = next(iter(first.claimed.lease._sent))
+    fetcher.client.handle(Unknown(seq=seq, request="name"), "host:1")
+    assert first.failed
+    second = fetcher.claim("host:1", "name")
+    assert second.failed
+    assert links.link.users == 1
+    first.drop()
+    second.drop()
+    third = fetcher.claim("host:1", "name")
+    assert not third.failed
+    assert fetcher._claims["host:1", "name"] is third
+    third.drop()
+    ends_nowhere(fetcher, links)
+
+
+@pytest.mark.parametrize("what", ["Fetch", "FetchPlan"])
+def test_a_load_that_cannot_begin_has_failed(fetcher, links, monkeypatch, what):
+    def planted(*args, **more):
+        raise ValueError("planted")
+
+    place = module if what == "Fetch" else "kvconnect.connector.disagg.fetch"
+    monkeypatch.setattr(*((place, what) if what == "Fetch" else (f"{place}.{what}",)), planted)
+    fetcher.claim("host:1", "name")
+    fetcher.expect(ORDER)
+    fetcher.begin(ORDER)
+    failures = []
+    until(lambda: failures.extend(fetcher.take_failed()) or failures)
+    assert [(one.request_id, one.num_valid_tokens, one.writes_ended) for one in failures] == [
+        (7, 0, True)
+    ]
+    assert not fetcher.among([7])
+    ends_nowhere(fetcher, links)
+
+
+def test_a_load_is_cancelled_before_it_begins(fetcher, links):
+    fetcher.claim("host:1", "name")
+    fetcher.expect(ORDER)
+    assert fetcher.cancel(7)
+    fetcher.begin(ORDER)
+    ended = []
+    until(lambda: ended.extend(fetcher.take_ended()) or ended)
+    assert ended == [7]
+    assert not fetcher.cancel(7)
+    ends_nowhere(fetcher, links)
+
+
+def test_an_end_of_a_read_that_cannot_be_noted_fails_its_load(fetcher):
+    """It would wait for that read until the deadline of the whole load."""
+
+    def planted(*_):
+        raise ValueError("planted")
+
+    reasons: list[str] = []
+    fetch = SimpleNamespace(fail=reasons.append, pull_done=planted, pull_terminal=planted)
+    transport = SimpleNamespace(pull=lambda *_, **__: pull)
+    pull, fetcher._transport = Pull(1), transport
+    link = SimpleNamespace(address="host:1", handle=PeerHandle("host", "0" * 32, ()))
+    fetcher.pull(fetch, link, Reads(0, [0], 0, [0], 1))
+    pull.finish()
+    until(lambda: reasons, 2)
+    assert reasons == ["ValueError('planted')"]
+    assert fetcher._flying_nbytes == 0
