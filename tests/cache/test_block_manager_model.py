@@ -69,7 +69,7 @@ class TestBlockManager(BlockManagerMachine.TestCase):
 
 
 class TestNaiveModel(NaiveMachine.TestCase):
-    settings = settings(QUICK, max_examples=20)
+    settings = settings(QUICK, max_examples=8)
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ class TestBlockManagerLong(BlockManagerMachine.TestCase):
     settings = settings(QUICK, max_examples=2000)
 
 
-@settings(QUICK, max_examples=150)
+@settings(QUICK, max_examples=80)
 @given(random=st.randoms(use_true_random=True))
 def test_conversations_by_turns_come_back_in_long_runs(random):
     config = KvCacheConfig(

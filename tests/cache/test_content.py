@@ -26,6 +26,14 @@ LAYOUTS = [
 ]
 
 
+# What is copied is a matter of the layout, what is taken over one of the tree alone.
+BY_LAYOUT = [
+    *((layout, True) for layout in LAYOUTS),
+    (LAYOUTS[0], False),
+    *(pytest.param(layout, False, marks=pytest.mark.slow) for layout in LAYOUTS[1:]),
+]
+
+
 @cache
 def computed(path, layer, is_value, shape):
     """What a model computes for the last token of `path`, as bytes; it depends on all of them."""
@@ -153,8 +161,7 @@ def run_requests(manager, count, chunk=None, longest=18):
     return reused, partial
 
 
-@pytest.mark.parametrize("copy", [True, False], ids=["copy", "take"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "copy"), BY_LAYOUT, ids=str)
 def test_reused_tokens_are_those_that_were_computed(layout, copy):
     config = KvCacheConfig(tokens_per_block=T, copy_on_partial_reuse=copy)
     manager = KVCacheManager(config, [layout], num_blocks=14)
@@ -179,8 +186,7 @@ class Counting:
         return count
 
 
-@pytest.mark.parametrize("copy", [True, False], ids=["copy", "take"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "copy"), BY_LAYOUT, ids=str)
 def test_also_after_a_stay_in_host_memory(layout, copy):
     config = KvCacheConfig(
         tokens_per_block=T, copy_on_partial_reuse=copy, host_cache_size=30 * layout.block_nbytes
@@ -202,7 +208,14 @@ POOLS = [
 
 @pytest.mark.parametrize("chunk", [None, 8])
 @pytest.mark.parametrize("host", [0, 40], ids=["device", "host"])
-@pytest.mark.parametrize("layouts", [POOLS, POOLS[1:], POOLS[:2]], ids=["three", "windows", "two"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(POOLS, id="three"),
+        pytest.param(POOLS[1:], id="windows"),
+        pytest.param(POOLS[:2], id="two", marks=pytest.mark.slow),
+    ],
+)
 def test_in_pools_of_several_windows(layouts, host, chunk):
     block = sum(layout.block_nbytes for layout in layouts)
     config = KvCacheConfig(tokens_per_block=T, host_cache_size=host * block)

@@ -21,7 +21,7 @@ PLAN = DeadPlan(
     parameters="timeout=2s",
     stored=25,
 )
-SHORT = {("redis", Death.FROZEN), ("s3", Death.REFUSED)}
+SHORT = {("redis", Death.FROZEN)}
 
 
 @pytest.mark.parametrize(

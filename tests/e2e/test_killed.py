@@ -41,7 +41,7 @@ def _kill_and_check(
 
 
 def test_killed_while_saving(model: Path, expected: list[int], tmp_path: Path) -> None:
-    _kill_and_check(model, tmp_path / "store", expected, kills=3, seed=1)
+    _kill_and_check(model, tmp_path / "store", expected, kills=2, seed=1)
 
 
 @pytest.mark.slow

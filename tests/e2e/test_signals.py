@@ -25,7 +25,10 @@ def _arguments(model: Path, store: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+)
 def test_a_signal_saves_what_is_staged(
     model: Path,
     tmp_path: Path,

@@ -84,6 +84,7 @@ MUTANTS = [
         "(i64)gridDim.x * TILE)",
         "(i64)gridDim.x * TILE * 2)",
         hunt(copies.mappings, copies.check_copy),
+        slow=True,
     ),
     Mutant(
         "strides of tokens and heads swapped",
@@ -94,7 +95,7 @@ MUTANTS = [
     ),
     Mutant("padding is a block", "copy_runs", "(id >= 0)", "(id >= -1)", wrong_sources),
     Mutant("a block too many", "copy_runs", "(id < ids.limit)", "(id <= ids.limit)", wrong_targets),
-    Mutant("half of an id", "copy_runs", "ids.width == 8 ?", "false ?", wrong_targets),
+    Mutant("half of an id", "copy_runs", "ids.width == 8 ?", "false ?", wrong_targets, slow=True),
     Mutant(
         "a token too many", "copy_runs", "offset < pairs.prefix", "offset <= pairs.prefix", copy
     ),
@@ -115,7 +116,14 @@ MUTANTS = [
         "0x80000u",
         quantise,
     ),
-    Mutant("lanes that are not asked", "quantize", "lanes / 2; mask", "lanes / 4; mask", quantise),
+    Mutant(
+        "lanes that are not asked",
+        "quantize",
+        "lanes / 2; mask",
+        "lanes / 4; mask",
+        quantise,
+        slow=True,
+    ),
     Mutant("signs are lost", "quantize", "bits & 0x80u) << 24", "bits & 0u) << 24", dequantise),
     Mutant(
         "threads overlap",
