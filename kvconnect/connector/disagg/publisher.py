@@ -10,6 +10,7 @@ from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
 from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import count
 from kvconnect.transfer.leases.table import Blocks, LeaseKey, Mark
 
 __all__ = ["Publisher"]
@@ -25,6 +26,7 @@ class _Shared:
         ids: of each pool group, as far as known; -1 where the request holds none.
         told: number of the block after the last one that readers know, by pool group.
         mark: how much of it readers know to be computed.
+        computed: every layer holds all of it.
     """
 
     key: LeaseKey | None
@@ -32,6 +34,7 @@ class _Shared:
     ids: list[list[int]]
     told: list[int]
     mark: Mark = field(default_factory=Mark)
+    computed: bool = False
 
 
 class Publisher:
@@ -118,6 +121,9 @@ class Publisher:
         """The first `layers` layers hold the first `tokens` tokens; on the device's thread, too."""
         if shared.key is None or tokens == 0:
             return
+        if tokens >= shared.num_tokens and layers == self._num_layers and not shared.computed:
+            shared.computed = True
+            count("transfer.computed", tokens=shared.num_tokens)
         if tokens >= shared.num_tokens and not kept:
             layers = min(layers, self._num_layers - 1)
         mark = Mark(tokens, layers)
