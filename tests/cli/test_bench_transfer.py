@@ -21,9 +21,10 @@ SMALL = ("--total", "1MiB", "--piece", "4KiB", "--rounds", 1)
 class PartyHere:
     """Stands in for a process: the same methods, in this one."""
 
+    pid = os.getpid()
+
     def __init__(self, *_: object, before: object = ()) -> None:
         self._party = PullParty()
-        self.pid = os.getpid()
 
     def ask(self, workload: str, **arguments: object) -> object:
         asked = json.loads(json.dumps(arguments))
@@ -67,6 +68,14 @@ def test_a_transport_that_delivers_other_bytes_is_no_result(kvconnect, parties_h
     monkeypatch.setattr(PullParty, "pull", lambda *_, **__: 0.001)
     with pytest.raises(RuntimeError, match="other bytes than those asked for"):
         kvconnect("bench", "transfer", "--parts", "loopback", "--transports", "tcp", *SMALL)
+
+
+def test_a_kernel_that_lets_no_process_be_read_is_said(kvconnect, parties_here, monkeypatch):
+    monkeypatch.setattr(run, "find_spec", lambda _: True)
+    monkeypatch.setattr(PartyHere, "pid", 2**22 + 1)  # beyond all that there are
+    code, out, err = kvconnect("bench", "transfer", "--parts", "host", *SMALL)
+    assert (code, out) == (2, "")
+    assert "left out: process_vm_readv: No such process" in err
 
 
 def test_what_this_machine_lacks_is_left_out_and_said(kvconnect, monkeypatch):

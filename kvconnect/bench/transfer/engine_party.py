@@ -5,6 +5,7 @@ Times are of ``time.monotonic``, which the processes of one Linux host share.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -47,6 +48,7 @@ class EngineParty:
             connector=KvCacheConnectorConfig(transfer=transfer),
             max_num_tokens=prompt_tokens,
         )
+        gc.freeze()  # else the interpreter looks through all of torch, for a quarter of a second
         layout = llm.layout
         return {
             "tokens_per_block": layout.tokens_per_block,
@@ -55,7 +57,7 @@ class EngineParty:
         }
 
     def prefill(self, prompt: list[int], transfer_id: str | None = None) -> dict[str, Any]:
-        """Computes `prompt` and hands it out; when its last layer was computed."""
+        """Computes `prompt` and hands it out; when its last chunk was computed."""
         carried = {"do": "prefill"} | ({} if transfer_id is None else {"transfer_id": transfer_id})
         self._forget()
         (output,) = self._engine.generate([prompt], _PREFILL, kv_transfer_params=carried)

@@ -25,8 +25,8 @@ class Handover:
     """What one transport took; times in seconds, of each request.
 
     Attributes:
-        exposed: from when the prefill had computed the last layer of the prompt's last chunk until
-            all of it was valid at the decode.
+        exposed: from when the prefill had computed the prompt's last chunk until all of it was
+            valid at the decode.
         first: from then until the decode's first token.
         step: of a decode step there.
         two_layers: of a pull of two layers of the prompt, between processes that do nothing else.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvconnect.bench.blocks.worker import serve, take_stdout
-from kvconnect.bench.transfer.floors import PlainSocket, plain_read, process_read
+from kvconnect.bench.transfer.floors import NotAllowed, PlainSocket, plain_read, process_read
 from kvconnect.transfer.transport import PeerHandle, Reads, Transport
 
 _DEADLINE_S = 60.0
@@ -55,6 +55,15 @@ class PullParty:
         pull = self._transports[name].pull(self._peers[name], reads, deadline_s=_DEADLINE_S)
         pull.done.result()
         return time.perf_counter() - start
+
+    def refusal(self, pid: int, address: int) -> str:
+        """Why this process may not read the memory of `pid`; empty: it may."""
+        try:
+            here = np.array([self._memory.data_ptr()], np.int64)
+            process_read(pid, np.array([address], np.int64), here, 8)
+        except NotAllowed as error:
+            return str(error)
+        return ""
 
     def process_read(self, pid: int, address: int, pieces: int, nbytes: int) -> float:
         """As `pull`, with ``process_vm_readv``."""

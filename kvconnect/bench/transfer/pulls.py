@@ -11,6 +11,7 @@ from typing import Any
 
 from kvconnect.bench.blocks.party import Party
 from kvconnect.bench.report import Figure
+from kvconnect.bench.transfer.floors import NotAllowed
 from kvconnect.bench.transfer.link import DEVICE, Link, shaped_link
 from kvconnect.bench.transfer.plan import TransferPlan
 
@@ -88,11 +89,14 @@ def on_one_host(plan: TransferPlan) -> list[Figure]:
     """NIXL between two processes of one host, against the system call that it ends in.
 
     Raises:
-        PartyFailed: the kernel lets no process read another one's memory, or NIXL is of no use.
+        NotAllowed: the kernel does not let the reader read the source's memory.
+        PartyFailed: NIXL is of no use here.
     """
     pieces = plan.total_nbytes // plan.piece_nbytes
     with PullPair.started(plan.total_nbytes) as pair:
         what = {"pid": pair.pid, "address": pair.address}
+        if refusal := pair.reader.ask("refusal", **what):
+            raise NotAllowed(refusal)
         what |= {"pieces": pieces, "nbytes": plan.piece_nbytes}
         pair.open("nixl")
         reads = {

@@ -26,7 +26,6 @@ class _Shared:
         ids: of each pool group, as far as known; -1 where the request holds none.
         told: number of the block after the last one that readers know, by pool group.
         mark: how much of it readers know to be computed.
-        computed: every layer holds all of it.
     """
 
     key: LeaseKey | None
@@ -34,7 +33,6 @@ class _Shared:
     ids: list[list[int]]
     told: list[int]
     mark: Mark = field(default_factory=Mark)
-    computed: bool = False
 
 
 class Publisher:
@@ -87,6 +85,13 @@ class Publisher:
         for shared, tokens in self._computing:
             self._node.device.after(partial(self._advance, shared, tokens, layer + 1))
 
+    def step_computed(self) -> None:
+        """The forward pass is over."""
+        for shared, tokens in self._computing:
+            if tokens >= shared.num_tokens:
+                told = partial(count, "transfer.computed", tokens=shared.num_tokens)
+                self._node.device.after(told)
+
     def end(self, order: EndOrder) -> None:
         """The request ended and keeps its blocks: all is readable, or none is valid any more."""
         shared = self._shared.pop(order.request_id, None)
@@ -121,9 +126,6 @@ class Publisher:
         """The first `layers` layers hold the first `tokens` tokens; on the device's thread, too."""
         if shared.key is None or tokens == 0:
             return
-        if tokens >= shared.num_tokens and layers == self._num_layers and not shared.computed:
-            shared.computed = True
-            count("transfer.computed", tokens=shared.num_tokens)
         if tokens >= shared.num_tokens and not kept:
             layers = min(layers, self._num_layers - 1)
         mark = Mark(tokens, layers)
