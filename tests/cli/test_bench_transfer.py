@@ -38,6 +38,8 @@ class PartyHere:
             transport.close()
         for connection in self._party._plain.values():
             connection.close()
+        for listener in self._party._listeners:
+            listener.close()
 
 
 @pytest.fixture
@@ -150,4 +152,4 @@ def test_all_of_it_on_this_machine(kvconnect, model: Path):
         assert found[name]["value"] > 0
     if os.geteuid() == 0:
         assert found["link of 1 Gbit/s: tcp / line rate"]["value"] > 0
-    assert "kvbench-" not in _namespaces()
+        assert "kvbench-" not in _namespaces()

@@ -65,11 +65,21 @@ class PlainSocket:
         self._data = data
         self._listener = socket.create_server((host, 0))
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Takes no more connections; those that there are go on until their reader closes them."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._listener.close()
 
     def _accept(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
             threading.Thread(target=self._send, args=(connection,), daemon=True).start()
 
     def _send(self, connection: socket.socket) -> None:

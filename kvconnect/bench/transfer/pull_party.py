@@ -25,6 +25,7 @@ class PullParty:
         self._memory = torch.zeros(8, dtype=torch.uint8)
         self._transports: dict[str, Transport] = {}
         self._peers: dict[str, PeerHandle] = {}
+        self._listeners: list[PlainSocket] = []
         self._plain: dict[tuple[str, int], socket.socket] = {}
 
     def fill(self, nbytes: int) -> int:
@@ -45,7 +46,8 @@ class PullParty:
 
     def listen(self, host: str) -> int:
         """Sends its memory over a plain socket to all that ask; returns the port."""
-        return PlainSocket(host, self._memory.numpy().data).port
+        self._listeners.append(PlainSocket(host, self._memory.numpy().data))
+        return self._listeners[-1].port
 
     def pull(self, name: str, pieces: int, nbytes: int) -> float:
         """Seconds that it takes to read so many pieces of `nbytes`, in another order than ours."""
