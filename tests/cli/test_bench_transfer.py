@@ -141,10 +141,11 @@ def _namespaces() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # a dozen processes, each of which imports torch
 def test_all_of_it_on_this_machine(kvconnect, model: Path):
     code, out, err = kvconnect(
         *("bench", "transfer", *SMALL, "--model", model, "--prompt-tokens", 64, "--requests", 2),
-        *("--idle-s", 0.2, "--json"),
+        *("--rates", 1, "--idle-s", 0.2, "--json"),
     )
     assert code == 0, err
     found = figures(out)
