@@ -23,6 +23,13 @@ __all__ = ["METRICS", "Collector", "Metric", "MetricsServer", "Snapshot", "serve
 
 _OPERATIONS = ("lookup", "load", "save", "delete", "children", "open", "close")
 _FAILURES = ("failure", "timeout", "refused", "bad_frame", "other_codec")
+_PULL_FAILURES = ("peer", "refused", "deadline", "abandoned", "closed")
+_LEASE_EVENTS = (
+    *("offered", "no_room", "granted", "claims_refused", "released", "aborted", "expired"),
+)
+_CONTROL_FAULTS = (
+    *("refused", "not_opened", "pushed_out", "not_connected", "silent", "bad_message", "not_taken"),
+)
 _STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503)
 
 Sample: TypeAlias = tuple[tuple[str, ...], float]
@@ -280,6 +287,74 @@ METRICS: tuple[Metric, ...] = (
         "Bytes that they may take.",
         _store_sizes("store.capacity"),
         _STORE,
+    ),
+    Metric(
+        "kvconnect_transfer_tokens_total",
+        "Prompt tokens that were to come from another engine: fetched, or computed_instead.",
+        _totals({(how,): f"transfer.{how}.tokens" for how in ("fetched", "computed_instead")}),
+        ("outcome",),
+    ),
+    Metric(
+        "kvconnect_transfer_pulls_total",
+        "Reads from peers' memory that ended, failed ones too.",
+        _totals({(): "transfer.pull"}),
+    ),
+    Metric(
+        "kvconnect_transfer_pull_seconds_total",
+        "Time that they took.",
+        _totals({(): "transfer.pull.seconds"}),
+    ),
+    Metric(
+        "kvconnect_transfer_bytes_total",
+        "Bytes of those that succeeded.",
+        _totals({(): "transfer.pull.bytes"}),
+    ),
+    Metric(
+        "kvconnect_transfer_pull_failures_total",
+        "Those that failed: peer (it died, was disconnected or broke the protocol), refused (no "
+        "such memory), deadline, abandoned, closed (by this side, for all).",
+        _totals({(why,): f"transfer.pull.{why}" for why in _PULL_FAILURES}),
+        ("reason",),
+    ),
+    Metric(
+        "kvconnect_transfer_late_reads_total",
+        "Prompts that were read when their lease was over, so discarded.",
+        _totals({(): "transfer.late_reads"}),
+    ),
+    Metric(
+        "kvconnect_transfer_leases_total",
+        "Prompts offered, or for which there was no_room; claims granted, or claims_refused (too "
+        "many waited); and how leases ended: released, aborted or expired.",
+        _totals({(event,): f"transfer.lease.{event}" for event in _LEASE_EVENTS}),
+        ("event",),
+    ),
+    Metric(
+        "kvconnect_transfer_leased_bytes",
+        "Bytes of blocks that are kept for peers.",
+        _sizes({(): "transfer.leased_bytes"}),
+    ),
+    Metric(
+        "kvconnect_transfer_quarantined_blocks",
+        "Blocks that failed reads may still write to.",
+        _sizes({(): "transfer.quarantined_blocks"}),
+    ),
+    Metric(
+        "kvconnect_transfer_rebuilds_total",
+        "How often the transport was built anew because of too many of them.",
+        _totals({(): "transfer.rebuilds"}),
+    ),
+    Metric(
+        "kvconnect_transfer_peers",
+        "Connected engines: readers fetch from this one, from sources it fetches.",
+        _sizes({(role,): f"transfer.peers.{role}" for role in ("readers", "sources")}),
+        ("role",),
+    ),
+    Metric(
+        "kvconnect_transfer_control_faults_total",
+        "Control connections that did not come about (refused, not_opened, pushed_out by others, "
+        "not_connected) or ended by a fault (silent, bad_message, not_taken).",
+        _totals({(why,): f"transfer.control.{why}" for why in _CONTROL_FAULTS}),
+        ("reason",),
     ),
 )
 """All metrics, in the order of ``docs/metrics.md``."""

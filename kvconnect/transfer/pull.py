@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from kvconnect.errors import PullFailed
+from kvconnect.trace import Event, count, metrics
 
 __all__ = ["Pull", "Terminal"]
 
@@ -64,6 +66,7 @@ class Pull:
         self.terminal = Terminal()
         self._lock = threading.Lock()
         self._settled = False
+        self._began = time.perf_counter()
 
     def abandon(self) -> None:
         """Fails `done` now, if it is not done; `terminal` follows when it can. Never blocks."""
@@ -87,8 +90,12 @@ class Pull:
             if self._settled:
                 return False
             self._settled = True
+        seconds = time.perf_counter() - self._began
         if error is None:
+            metrics.emit(Event("transfer.pull", seconds, {"bytes": self.nbytes}))
             self.done.set_result(None)
         else:
+            metrics.emit(Event("transfer.pull", seconds, error=error))
+            count(f"transfer.pull.{error.reason}")
             self.done.set_exception(error)
         return True

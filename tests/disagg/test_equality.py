@@ -16,6 +16,9 @@ from engines import (
     until,
 )
 
+from kvconnect.trace import metrics
+
+_FREED = ("transfer.leased_bytes", "transfer.quarantined_blocks")
 # Shorter and longer than a block, a window of 24 and a chunk; one ends where a window's block does.
 LENGTHS = (2, 17, 39, 71, 100)
 MORE = ["qwen3", "mistral", "gpt2", "qwen2", "mixtral", "phi", "gemma", "olmo", "gpt_neox", "opt"]
@@ -74,7 +77,26 @@ def test_what_the_reader_has_is_not_fetched(open_one, answer_of, counted):
     assert list(output.output_token_ids) == answer_of(prompt)
     assert (output.reused_device_tokens, output.reused_store_tokens) == (48, 51)
     assert counted["transfer.fetched.tokens"] == 99 - 3 * T
+    assert counted["transfer.computed"] == counted["transfer.lease.granted"] == 1
     leaks_nothing(prefill, decode)
+
+
+def test_who_is_connected_and_what_is_leased_can_be_watched(open_one):
+    def told() -> dict[str, float]:
+        return {one.name: one.value for one in metrics.gauges() if one.name.startswith("transfer.")}
+
+    prefill, decode = open_one("prefill"), open_one("decode")
+    assert set(told().values()) == {0}
+    prompt = prompt_of(40)
+    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
+    assert told()["transfer.leased_bytes"] == 3 * prefill.layout.block_nbytes
+    decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
+    connected = {"transfer.peers.readers": 1, "transfer.peers.sources": 1}
+    until(lambda: told() == connected | dict.fromkeys(_FREED, 0))
+    decode.close()
+    until(lambda: told() == {"transfer.peers.readers": 0, "transfer.leased_bytes": 0})
+    prefill.close()
+    assert told() == {}
 
 
 def test_both_roles_in_one_engine_each_way(open_one, answer_of):

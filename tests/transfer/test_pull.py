@@ -6,7 +6,10 @@ import threading
 
 import pytest
 
+from kvconnect import trace
 from kvconnect.errors import ConfigurationError, PullFailed
+from kvconnect.trace import Metrics
+from kvconnect.transfer import pull as pulls
 from kvconnect.transfer import quarantine as quarantine_module
 from kvconnect.transfer.deadlines import Deadlines
 from kvconnect.transfer.quarantine import Quarantine
@@ -38,6 +41,31 @@ def test_an_abandoned_pull_fails_once_and_is_not_terminal_yet():
     pull.finish()
     pull.terminal.add_callback(lambda: called.append(2))
     assert called == [1, 2]
+
+
+def test_each_pull_is_counted_once_before_it_is_done(monkeypatch):
+    counted = Metrics()
+    for module in (trace, pulls):
+        monkeypatch.setattr(module, "metrics", counted)
+    pull = Pull(5)
+    pull.done.add_done_callback(lambda _: seen.append(counted.snapshot()["transfer.pull.bytes"]))
+    seen: list[float] = []
+    pull.finish()
+    pull.abandon()
+    assert seen == [5]
+    for error in (PullFailed("deadline", "late"), PullFailed("peer", "dead")):
+        pull = Pull(7)
+        pull.fail(error)
+        pull.finish()
+    told = counted.snapshot()
+    assert told.pop("transfer.pull.seconds") > 0
+    assert told == {
+        "transfer.pull": 3,
+        "transfer.pull.bytes": 5,
+        "transfer.pull.errors": 2,
+        "transfer.pull.deadline": 1,
+        "transfer.pull.peer": 1,
+    }
 
 
 def test_deadlines_come_in_their_order_whatever_that_of_the_pulls():

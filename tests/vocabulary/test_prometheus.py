@@ -173,6 +173,41 @@ def test_two_engines_are_one_process(metrics: Metrics):
     assert value("kvconnect_device_blocks", state="free") == 2
 
 
+def test_pulls_leases_and_peers_are_told(metrics: Metrics):
+    failures = ("peer", "refused", "deadline", "abandoned", "closed")
+    for number, reason in enumerate(failures, 1):
+        for _ in range(number):
+            count(f"transfer.pull.{reason}")
+    with trace("transfer.pull") as span:
+        span.set(bytes=4096)
+    events = ("offered", "no_room", "granted", "claims_refused", "released", "aborted", "expired")
+    for number, event in enumerate(events, 1):
+        for _ in range(number):
+            count(f"transfer.lease.{event}", nbytes=10)
+    count("transfer.fetched", tokens=30)
+    count("transfer.computed_instead", tokens=5)
+    for name in ("late_reads", "rebuilds", "control.silent"):
+        count(f"transfer.{name}")
+    sizes = {"peers.readers": 3.0, "peers.sources": 2.0, "leased_bytes": 9.0}
+    for quarantined in (1.0, 4.0):
+        metrics.add_gauges(lambda size=quarantined: {"transfer.quarantined_blocks": size})
+    metrics.add_gauges(lambda: {f"transfer.{name}": size for name, size in sizes.items()})
+
+    def told(name: str, **labels: str) -> float | None:
+        return value(f"kvconnect_transfer_{name}", **labels)
+
+    assert [told("pull_failures_total", reason=one) for one in failures] == [1, 2, 3, 4, 5]
+    assert (told("pulls_total"), told("bytes_total")) == (1, 4096)
+    assert told("pull_seconds_total") > 0
+    assert [told("leases_total", event=one) for one in events] == [1, 2, 3, 4, 5, 6, 7]
+    assert told("tokens_total", outcome="fetched") == 30
+    assert told("tokens_total", outcome="computed_instead") == 5
+    assert (told("late_reads_total"), told("rebuilds_total")) == (1, 1)
+    assert told("control_faults_total", reason="silent") == 1
+    assert (told("peers", role="readers"), told("peers", role="sources")) == (3, 2)
+    assert (told("quarantined_blocks"), told("leased_bytes")) == (5, 9)
+
+
 def test_a_gauge_that_cannot_be_read_hides_no_other(metrics: Metrics, caplog):
     metrics.add_gauges(lambda: 1 / 0, DISK)
     metrics.add_gauges(lambda: {"connector.staging.free": 9.0})

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,25 +43,31 @@ class Party:
         python: its interpreter; ``None``: kvconnect's own party in this interpreter.
         module: to run there, with its package.
         arguments: of the module.
+        before: what the command begins with, such as ``ip netns exec NAME``.
 
     Attributes:
         versions: what it said of itself.
+        pid: of its process.
 
     Raises:
         PartyFailed: it is not installed there, or cannot start.
     """
 
-    def __init__(self, python: Path | None, module: str, *arguments: str) -> None:
+    def __init__(
+        self, python: Path | None, module: str, *arguments: str, before: Sequence[str] = ()
+    ) -> None:
         start = _START_OWN if python is None else _START_PEER
+        command = [*before, python or sys.executable, "-P", "-c", start, str(_PACKAGE), module]
         # To a file: a pipe that is not read would stop a party that complains a lot.
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `close`
         self._process = subprocess.Popen(  # noqa: S603  the user names the interpreter
-            [python or sys.executable, "-P", "-c", start, str(_PACKAGE), module, *arguments],
+            [*command, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
             text=True,
         )
+        self.pid = self._process.pid
         try:
             self.versions: dict[str, str] = self._answer()
         except PartyFailed:

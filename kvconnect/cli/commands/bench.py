@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvconnect.backends.url import StoreUrl, parse_size
 from kvconnect.cli.bench_serve import add_serve_options, run_serve
+from kvconnect.cli.bench_transfer import add_transfer_options, run_transfer
 from kvconnect.cli.command import Subparsers, add_number, picked
 from kvconnect.errors import ConfigurationError, nearest
 
@@ -54,6 +55,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_serve_options(serve)
     _runs(serve, run_serve)
+    transfer = benchmarks.add_parser(
+        "transfer",
+        help="reads from a peer's memory against the machine's own; prefill to decode",
+    )
+    add_transfer_options(transfer)
+    _runs(transfer, run_transfer)
     _add_blocks(benchmarks)
     _add_store(benchmarks)
     _add_dead(benchmarks)

@@ -181,7 +181,7 @@ class Fetch:
         if self._learn(claimed):
             self._progress_at = time.monotonic()
         while len(self._reading) < _PULLS_IN_FLIGHT and not self.over:
-            if not self._ready:
+            if not self._ready and not self._plan.complete:
                 for reads in self._plan.take(self._coverage, self._remote):
                     self._ready += cut_reads(reads, _PULL_NBYTES)
             if not self._ready:

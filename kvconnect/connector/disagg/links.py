@@ -130,6 +130,12 @@ class Links:
             if link.peer is not None:
                 link.peer.reconnect(reason)
 
+    @property
+    def connected(self) -> int:
+        """How many engines blocks can be fetched from now."""
+        with self._lock:
+            return sum(link.handle is not None for link in self._links.values())
+
     def close(self) -> None:
         """Ends all connections; blocks until they have ended."""
         with self._lock:

@@ -18,6 +18,7 @@ from kvconnect.connector.disagg.links import Links
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
 from kvconnect.errors import ConfigurationError, UsageError
+from kvconnect.trace import metrics
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
@@ -65,7 +66,9 @@ class TransferNode:
         self._links: Links | None = None
         self._offers: Offers | None = None
         self._fetcher: Fetcher | None = None
+        self._quarantine: Quarantine | None = None
         self._device: DeviceOrder | None = None
+        self._hide_gauges: Callable[[], None] = lambda: None
         self._ways: dict[Sender, tuple[str, Send]] = {}
 
     # ------------------------------------------------------------------ its life
@@ -101,6 +104,7 @@ class TransferNode:
             endpoint = Endpoint(self._hello, self._deliver, self._secret, Timing())
             self._listener = Listener(endpoint, host, port)
         if config.role != "prefill":
+            self._quarantine = Quarantine(self._max_quarantined(pools), self._rebuild)
             self._fetcher = fetcher = Fetcher(
                 transport,
                 layouts=layouts,
@@ -108,7 +112,7 @@ class TransferNode:
                 load_s=_OWN_SHARE * connector.load_timeout_s,
                 idle_s=config.claim_timeout_s,
                 min_bytes_per_s=config.min_bytes_per_s,
-                quarantine=Quarantine(self._max_quarantined(pools), self._rebuild),
+                quarantine=self._quarantine,
                 wakeup=self._wake,
             )
             self._links = Links(
@@ -120,6 +124,20 @@ class TransferNode:
                 timing=Timing(),
             )
             fetcher.attach(self._links)
+        self._hide_gauges = metrics.add_gauges(self._sizes)
+
+    def _sizes(self) -> dict[str, float]:
+        """For whoever watches the process."""
+        found: dict[str, float] = {}
+        if (listener := self._listener) is not None:
+            found["transfer.peers.readers"] = len(listener.channels())
+        if (offers := self._offers) is not None:
+            found["transfer.leased_bytes"] = offers.server.table.total_nbytes
+        if (links := self._links) is not None:
+            found["transfer.peers.sources"] = links.connected
+        if (quarantine := self._quarantine) is not None:
+            found["transfer.quarantined_blocks"] = quarantine.quarantined
+        return found
 
     def _max_quarantined(self, pools: Sequence[KvCachePool]) -> int:
         fraction = self._llm_args.kv_connector_config.max_quarantined_fraction
@@ -138,6 +156,7 @@ class TransferNode:
 
     def close(self) -> None:
         """End all connections: nothing reads or writes the pools any more. Blocks; idempotent."""
+        self._hide_gauges()
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()

@@ -147,6 +147,9 @@ class FetchPlan:
 
 def cut_reads(reads: Reads, most_nbytes: int) -> Iterator[Reads]:
     """`reads` in parts of at most `most_nbytes`, of one piece at least."""
+    if reads.total_nbytes <= most_nbytes:
+        yield reads
+        return
     pieces = max(1, most_nbytes // reads.nbytes)
     for start in range(0, len(reads.local_offsets), pieces):
         part = slice(start, start + pieces)

@@ -10,6 +10,7 @@ from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
 from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import count
 from kvconnect.transfer.leases.table import Blocks, LeaseKey, Mark
 
 __all__ = ["Publisher"]
@@ -83,6 +84,13 @@ class Publisher:
         """Layer number `layer` of what this step computes is written, or enqueued."""
         for shared, tokens in self._computing:
             self._node.device.after(partial(self._advance, shared, tokens, layer + 1))
+
+    def step_computed(self) -> None:
+        """The forward pass is over."""
+        for shared, tokens in self._computing:
+            if tokens >= shared.num_tokens:
+                told = partial(count, "transfer.computed", tokens=shared.num_tokens)
+                self._node.device.after(told)
 
     def end(self, order: EndOrder) -> None:
         """The request ended and keeps its blocks: all is readable, or none is valid any more."""

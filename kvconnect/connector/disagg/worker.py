@@ -106,7 +106,8 @@ class DisaggWorker(KvCacheConnectorWorker):
         self._publisher.layer_computed(layer_idx)
 
     def wait_for_save(self, stream: ForwardStream) -> None:
-        """The store's copies."""
+        """The store's copies; prompts whose last chunk this was are computed."""
+        self._publisher.step_computed()
         self._store.wait_for_save(stream)
 
     def request_reset(self, request_id: int, num_committed: int) -> None:

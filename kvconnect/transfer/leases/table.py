@@ -292,7 +292,10 @@ class LeaseTable:
             if not self._may_grant(lease, holder, now):
                 return Answer(Verdict.EXPIRED, epoch=key.epoch)
             lease.readers = max(lease.readers, readers)
-            return self._grant(lease, holder, now)
+            answer = self._grant(lease, holder, now)
+        if answer.verdict is Verdict.OK:
+            count("transfer.lease.granted")
+        return answer
 
     def renew(self, key: LeaseKey, holder: str) -> Answer:
         """`holder`, which has claimed, reads on."""

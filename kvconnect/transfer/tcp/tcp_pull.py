@@ -97,6 +97,8 @@ def split(pull: TcpPull, reads: Reads, most: int) -> list[Share]:
     number = max(1, min(most, total // _SHARE_NBYTES))
     remote = runs(reads.remote_offsets, reads.nbytes)
     local = runs(reads.local_offsets, reads.nbytes)
+    if number == 1 and total:
+        return [Share(pull, reads.remote_region, remote, reads.local_region, local)]
     ends = [total * index // number for index in range(number + 1)] if total else []
     return [
         Share(

@@ -1,0 +1,38 @@
+"""What ``kvconnect bench transfer`` measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PARTS", "TRANSPORTS", "TransferPlan"]
+
+PARTS = ("host", "loopback", "link", "handover")
+TRANSPORTS = ("tcp", "nixl")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """How to measure.
+
+    Attributes:
+        parts: of `PARTS`: pulls on one host, over the loopback, over a link of a known rate, and
+            from a prefill engine to a decode engine.
+        transports: of `TRANSPORTS`.
+        total_nbytes: of one pull.
+        piece_nbytes: of each of its pieces, which come in random order; divides `total_nbytes`.
+        rounds: medians of so many; all that is compared has its turn in every one.
+        rates_gbit: of the links.
+        prompt_tokens: of each prompt that is handed over.
+        requests: that are handed over.
+        idle_s: two connected engines are watched for so long while they have nothing to do.
+    """
+
+    parts: tuple[str, ...] = PARTS
+    transports: tuple[str, ...] = TRANSPORTS
+    total_nbytes: int = 256 << 20
+    piece_nbytes: int = 64 << 10
+    rounds: int = 7
+    rates_gbit: tuple[float, ...] = (1.0, 8.0)
+    prompt_tokens: int = 512
+    requests: int = 20
+    idle_s: float = 5.0

@@ -1,0 +1,156 @@
+"""``kvconnect bench transfer``: what it refuses, measures and leaves out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from kvconnect.bench.transfer import link, pulls, run
+from kvconnect.bench.transfer.handover import Handover, figures_of
+from kvconnect.bench.transfer.link import LinkRefused, shaped_link
+from kvconnect.bench.transfer.pull_party import PullParty
+
+SMALL = ("--total", "1MiB", "--piece", "4KiB", "--rounds", 1)
+
+
+class PartyHere:
+    """Stands in for a process: the same methods, in this one."""
+
+    pid = os.getpid()
+
+    def __init__(self, *_: object, before: object = ()) -> None:
+        self._party = PullParty()
+
+    def ask(self, workload: str, **arguments: object) -> object:
+        asked = json.loads(json.dumps(arguments))
+        return json.loads(json.dumps(getattr(self._party, workload)(**asked)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for transport in self._party._transports.values():
+            transport.close()
+        for connection in self._party._plain.values():
+            connection.close()
+        for listener in self._party._listeners:
+            listener.close()
+
+
+@pytest.fixture
+def parties_here(monkeypatch) -> None:
+    monkeypatch.setattr(pulls, "Party", PartyHere)
+
+
+def figures(out: str) -> dict[str, dict[str, object]]:
+    return {figure["name"]: figure for figure in json.loads(out)["figures"]}
+
+
+def test_a_pull_over_the_loopback_stands_beside_a_plain_socket(kvconnect, parties_here):
+    code, out, err = kvconnect(
+        *("bench", "transfer", "--parts", "loopback", "--transports", "tcp", *SMALL, "--json")
+    )
+    assert code == 0, err
+    found = figures(out)
+    assert list(found) == [
+        "loopback: plain socket",
+        "loopback: tcp",
+        "loopback: tcp / plain socket",
+    ]
+    assert found["loopback: tcp / plain socket"]["target"] == ">= 0.9"
+    assert all(figure["value"] > 0 for figure in found.values())
+
+
+def test_a_transport_that_delivers_other_bytes_is_no_result(kvconnect, parties_here, monkeypatch):
+    monkeypatch.setattr(PullParty, "pull", lambda *_, **__: 0.001)
+    with pytest.raises(RuntimeError, match="other bytes than those asked for"):
+        kvconnect("bench", "transfer", "--parts", "loopback", "--transports", "tcp", *SMALL)
+
+
+def test_a_kernel_that_lets_no_process_be_read_is_said(kvconnect, parties_here, monkeypatch):
+    monkeypatch.setattr(run, "find_spec", lambda _: True)
+    monkeypatch.setattr(PartyHere, "pid", 2**22 + 1)  # beyond all that there are
+    code, out, err = kvconnect("bench", "transfer", "--parts", "host", *SMALL)
+    assert (code, out) == (2, "")
+    assert "left out: process_vm_readv: No such process" in err
+
+
+def test_what_this_machine_lacks_is_left_out_and_said(kvconnect, monkeypatch):
+    monkeypatch.setattr(run, "find_spec", lambda _: None)
+    monkeypatch.setattr(link.os, "geteuid", lambda: 1000)
+    code, out, err = kvconnect("bench", "transfer", "--parts", "host,link", *SMALL)
+    assert (code, out) == (2, "")
+    assert "nixl is not installed: left out" in err
+    assert "links are left out: network namespaces need root" in err
+    assert "nothing of what was asked for can be measured" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--parts", "host,lopback"), "--parts lopback: did you mean 'loopback'?"),
+        (("--transports", "udp"), "--transports udp: "),
+        (("--rounds", 0), "--rounds 0: must be at least 1"),
+        (("--total", "1MiB", "--piece", "3KiB"), "--piece 3KiB: must be a multiple of 8 bytes"),
+        (("--rates", "1,fast"), "--rates 1,fast: give numbers > 0"),
+        (("--rates", "0"), "--rates 0: give numbers > 0"),
+        (("--idle-s", "0"), "--idle-s 0.0: must be > 0"),
+    ],
+)
+def test_a_wrong_option_is_named(kvconnect, options, complaint):
+    code, out, err = kvconnect("bench", "transfer", *options)
+    assert (code, out) == (2, "")
+    assert complaint in err
+
+
+def test_each_target_stands_beside_its_figure():
+    found = Handover(
+        exposed=(0.001, 0.003, 0.002),
+        first=(0.02,),
+        step=(0.01,),
+        two_layers=(0.0005,),
+        idle_prefill=0.004,
+        idle_decode=0.025,
+    )
+    shown = {one.name: one for one in figures_of("tcp", found)}
+    exposed = shown["handover, tcp: exposed transfer"]
+    assert (exposed.value, exposed.target) == (2.0, "<= 2.500")
+    first = shown["handover, tcp: first token after the last chunk"]
+    assert (first.value, first.target) == (20.0, "<= 17.000")
+    assert shown["handover, tcp: idle decode"].value == 2.5
+
+
+def test_a_link_that_cannot_be_made_leaves_no_namespace(monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root: NOT TESTED")
+    before = _namespaces()
+    monkeypatch.setattr(link, "DEVICE", "a-name-too-long-for-a-device")
+    with pytest.raises(LinkRefused, match=r"^ip link add"), shaped_link(1):
+        pass
+    assert _namespaces() == before
+
+
+def _namespaces() -> str:
+    listed = subprocess.run(["ip", "netns"], check=True, capture_output=True, text=True)
+    return listed.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # a dozen processes, each of which imports torch
+def test_all_of_it_on_this_machine(kvconnect, model: Path):
+    code, out, err = kvconnect(
+        *("bench", "transfer", *SMALL, "--model", model, "--prompt-tokens", 64, "--requests", 2),
+        *("--rates", 1, "--idle-s", 0.2, "--json"),
+    )
+    assert code == 0, err
+    found = figures(out)
+    for name in ("loopback: tcp / plain socket", "handover, tcp: exposed transfer"):
+        assert found[name]["value"] > 0
+    if os.geteuid() == 0:
+        assert found["link of 1 Gbit/s: tcp / line rate"]["value"] > 0
+        assert "kvbench-" not in _namespaces()
