@@ -23,7 +23,7 @@ __all__ = ["METRICS", "Collector", "Metric", "MetricsServer", "Snapshot", "serve
 
 _OPERATIONS = ("lookup", "load", "save", "delete", "children", "open", "close")
 _FAILURES = ("failure", "timeout", "refused", "bad_frame", "other_codec")
-_STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503)
+_STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 499, 500, 503)
 
 Sample: TypeAlias = tuple[tuple[str, ...], float]
 """Values of a metric's labels, in its order, and its own."""

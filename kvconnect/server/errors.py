@@ -2,7 +2,7 @@
 
 ::
 
-    RequestRefused              a status of its own: 400, 401, 404, 408, 413, 415
+    RequestRefused              a status of its own: 400, 401, 403, 404, 408, 413, 415
     ├── Busy                    429: too much runs and waits; again after a moment
     └── ShuttingDown            503: this server is about to end
 
@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_denied_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",

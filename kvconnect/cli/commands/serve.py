@@ -15,6 +15,7 @@ from kvconnect.cli.engine_options import (
     add_model,
     open_llm,
 )
+from kvconnect.config import TransferConfig
 from kvconnect.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "run"]
 
 _API_KEY = "KVCONNECT_API_KEY"
+_ROUTER_SECRET = "KVCONNECT_ROUTER_SECRET"  # noqa: S105  its name
+_TRANSFER_SECRET = "KVCONNECT_TRANSFER_SECRET"  # noqa: S105  its name
 _EXTRA = ("prometheus_client", "starlette", "uvicorn")
 
 
@@ -37,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     _add_server(parser)
+    _add_transfer(parser)
     add_cache_options(parser, lookup_timeout_ms=20.0)
     add_engine_options(parser, scheduling="max_utilization")
     parser.set_defaults(run=run)
@@ -88,6 +92,44 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_transfer(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "prefill and decode",
+        f"Behind `kvconnect route`, prompts are computed on one server and answered on another. "
+        f"From the environment come {_ROUTER_SECRET}, which requests with kv_transfer_params must "
+        f"carry then (role both needs it), and {_TRANSFER_SECRET}, which prefill and decode "
+        "servers prove to each other to know.",
+    )
+    group.add_argument(
+        "--role",
+        choices=("prefill", "decode", "both"),
+        help="hand out the KV cache of prompts, fetch it, or both (default: neither)",
+    )
+    group.add_argument(
+        "--transport", choices=("tcp", "nixl"), default="tcp", help="of KV blocks (default: tcp)"
+    )
+    group.add_argument(
+        "--transfer-listen",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help=f"where decode servers reach a prefill server (default: 127.0.0.1 and any free port); "
+        f"beyond this machine {_TRANSFER_SECRET} is required",
+    )
+    group.add_argument(
+        "--transfer-advertise",
+        metavar="HOST:PORT",
+        help="where they reach it, if that is another address, as behind 0.0.0.0",
+    )
+    group.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="HOST[:PORT]",
+        help="a prefill server that prompts may be fetched from; may be repeated (default: any on "
+        "this machine)",
+    )
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal.
 
@@ -112,14 +154,29 @@ def run(arguments: argparse.Namespace) -> None:
         max_body_bytes=parse_size(arguments.max_body, field="--max-body"),
         client_timeout_s=arguments.client_timeout,
         shutdown_timeout_s=arguments.shutdown_timeout,
+        role=arguments.role,
+        router_secret=os.environ.get(_ROUTER_SECRET),
+        peers=tuple(arguments.peer),
     )
+    transfer = _transfer_of(arguments)
     # First: a port that cannot be had is told at once, not after the model is loaded.
     listener = Listener.bind(settings)
     try:
-        with open_llm(arguments) as llm:
+        with open_llm(arguments, transfer=transfer) as llm:
             serve(llm, settings, listener, ready=partial(_tell, settings, listener))
     finally:
         listener.close()
+
+
+def _transfer_of(arguments: argparse.Namespace) -> TransferConfig | None:
+    if arguments.role is None:
+        return None
+    return TransferConfig(
+        **picked(arguments, "role", "transport"),
+        listen=arguments.transfer_listen,
+        advertise=arguments.transfer_advertise,
+        secret=os.environ.get(_TRANSFER_SECRET),
+    )
 
 
 def _tell(settings: ServerSettings, listener: Listener) -> None:
