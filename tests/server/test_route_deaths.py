@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -15,7 +16,6 @@ from server_process import request_bytes, running, wait_until
 
 PROMPT = "A prompt goes to one server, and its answer comes from another one. " * 8
 ASKED = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-LONG = {"prompt": "a long answer", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 QUICK = ("--health-interval", "0.2", "--health-timeout", "1")
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,13 @@ def test_a_frozen_decode_server_alone_is_told_within_the_deadline(model, tmp_pat
         with running(None, tmp_path / "router", *servers.urls(), *limits) as router:
             assert router.post(ASKED)[0] == 200
             with router.client() as client:
-                stream = client.completions.create(**LONG, model="tiny", stream=True)
+                stream = client.completions.create(
+                    model="tiny",
+                    prompt="a long answer",
+                    max_tokens=4000,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                )
                 next(iter(stream))
                 os.kill(servers.decode[0].pid, signal.SIGSTOP)
                 stopped = time.monotonic()
@@ -92,6 +98,7 @@ def test_thousands_of_requests_leave_nothing(model, tmp_path):
             return router.post(body)[0]
 
         with ThreadPoolExecutor(6) as pool:
-            assert set(pool.map(ask, range(2000))) == {200}
+            statuses = Counter(pool.map(ask, range(1000)))
+        assert statuses == {200: 1000}
         wait_until(servers.idle, "nothing is left", 60)
         wait_until(lambda: router.figure("kvconnect_route_running_requests") == 0, "forgotten", 10)
