@@ -1,7 +1,8 @@
 # make demo   a prompt cache that survives a restart, from a bare checkout
+# make demo-disagg   prefill and decode servers behind a router
 # make test   lint and all tests but the long forms and other projects' connectors
 #
-# Both need nothing but Python 3.11+ with pip: .venv is made here, with the pinned versions of
+# They need nothing but Python 3.11+ with pip: .venv is made here, with the pinned versions of
 # constraints.txt, and made again when pyproject.toml or constraints.txt change.
 
 SHELL := /bin/bash
@@ -14,10 +15,11 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 PYTEST_ARGS ?= -n 2 --dist loadscope
 
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo demo-disagg test test-all lint format clean
 
 help:
 	@echo 'make demo [MODEL=dir] [PROMPT=file] [STORE=url]   a prompt cache that survives a restart'
+	@echo 'make demo-disagg [MODEL=dir]                     prefill and decode servers behind a router'
 	@echo 'make test       lint and all tests but the long forms and connectors of others'
 	@echo 'make test-all   all tests'
 	@echo 'make lint       ruff and mypy'
@@ -28,6 +30,9 @@ help:
 demo: $(VENV)/runtime.stamp
 	@HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python examples/persistent_prompt_cache.py $(if $(MODEL),--model '$(MODEL)') \
 	  $(if $(PROMPT),--prompt '$(PROMPT)') $(if $(STORE),--store '$(STORE)')
+
+demo-disagg: $(VENV)/serve.stamp
+	@HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python examples/disaggregated_serving.py $(if $(MODEL),--model '$(MODEL)')
 
 test: lint
 	$(TEST_ENV) $(BIN)/pytest -m 'not slow and not clients' $(PYTEST_ARGS)
@@ -58,6 +63,10 @@ $(VENV)/runtime.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing into $(VENV) (a minute or two the first time) ...'
 	$(PIP_INSTALL) setuptools wheel
 	$(PIP_INSTALL) --no-build-isolation -e '.[hf]'
+	@touch $@
+
+$(VENV)/serve.stamp: $(VENV)/runtime.stamp
+	$(PIP_INSTALL) --no-build-isolation -e '.[serve]' openai
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/runtime.stamp

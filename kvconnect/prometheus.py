@@ -30,7 +30,9 @@ _LEASE_EVENTS = (
 _CONTROL_FAULTS = (
     *("refused", "not_opened", "pushed_out", "not_connected", "silent", "bad_message", "not_taken"),
 )
-_STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503)
+_STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
+_ROLES = ("prefill", "decode")
+_STATES = ("up", "down")
 
 Sample: TypeAlias = tuple[tuple[str, ...], float]
 """Values of a metric's labels, in its order, and its own."""
@@ -165,9 +167,51 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "kvconnect_http_answers_total",
-        "Answers of `kvconnect serve` by status; 499: the client left before there was one.",
+        "Answers over HTTP by status; 499: the client left before there was one.",
         _totals({(str(status),): f"server.answer.{status}" for status in _STATUSES}),
         ("status",),
+    ),
+    Metric(
+        "kvconnect_route_answers_total",
+        "What servers behind `kvconnect route` were asked, by role and outcome: ok, busy, failed, "
+        "late; all but the first go to another one.",
+        _totals(
+            {
+                (role, outcome): f"route.{role}.{outcome}"
+                for role in _ROLES
+                for outcome in ("ok", "busy", "failed", "late")
+            }
+        ),
+        ("role", "outcome"),
+    ),
+    Metric(
+        "kvconnect_route_prompt_pieces_total",
+        "Pieces of 256 characters or 64 tokens of the prompts that a server was chosen for.",
+        _totals({(role,): f"route.{role}.chosen.pieces" for role in _ROLES}),
+        ("role",),
+    ),
+    Metric(
+        "kvconnect_route_held_pieces_total",
+        "Those of them that it had computed before.",
+        _totals({(role,): f"route.{role}.chosen.held_pieces" for role in _ROLES}),
+        ("role",),
+    ),
+    Metric(
+        "kvconnect_route_computed_by_decode_total",
+        "Prompts that no prefill server was left for.",
+        _totals({(): "route.computed_by_decode"}),
+    ),
+    Metric(
+        "kvconnect_route_servers",
+        "Servers by role: up, or down.",
+        _sizes({(role, state): f"route.{role}.{state}" for role in _ROLES for state in _STATES}),
+        ("role", "state"),
+    ),
+    Metric(
+        "kvconnect_route_running_requests",
+        "Requests under way on servers, by role.",
+        _sizes({(role,): f"route.{role}.running" for role in _ROLES}),
+        ("role",),
     ),
     Metric(
         "kvconnect_prompt_tokens_total",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvconnect.backends.url import parse_size
 from kvconnect.cli.command import Options, add_number, picked
-from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig, TransferConfig
 from kvconnect.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def add_engine_options(
     return group
 
 
-def open_llm(arguments: argparse.Namespace) -> LLM:
-    """The engine that `arguments` describe.
+def open_llm(arguments: argparse.Namespace, *, transfer: TransferConfig | None = None) -> LLM:
+    """The engine that `arguments` describe, which hands prompts out or fetches as in `transfer`.
 
     Raises:
         ConfigurationError: names the option or the field, and what is right.
@@ -108,9 +108,11 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
     from kvconnect.engine.llm import LLM
 
     connector = None
-    if arguments.store is not None:
+    if arguments.store is not None or transfer is not None:
         connector = KvCacheConnectorConfig(
-            url=arguments.store, lookup_timeout_ms=arguments.lookup_timeout_ms
+            url=arguments.store,
+            lookup_timeout_ms=arguments.lookup_timeout_ms,
+            transfer=transfer,
         )
     return LLM(
         arguments.model,

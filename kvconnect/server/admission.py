@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.errors import Busy, ShuttingDown
 
-__all__ = ["Admission", "Ticket"]
+__all__ = ["Abortable", "Admission", "Ticket"]
+
+
+class Abortable(Protocol):
+    """Work that is under way, as a `RequestHandle` is."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def abort(self) -> None:
+        """End it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -19,11 +30,11 @@ class Ticket:
 
     Attributes:
         completions: that it takes; one before its body is known.
-        handles: of the engine, once it was submitted.
+        handles: of the work, once it was begun.
     """
 
     completions: int = 1
-    handles: Sequence[RequestHandle] = field(default_factory=tuple)
+    handles: Sequence[Abortable] = field(default_factory=tuple)
 
 
 class Admission:
@@ -31,10 +42,12 @@ class Admission:
 
     Args:
         max_completions: that run or wait at once at most.
+        noun: what they are called in what clients are told.
     """
 
-    def __init__(self, max_completions: int) -> None:
+    def __init__(self, max_completions: int, noun: str = "completions") -> None:
         self._max = max_completions
+        self._noun = noun
         self._tickets: set[Ticket] = set()
         self._closed = False
         self._aborting = False
@@ -87,8 +100,8 @@ class Admission:
         self._check_room(completions - ticket.completions)
         ticket.completions = completions
 
-    def submitted(self, ticket: Ticket, handles: Sequence[RequestHandle]) -> None:
-        """The engine runs `handles` for `ticket`; they are aborted with all others.
+    def submitted(self, ticket: Ticket, handles: Sequence[Abortable]) -> None:
+        """`handles` run for `ticket`; they are aborted with all others.
 
         Raises:
             ShuttingDown: they were aborted already.
@@ -112,11 +125,11 @@ class Admission:
         taken = self.completions
         if taken + more > self._max:
             raise Busy(
-                f"{taken} completions run or wait, and {self._max} may; try again after a moment"
+                f"{taken} {self._noun} run or wait, and {self._max} may; try again after a moment"
             )
 
 
-def _abort(handles: Sequence[RequestHandle]) -> None:
+def _abort(handles: Sequence[Abortable]) -> None:
     for handle in handles:
         if not handle.done:
             handle.abort()

@@ -9,12 +9,12 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from kvconnect.server.errors import RequestRefused
-from kvconnect.server.settings import ServerSettings
+from kvconnect.server.settings import HttpSettings
 
 __all__ = ["read_json"]
 
 
-async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
+async def read_json(request: Request, settings: HttpSettings) -> dict[str, Any]:
     """The JSON object that `request` carries.
 
     Raises:
@@ -45,7 +45,7 @@ async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any
     return parsed
 
 
-async def _read(request: Request, settings: ServerSettings) -> bytes:
+async def _read(request: Request, settings: HttpSettings) -> bytes:
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -54,5 +54,5 @@ async def _read(request: Request, settings: ServerSettings) -> bytes:
     return bytes(body)
 
 
-def _too_large(settings: ServerSettings) -> RequestRefused:
+def _too_large(settings: HttpSettings) -> RequestRefused:
     return RequestRefused(413, f"the body is larger than {settings.max_body_bytes} bytes")

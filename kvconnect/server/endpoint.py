@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -17,14 +17,15 @@ from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.server.admission import Admission, Ticket
 from kvconnect.server.body import read_json
+from kvconnect.server.disconnect import while_connected
 from kvconnect.server.errors import RequestRefused, answer_of
 from kvconnect.server.generation import outputs_of, stream_of
 from kvconnect.server.openai.generation_request import GenerationRequest
+from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.settings import ServerSettings
+from kvconnect.server.trust import check_transfer
 
 __all__ = ["GenerationEndpoint"]
-
-T = TypeVar("T")
 
 
 class GenerationEndpoint:
@@ -59,7 +60,7 @@ class GenerationEndpoint:
         with contextlib.suppress(ClientDisconnect), self._admission.enter() as ticket:
             wanted = await self._wanted(Request(scope, receive), ticket)
             try:
-                response = await _while_connected(receive, self._response(wanted, ticket))
+                response = await while_connected(receive, self._response(wanted, ticket))
                 await response(scope, receive, send)
             finally:
                 for handle in ticket.handles:
@@ -68,6 +69,8 @@ class GenerationEndpoint:
 
     async def _wanted(self, request: Request, ticket: Ticket) -> GenerationRequest:
         wanted = self._kind.parse(await read_json(request, self._settings))
+        if wanted.kv_transfer_params is not None:
+            check_transfer(self._settings, request.headers, wanted.kv_transfer_params)
         name = self._settings.model_name
         if wanted.model not in {None, name}:
             raise RequestRefused(
@@ -86,7 +89,12 @@ class GenerationEndpoint:
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
         outputs = await outputs_of(handles)
-        return JSONResponse(wanted.answer(self._settings.model_name).whole(outputs))
+        content = wanted.answer(self._settings.model_name).whole(outputs)
+        if wanted.hands_out:
+            content["kv_transfer_params"] = KvTransferParams.handed_out(
+                outputs[0].kv_transfer_params
+            )
+        return JSONResponse(content)
 
     async def _submit(self, wanted: GenerationRequest) -> list[RequestHandle]:
         """Start `wanted`; when cancelled, what is started all the same is aborted."""
@@ -124,27 +132,3 @@ def _abort_started(started: asyncio.Future[list[RequestHandle]]) -> None:
     if not started.cancelled() and started.exception() is None:
         for handle in started.result():
             handle.abort()
-
-
-async def _while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client leaves.
-
-    Raises:
-        ClientDisconnect: it left.
-    """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -2,7 +2,7 @@
 
 ::
 
-    RequestRefused              a status of its own: 400, 401, 404, 408, 413, 415
+    RequestRefused              a status of its own: 400, 401, 403, 404, 408, 413, 415, 504
     ├── Busy                    429: too much runs and waits; again after a moment
     └── ShuttingDown            503: this server is about to end
 
@@ -22,10 +22,12 @@ _log = logging.getLogger(__name__)
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_denied_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable",
+    504: "timeout_error",
 }
 _RETRY_AFTER_S = 1
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from kvconnect.address import is_loopback
 from kvconnect.errors import ConfigurationError
-from kvconnect.server.settings import ServerSettings
+from kvconnect.server.settings import HttpSettings
 
 __all__ = ["Listener"]
 
@@ -33,7 +33,7 @@ class Listener:
     port: int
 
     @classmethod
-    def bind(cls, settings: ServerSettings) -> Listener:
+    def bind(cls, settings: HttpSettings) -> Listener:
         """Take the port of `settings`; may block for a name's resolution.
 
         Raises:
@@ -78,7 +78,7 @@ class Listener:
             one.close()
 
 
-def _addresses(settings: ServerSettings) -> list[tuple[socket.AddressFamily, _Address]]:
+def _addresses(settings: HttpSettings) -> list[tuple[socket.AddressFamily, _Address]]:
     try:
         found = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -92,7 +92,7 @@ def _addresses(settings: ServerSettings) -> list[tuple[socket.AddressFamily, _Ad
     return list(dict.fromkeys((family, address) for family, *_, address in found))
 
 
-def _check_key(settings: ServerSettings, addresses: list[str]) -> None:
+def _check_key(settings: HttpSettings, addresses: list[str]) -> None:
     beyond = [one for one in addresses if not is_loopback(one)]
     if beyond and settings.api_key is None:
         raise ConfigurationError(

@@ -1,14 +1,9 @@
-"""The life of a server process: listen, answer, and come to an end."""
+"""The life of a server process over an engine: listen, answer, and come to an end."""
 
 from __future__ import annotations
 
-import logging
-import signal
-import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 
 import uvicorn
 
@@ -16,17 +11,13 @@ from kvconnect.engine.llm import LLM
 from kvconnect.errors import EngineClosed
 from kvconnect.server.admission import Admission
 from kvconnect.server.app import make_app
-from kvconnect.server.connection import Connection
+from kvconnect.server.http_server import HttpServer, uvicorn_config
 from kvconnect.server.listener import Listener
 from kvconnect.server.settings import ServerSettings
 
 __all__ = ["serve"]
 
-_log = logging.getLogger(__name__)
-
 _THREADS = 4
-_ABORT_S = 5.0
-"""For answers to end once their requests are aborted."""
 
 
 def serve(
@@ -45,29 +36,16 @@ def serve(
     """
     admission = Admission(settings.max_completions)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvconnect-server") as threads:
-        config = uvicorn.Config(
-            make_app(llm, settings, admission, threads),
-            http=Connection.with_timeout(settings.client_timeout_s),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            # What clients do wrong is theirs to hear.
-            log_level=logging.INFO if _log.isEnabledFor(logging.DEBUG) else logging.ERROR,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=settings.max_connections,
-            timeout_graceful_shutdown=int(_ABORT_S),
-        )
+        config = uvicorn_config(make_app(llm, settings, admission, threads), settings)
         listener.listen()
-        server = _Server(config, llm, admission, settings.shutdown_timeout_s, ready)
+        server = _EngineServer(config, llm, admission, settings.shutdown_timeout_s, ready)
         server.run(sockets=list(listener.sockets))
     if server.failure is not None:
         raise server.failure
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn's, which answers on while what runs comes to its end.
+class _EngineServer(HttpServer):
+    """Over an engine.
 
     Attributes:
         failure: why the engine takes no more requests, if it ended by itself.
@@ -81,45 +59,15 @@ class _Server(uvicorn.Server):
         patience_s: float,
         ready: Callable[[], None],
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, admission, patience_s, ready)
         self._llm = llm
-        self._admission = admission
-        self._patience_s = patience_s
-        self._ready = ready
-        self._signals = 0
-        self._give_up_at = float("inf")
         self.failure: EngineClosed | None = None
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections."""
-        await super().startup(sockets)
-        self._ready()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal arrived: `on_tick` sees to it. The process ends with what `serve` does."""
-        self._signals += 1
-        if self._signals == 1:
-            name = signal.Signals(sig).name
-            _log.info("%s: refusing new requests, waiting for those that run", name)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Ten times a second; whether to stop listening."""
-        await super().on_tick(counter)
-        now = time.monotonic()
+    def has_failed(self) -> bool:
+        """Whether the engine has ended."""
         if self.failure is None:
             try:
                 self._llm.check_health()
             except EngineClosed as error:
                 self.failure = error
-        if not self._admission.closed and (self._signals or self.failure):
-            self._admission.close()
-            self._give_up_at = now + self._patience_s
-        if not self._admission.closed:
-            return False
-        if self._signals > 1:
-            self._give_up_at = min(self._give_up_at, now)
-        if now >= self._give_up_at:
-            self._admission.abort()
-            # What is left after that has a client that does not read, and is cut.
-            return self._admission.idle or now >= self._give_up_at + _ABORT_S
-        return self._admission.idle
+        return self.failure is not None

@@ -1,25 +1,38 @@
-"""What a user sets of the HTTP server."""
+"""What a user sets of an HTTP server."""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from kvconnect.address import host_and_port
 from kvconnect.settings import Settings
 
-__all__ = ["ServerSettings"]
+__all__ = ["HttpSettings", "Seconds", "ServerSettings", "check_header"]
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class ServerSettings(Settings):
-    """Where a server listens, who may use it, and what it takes at most.
+def check_header(field: str, secret: str | None) -> None:
+    """Nothing, if `secret` can be sent in a header, or is ``None``. Errors do not show it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if secret is not None and not (
+        secret and secret.isascii() and secret.isprintable() and " " not in secret
+    ):
+        raise ValueError(f"{field}: must be printable ASCII without spaces, and not empty")
+
+
+class HttpSettings(Settings):
+    """Where a server listens, who may use it, and what it takes of one client at most.
 
     Attributes:
-        model_name: what clients call the model.
         host: address or name to listen on; beyond loopback only with an `api_key`.
         port: TCP port; 0: any that is free.
         api_key: what clients must send as ``Authorization: Bearer …``; ``None``: nothing.
-        max_completions: completions that run or wait at once at most; more are answered with 429.
         max_body_bytes: of one request.
         max_connections: requests on further ones are answered with 503.
         client_timeout_s: how long a client may take to send a request, and to take what was
@@ -27,20 +40,55 @@ class ServerSettings(Settings):
         shutdown_timeout_s: how long a shutdown waits for running requests; then they are aborted.
     """
 
-    model_name: Annotated[str, Field(min_length=1)]
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_key: Annotated[str | None, Field(repr=False)] = None
-    max_completions: Annotated[int, Field(ge=1)] = 320
     max_body_bytes: Annotated[int, Field(ge=1)] = 4 << 20
     max_connections: Annotated[int, Field(ge=1)] = 4096
-    client_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    client_timeout_s: Seconds = 60.0
     shutdown_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
 
     @model_validator(mode="after")
     def _key_fits_a_header(self) -> Self:
         # Checked here and not at the field, whose errors show what was given.
-        key = self.api_key
-        if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-            raise ValueError("api_key: must be printable ASCII without spaces, and not empty")
+        check_header("api_key", self.api_key)
+        return self
+
+
+class ServerSettings(HttpSettings):
+    """Of a server over one engine.
+
+    Attributes:
+        model_name: what clients call the model.
+        max_completions: completions that run or wait at once at most; more are answered with 429.
+        role: ``prefill`` hands out prompts that a router sends it, ``decode`` fetches them,
+            ``both`` does either, and then needs a `router_secret`; ``None``: requests with
+            ``kv_transfer_params`` are refused. In every role other requests are answered, too.
+        router_secret: what requests with ``kv_transfer_params`` must carry in the header
+            `ROUTER_SECRET_HEADER`; ``None``: nothing but what all requests need.
+        peers: ``host`` or ``host:port`` of prefill servers that prompts may be fetched from; none:
+            those of this machine.
+    """
+
+    model_name: Annotated[str, Field(min_length=1)]
+    max_completions: Annotated[int, Field(ge=1)] = 320
+    role: Literal["prefill", "decode", "both"] | None = None
+    router_secret: Annotated[str | None, Field(repr=False)] = None
+    peers: tuple[str, ...] = ()
+
+    @field_validator("peers")
+    @classmethod
+    def _are_addresses(cls, peers: tuple[str, ...]) -> tuple[str, ...]:
+        for peer in peers:
+            host_and_port(peer if ":" in peer.rpartition("]")[2] else f"{peer}:0")
+        return peers
+
+    @model_validator(mode="after")
+    def _trusts_somebody(self) -> Self:
+        check_header("router_secret", self.router_secret)
+        if self.role == "both" and self.router_secret is None:
+            raise ValueError(
+                "router_secret: is needed with role 'both', whose clients are not only a router; "
+                "set KVCONNECT_ROUTER_SECRET, here and for the router"
+            )
         return self

@@ -68,6 +68,10 @@ DOORS = {
     "integrations.trtllm_shim": "engine connector cache",
     "server": "engine.llm engine.request server.openai",
     "server.openai": "engine.llm engine.request",
+    "server.route": (
+        "server.admission server.body server.disconnect server.errors server.gate server.listener"
+        " server.openai.kv_transfer server.http_server server.settings server.trust"
+    ),
 }
 """What each room may import besides itself and the vocabulary; a package stands for all in it."""
 

@@ -10,6 +10,15 @@ from pathlib import Path
 
 def serve(output: Path, arguments: list[str]) -> None:
     """``kvconnect serve`` with `arguments`, as the command line runs it; prints to `output`."""
+    _run("serve", output, arguments)
+
+
+def route(output: Path, arguments: list[str]) -> None:
+    """``kvconnect route`` with `arguments`, as the command line runs it; prints to `output`."""
+    _run("route", output, arguments)
+
+
+def _run(command: str, output: Path, arguments: list[str]) -> None:
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -17,7 +26,7 @@ def serve(output: Path, arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from kvconnect.cli.main import main
 
-    sys.exit(main(["serve", *arguments]))
+    sys.exit(main([command, *arguments]))
 
 
 def serve_until_it_fails(output: Path, arguments: list[str]) -> None:

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 DEADLINE_S = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "transformers", "kvconnect.engine.llm"])
+_OF_MODEL = ("--served-model-name", "tiny", "--dtype", "float64", "--tokens-per-block", "16")
 
 
 def wait_until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -33,21 +34,20 @@ def wait_until(condition: Callable[[], object], what: str, deadline_s: float = D
 
 
 class ServerProcess:
-    """``kvconnect serve``, started and listening."""
+    """``kvconnect serve``, started and listening; without a `model`, ``kvconnect route``."""
 
     def __init__(
         self,
-        model: Path,
+        model: Path | None,
         output: Path,
         *arguments: str,
         serve: Callable[[Path, list[str]], None] = server_child.serve,
     ) -> None:
         self.output = output
-        everything = [
-            *(str(model), "--port", "0", "--served-model-name", "tiny", "--dtype", "float64"),
-            *("--tokens-per-block", "16", *arguments),
-        ]
-        self.process = _CONTEXT.Process(target=serve, args=(output, everything))
+        of_model = () if model is None else (str(model), *_OF_MODEL)
+        everything = [*of_model, "--port", "0", *arguments]
+        target = server_child.route if model is None else serve
+        self.process = _CONTEXT.Process(target=target, args=(output, everything))
         self.process.start()
         self.pid: int = self.process.pid
         wait_until(self._is_up, "the server listens")
@@ -135,7 +135,7 @@ class ServerProcess:
 
 @contextmanager
 def running(
-    model: Path, output: Path, *arguments: str, **how: Callable[[Path, list[str]], None]
+    model: Path | None, output: Path, *arguments: str, **how: Callable[[Path, list[str]], None]
 ) -> Iterator[ServerProcess]:
     """A server that is gone afterwards, however."""
     server = ServerProcess(model, output, *arguments, **how)

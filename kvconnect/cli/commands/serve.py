@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvconnect.backends.url import parse_size
 from kvconnect.cli.command import add_number, picked
 from kvconnect.cli.engine_options import (
     add_cache_options,
@@ -15,16 +13,18 @@ from kvconnect.cli.engine_options import (
     add_model,
     open_llm,
 )
-from kvconnect.errors import MissingExtra
-
-if TYPE_CHECKING:
-    from kvconnect.server.listener import Listener
-    from kvconnect.server.settings import ServerSettings
+from kvconnect.cli.http_options import (
+    ROUTER_SECRET,
+    add_http_options,
+    http_fields,
+    missing_extra,
+    tell_url,
+)
+from kvconnect.config import TransferConfig
 
 __all__ = ["add_options", "run"]
 
-_API_KEY = "KVCONNECT_API_KEY"
-_EXTRA = ("prometheus_client", "starlette", "uvicorn")
+_TRANSFER_SECRET = "KVCONNECT_TRANSFER_SECRET"  # noqa: S105  its name
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     _add_server(parser)
+    _add_transfer(parser)
     add_cache_options(parser, lookup_timeout_ms=20.0)
     add_engine_options(parser, scheduling="max_utilization")
     parser.set_defaults(run=run)
@@ -44,20 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="HOST",
-        help="address to listen on (default: 127.0.0.1, this machine only); beyond this machine "
-        "an API key is required",
-    )
-    add_number(group, "--port", "(default: 8000; 0: any free one)", default=8000, metavar="PORT")
-    group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help=f"what clients must send; other users of this machine see it here, and not in the "
-        f"environment: {_API_KEY}",
-    )
+    add_http_options(group)
     group.add_argument(
         "--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)"
     )
@@ -67,24 +55,43 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "completions that wait beyond --max-batch-size; more are answered with 429 (default: 256)",
         default=256,
     )
+
+
+def _add_transfer(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "prefill and decode",
+        f"Behind `kvconnect route`, prompts are computed on one server and answered on another. "
+        f"From the environment come {ROUTER_SECRET}, which requests with kv_transfer_params must "
+        f"carry then (role both needs it), and {_TRANSFER_SECRET}, which prefill and decode "
+        "servers prove to each other to know.",
+    )
     group.add_argument(
-        "--max-body", default="4MiB", metavar="SIZE", help="of one request (default: 4MiB)"
+        "--role",
+        choices=("prefill", "decode", "both"),
+        help="hand out the KV cache of prompts, fetch it, or both (default: neither)",
     )
-    add_number(
-        group,
-        "--client-timeout",
-        "a client may take so long to send a request, or to take what was written (default: 60)",
-        default=60.0,
-        type=float,
-        metavar="S",
+    group.add_argument(
+        "--transport", choices=("tcp", "nixl"), default="tcp", help="of KV blocks (default: tcp)"
     )
-    add_number(
-        group,
-        "--shutdown-timeout",
-        "running requests may take so long when the server is stopped (default: 30)",
-        default=30.0,
-        type=float,
-        metavar="S",
+    group.add_argument(
+        "--transfer-listen",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help=f"where decode servers reach a prefill server (default: 127.0.0.1 and any free port); "
+        f"beyond this machine {_TRANSFER_SECRET} is required",
+    )
+    group.add_argument(
+        "--transfer-advertise",
+        metavar="HOST:PORT",
+        help="where they reach it, if that is another address, as behind 0.0.0.0",
+    )
+    group.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="HOST[:PORT]",
+        help="a prefill server that prompts may be fetched from; may be repeated (default: any on "
+        "this machine)",
     )
 
 
@@ -100,27 +107,31 @@ def run(arguments: argparse.Namespace) -> None:
         from kvconnect.server.run import serve
         from kvconnect.server.settings import ServerSettings
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA:
-            raise
-        raise MissingExtra("kvconnect serve", "serve") from error
-    key = os.environ.get(_API_KEY) if arguments.api_key is None else arguments.api_key
+        raise missing_extra("serve", error) from error
     settings = ServerSettings(
-        **picked(arguments, "host", "port"),
-        api_key=key,
+        **http_fields(arguments),
         model_name=arguments.served_model_name or arguments.model,
         max_completions=arguments.max_batch_size + arguments.max_queue,
-        max_body_bytes=parse_size(arguments.max_body, field="--max-body"),
-        client_timeout_s=arguments.client_timeout,
-        shutdown_timeout_s=arguments.shutdown_timeout,
+        role=arguments.role,
+        router_secret=os.environ.get(ROUTER_SECRET),
+        peers=tuple(arguments.peer),
     )
+    transfer = _transfer_of(arguments)
     # First: a port that cannot be had is told at once, not after the model is loaded.
     listener = Listener.bind(settings)
     try:
-        with open_llm(arguments) as llm:
-            serve(llm, settings, listener, ready=partial(_tell, settings, listener))
+        with open_llm(arguments, transfer=transfer) as llm:
+            serve(llm, settings, listener, ready=partial(tell_url, settings.model_name, listener))
     finally:
         listener.close()
 
 
-def _tell(settings: ServerSettings, listener: Listener) -> None:
-    print(f"kvconnect: {settings.model_name} on {listener.url}/v1", flush=True)
+def _transfer_of(arguments: argparse.Namespace) -> TransferConfig | None:
+    if arguments.role is None:
+        return None
+    return TransferConfig(
+        **picked(arguments, "role", "transport"),
+        listen=arguments.transfer_listen,
+        advertise=arguments.transfer_advertise,
+        secret=os.environ.get(_TRANSFER_SECRET),
+    )

@@ -12,6 +12,7 @@ from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import SamplingParams
 from kvconnect.server.openai.answer import Answer
+from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.settings import Settings
 from kvconnect.text import shown
 
@@ -76,12 +77,14 @@ class GenerationRequest(Settings):
         stream: answer with server-sent events.
         stream_options: how.
         cache_salt: requests share cached blocks only if theirs is equal.
+        kv_transfer_params: from a router: hand out the prompt and generate nothing, or fetch it.
     """
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    kv_transfer_params: KvTransferParams | None = None
     n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -112,7 +115,12 @@ class GenerationRequest(Settings):
             for name, value in body.items()
             if value is not None and name not in _IGNORED and name not in _NEUTRAL
         }
-        return cls(**fields)
+        request = cls(**fields)
+        if request.stream and request.hands_out:
+            raise ConfigurationError(
+                "stream: a prompt that is handed out has no answer to stream; leave it out"
+            )
+        return request
 
     @property
     def completions(self) -> int:
@@ -133,6 +141,11 @@ class GenerationRequest(Settings):
         raise NotImplementedError
 
     @property
+    def hands_out(self) -> bool:
+        """Whether its prompt is computed for another server, and nothing generated."""
+        return self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_decode
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the counts of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -148,11 +161,22 @@ class GenerationRequest(Settings):
         self, llm: LLM, prompts: Sequence[Any], params: SamplingParams
     ) -> list[RequestHandle]:
         """Start each of `prompts`; all or none."""
+        carried = None
+        if self.kv_transfer_params is not None:
+            if len(prompts) > 1:
+                raise ConfigurationError(
+                    f"prompt: {len(prompts)} prompts; with kv_transfer_params send one of them"
+                )
+            carried = self.kv_transfer_params.for_engine()
+        if self.hands_out:
+            params = SamplingParams(max_tokens=0)
         handles: list[RequestHandle] = []
         try:
             for prompt in prompts:
                 handles.append(  # noqa: PERF401  what was started is to be aborted
-                    llm.submit(prompt, params, cache_salt=self.cache_salt)
+                    llm.submit(
+                        prompt, params, cache_salt=self.cache_salt, kv_transfer_params=carried
+                    )
                 )
         except BaseException:
             for handle in handles:

@@ -1,0 +1,101 @@
+"""``kvconnect route``: a router in front of prefill and decode servers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+
+from kvconnect.cli.command import add_number, picked
+from kvconnect.cli.http_options import (
+    ROUTER_SECRET,
+    add_http_options,
+    http_fields,
+    missing_extra,
+    tell_url,
+)
+
+__all__ = ["add_options", "run"]
+
+_INSTANCE_API_KEY = "KVCONNECT_INSTANCE_API_KEY"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``route``."""
+    parser.description = (
+        "Answer as `kvconnect serve` does, by way of other servers: a prompt is computed on a "
+        "prefill server, by preference one that has computed its beginning before, and answered "
+        "on a decode server. What fails is tried on another one, until the answer begins. From "
+        f"the environment come {_INSTANCE_API_KEY}, the API key of these servers, and "
+        f"{ROUTER_SECRET}, the secret that they know this router by."
+    )
+    group = parser.add_argument_group("servers")
+    group.add_argument(
+        "--prefill",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="servers with --role prefill (default: none, decode servers compute prompts)",
+    )
+    group.add_argument(
+        "--decode",
+        action="extend",
+        nargs="+",
+        required=True,
+        metavar="URL",
+        help="servers with --role decode, for example http://127.0.0.1:8001",
+    )
+    group.add_argument(
+        "--no-stream-layers",
+        dest="stream_layers",
+        action="store_false",
+        help="send a prompt to the decode server when it is computed (default: at once, so that "
+        "each layer is fetched while the next one is computed)",
+    )
+    _seconds(group, "--prefill-timeout", "then the decode server computes the prompt", 60.0)
+    _seconds(group, "--request-timeout", "of a whole answer", 600.0)
+    _seconds(group, "--health-interval", "between questions to each server how it is", 1.0)
+    _seconds(group, "--health-timeout", "a server that does not say is down", 5.0)
+    add_number(
+        group,
+        "--max-requests",
+        "that are under way; more are answered with 429 (default: 1024)",
+        default=1024,
+    )
+    add_http_options(parser.add_argument_group("router"))
+    parser.set_defaults(run=run)
+
+
+def _seconds(group: argparse._ArgumentGroup, option: str, about: str, default: float) -> None:
+    about = f"{about} (default: {default:g})"
+    add_number(group, option, about, default=default, type=float, metavar="S")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Route until a signal.
+
+    Raises:
+        ConfigurationError: a bad option, URL, host or port.
+    """
+    try:
+        from kvconnect.server.listener import Listener
+        from kvconnect.server.route.run import route
+        from kvconnect.server.route.settings import RouteSettings
+    except ModuleNotFoundError as error:
+        raise missing_extra("route", error) from error
+    settings = RouteSettings(
+        **http_fields(arguments),
+        **picked(arguments, "prefill", "decode", "stream_layers", "max_requests"),
+        prefill_timeout_s=arguments.prefill_timeout,
+        request_timeout_s=arguments.request_timeout,
+        health_interval_s=arguments.health_interval,
+        health_timeout_s=arguments.health_timeout,
+        instance_api_key=os.environ.get(_INSTANCE_API_KEY),
+        router_secret=os.environ.get(ROUTER_SECRET),
+    )
+    listener = Listener.bind(settings)
+    try:
+        route(settings, listener, ready=partial(tell_url, "router", listener))
+    finally:
+        listener.close()

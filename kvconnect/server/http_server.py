@@ -1,0 +1,101 @@
+"""Uvicorn as it is used here: limits for clients, and an end that waits for answers."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvconnect.server.admission import Admission
+from kvconnect.server.connection import Connection
+from kvconnect.server.settings import HttpSettings
+
+__all__ = ["HttpServer", "uvicorn_config"]
+
+_log = logging.getLogger(__name__)
+
+_ABORT_S = 5.0
+"""For answers to end once their requests are aborted."""
+
+
+def uvicorn_config(app: ASGIApp, settings: HttpSettings) -> uvicorn.Config:
+    """How uvicorn serves `app`."""
+    return uvicorn.Config(
+        app,
+        http=Connection.with_timeout(settings.client_timeout_s),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        # What clients do wrong is theirs to hear.
+        log_level=logging.INFO if _log.isEnabledFor(logging.DEBUG) else logging.ERROR,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=settings.max_connections,
+        timeout_graceful_shutdown=int(_ABORT_S),
+    )
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn's, which answers on while what runs comes to its end.
+
+    Args:
+        config: of uvicorn.
+        admission: of what it answers.
+        patience_s: what a shutdown waits for that.
+        ready: called once clients may connect.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        admission: Admission,
+        patience_s: float,
+        ready: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._admission = admission
+        self._patience_s = patience_s
+        self._ready = ready
+        self._signals = 0
+        self._give_up_at = float("inf")
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        await super().startup(sockets)
+        self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal arrived: `on_tick` sees to it. The process ends with what its command does."""
+        self._signals += 1
+        if self._signals == 1:
+            name = signal.Signals(sig).name
+            _log.info("%s: refusing new requests, waiting for those that run", name)
+
+    def has_failed(self) -> bool:
+        """Whether nothing can be answered any more; called ten times a second."""
+        return False
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second; whether to stop listening."""
+        await super().on_tick(counter)
+        now = time.monotonic()
+        failed = self.has_failed()
+        if not self._admission.closed and (self._signals or failed):
+            self._admission.close()
+            self._give_up_at = now + self._patience_s
+        if not self._admission.closed:
+            return False
+        if self._signals > 1:
+            self._give_up_at = min(self._give_up_at, now)
+        if now >= self._give_up_at:
+            self._admission.abort()
+            # What is left after that has a client that does not read, and is cut.
+            return self._admission.idle or now >= self._give_up_at + _ABORT_S
+        return self._admission.idle

@@ -1,0 +1,88 @@
+"""``kv_transfer_params`` over HTTP, and what they mean to the engine.
+
+Their names are vLLM's. A router sends ``{"do_remote_decode": true}`` to a prefill server, which
+computes the prompt, generates nothing, and answers with those for the decode server. A router that
+sends both at the same time invents the ``transfer_id`` itself, and gives it to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from kvconnect.address import host_and_port
+from kvconnect.settings import Settings
+
+__all__ = ["KvTransferParams"]
+
+
+class KvTransferParams(Settings):
+    """What travels between a router and the servers behind it. ``None``: left out.
+
+    Attributes:
+        do_remote_decode: compute the prompt and hand it out; another server generates.
+        do_remote_prefill: fetch the prompt's KV, another server computes it.
+        transfer_id: the name that it is handed out under.
+        remote_engine_id: which engine handed it out; told, not needed.
+        remote_host, remote_port: of the prefill server's control channel.
+        remote_num_tokens: leading tokens that are handed out; ``None``: all of this prompt but the
+            last one.
+        remote_block_ids: vLLM's; block ids of other engines mean nothing here.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    transfer_id: Annotated[str | None, Field(min_length=1, max_length=200)] = None
+    remote_engine_id: Annotated[str | None, Field(max_length=1000)] = None
+    remote_host: Annotated[str | None, Field(min_length=1, max_length=255)] = None
+    remote_port: Annotated[int | None, Field(ge=1, le=65535)] = None
+    remote_num_tokens: Annotated[int | None, Field(ge=1)] = None
+    remote_block_ids: None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.do_remote_decode and self.do_remote_prefill:
+            raise ValueError("do_remote_decode and do_remote_prefill: give one of them")
+        if self.do_remote_prefill:
+            for name in ("transfer_id", "remote_host", "remote_port"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"{name}: is needed with do_remote_prefill")
+        return self
+
+    @property
+    def address(self) -> str:
+        """Where the prompt is to be fetched, ``host:port``."""
+        host = self.remote_host or ""
+        return f"[{host}]:{self.remote_port}" if ":" in host else f"{host}:{self.remote_port}"
+
+    def for_engine(self) -> dict[str, Any] | None:
+        """The same as the engine's connector takes it; ``None``: there is nothing to do."""
+        if self.do_remote_decode:
+            named = {} if self.transfer_id is None else {"transfer_id": self.transfer_id}
+            return {"do": "prefill"} | named
+        if not self.do_remote_prefill:
+            return None
+        given = {} if self.remote_num_tokens is None else {"tokens": self.remote_num_tokens}
+        return {"transfer_id": self.transfer_id, "address": self.address} | given
+
+    @classmethod
+    def handed_out(cls, result: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a decode server needs, from the `result` of a prompt that was computed.
+
+        Without an address in it the prompt is not handed out: then the other server computes it.
+        """
+        result = result or {}
+        told: dict[str, Any] = {"do_remote_prefill": "address" in result, "do_remote_decode": False}
+        if "engine" in result:
+            told["remote_engine_id"] = result["engine"]
+        if "address" in result:
+            host, port = host_and_port(result["address"])
+            told |= {
+                "transfer_id": result["transfer_id"],
+                "remote_host": host,
+                "remote_port": port,
+                "remote_num_tokens": result["tokens"],
+            }
+        return told

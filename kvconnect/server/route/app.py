@@ -1,0 +1,100 @@
+"""What the router answers: OpenAI's API from the servers behind it, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx2
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from kvconnect.prometheus import Collector
+from kvconnect.server.admission import Admission
+from kvconnect.server.errors import RequestRefused, ShuttingDown
+from kvconnect.server.gate import Gate
+from kvconnect.server.route.client import InstanceClient
+from kvconnect.server.route.endpoint import RouteEndpoint
+from kvconnect.server.route.fleet import Fleet
+from kvconnect.server.route.settings import RouteSettings
+
+__all__ = ["make_app"]
+
+
+def make_app(
+    fleet: Fleet, client: InstanceClient, settings: RouteSettings, admission: Admission
+) -> ASGIApp:
+    """The ASGI application over `fleet`.
+
+    Args:
+        fleet: of the servers.
+        client: asks them; the caller closes it.
+        settings: of the router.
+        admission: of the requests that are answered.
+    """
+    endpoint = RouteEndpoint(fleet, client, settings, admission)
+    monitor = _Monitor(fleet, client, admission)
+    routes = [
+        Route("/v1/completions", endpoint, methods=["POST"]),
+        Route("/v1/chat/completions", endpoint, methods=["POST"]),
+        Route("/v1/models", monitor.models),
+        Route("/v1/models/{name:path}", monitor.model),
+        Route("/health", monitor.health),
+        Route("/metrics", monitor.metrics),
+    ]
+    return Gate(Router(routes, redirect_slashes=False), settings.api_key)
+
+
+class _Monitor:
+    def __init__(self, fleet: Fleet, client: InstanceClient, admission: Admission) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._admission = admission
+        self._registry = CollectorRegistry()
+        self._registry.register(Collector())
+
+    async def models(self, request: Request) -> Response:
+        """What a decode server says; all of them have the same."""
+        return JSONResponse(await self._models())
+
+    async def model(self, request: Request) -> Response:
+        """One of these."""
+        name = request.path_params["name"]
+        for one in (await self._models())["data"]:
+            if one["id"] == name:
+                return JSONResponse(one)
+        raise RequestRefused(404, f"model: '{name}' is not served here", "model_not_found")
+
+    async def _models(self) -> dict[str, Any]:
+        for instance in self._fleet.decode:
+            if instance.down is not None:
+                continue
+            try:
+                answer = await self._client.get(instance, "/v1/models")
+                answer.raise_for_status()
+                found: dict[str, Any] = answer.json()
+            except (httpx2.HTTPError, ValueError):
+                continue
+            return found
+        raise RequestRefused(503, "no decode server answers", "no_decode_server")
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are taken in, and how many servers are up."""
+        if self._admission.closed:
+            raise ShuttingDown
+        up = {
+            role: f"{sum(one.down is None for one in servers)} of {len(servers)} up"
+            for role, servers in (("prefill", self._fleet.prefill), ("decode", self._fleet.decode))
+        }
+        if all(one.down is not None for one in self._fleet.decode):
+            raise RequestRefused(503, "no decode server is up", "no_decode_server")
+        return JSONResponse({"status": "ok"} | up)
+
+    async def metrics(self, request: Request) -> Response:
+        """The router's own."""
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        return Response(await asyncio.to_thread(encode, self._registry), media_type=kind)

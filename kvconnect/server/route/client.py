@@ -1,0 +1,98 @@
+"""HTTP from the router to the servers behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+
+from kvconnect.server.route.instance import Instance, InstanceFailed, Outcome
+from kvconnect.server.route.settings import RouteSettings
+from kvconnect.server.trust import ROUTER_SECRET_HEADER
+
+__all__ = ["InstanceClient", "ServerAnswered"]
+
+_CONNECT_S = 2.0
+_KEPT_S = 2.0
+"""Less than servers keep an idle connection, or requests meet those that are just closed."""
+
+_CLIENTS_FAULT = frozenset({400, 404, 413, 415, 422})
+_BUSY = frozenset({429, 503})
+
+
+class ServerAnswered(Exception):
+    """A server refused a request, as every other one would; its answer is the client's.
+
+    Attributes:
+        status: of HTTP.
+        body: as it came.
+    """
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.body = body
+
+
+class InstanceClient:
+    """Asks servers; used by one event loop, and closed by its maker.
+
+    Args:
+        settings: of the router.
+    """
+
+    def __init__(self, settings: RouteSettings) -> None:
+        key, secret = settings.instance_api_key, settings.router_secret
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._secret = {} if secret is None else {ROUTER_SECRET_HEADER: secret}
+        self._health_s = settings.health_timeout_s
+        # How long an answer may take is for those that wait for it to say.
+        timeout = httpx2.Timeout(None, connect=_CONNECT_S)
+        limits = httpx2.Limits(max_connections=None, keepalive_expiry=_KEPT_S)
+        self._http = httpx2.AsyncClient(
+            headers=self._headers, timeout=timeout, limits=limits, trust_env=False
+        )
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._http.aclose()
+
+    @asynccontextmanager
+    async def post(
+        self, instance: Instance, path: str, body: Mapping[str, Any]
+    ) -> AsyncIterator[httpx2.Response]:
+        """The answer of `instance` with status 200, whose body is to be read; leaving it aborts.
+
+        Raises:
+            ServerAnswered: the request is wrong.
+            InstanceFailed: another server may answer it.
+        """
+        secret = self._secret if "kv_transfer_params" in body else {}
+        try:
+            async with self._http.stream(
+                "POST", instance.url + path, json=body, headers=secret
+            ) as answer:
+                if answer.status_code != httpx2.codes.OK:
+                    await self._refused(instance, answer)
+                yield answer
+        except httpx2.RequestError as error:
+            if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout)):
+                instance.drains(f"cannot be connected to ({type(error).__name__})")
+            raise InstanceFailed(instance, type(error).__name__, "failed") from error
+
+    async def _refused(self, instance: Instance, answer: httpx2.Response) -> None:
+        content = await answer.aread()
+        if answer.status_code in _CLIENTS_FAULT:
+            raise ServerAnswered(answer.status_code, content)
+        outcome: Outcome = "busy" if answer.status_code in _BUSY else "failed"
+        raise InstanceFailed(instance, f"status {answer.status_code}", outcome)
+
+    async def get(self, instance: Instance, path: str) -> httpx2.Response:
+        """What `instance` answers to a short question, within ``health_timeout_s``.
+
+        Raises:
+            httpx2.HTTPError: it does not.
+        """
+        return await self._http.get(instance.url + path, timeout=self._health_s)

@@ -1,0 +1,131 @@
+"""One request at the router, from its body to the end of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from kvconnect.server.admission import Admission
+from kvconnect.server.body import read_json
+from kvconnect.server.disconnect import while_connected
+from kvconnect.server.errors import RequestRefused, ShuttingDown, answer_of
+from kvconnect.server.route.client import InstanceClient, ServerAnswered
+from kvconnect.server.route.fleet import Fleet
+from kvconnect.server.route.handover import Answering, Handover
+from kvconnect.server.route.instance import InstanceFailed
+from kvconnect.server.route.opened import Opened
+from kvconnect.server.route.settings import RouteSettings
+
+__all__ = ["RouteEndpoint"]
+
+
+class RouteEndpoint:
+    """An ASGI application that has requests answered by the servers behind it.
+
+    A request whose client leaves is ended on all servers, wherever it stands.
+
+    Args:
+        fleet: of the servers.
+        client: asks them.
+        settings: of the router.
+        admission: shared by all endpoints.
+    """
+
+    def __init__(
+        self, fleet: Fleet, client: InstanceClient, settings: RouteSettings, admission: Admission
+    ) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._settings = settings
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        with contextlib.suppress(ClientDisconnect), self._admission.enter() as ticket:
+            body = await read_json(Request(scope, receive), self._settings)
+            if body.pop("kv_transfer_params", None) is not None:
+                raise RequestRefused(
+                    403, "kv_transfer_params: come from the router only", "not_the_router"
+                )
+            running = _Running()
+            running.task = asyncio.create_task(self._answer(running, scope["path"], body, send))
+            self._admission.submitted(ticket, (running,))
+            try:
+                await while_connected(receive, running.task)
+            except asyncio.CancelledError:
+                if running.aborted:
+                    raise ShuttingDown from None
+                raise
+
+    async def _answer(
+        self, running: _Running, path: str, body: Mapping[str, Any], send: Send
+    ) -> None:
+        handover = Handover(self._fleet, self._client, self._settings, path, body)
+        try:
+            async with handover.answer() as answering:
+                await self._pass_on(running, answering, handover.until, send)
+        except ServerAnswered as answered:
+            headers = {"content-type": "application/json"}
+            await _start(Opened(answered.status, headers, answered.body), send)
+
+    async def _pass_on(
+        self, running: _Running, answering: Answering, until: float, send: Send
+    ) -> None:
+        opened = answering.opened
+        await _start(opened, send)
+        if opened.rest is None:
+            return
+        last = b""
+        try:
+            async with answering.instance.answering(until):
+                async for piece in opened.rest:
+                    await _send(send, piece)
+        except InstanceFailed as failed:
+            last = _error_events(RequestRefused(503, f"the answer broke off: {failed}"))
+        except asyncio.CancelledError:
+            if not running.aborted:
+                raise
+            last = _error_events(ShuttingDown())
+        await _send(send, last, more=False)
+
+
+class _Running:
+    """A request as a shutdown ends it."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.aborted = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.task is not None and self.task.done()
+
+    def abort(self) -> None:
+        """End it, with an error to its client."""
+        self.aborted = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+async def _start(opened: Opened, send: Send) -> None:
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in opened.headers.items()]
+    if opened.rest is None:
+        headers.append((b"content-length", str(len(opened.beginning)).encode()))
+    await send({"type": "http.response.start", "status": opened.status, "headers": headers})
+    await _send(send, opened.beginning, more=opened.rest is not None)
+
+
+async def _send(send: Send, piece: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+
+def _error_events(error: RequestRefused) -> bytes:
+    """What a stream ends with whose status is sent already."""
+    return b"data: " + json.dumps(answer_of(error).body).encode() + b"\n\ndata: [DONE]\n\n"

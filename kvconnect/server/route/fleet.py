@@ -1,0 +1,81 @@
+"""All servers behind the router, and which of them gets a request."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from kvconnect.server.route.instance import Instance, Role
+from kvconnect.server.route.prompt import Prompt
+from kvconnect.server.route.settings import RouteSettings
+from kvconnect.trace import count
+
+__all__ = ["Choice", "Fleet"]
+
+_REQUEST = {"prefill": 1, "decode": 16}
+"""What a request counts besides its prompt, in pieces: decode servers generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The server that gets a request.
+
+    Attributes:
+        instance: which.
+        load: what the request adds to its load.
+    """
+
+    instance: Instance
+    load: int
+
+
+class Fleet:
+    """The servers, used by the event loop's thread only.
+
+    Attributes:
+        prefill, decode: by role, in the order of the settings.
+    """
+
+    def __init__(self, settings: RouteSettings) -> None:
+        self.prefill = _instances("prefill", settings.prefill, settings)
+        self.decode = _instances("decode", settings.decode, settings)
+        self._choices = itertools.count(1)
+
+    def __iter__(self) -> Iterator[Instance]:
+        return itertools.chain(self.prefill, self.decode)
+
+    def choose(self, role: Role, prompt: Prompt, but: Collection[Instance]) -> Choice | None:
+        """The server of `role` that has computed `prompt` first; ``None``: there is none.
+
+        That is the one with the least left to compute: of what it answers now, and of `prompt`
+        beyond the prefix that it holds. Of equal ones, the one that was not chosen for longest.
+        From then on it counts as holding `prompt`: those that come meanwhile wait for its blocks.
+        """
+        servers = self.prefill if role == "prefill" else self.decode
+        able = [one for one in servers if one.down is None and one not in but]
+        if not able:
+            return None
+        held = {one: one.prefixes.matched(prompt.prefixes) for one in able}
+        loads = {one: _REQUEST[role] + prompt.num_pieces - held[one] for one in able}
+        chosen = min(able, key=lambda one: (one.load + loads[one], one.chosen))
+        chosen.chosen = next(self._choices)
+        chosen.prefixes.add(prompt.prefixes)
+        count(f"route.{role}.chosen", pieces=prompt.num_pieces, held_pieces=held[chosen])
+        return Choice(chosen, loads[chosen])
+
+    def sizes(self) -> dict[str, float]:
+        """Gauges: servers that are up or down, and requests under way, by role."""
+        found: dict[str, float] = {}
+        for role, servers in (("prefill", self.prefill), ("decode", self.decode)):
+            up = sum(one.down is None for one in servers)
+            found[f"route.{role}.up"] = up
+            found[f"route.{role}.down"] = len(servers) - up
+            found[f"route.{role}.running"] = sum(one.running for one in servers)
+        return found
+
+
+def _instances(role: Role, urls: tuple[str, ...], settings: RouteSettings) -> tuple[Instance, ...]:
+    return tuple(
+        Instance(role, number, url, settings.max_prefixes) for number, url in enumerate(urls)
+    )

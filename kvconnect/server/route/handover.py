@@ -1,0 +1,245 @@
+"""One request on its way through a prefill and a decode server, until its answer begins."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx2
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.server.errors import Busy, RequestRefused
+from kvconnect.server.openai.kv_transfer import KvTransferParams
+from kvconnect.server.route.client import InstanceClient
+from kvconnect.server.route.fleet import Choice, Fleet
+from kvconnect.server.route.instance import Address, Instance, InstanceFailed
+from kvconnect.server.route.opened import Opened, begin
+from kvconnect.server.route.prompt import Prompt
+from kvconnect.server.route.settings import RouteSettings
+from kvconnect.trace import count
+
+__all__ = ["Answering", "Handover"]
+
+_log = logging.getLogger(__name__)
+
+_GENERATING = ("stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens")
+"""What a server that generates nothing need not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """An answer that has begun, and the server that it comes from."""
+
+    opened: Opened
+    instance: Instance
+
+
+class Handover:
+    """Finds the servers for one request. Until its answer begins, others are tried.
+
+    Each server is tried once. Where no prefill server computes the prompt in time, the decode
+    server does.
+
+    Args:
+        fleet: of the servers.
+        client: asks them.
+        settings: of the router.
+        path: of the request.
+        body: of the request, without ``kv_transfer_params``.
+
+    Attributes:
+        until: when the request is to have its whole answer, by the event loop's clock.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        client: InstanceClient,
+        settings: RouteSettings,
+        path: str,
+        body: Mapping[str, Any],
+    ) -> None:
+        now = asyncio.get_running_loop().time()
+        self.until = now + settings.request_timeout_s
+        self._prefill_until = min(self.until, now + settings.prefill_timeout_s)
+        self._fleet = fleet
+        self._client = client
+        self._streams = settings.stream_layers
+        self._path = path
+        self._body = body
+        self._prompt = Prompt.of(path, body)
+        self._failed: dict[Instance, InstanceFailed] = {}
+
+    @asynccontextmanager
+    async def answer(self) -> AsyncIterator[Answering]:
+        """Its answer from the first token on; leaving it ends what still runs for it.
+
+        Raises:
+            ServerAnswered: a server refused the request, as all others would.
+            RequestRefused: no server answers (429, 503), or not in time (504).
+        """
+        while True:
+            begun = False
+            try:
+                async with AsyncExitStack() as stack:
+                    answering = await self._attempt(stack)
+                    begun = True
+                    count("route.decode.ok")
+                    yield answering
+                    return
+            except InstanceFailed as failed:
+                if begun:
+                    raise
+                self._note(failed)
+
+    async def _attempt(self, stack: AsyncExitStack) -> Answering:
+        decode = self._decode()
+        prefill = self._prefill()
+        stack.enter_context(decode.instance.loaded(decode.load))
+        if prefill is None:
+            return await self._open(stack, decode.instance, None)
+        address = prefill.instance.address
+        if self._streams and address is not None:
+            return await self._both(stack, prefill, decode.instance, address)
+        carried = await self._compute(prefill, None)
+        return await self._open(stack, decode.instance, carried)
+
+    # ------------------------------------------------------------------ which servers
+
+    def _prefill(self) -> Choice | None:
+        if not self._fleet.prefill or not self._prompt.single:
+            return None
+        chosen = None
+        if asyncio.get_running_loop().time() < self._prefill_until:
+            chosen = self._fleet.choose("prefill", self._prompt, self._failed)
+        if chosen is None:
+            count("route.computed_by_decode")
+        return chosen
+
+    def _decode(self) -> Choice:
+        chosen = None
+        if asyncio.get_running_loop().time() < self.until:
+            chosen = self._fleet.choose("decode", self._prompt, self._failed)
+        if chosen is None:
+            raise self._no_server()
+        return chosen
+
+    def _note(self, failed: InstanceFailed) -> None:
+        instance = failed.instance
+        self._failed[instance] = failed
+        count(f"route.{instance.role}.{failed.outcome}")
+        _log.info("%s (%s)", failed, instance.url)
+
+    def _no_server(self) -> RequestRefused:
+        """Why there is no answer. Clients are told of no address."""
+        failed = [one for one in self._failed.values() if one.instance.role == "decode"]
+        if failed and all(one.outcome == "busy" for one in failed):
+            return Busy("every decode server has as much to do as it takes; try again later")
+        reasons = "; ".join(map(str, failed)) or "none is up"
+        if asyncio.get_running_loop().time() >= self.until:
+            return RequestRefused(504, f"no answer in time: {reasons}", "timeout")
+        return RequestRefused(503, f"no decode server answers: {reasons}", "no_decode_server")
+
+    # ------------------------------------------------------------------ what they do
+
+    async def _compute(self, choice: Choice, transfer_id: str | None) -> dict[str, Any]:
+        """Have the prompt computed; returns what a decode server needs.
+
+        Raises:
+            ServerAnswered: it was refused, as everywhere.
+            InstanceFailed: it was not computed.
+        """
+        instance = choice.instance
+        params = {"do_remote_decode": True, "transfer_id": transfer_id}
+        body = {name: value for name, value in self._body.items() if name not in _GENERATING}
+        with instance.loaded(choice.load):
+            async with (
+                instance.answering(self._prefill_until),
+                self._client.post(
+                    instance, self._path, body | {"kv_transfer_params": params}
+                ) as answer,
+            ):
+                content = await answer.aread()
+        carried = _carried(instance, content, answer)
+        address = None
+        if carried.remote_host is not None and carried.remote_port is not None:
+            address = (carried.remote_host, carried.remote_port)
+        instance.told(carried.remote_engine_id, address)
+        count("route.prefill.ok")
+        return carried.model_dump(exclude_none=True)
+
+    async def _both(
+        self, stack: AsyncExitStack, prefill: Choice, decode: Instance, address: Address
+    ) -> Answering:
+        """Both at once: each layer is fetched while the next one is computed."""
+        transfer_id = uuid.uuid4().hex
+        host, port = address
+        carried = {
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_host": host,
+            "remote_port": port,
+        }
+        computing = asyncio.create_task(self._compute(prefill, transfer_id))
+        opening = asyncio.create_task(self._open(stack, decode, carried))
+        try:
+            await asyncio.wait({computing, opening}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                computing.result()  # or there is nothing to wait for
+            answering = await opening
+        except BaseException:
+            await _end(computing, opening)
+            raise
+        stack.push_async_callback(_end, computing)
+        return answering
+
+    async def _open(
+        self, stack: AsyncExitStack, instance: Instance, carried: dict[str, Any] | None
+    ) -> Answering:
+        """The answer of `instance`, once it has begun.
+
+        Raises:
+            ServerAnswered: it was refused, as everywhere.
+            InstanceFailed: it did not begin.
+        """
+        body = self._body if carried is None else {**self._body, "kv_transfer_params": carried}
+        async with instance.answering(self.until):
+            post = self._client.post(instance, self._path, body)
+            answer = await stack.enter_async_context(post)
+            try:
+                opened = await begin(answer)
+            except (httpx2.RequestError, ValueError) as error:
+                raise InstanceFailed(instance, type(error).__name__, "failed") from error
+        if opened.error_event:
+            raise InstanceFailed(instance, "an error came before the first token", "failed")
+        if opened.rest is not None:
+            opened = replace(opened, rest=_pieces(instance, opened.rest))
+        return Answering(opened, instance)
+
+
+def _carried(instance: Instance, content: bytes, answer: httpx2.Response) -> KvTransferParams:
+    try:
+        return KvTransferParams(**answer.json()["kv_transfer_params"])
+    except (ValueError, KeyError, TypeError, ConfigurationError) as error:
+        raise InstanceFailed(
+            instance, f"no kv_transfer_params in its answer of {len(content)} bytes", "failed"
+        ) from error
+
+
+async def _pieces(instance: Instance, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for piece in pieces:
+            yield piece
+    except httpx2.RequestError as error:
+        raise InstanceFailed(instance, type(error).__name__, "failed") from error
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

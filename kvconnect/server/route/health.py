@@ -1,0 +1,41 @@
+"""Asks every server, again and again, whether it takes requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx2
+
+from kvconnect.server.route.client import InstanceClient
+from kvconnect.server.route.fleet import Fleet
+from kvconnect.server.route.instance import Instance
+
+__all__ = ["ask_all", "watch"]
+
+
+async def ask_all(fleet: Fleet, client: InstanceClient) -> None:
+    """Ask each server once; takes ``health_timeout_s`` at most."""
+    await asyncio.gather(*(_ask(one, client) for one in fleet))
+
+
+async def watch(fleet: Fleet, client: InstanceClient, interval_s: float) -> None:
+    """Ask each server every `interval_s`, until cancelled."""
+    await asyncio.gather(*(_watch(one, client, interval_s) for one in fleet))
+
+
+async def _watch(instance: Instance, client: InstanceClient, interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        await _ask(instance, client)
+
+
+async def _ask(instance: Instance, client: InstanceClient) -> None:
+    try:
+        answer = await client.get(instance, "/health")
+    except httpx2.HTTPError as error:
+        instance.went_down(f"/health: {type(error).__name__}")
+        return
+    if answer.status_code == httpx2.codes.OK:
+        instance.came_up()
+    else:
+        instance.drains(f"/health: status {answer.status_code}")

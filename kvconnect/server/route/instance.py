@@ -1,0 +1,136 @@
+"""One server behind the router, and what is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Literal, TypeAlias
+
+from kvconnect.server.route.prefixes import HeldPrefixes
+
+__all__ = ["Address", "Instance", "InstanceFailed", "Outcome", "Role"]
+
+_log = logging.getLogger(__name__)
+
+Role: TypeAlias = Literal["prefill", "decode"]
+Outcome: TypeAlias = Literal["busy", "late", "failed"]
+Address: TypeAlias = tuple[str, int]
+"""Of a control channel: host and port."""
+
+
+class InstanceFailed(Exception):
+    """A server did not answer a request; another one may.
+
+    Attributes:
+        instance: which.
+        outcome: ``busy`` (it says so), ``late``, or ``failed``.
+    """
+
+    def __init__(self, instance: Instance, reason: str, outcome: Outcome) -> None:
+        super().__init__(f"{instance.name}: {reason}")
+        self.instance = instance
+        self.outcome = outcome
+
+
+class Instance:
+    """A server, used by the event loop's thread only.
+
+    Args:
+        role: that it has here; a server of role both may stand in each list.
+        number: in its list, from 0.
+        url: without a path.
+        max_prefixes: remembered at most.
+
+    Attributes:
+        prefixes: that it has computed.
+        address: of its control channel, as its last answer said; ``None``: not known.
+        load: pieces of prompts that it still has to compute, and what each request counts besides.
+        running: requests that it answers.
+        chosen: when it was chosen last, as a number that grows.
+        down: why it gets no requests; ``None``: it gets some.
+    """
+
+    def __init__(self, role: Role, number: int, url: str, max_prefixes: int) -> None:
+        self.role: Role = role
+        self.name = f"{role} {number}"
+        self.url = url
+        self.prefixes = HeldPrefixes(max_prefixes)
+        self.address: Address | None = None
+        self.load = 0
+        self.running = 0
+        self.chosen = 0
+        self.down: str | None = None
+        self._engine: str | None = None
+        self._waits: set[asyncio.Timeout] = set()
+
+    @contextmanager
+    def loaded(self, load: int) -> Iterator[None]:
+        """A request of so much is under way."""
+        self.load += load
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.load -= load
+            self.running -= 1
+
+    @asynccontextmanager
+    async def answering(self, until: float) -> AsyncIterator[None]:
+        """While it is waited for, and it is up.
+
+        Args:
+            until: by the event loop's clock.
+
+        Raises:
+            InstanceFailed: it went down, or it is too late.
+        """
+        if self.down is not None:
+            raise InstanceFailed(self, self.down, "failed")
+        try:
+            async with asyncio.timeout_at(until) as wait:
+                self._waits.add(wait)
+                try:
+                    yield
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError as error:
+            if self.down is not None:
+                raise InstanceFailed(self, self.down, "failed") from error
+            raise InstanceFailed(self, "no answer in time", "late") from error
+
+    def went_down(self, reason: str) -> None:
+        """It gets no requests, and those that wait for it stop waiting. Idempotent."""
+        if self.down is None:
+            _log.warning("%s (%s) is down: %s", self.name, self.url, reason)
+        self.down = reason
+        # It may come back as another process, whose cache is empty.
+        self._forget()
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(now)
+
+    def drains(self, reason: str) -> None:
+        """It takes no more requests, and answers those that it has. Idempotent."""
+        self.down = reason
+        self._forget()
+
+    def came_up(self) -> None:
+        """It answers. Idempotent."""
+        if self.down is not None:
+            _log.warning("%s (%s) is up", self.name, self.url)
+        self.down = None
+
+    def told(self, engine: str | None, address: Address | None) -> None:
+        """Its answer came from `engine`, whose control channel is at `address`."""
+        if self._engine not in {None, engine}:
+            self._forget()
+        self._engine = engine
+        if address is not None:
+            self.address = address
+
+    def _forget(self) -> None:
+        self.prefixes.clear()
+        self.address = None

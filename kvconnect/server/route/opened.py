@@ -1,0 +1,69 @@
+"""An answer that has begun, on its way from a decode server to the client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import httpx2
+
+__all__ = ["Opened", "begin"]
+
+_PASSED = ("content-type", "cache-control", "x-accel-buffering", "retry-after")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What the client gets.
+
+    Attributes:
+        status: of HTTP.
+        headers: that are passed on.
+        beginning: of the body: all of it, or up to its first token.
+        rest: what comes of it; ``None``: nothing.
+    """
+
+    status: int
+    headers: dict[str, str]
+    beginning: bytes
+    rest: AsyncIterator[bytes] | None = None
+
+    @property
+    def error_event(self) -> bool:
+        """Whether an error comes instead of the first token of a stream."""
+        return self.rest is not None and any("error" in one for one in _events(self.beginning))
+
+
+async def begin(answer: httpx2.Response) -> Opened:
+    """Wait for the first token of `answer`, or for all of it unless it is a stream.
+
+    Raises:
+        httpx2.RequestError: it broke off.
+        ValueError: an event is no JSON.
+    """
+    headers = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
+    if not headers.get("content-type", "").startswith("text/event-stream"):
+        return Opened(answer.status_code, headers, await answer.aread())
+    pieces = answer.aiter_bytes()
+    beginning = b""
+    async for piece in pieces:
+        beginning += piece
+        if any(not _is_role(event) for event in _events(beginning)):
+            break
+    return Opened(answer.status_code, headers, beginning, pieces)
+
+
+def _events(data: bytes) -> list[dict[str, object]]:
+    """The whole events in `data`, but the last one of a stream, which is no JSON."""
+    lines = data[: data.rfind(b"\n\n") + 1].split(b"\n\n")
+    found = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: {")]
+    return [json.loads(one) for one in found]
+
+
+def _is_role(event: dict[str, object]) -> bool:
+    """Whether it tells who speaks, as chats begin before there is a token."""
+    choices = event.get("choices")
+    return isinstance(choices, list) and any(
+        isinstance(one.get("delta"), dict) and "role" in one["delta"] for one in choices
+    )

@@ -1,0 +1,71 @@
+"""What a prompt begins with, as far as a router without a tokenizer can tell."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Self
+
+__all__ = ["Prompt"]
+
+_CHARACTERS = 256
+_TOKENS = 64
+_MAX_HASHED = 2048
+_HASH_NBYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The beginning of a request's prompt, in pieces of 256 characters or 64 token ids.
+
+    Attributes:
+        prefixes: a chained hash of each full piece, from the first one: equal hashes stand for
+            equal prompts up to there, under one path, model and salt. 2,048 pieces at most.
+        num_pieces: of the whole prompt, the last one that is not full included.
+        single: it is one prompt, not a list of several.
+    """
+
+    prefixes: tuple[bytes, ...]
+    num_pieces: int
+    single: bool
+
+    @classmethod
+    def of(cls, path: str, body: Mapping[str, Any]) -> Self:
+        """The prompt of `body`, sent to `path`; any JSON object will do."""
+        first, single = _first(body)
+        if isinstance(first, str):
+            size, unit = _CHARACTERS, 4
+            data = first[: _MAX_HASHED * size].encode("utf-32-le", "surrogatepass")
+        else:
+            size, unit = _TOKENS, 8
+            data = first[: _MAX_HASHED * size].tobytes()
+        root = [path, body.get("model"), body.get("cache_salt"), isinstance(first, str)]
+        if "messages" in body:
+            root.append(body.get("chat_template_kwargs"))
+        chained = blake2b(json.dumps(root, sort_keys=True).encode(), digest_size=_HASH_NBYTES)
+        prefixes = []
+        step = size * unit
+        for start in range(0, len(data) // step * step, step):
+            chained.update(data[start : start + step])
+            prefixes.append(chained.digest())
+        return cls(tuple(prefixes), -(-len(first) // size), single)
+
+
+def _first(body: Mapping[str, Any]) -> tuple[str | array[int], bool]:
+    """The first prompt, and whether there is no other; what is none is for the server to refuse."""
+    if "messages" in body:
+        return json.dumps(body["messages"]), True
+    given = body.get("prompt")
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        first, single = given[0], len(given) == 1
+    else:
+        first, single = given, True
+    if isinstance(first, str):
+        return first, single
+    try:
+        return array("q", first), single
+    except (TypeError, OverflowError):
+        return json.dumps(first), single

@@ -1,0 +1,82 @@
+"""The life of the router's process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from kvconnect.server.admission import Admission
+from kvconnect.server.http_server import HttpServer, uvicorn_config
+from kvconnect.server.listener import Listener
+from kvconnect.server.route.app import make_app
+from kvconnect.server.route.client import InstanceClient
+from kvconnect.server.route.fleet import Fleet
+from kvconnect.server.route.health import ask_all, watch
+from kvconnect.server.route.settings import RouteSettings
+from kvconnect.trace import metrics
+
+__all__ = ["route"]
+
+
+def route(settings: RouteSettings, listener: Listener, ready: Callable[[], None]) -> None:
+    """Answer until SIGTERM or Ctrl-C, in the main thread; blocks.
+
+    Signals are seen to as by `kvconnect.server.run.serve`. Servers may be down at the start: they
+    get requests once they are up. `listener` is closed when this returns.
+
+    Raises:
+        ConfigurationError: the port was taken meanwhile.
+    """
+    admission = Admission(settings.max_requests, "requests")
+    fleet, client = Fleet(settings), InstanceClient(settings)
+    config = uvicorn_config(make_app(fleet, client, settings, admission), settings)
+    remove = metrics.add_gauges(fleet.sizes)
+    try:
+        listener.listen()
+        server = _RouteServer(config, admission, settings, ready, fleet, client)
+        server.run(sockets=list(listener.sockets))
+    finally:
+        remove()
+
+
+class _RouteServer(HttpServer):
+    """Over other servers, which it asks how they are."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        admission: Admission,
+        settings: RouteSettings,
+        ready: Callable[[], None],
+        fleet: Fleet,
+        client: InstanceClient,
+    ) -> None:
+        super().__init__(config, admission, settings.shutdown_timeout_s, ready)
+        self._fleet = fleet
+        self._client = client
+        self._interval_s = settings.health_interval_s
+        self._watching: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ask all servers once, then accept connections."""
+        await ask_all(self._fleet, self._client)
+        self._watching = asyncio.create_task(watch(self._fleet, self._client, self._interval_s))
+        await super().startup(sockets)
+
+    def has_failed(self) -> bool:
+        """Whether the servers are not asked any more: a bug, which is raised in `shutdown`."""
+        return self._watching is not None and self._watching.done()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more, and let go of the servers."""
+        await super().shutdown(sockets)
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.wait({watching})
+            if not watching.cancelled():
+                watching.result()
+        await self._client.close()

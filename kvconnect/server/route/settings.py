@@ -1,0 +1,70 @@
+"""What a user sets of the router."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from kvconnect.server.settings import HttpSettings, Seconds, check_header
+
+__all__ = ["RouteSettings"]
+
+
+class RouteSettings(HttpSettings):
+    """Of the router.
+
+    Attributes:
+        prefill: URLs of prefill servers; none: decode servers compute prompts themselves.
+        decode: URLs of decode servers.
+        instance_api_key: that these servers want; ``None``: they want none.
+        router_secret: that they want with ``kv_transfer_params``; ``None``: they want none.
+        stream_layers: send a prompt to both at the same time, so that each layer is fetched while
+            the next one is computed; else one after the other.
+        max_requests: under way at once at most; more are answered with 429.
+        prefill_timeout_s: what a prompt may take on prefill servers, all that are tried together;
+            then the decode server computes it.
+        request_timeout_s: what an answer may take to begin, and then to end; a request past it is
+            ended.
+        health_interval_s: how often each server is asked how it is.
+        health_timeout_s: a server that does not say in that time is down; what it was to answer
+            goes to another one.
+        max_prefixes: of prompts, remembered for each server.
+    """
+
+    prefill: tuple[str, ...] = ()
+    decode: Annotated[tuple[str, ...], Field(min_length=1)]
+    instance_api_key: Annotated[str | None, Field(repr=False)] = None
+    router_secret: Annotated[str | None, Field(repr=False)] = None
+    stream_layers: bool = True
+    max_requests: Annotated[int, Field(ge=1)] = 1024
+    prefill_timeout_s: Seconds = 60.0
+    request_timeout_s: Seconds = 600.0
+    health_interval_s: Seconds = 1.0
+    health_timeout_s: Seconds = 5.0
+    max_prefixes: Annotated[int, Field(ge=1)] = 65536
+
+    @field_validator("prefill", "decode")
+    @classmethod
+    def _are_servers(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for number, url in enumerate(urls):
+            parts = urlsplit(url)
+            # The URL is not shown: it may hold a password.
+            if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username:
+                raise ValueError(
+                    f"number {number + 1} is no URL of a server; give 'http://host:port', "
+                    "without a user"
+                )
+            if parts.path not in {"", "/", "/v1", "/v1/"} or parts.query or parts.fragment:
+                raise ValueError(f"number {number + 1} has a path; give 'http://host:port'")
+        plain = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+        if len(set(plain)) < len(plain):
+            raise ValueError("a server is named twice")
+        return plain
+
+    @model_validator(mode="after")
+    def _secrets_fit_headers(self) -> Self:
+        check_header("instance_api_key", self.instance_api_key)
+        check_header("router_secret", self.router_secret)
+        return self

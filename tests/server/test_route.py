@@ -1,0 +1,317 @@
+"""Prefill and decode servers, and the router before them: equal tokens, locality, deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from server_fleet import Servers, prefix, started
+from server_process import ServerProcess, request_bytes, running, wait_until
+
+PROMPT = "A prompt goes to one server, and its answer comes from another one. " * 8
+ASKED = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+LONG = {"prompt": "a long answer", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+CHAT = "/v1/chat/completions"
+FETCH = {"do_remote_prefill": True, "transfer_id": "one", "remote_port": 7600}
+QUICK = ("--health-interval", "0.2", "--health-timeout", "1")
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Two prefill servers and one decode server; tests leave them as they were."""
+    with started(model, tmp_path_factory.mktemp("servers"), 2, 1) as some:
+        yield some
+
+
+@pytest.fixture(scope="module")
+def router(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    output = tmp_path_factory.mktemp("router") / "output"
+    with running(None, output, *servers.urls(), "--max-requests", "16") as one:
+        yield one
+
+
+def hit_tokens(servers: Servers) -> float:
+    """Tokens of prompts that prefill servers had already."""
+    return sum(one.figure("kvconnect_hit_tokens_total", tier="device") for one in servers.prefill)
+
+
+@pytest.fixture
+def prefill(servers: Servers) -> ServerProcess:
+    return servers.prefill[0]
+
+
+@pytest.fixture
+def decode(servers: Servers) -> ServerProcess:
+    return servers.decode[0]
+
+
+def carried(body, prefill, **more):
+    """What the prefill server gives for the decode server."""
+    params = {"do_remote_decode": True} | more
+    status, answer, _ = prefill.post(body | {"kv_transfer_params": params})
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == 0
+    return answer["kv_transfer_params"]
+
+
+# ------------------------------------------------------------------------------ from P to D
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_answer_of_two_servers_is_that_of_one(prefill, decode, server, n):
+    sampled = {"temperature": 1, "seed": 7} if n > 1 else {}
+    body = ASKED | {"prompt": f"{n}: {PROMPT}", "n": n} | sampled
+    _, alone, _ = server.post(body)
+    given = carried(body, prefill)
+    assert given["do_remote_prefill"]
+    assert given["remote_num_tokens"] == alone["usage"]["prompt_tokens"] - 1
+    status, answer, _ = decode.post(body | {"kv_transfer_params": given})
+    assert status == 200
+    assert [one["text"] for one in answer["choices"]] == [one["text"] for one in alone["choices"]]
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= given["remote_num_tokens"] - 16 * (n - 1), "all but parts of a block"
+    assert "kv_transfer_params" not in answer, "addresses are none of the client's business"
+    wait_until(lambda: prefill.figure("kvconnect_device_blocks", state="used") == 0, "free", 30)
+
+
+def test_chats_are_handed_on_like_completions(prefill, decode, server):
+    path = "/v1/chat/completions"
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
+    _, handed, _ = prefill.post(body | {"kv_transfer_params": {"do_remote_decode": True}}, path)
+    given = handed["kv_transfer_params"]
+    _, answer, _ = decode.post(body | {"kv_transfer_params": given}, path)
+    _, alone, _ = server.post(body, path)
+    assert answer["choices"] == alone["choices"]
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == given["remote_num_tokens"]
+
+
+def test_both_may_be_asked_at_the_same_time(prefill, decode, server):
+    body = ASKED | {"prompt": f"streamed {PROMPT}"}
+    where = ASKED | {"prompt": "where is it?"}
+    known = carried(where, prefill)
+    assert decode.post(where | {"kv_transfer_params": known})[0] == 200
+    fetch = {name: known[name] for name in ("remote_host", "remote_port")}
+    fetch |= {"do_remote_prefill": True, "transfer_id": "at the same time"}
+    connection = decode.connect()
+    try:
+        connection.sendall(request_bytes(body | {"kv_transfer_params": fetch}))
+        wait_until(lambda: decode.live() == 1, "the decode server waits for the prompt")
+        carried(body, prefill, transfer_id="at the same time")
+        answer = b""
+        while b'"text"' not in answer:
+            answer += connection.recv(65536)
+    finally:
+        connection.close()
+    _, alone, _ = server.post(body)
+    cached = f'"cached_tokens":{alone["usage"]["prompt_tokens"] - 1}'
+    assert cached.encode() in answer
+
+
+def test_what_was_never_handed_out_is_computed(decode, server):
+    body = ASKED | {"prompt": f"nowhere {PROMPT}"}
+    given = {"do_remote_prefill": False, "remote_engine_id": "gone"}
+    _, answer, _ = decode.post(body | {"kv_transfer_params": given})
+    assert answer["choices"] == server.post(body)[1]["choices"]
+
+
+def test_a_role_does_only_its_own_part(prefill, decode):
+    fetch = FETCH | {"remote_host": "127.0.0.1"}
+    for one, params in ((prefill, fetch), (decode, {"do_remote_decode": True})):
+        status, answer, _ = one.post(ASKED | {"kv_transfer_params": params})
+        assert (status, "this server has role" in answer["error"]["message"]) == (400, True)
+        assert one.post(ASKED)[0] == 200, "but it answers ordinary requests"
+
+
+@pytest.mark.parametrize(
+    "params", [{"do_remote_decode": True}, FETCH | {"remote_host": "127.0.0.1"}, {}]
+)
+def test_a_server_without_a_role_takes_none(server, params):
+    status, answer, _ = server.post(ASKED | {"kv_transfer_params": params})
+    assert (status, answer["error"]["code"]) == (403, "kv_transfer_not_served")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "example.com", "127.1", "[::1]"])
+def test_a_forged_address_is_not_connected_to(decode, host):
+    status, answer, _ = decode.post(ASKED | {"kv_transfer_params": FETCH | {"remote_host": host}})
+    assert (status, answer["error"]["code"]) == (403, "kv_transfer_foreign_peer")
+
+
+# ------------------------------------------------------------------------------ the same answers
+
+
+def test_answers_are_those_of_one_server(router, servers, server):
+    transferred = servers.decode[0].figure("kvconnect_hit_tokens_total", tier="store")
+    num_tokens = 0
+    for number in range(4):  # the first ones one after the other, then layer by layer
+        body = ASKED | {"prompt": f"{number} {PROMPT}"}
+        _, alone, _ = server.post(body)
+        status, answer, _ = router.post(body)
+        assert status == 200
+        assert answer["choices"] == alone["choices"]
+        assert "kv_transfer_params" not in answer
+        num_tokens += alone["usage"]["prompt_tokens"] - 1
+    assert servers.decode[0].figure("kvconnect_hit_tokens_total", tier="store") == (
+        transferred + num_tokens
+    ), "every prompt was fetched"
+    assert router.figure("kvconnect_route_computed_by_decode_total") == 0
+    wait_until(servers.idle, "nothing is left", 30)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_official_client_sees_no_difference(router, server, stream):
+    def ask(one):
+        chat = {"messages": [{"role": "user", "content": f"{stream} {PROMPT}"}]}
+        with one.client() as client:
+            answer = client.chat.completions.create(
+                model="tiny", max_tokens=12, temperature=0, stream=stream, **chat
+            )
+            if not stream:
+                return answer.choices[0].message.content
+            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+
+    assert ask(router) == ask(server) != ""
+
+
+def test_what_servers_refuse_is_told_as_they_say_it(router, server):
+    for body in ({"prompt": PROMPT, "max_tokens": -1}, {"promt": ""}, ASKED | {"model": "other"}):
+        assert router.post(body)[:2] == server.post(body)[:2]
+    assert router.post(b"", "/v1/models", method="GET")[1]["data"][0]["id"] == "tiny"
+    assert router.post(b"", "/v1/models/no", method="GET")[0] == 404
+    health = router.post(b"", "/health", method="GET")[1]
+    assert health == {"status": "ok", "prefill": "2 of 2 up", "decode": "1 of 1 up"}
+
+
+def test_several_prompts_are_computed_by_the_decode_server(router, server):
+    body = ASKED | {"prompt": ["one", "two"]}
+    assert router.post(body)[1]["choices"] == server.post(body)[1]["choices"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_forged_parameters_are_refused(router, path):
+    for forged in ({"do_remote_decode": True}, {"remote_host": "192.0.2.1"}, "x"):
+        status, answer, _ = router.post(ASKED | {"kv_transfer_params": forged}, path)
+        assert (status, answer["error"]["code"]) == (403, "not_the_router")
+
+
+# ------------------------------------------------------------------------------ where to
+
+
+def repeats_that_hit(router, servers, prefixes):
+    """The part of `prefixes` that is found when each comes again."""
+    before = hit_tokens(servers)
+    with ThreadPoolExecutor(4) as pool:
+        for ending in ("first", "again"):
+            bodies = [ASKED | {"prompt": prefix(n) + ending, "max_tokens": 1} for n in prefixes]
+            assert {answer[0] for answer in pool.map(router.post, bodies)} == {200}
+    return (hit_tokens(servers) - before) / (512 * len(prefixes))
+
+
+def test_repeats_go_to_the_server_that_holds_them(router, servers):
+    assert repeats_that_hit(router, servers, range(12)) >= 0.9
+    used = [one.figure("kvconnect_requests_total") for one in servers.prefill]
+    assert min(used) > 0.2 * sum(used), "and both work"
+
+
+@pytest.mark.slow
+def test_fifty_prefixes_are_found_again(router, servers):
+    assert repeats_that_hit(router, servers, range(100, 150)) >= 0.9
+
+
+# ------------------------------------------------------------------------------ clients
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request_everywhere(router, servers, stream):
+    with router.connect() as connection:
+        connection.sendall(request_bytes(LONG | {"stream": stream, "prompt": f"leave {stream}"}))
+        wait_until(lambda: servers.decode[0].live() == 1, "it runs")
+    wait_until(servers.idle, "it is ended", 30)
+    wait_until(
+        lambda: router.figure("kvconnect_route_running_requests") == 0, "it is forgotten", 30
+    )
+
+
+def test_more_than_the_router_takes_are_told_to_come_again(router, servers):
+    with ExitStack() as stack:
+        for _ in range(16):
+            stack.enter_context(router.connect()).sendall(request_bytes(LONG))
+        wait_until(lambda: servers.decode[0].live() == 16, "all places are taken")
+        status, answer, headers = router.post(ASKED)
+        assert (status, answer["error"]["message"][:11]) == (429, "16 requests")
+        assert headers["retry-after"] == "1"
+    wait_until(servers.idle, "they are ended", 30)
+
+
+# ------------------------------------------------------------------------------ deaths
+
+
+def test_without_a_prefill_server_the_decode_server_computes(servers, server, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    urls = ("--prefill", gone, "--decode", servers.decode[0].url)
+    with running(None, tmp_path / "router", *urls) as router:
+        body = ASKED | {"prompt": prefix(900)}
+        assert router.post(body)[1]["choices"] == server.post(body)[1]["choices"]
+        assert router.figure("kvconnect_route_computed_by_decode_total") == 1
+        assert router.stop() == 0
+    assert "is down" in router.said()
+
+
+def test_without_a_decode_server_there_is_no_answer_but_a_reason(servers, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    urls = ("--prefill", servers.prefill[0].url, "--decode", gone)
+    with running(None, tmp_path / "router", *urls) as router:
+        status, answer, headers = router.post(ASKED)
+        assert (status, answer["error"]["code"]) == (503, "no_decode_server")
+        assert gone not in answer["error"]["message"]
+        assert headers["retry-after"] == "1"
+        assert router.post(b"", "/health", method="GET")[0] == 503
+
+
+def test_a_signal_lets_requests_end(servers, tmp_path):
+    with running(None, tmp_path / "router", *servers.urls()) as router:
+        with router.connect() as connection:
+            connection.sendall(request_bytes(LONG | {"max_tokens": 200, "stream": True}))
+            answer = connection.recv(65536)
+            assert b"200 OK" in answer
+            os.kill(router.pid, signal.SIGTERM)
+            while b"[DONE]" not in answer:
+                piece = connection.recv(65536)
+                assert piece, "it was cut"
+                answer += piece
+            assert b'"finish_reason":"length"' in answer
+        assert router.wait() == 0
+
+
+def test_a_frozen_prefill_server_costs_no_request_its_answer(servers, server, tmp_path):
+    frozen = servers.prefill[0]
+    with running(None, tmp_path / "router", *servers.urls(), *QUICK) as router:
+        for number in range(2):  # each prefill server is known to work
+            assert router.post(ASKED | {"prompt": prefix(800 + number)})[0] == 200
+        os.kill(frozen.pid, signal.SIGSTOP)
+        try:
+            stopped = time.monotonic()
+            bodies = [ASKED | {"prompt": prefix(810 + number)} for number in range(6)]
+            with ThreadPoolExecutor(6) as pool:
+                answers = list(pool.map(router.post, bodies))
+            took_s = time.monotonic() - stopped
+        finally:
+            os.kill(frozen.pid, signal.SIGCONT)
+        assert [status for status, *_ in answers] == [200] * 6
+        assert took_s < 2 * 1.2 + 1
+        assert [one["choices"] for _, one, _ in answers] == [
+            server.post(body)[1]["choices"] for body in bodies
+        ]
+        wait_until(
+            lambda: router.figure("kvconnect_route_servers", role="prefill", state="up") == 2,
+            "it is used again",
+        )

@@ -1,0 +1,307 @@
+"""What the router tries again, and what it sends: before servers that answer as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, StreamingResponse
+
+from kvconnect.server.admission import Admission
+from kvconnect.server.disconnect import while_connected
+from kvconnect.server.route.app import make_app
+from kvconnect.server.route.client import InstanceClient
+from kvconnect.server.route.fleet import Fleet
+from kvconnect.server.route.settings import RouteSettings
+from kvconnect.server.trust import ROUTER_SECRET_HEADER
+
+BODY = {"prompt": "x" * 300, "max_tokens": 7, "n": 2}
+ADDRESS = {"remote_host": "127.0.0.1", "remote_port": 7600}
+
+
+class FakeServer:
+    """Answers with what `say` gives, and remembers what it was asked."""
+
+    def __init__(self, say: Callable[[dict[str, Any]], Any]) -> None:
+        self.say = say
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+        self.left = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request = Request(scope, receive)
+        body = await request.json()
+        self.asked.append(body)
+        self.headers.append(request.headers)
+        said = self.say(body)
+        if asyncio.iscoroutine(said):
+            try:
+                said = await while_connected(receive, said)
+            except ClientDisconnect:
+                self.left.set()
+                return
+        await said(scope, receive, send)
+
+
+def computed(body):
+    """As a prefill server answers."""
+    given = body["kv_transfer_params"]["transfer_id"] or "its own"
+    told = {"do_remote_prefill": True, "transfer_id": given, "remote_engine_id": "e", **ADDRESS}
+    return JSONResponse({"kv_transfer_params": told})
+
+
+def answered(body):
+    """As a decode server answers."""
+    return JSONResponse({"choices": [{"text": "done"}]})
+
+
+def refused(status):
+    return lambda body: JSONResponse({"error": {"message": f"it says {status}"}}, status)
+
+
+async def silence(body):
+    await asyncio.sleep(60)
+
+
+def streamed(*events, break_off=False):
+    async def pieces() -> AsyncIterator[bytes]:
+        for event in events:
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        if break_off:
+            raise RuntimeError("it breaks off")
+        yield b"data: [DONE]\n\n"
+
+    return lambda body: StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+TOKEN = {"choices": [{"text": "x"}]}
+ROLE = {"choices": [{"delta": {"role": "assistant"}}]}
+
+
+class Routed:
+    """A router before fake servers."""
+
+    def __init__(self, prefill: list[FakeServer], decode: list[FakeServer], app: Any) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.client = httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app), base_url="http://router", timeout=20
+        )
+
+    async def post(self, **more: Any) -> httpx2.Response:
+        return await self.client.post("/v1/completions", json=BODY | more)
+
+
+@pytest.fixture
+async def routed() -> AsyncIterator[Callable[..., Any]]:
+    """Starts a router before servers that say `prefill` and `decode`."""
+    async with AsyncExitStack() as stack:
+
+        async def start(prefill: list[Any], decode: list[Any], **settings: Any) -> Routed:
+            servers = [FakeServer(say) for say in (*prefill, *decode)]
+            urls = [await stack.enter_async_context(listening(one)) for one in servers]
+            made = RouteSettings(
+                prefill=tuple(urls[: len(prefill)]), decode=tuple(urls[len(prefill) :]), **settings
+            )
+            client, fleet = InstanceClient(made), Fleet(made)
+            stack.push_async_callback(client.close)
+            app = make_app(fleet, client, made, Admission(made.max_requests, "requests"))
+            one = Routed(servers[: len(prefill)], servers[len(prefill) :], app)
+            await stack.enter_async_context(one.client)
+            return one
+
+        yield start
+
+
+class FakeHost(uvicorn.Server):
+    """Listens, and ends at once."""
+
+    def __init__(self, app: FakeServer) -> None:
+        super().__init__(uvicorn.Config(app, port=0, lifespan="off", log_config=None, log_level=60))
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    async def main_loop(self) -> None:
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def listening(app: FakeServer) -> AsyncIterator[str]:
+    host = FakeHost(app)
+    serving = asyncio.create_task(host._serve())
+    await host.up.wait()
+    yield f"http://127.0.0.1:{host.servers[0].sockets[0].getsockname()[1]}"
+    for one in host.servers:
+        one.close()
+    for connection in list(host.server_state.connections):
+        connection.transport.abort()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+# ------------------------------------------------------------------------------ what is sent
+
+
+async def test_the_prefill_server_is_asked_for_the_prompt_only(routed):
+    one = await routed([computed], [answered], router_secret="a-secret", instance_api_key="key")
+    for number in range(2):
+        answer = await one.post(stream=False, prompt=f"{number}" * 300, min_tokens=1)
+        assert answer.json() == {"choices": [{"text": "done"}]}
+    first, second = one.prefill[0].asked
+    assert first == {
+        "prompt": "0" * 300,
+        "kv_transfer_params": {"do_remote_decode": True, "transfer_id": None},
+    }
+    assert one.decode[0].asked[0]["kv_transfer_params"]["transfer_id"] == "its own"
+    assert one.decode[0].asked[0]["max_tokens"] == 7
+    # From then on its address is known.
+    name = second["kv_transfer_params"]["transfer_id"]
+    assert one.decode[0].asked[1]["kv_transfer_params"] == {
+        "do_remote_prefill": True,
+        "transfer_id": name,
+        **ADDRESS,
+    }
+    for headers in (*one.prefill[0].headers, *one.decode[0].headers):
+        assert headers["authorization"] == "Bearer key"
+        assert headers[ROUTER_SECRET_HEADER] == "a-secret"
+
+
+async def test_one_after_the_other_if_told_to(routed):
+    one = await routed([computed], [answered], stream_layers=False)
+    for _ in range(2):
+        await one.post()
+    assert {asked["kv_transfer_params"]["transfer_id"] for asked in one.decode[0].asked} == {
+        "its own"
+    }
+
+
+async def test_the_clients_parameters_are_never_passed_on(routed):
+    one = await routed([computed], [answered])
+    answer = await one.post(kv_transfer_params={"remote_host": "192.0.2.1"})
+    assert answer.status_code == 403
+    assert (await one.post(kv_transfer_params=None)).status_code == 200
+    assert "192.0.2.1" not in json.dumps([one.prefill[0].asked, one.decode[0].asked])
+
+
+# ------------------------------------------------------------------------------ what is tried again
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 401, 302])
+async def test_another_prefill_server_is_tried(routed, status):
+    one = await routed([refused(status), computed], [answered])
+    for number in range(4):
+        assert (await one.post(prompt=f"{number}" * 300)).status_code == 200
+    assert len(one.prefill[1].asked) == 4
+    assert all(asked["kv_transfer_params"] for asked in one.decode[0].asked)
+
+
+async def test_a_prefill_server_without_parameters_in_its_answer_is_none(routed):
+    one = await routed([answered], [answered])
+    assert (await one.post()).status_code == 200
+    assert "kv_transfer_params" not in one.decode[0].asked[0]
+
+
+async def test_a_prefill_server_that_is_late_is_not_waited_for(routed):
+    one = await routed([silence, silence], [answered], prefill_timeout_s=0.2)
+    assert (await one.post()).status_code == 200
+    assert "kv_transfer_params" not in one.decode[0].asked[0]
+
+
+async def test_while_both_are_asked_a_prefill_that_fails_ends_the_fetch(routed):
+    one = await routed([computed], [answered])
+    await one.post()
+    one.prefill[0].say = refused(503)
+
+    async def waits(body):
+        if "kv_transfer_params" in body:
+            await silence(body)
+        return answered(body)
+
+    one.decode[0].say = waits
+    answer = await one.post(prompt="y" * 300)
+    assert answer.status_code == 200
+    assert "kv_transfer_params" not in one.decode[0].asked[-1], "it computes itself"
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        refused(503),
+        refused(500),
+        streamed({"error": {"message": "x"}}),
+        streamed(ROLE, {"error": {"message": "x"}}),
+        streamed(ROLE, break_off=True),
+    ],
+)
+async def test_until_the_first_token_another_decode_server_is_tried(routed, fails):
+    one = await routed([computed], [fails, fails, streamed(ROLE, TOKEN, TOKEN)])
+    answer = await one.post(stream=True)
+    assert answer.status_code == 200
+    assert answer.text.count('"text": "x"') == 2
+    assert answer.text.count("role") == 1
+    assert "error" not in answer.text
+
+
+async def test_after_the_first_token_the_stream_ends_with_an_error(routed):
+    one = await routed([], [streamed(TOKEN, break_off=True), answered])
+    answer = await one.post(stream=True)
+    events = answer.text.split("\n\n")
+    assert json.loads(events[0].removeprefix("data: ")) == TOKEN
+    assert "broke off" in json.loads(events[1].removeprefix("data: "))["error"]["message"]
+    assert events[2] == "data: [DONE]"
+    assert not one.decode[1].asked
+
+
+@pytest.mark.parametrize(
+    ("decode", "status", "code"),
+    [
+        ([refused(429), refused(503)], 429, "queue_full"),
+        ([refused(429), refused(500)], 503, "no_decode_server"),
+        ([silence], 504, "timeout"),
+    ],
+)
+async def test_when_none_is_left_the_reason_is_told(routed, decode, status, code):
+    one = await routed([computed], decode, request_timeout_s=0.5)
+    answer = await one.post()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert "127.0.0.1" not in answer.text
+
+
+@pytest.mark.parametrize("status", [400, 404, 413])
+async def test_what_the_client_did_wrong_is_not_tried_again(routed, status):
+    one = await routed([refused(status)] * 2, [answered])
+    answer = await one.post()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (status, f"it says {status}")
+    assert len(one.prefill[0].asked) + len(one.prefill[1].asked) == 1
+
+
+async def test_a_request_that_is_given_up_ends_on_its_servers(routed):
+    one = await routed([computed], [answered])
+    await one.post()
+    for server in (*one.prefill, *one.decode):
+        server.say = silence
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await one.post(prompt="y" * 300)
+    for server in (*one.prefill, *one.decode):
+        async with asyncio.timeout(5):
+            await server.left.wait()
+
+
+async def test_an_answer_that_needs_no_prefill_any_more_ends_it(routed):
+    one = await routed([computed], [answered])
+    await one.post()
+    one.prefill[0].say = silence
+    assert (await one.post(prompt="y" * 300)).status_code == 200
+    async with asyncio.timeout(5):
+        await one.prefill[0].left.wait()
