@@ -22,6 +22,7 @@ from kvconnect.server.generation import outputs_of, stream_of
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.settings import ServerSettings
 
+from kvconnect.text import shown
 __all__ = ["GenerationEndpoint"]
 
 T = TypeVar("T")
@@ -71,7 +72,9 @@ class GenerationEndpoint:
         name = self._settings.model_name
         if wanted.model not in {None, name}:
             raise RequestRefused(
-                404, f"model: '{wanted.model}' is not served here; '{name}' is", "model_not_found"
+                404,
+                f"model: {shown(wanted.model)} is not served here; '{name}' is",
+                "model_not_found",
             )
         self._admission.extend(ticket, wanted.completions)
         return wanted

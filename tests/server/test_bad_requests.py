@@ -25,6 +25,13 @@ def others_are_undisturbed(server):
         ({"prompt": [70, -1]}, "token id -1 is outside"),
         ({"prompt": [70, 10**12]}, "outside int32"),
         ({"prompt": {"a": 1}}, "CompletionRequest.prompt"),
+        ({"prompt": [True, False]}, "CompletionRequest.prompt=[True, False]: must be text, token"),
+        ({"prompt": [70, "71"]}, "CompletionRequest.prompt"),
+        ({"prompt": [70.0]}, "CompletionRequest.prompt"),
+        ({"prompt": ["70", 71]}, "CompletionRequest.prompt"),
+        ({"prompt": [[70], ["71"]]}, "CompletionRequest.prompt"),
+        ({"prompt": [[70], [[71]]]}, "CompletionRequest.prompt"),
+        ({"stop_token_ids": [True]}, "CompletionRequest.stop_token_ids.0=True"),
         ({"prompt": "x" * 5000}, "exceed 4096 positions"),
         ({"max_tokens": -1}, "max_tokens=-1"),
         ({"max_tokens": 5000}, "exceed 4096 positions"),
@@ -105,6 +112,29 @@ def test_deep_values_are_refused(server):
         ({"messages": [{"role": "user", "content": deep}]}, "/v1/chat/completions"),
     ):
         assert server.post(body, path)[0] == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [None] * 150_000},
+        {"prompt": [["x"]] * 100_000},
+        {"prompt": "x", "max_tokens": "x" * 1_000_000},
+        {"prompt": "x", "stop": [1] * 300_000},
+        {"prompt": "x", "stop_token_ids": [""] * 200_000},
+        {"prompt": "x", "x" * 1_000_000: 1},
+        {"prompt": "x", "model": "x" * 1_000_000},
+        {"prompt": "x", "stream_options": {"x" * 1_000_000: 1}},
+        {"messages": [1] * 300_000},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{}] * 200_000},
+    ],
+    ids=lambda body: next(reversed(body)).strip("x"),
+)
+def test_an_error_is_short_however_much_is_wrong(server, body):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    status, answer, _ = server.post(body, path)
+    assert status in {400, 404}
+    assert len(answer["error"]["message"]) < 1000
 
 
 def test_a_huge_body_is_refused_however_it_comes(server):
