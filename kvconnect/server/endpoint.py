@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -21,8 +22,8 @@ from kvconnect.server.errors import RequestRefused, answer_of
 from kvconnect.server.generation import outputs_of, stream_of
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.settings import ServerSettings
-
 from kvconnect.text import shown
+
 __all__ = ["GenerationEndpoint"]
 
 T = TypeVar("T")
@@ -92,14 +93,19 @@ class GenerationEndpoint:
         return JSONResponse(wanted.answer(self._settings.model_name).whole(outputs))
 
     async def _submit(self, wanted: GenerationRequest) -> list[RequestHandle]:
-        """Start `wanted`; when cancelled, what is started all the same is aborted."""
-        started = asyncio.get_running_loop().run_in_executor(
-            self._threads, wanted.submit, self._llm
-        )
+        """Start `wanted`; when cancelled, ends once no thread holds it, and nothing of it runs."""
+        left = threading.Event()
+
+        def submit() -> list[RequestHandle]:
+            return [] if left.is_set() else wanted.submit(self._llm)
+
+        started = asyncio.get_running_loop().run_in_executor(self._threads, submit)
         try:
             return await asyncio.shield(started)
         except asyncio.CancelledError:
+            left.set()
             started.add_done_callback(_abort_started)
+            await asyncio.wait({started})
             raise
 
     async def _events(
