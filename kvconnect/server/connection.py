@@ -20,6 +20,13 @@ _KEEPALIVE = (
 _SEND_BUFFER_NBYTES = 128 << 10
 """By itself the system would hold megabytes for each client that does not read."""
 
+_AHEAD_NBYTES = 64 << 10
+"""A client that sends more beyond a request, before that is answered, is cut."""
+
+_TOLD = 64
+"""Connections beyond the limit that are told so. Further ones are cut at once."""
+_TOLD_WITHIN_S = 1.0
+
 
 class Connection(H11Protocol):
     """A client's connection, with deadlines for what the client owes.
@@ -59,6 +66,7 @@ class Connection(H11Protocol):
             self._reading = self.loop.call_later(self.timeout_s, self.transport.abort)
 
     def _request_is_whole(self) -> bool:
+            self._go_on_reading()
         # The cycle of the last request stays until the next one's head is there.
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
@@ -67,6 +75,15 @@ class Connection(H11Protocol):
         """The client takes less than is written: begin to wait for it."""
         super().pause_writing()
         if self._writing is None:
+    def _go_on_reading(self) -> None:
+        # Uvicorn would read no more once something follows the request that it answers, and not
+        # notice either that the client left.
+        ahead, _ = self.conn.trailing_data
+        if len(ahead) > _AHEAD_NBYTES:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
+
             self._writing = self.loop.call_later(self.timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
