@@ -55,26 +55,26 @@ class Connection(H11Protocol):
         unacknowledged = (socket.TCP_USER_TIMEOUT, int(1000 * self.timeout_s))
         for option, value in (*_KEEPALIVE, unacknowledged):
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._reading = self.loop.call_later(self.timeout_s, transport.abort)
+        beyond = len(self.connections) - (self.limit_concurrency or len(self.connections))
+        if beyond > _TOLD:
+            transport.abort()
+        timeout_s = min(self.timeout_s, _TOLD_WITHIN_S) if beyond > 0 else self.timeout_s
+        self._reading = self.loop.call_later(timeout_s, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         """Begin to wait for the rest of a request, or stop waiting: it is whole."""
         super().data_received(data)
         if self._request_is_whole():
             self._stop_reading()
+            self._go_on_reading()
         elif self._reading is None:
             self._reading = self.loop.call_later(self.timeout_s, self.transport.abort)
 
     def _request_is_whole(self) -> bool:
-            self._go_on_reading()
         # The cycle of the last request stays until the next one's head is there.
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
-    def pause_writing(self) -> None:
-        """The client takes less than is written: begin to wait for it."""
-        super().pause_writing()
-        if self._writing is None:
     def _go_on_reading(self) -> None:
         # Uvicorn would read no more once something follows the request that it answers, and not
         # notice either that the client left.
@@ -84,6 +84,10 @@ class Connection(H11Protocol):
         else:
             self.flow.resume_reading()
 
+    def pause_writing(self) -> None:
+        """The client takes less than is written: begin to wait for it."""
+        super().pause_writing()
+        if self._writing is None:
             self._writing = self.loop.call_later(self.timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
