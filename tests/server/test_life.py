@@ -108,6 +108,10 @@ def test_only_the_key_opens_all_but_health(model: Path, tmp_path: Path, monkeypa
         with server.client(api_key="secret") as client:
             assert client.completions.create(**ASKED).usage.completion_tokens
 
+        for header in ("secret", "Basic secret", "Bearersecret", "Bearer"):
+            assert server.post(ASKED, headers={"Authorization": header})[0] == 401
+        # As HTTP has it, the name of the scheme is the same in any case.
+        assert server.post(ASKED, headers={"Authorization": "bearer  secret"})[0] == 200
 
 # ------------------------------------------------------------------------------------ the end
 
