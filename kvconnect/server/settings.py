@@ -34,7 +34,7 @@ class ServerSettings(Settings):
     max_completions: Annotated[int, Field(ge=1)] = 320
     max_body_bytes: Annotated[int, Field(ge=1)] = 4 << 20
     max_connections: Annotated[int, Field(ge=1)] = 4096
-    client_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    client_timeout_s: Annotated[float, Field(ge=0.001, le=1e6)] = 60.0  # the system counts ms
     shutdown_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
 
     @model_validator(mode="after")

@@ -64,6 +64,12 @@ def test_a_key_is_in_no_repr():
     assert "secret" not in repr(settings(api_key="secret"))
 
 
+@pytest.mark.parametrize("timeout_s", [0, 1e-4, 1e7, float("inf"), float("nan")])
+def test_a_client_timeout_that_the_system_cannot_count_is_refused(timeout_s):
+    with pytest.raises(ConfigurationError, match="client_timeout_s"):
+        settings(client_timeout_s=timeout_s)
+
+
 def test_an_unknown_host_is_named():
     with pytest.raises(ConfigurationError, match=r"host: 'no\.such\.invalid' cannot be resolved"):
         Listener.bind(settings(host="no.such.invalid"))
@@ -102,16 +108,16 @@ def test_only_the_key_opens_all_but_health(model: Path, tmp_path: Path, monkeypa
             headers = {"Authorization": f"Bearer {key}".encode("latin-1")}
             for method, path in (("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/x")):
                 assert server.post(ASKED, path, headers=headers, method=method)[0] == 401
+        for header in ("secret", "Basic secret", "Bearersecret", "Bearer"):
+            assert server.post(ASKED, headers={"Authorization": header})[0] == 401
+        # As HTTP has it, the name of the scheme is the same in any case.
+        assert server.post(ASKED, headers={"Authorization": "bearer  secret"})[0] == 200
         assert server.post(b"", "/health", method="GET")[0] == 200
         with server.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
         with server.client(api_key="secret") as client:
             assert client.completions.create(**ASKED).usage.completion_tokens
 
-        for header in ("secret", "Basic secret", "Bearersecret", "Bearer"):
-            assert server.post(ASKED, headers={"Authorization": header})[0] == 401
-        # As HTTP has it, the name of the scheme is the same in any case.
-        assert server.post(ASKED, headers={"Authorization": "bearer  secret"})[0] == 200
 
 # ------------------------------------------------------------------------------------ the end
 
