@@ -151,11 +151,24 @@ def test_a_huge_body_is_refused_however_it_comes(server):
         assert one.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-def test_another_content_type_is_refused(server):
-    body = json.dumps(GOOD).encode()
-    status, answer, _ = server.post(body, headers={"Content-Type": "text/plain"})
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ({"Content-Type": "text/plain"}, "application/json"),
+        ({"Content-Type": ""}, "application/json"),
+        ({"Content-Type": "application/json; charset=latin-1"}, "charset='latin-1'"),
+        ({"Content-Encoding": "gzip"}, "Content-Encoding: 'gzip'"),
+    ],
+)
+def test_another_content_type_is_refused(server, headers, message):
+    status, answer, _ = server.post(json.dumps(GOOD).encode(), headers=headers)
     assert status == 415
-    assert "application/json" in answer["error"]["message"]
+    assert message in answer["error"]["message"]
+
+
+def test_json_may_say_that_it_is_utf_8(server):
+    headers = {"Content-Type": 'Application/JSON ;charset="UTF-8"'}
+    assert server.post(json.dumps(GOOD).encode(), headers=headers)[0] == 200
 
 
 def test_another_model_path_or_method_is_refused(server):
