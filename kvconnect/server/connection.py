@@ -23,6 +23,9 @@ _SEND_BUFFER_NBYTES = 128 << 10
 _AHEAD_NBYTES = 64 << 10
 """A client that sends more beyond a request, before that is answered, is cut."""
 
+_READ_NBYTES = 16 << 10
+"""At a time: of chunks of one byte each, even so much takes 30 ms to parse, and all others wait."""
+
 _TOLD = 64
 """Connections beyond the limit that are told so. Further ones are cut at once."""
 _TOLD_WITHIN_S = 1.0
@@ -49,6 +52,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
+        transport.max_size = _READ_NBYTES  # type: ignore[attr-defined]  # asyncio's name for it
         connected: socket.socket = transport.get_extra_info("socket")
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)
