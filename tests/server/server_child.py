@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 from pathlib import Path
@@ -19,12 +18,6 @@ def serve(output: Path, arguments: list[str]) -> None:
     from kvconnect.cli.main import main
 
     sys.exit(main(["serve", *arguments]))
-
-
-def serve_with_few_descriptors(output: Path, arguments: list[str]) -> None:
-    """The same in a process that may open 400 files."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
-    serve(output, arguments)
 
 
 def serve_until_it_fails(output: Path, arguments: list[str]) -> None:

@@ -8,14 +8,11 @@ import socket
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
-import httpx2
 import openai
 import psutil
 import pytest
-import server_child
 from server_process import ServerProcess, request_bytes, running, wait_until
 
 pytestmark = pytest.mark.slow
@@ -104,21 +101,3 @@ def test_ten_thousand_requests_leave_nothing_behind(model: Path, tmp_path: Path)
         assert after[2] <= before[2] + 4, "threads of pools apart"
         assert server.figure("kvconnect_device_blocks", state="used") == 0
         assert server.stop() == 0
-
-
-def test_idle_connections_do_not_take_the_descriptors_of_all_else(model: Path, tmp_path: Path):
-    with (
-        running(
-            model, tmp_path / "output", serve=server_child.serve_with_few_descriptors
-        ) as server,
-        ExitStack() as stack,
-    ):
-        url = f"{server.url}/health"
-        for _ in range(500):
-            stack.enter_context(server.connect())
-        wait_until(lambda: psutil.Process(server.pid).num_fds() < 300, "the rest is turned away")
-        assert httpx2.get(url).status_code == 503
-        stack.close()
-        wait_until(lambda: httpx2.get(url).status_code == 200, "there is room again")
-        assert "room for 144" in server.said()
-        assert "Too many open files" not in server.said()
