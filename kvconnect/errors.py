@@ -193,8 +193,11 @@ class RankDivergence(UsageError):
     """Ranks are in different steps or disagree about its outcome."""
 
 
+_LONGEST_NAME = 100
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A clause for error messages: the valid name that `name` may stand for, or all of them."""
     names = sorted(valid)
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    close = get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"valid are {', '.join(names)}"

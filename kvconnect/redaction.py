@@ -47,9 +47,11 @@ _OF_FILES = {"disk"}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^:\[\]@]*)(?::\d{0,5})?")
-_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_END_IN_TEXT = re.compile(r"""[.,:;]*(?:[\s'"<>()]|$)""")
-_SECRET_IN_TEXT = re.compile(r"(?i)(\w*(?:passw|pwd|secret)\w*=)[^&,\s]+")
+# Clients of a server write what these search: none may look at one place again and again.
+_SCHEME_IN_TEXT = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++(?=://)")
+_LETTER = re.compile(r"[A-Za-z]")
+_END_IN_TEXT = re.compile(r"""(?<![.,:;])[.,:;]*+(?:([\s'"<>()])|$)""")
+_SECRET_IN_TEXT = re.compile(r"(?i)(?<!\w)((?=\w*?(?:passw|pwd|secret))\w++=)[^&,\s]+")
 
 
 def without_passwords(url: str) -> str:
@@ -136,15 +138,23 @@ def text_without_passwords(text: str) -> str:
     the line is taken for user and password.
     """
     shown, done = [], 0
-    starts = [match.start() for match in _URL_IN_TEXT.finditer(text)]
-    for start, following in pairwise([*starts, len(text)]):
+    for start, following in pairwise([*_urls_in(text), len(text)]):
         line_end = text.find("\n", start, following)
         stop = following if line_end < 0 else line_end
-        last = _END_IN_TEXT.search(text, max(start, text.rfind("@", start, stop)))
-        end = stop if last is None else min(stop, last.start())
+        last = _END_IN_TEXT.search(text, max(start, text.rfind("@", start, stop)), stop)
+        # Right before the next URL no punctuation is the end of a sentence.
+        cut = last is None or (last[1] is None and stop == following < len(text))
+        end = stop if last is None or cut else last.start()
         shown += [text[done:start], without_passwords(text[start:end])]
         done = end
     return _SECRET_IN_TEXT.sub(rf"\1{HIDDEN}", "".join([*shown, text[done:]]))
+
+
+def _urls_in(text: str) -> Iterator[int]:
+    """Where URLs begin."""
+    for match in _SCHEME_IN_TEXT.finditer(text):
+        if letter := _LETTER.search(text, match.start(), match.end()):
+            yield letter.start()
 
 
 def as_cause(

@@ -44,7 +44,7 @@ class Settings(BaseModel):
             values = _named(cls, args, values)
         for name in values.keys() - cls.model_fields.keys():
             raise ConfigurationError(
-                f"{cls.__name__}: unknown field '{name}'; {nearest(name, cls.model_fields)}"
+                f"{cls.__name__}: unknown field {shown(name)}; {nearest(name, cls.model_fields)}"
             )
         try:
             super().__init__(**values)
@@ -92,7 +92,7 @@ class Settings(BaseModel):
         cls = type(self)
         if name not in cls.model_fields:
             raise ConfigurationError(
-                f"{cls.__name__}: unknown field '{name}'; {nearest(name, cls.model_fields)}"
+                f"{cls.__name__}: unknown field {shown(name)}; {nearest(name, cls.model_fields)}"
             )
         raise ConfigurationError(
             f"{cls.__name__}: cannot change {what}: settings are frozen; "

@@ -8,6 +8,7 @@ from kvconnect.redaction import text_without_passwords
 __all__ = ["check_text", "shown"]
 
 _LONGEST = 80
+_LOOKED_AT = 4096
 
 
 def check_text(field: str, text: str) -> None:
@@ -26,8 +27,13 @@ def check_text(field: str, text: str) -> None:
 
 
 def shown(value: object) -> str:
-    """`value` for an error message: short, and nothing that may hold a store's password."""
-    text = repr(value)
+    """`value` for an error message: short, and nothing that may hold a store's password.
+
+    Of long texts and lists only the beginning is looked at.
+    """
+    if isinstance(value, (str, bytes, list, tuple)):
+        value = value[:_LOOKED_AT]
+    text = repr(value)[:_LOOKED_AT]
     # Where a URL ends in it is not sure, if its password has an odd character.
     if "@" in text or "://" in text or text_without_passwords(text) != text:
         return "what was given"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from email.message import Message
 from typing import Any
 
 from pydantic_core import from_json
@@ -10,6 +11,7 @@ from starlette.requests import Request
 
 from kvconnect.server.errors import RequestRefused
 from kvconnect.server.settings import HttpSettings
+from kvconnect.text import shown
 
 __all__ = ["read_json"]
 
@@ -19,13 +21,10 @@ async def read_json(request: Request, settings: HttpSettings) -> dict[str, Any]:
 
     Raises:
         RequestRefused: it is no JSON (400, also where it nests deeper than 200), is not declared
-            as such (415), is too large (413) or comes too slowly (408).
+            as such in UTF-8 and uncompressed (415), is too large (413) or comes too slowly (408).
         ClientDisconnect: the client left.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Pages of other origins can send everything else to a server on loopback unasked.
-    if kind != "application/json":
-        raise RequestRefused(415, "Content-Type: must be application/json")
+    _check_kind(request)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > settings.max_body_bytes:
         raise _too_large(settings)
@@ -43,6 +42,20 @@ async def read_json(request: Request, settings: HttpSettings) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise RequestRefused(400, f"the body is a {type(parsed).__name__}; send a JSON object")
     return parsed
+
+
+def _check_kind(request: Request) -> None:
+    declared = Message()
+    declared["Content-Type"] = request.headers.get("content-type", "")
+    # Pages of other origins can send everything else to a server on loopback unasked.
+    if declared.get_content_type() != "application/json":
+        raise RequestRefused(415, "Content-Type: must be application/json")
+    charset = declared.get_content_charset("utf-8")
+    if charset not in {"utf-8", "utf8", "us-ascii"}:
+        raise RequestRefused(415, f"Content-Type: charset={shown(charset)} is none of JSON; UTF-8")
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise RequestRefused(415, f"Content-Encoding: {shown(coding)}: send the body as it is")
 
 
 async def _read(request: Request, settings: HttpSettings) -> bytes:

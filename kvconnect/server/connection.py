@@ -20,6 +20,16 @@ _KEEPALIVE = (
 _SEND_BUFFER_NBYTES = 128 << 10
 """By itself the system would hold megabytes for each client that does not read."""
 
+_AHEAD_NBYTES = 64 << 10
+"""A client that sends more beyond a request, before that is answered, is cut."""
+
+_READ_NBYTES = 16 << 10
+"""At a time: of chunks of one byte each, even so much takes 30 ms to parse, and all others wait."""
+
+_TOLD = 64
+"""Connections beyond the limit that are told so. Further ones are cut at once."""
+_TOLD_WITHIN_S = 1.0
+
 
 class Connection(H11Protocol):
     """A client's connection, with deadlines for what the client owes.
@@ -42,19 +52,25 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
+        transport.max_size = _READ_NBYTES  # type: ignore[attr-defined]  # asyncio's name for it
         connected: socket.socket = transport.get_extra_info("socket")
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)
         unacknowledged = (socket.TCP_USER_TIMEOUT, int(1000 * self.timeout_s))
         for option, value in (*_KEEPALIVE, unacknowledged):
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._reading = self.loop.call_later(self.timeout_s, transport.abort)
+        beyond = len(self.connections) - (self.limit_concurrency or len(self.connections))
+        if beyond > _TOLD:
+            transport.abort()
+        timeout_s = min(self.timeout_s, _TOLD_WITHIN_S) if beyond > 0 else self.timeout_s
+        self._reading = self.loop.call_later(timeout_s, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         """Begin to wait for the rest of a request, or stop waiting: it is whole."""
         super().data_received(data)
         if self._request_is_whole():
             self._stop_reading()
+            self._go_on_reading()
         elif self._reading is None:
             self._reading = self.loop.call_later(self.timeout_s, self.transport.abort)
 
@@ -62,6 +78,15 @@ class Connection(H11Protocol):
         # The cycle of the last request stays until the next one's head is there.
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    def _go_on_reading(self) -> None:
+        # Uvicorn would read no more once something follows the request that it answers, and not
+        # notice either that the client left.
+        ahead, _ = self.conn.trailing_data
+        if len(ahead) > _AHEAD_NBYTES:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         """The client takes less than is written: begin to wait for it."""

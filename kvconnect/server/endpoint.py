@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,6 +25,7 @@ from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.trust import check_transfer
+from kvconnect.text import shown
 
 __all__ = ["GenerationEndpoint"]
 
@@ -74,7 +76,9 @@ class GenerationEndpoint:
         name = self._settings.model_name
         if wanted.model not in {None, name}:
             raise RequestRefused(
-                404, f"model: '{wanted.model}' is not served here; '{name}' is", "model_not_found"
+                404,
+                f"model: {shown(wanted.model)} is not served here; '{name}' is",
+                "model_not_found",
             )
         self._admission.extend(ticket, wanted.completions)
         return wanted
@@ -97,14 +101,19 @@ class GenerationEndpoint:
         return JSONResponse(content)
 
     async def _submit(self, wanted: GenerationRequest) -> list[RequestHandle]:
-        """Start `wanted`; when cancelled, what is started all the same is aborted."""
-        started = asyncio.get_running_loop().run_in_executor(
-            self._threads, wanted.submit, self._llm
-        )
+        """Start `wanted`; when cancelled, ends once no thread holds it, and nothing of it runs."""
+        left = threading.Event()
+
+        def submit() -> list[RequestHandle]:
+            return [] if left.is_set() else wanted.submit(self._llm)
+
+        started = asyncio.get_running_loop().run_in_executor(self._threads, submit)
         try:
             return await asyncio.shield(started)
         except asyncio.CancelledError:
+            left.set()
             started.add_done_callback(_abort_started)
+            await asyncio.wait({started})
             raise
 
     async def _events(

@@ -28,7 +28,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._expected = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -60,8 +60,9 @@ class Gate:
     def _check_key(self, scope: Scope) -> None:
         if self._expected is None or scope["path"] in OPEN_PATHS:
             return
-        given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, self._expected):
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        sent = given.strip().encode("latin-1")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent, self._expected):
             raise RequestRefused(
                 401,
                 "Authorization: 'Bearer' and the server's API key are needed",

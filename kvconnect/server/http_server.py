@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import socket
 import time
@@ -22,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 _ABORT_S = 5.0
 """For answers to end once their requests are aborted."""
+_OTHER_DESCRIPTORS = 256
+"""What stores, the model and connections that are turned away may need beside the connections."""
 
 
 def uvicorn_config(app: ASGIApp, settings: HttpSettings) -> uvicorn.Config:
@@ -37,9 +40,22 @@ def uvicorn_config(app: ASGIApp, settings: HttpSettings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=settings.max_connections,
+        limit_concurrency=_room_for(settings.max_connections),
         timeout_graceful_shutdown=int(_ABORT_S),
     )
+
+
+def _room_for(connections: int) -> int:
+    """How many of them the process may have open; its limit is raised as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    room = connections if soft == resource.RLIM_INFINITY else soft - _OTHER_DESCRIPTORS
+    if room < connections:
+        _log.warning("of %d connections there is room for %d: ulimit -n", connections, max(1, room))
+    return max(1, min(connections, room))
 
 
 class HttpServer(uvicorn.Server):

@@ -45,7 +45,7 @@ class HttpSettings(Settings):
     api_key: Annotated[str | None, Field(repr=False)] = None
     max_body_bytes: Annotated[int, Field(ge=1)] = 4 << 20
     max_connections: Annotated[int, Field(ge=1)] = 4096
-    client_timeout_s: Seconds = 60.0
+    client_timeout_s: Annotated[float, Field(ge=0.001, le=1e6)] = 60.0  # the system counts ms
     shutdown_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
 
     @model_validator(mode="after")

@@ -41,7 +41,8 @@ class Paced(BaseHTTPRequestHandler):
             "completion_tokens": TOKENS,
             "prompt_tokens_details": {"cached_tokens": 30},
         }
-        self._event(choices=[], usage=usage)
+        if self.server.counts:
+            self._event(choices=[], usage=usage)
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
 
@@ -56,7 +57,7 @@ class Paced(BaseHTTPRequestHandler):
 @pytest.fixture
 def paced() -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Paced) as server:
-        server.asked, server.refuses = [], False
+        server.asked, server.refuses, server.counts = [], False, True
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -109,6 +110,13 @@ def test_each_turn_of_a_chat_has_all_before_it(bench, paced, monkeypatch):
     assert second[:2] == first
     assert second[2] == {"role": "assistant", "content": "x" * TOKENS}
     assert third[:4] == second
+
+
+def test_a_server_that_counts_no_tokens_is_measured_too(bench, paced):
+    paced.counts = False
+    found = bench("--requests", 1, "--concurrency", 1)
+    assert found["hit rate: cached of them"] == 0
+    assert found["time to first token, p50"] >= 1000 * FIRST_S
 
 
 def test_an_error_of_the_server_is_told(kvconnect, paced):

@@ -97,6 +97,12 @@ def test_a_prompt_for_the_other_methods(llm):
         ([], "messages: there are none"),
         (["Hello"], "this is a str"),
         ([{"content": "Hello"}], r"messages\[0\]: role=None must be a string"),
+        ([{"role": "user"}], r"messages\[0\]: it has no content"),
+        ([{"role": "user", "content": None}], r"messages\[0\]: it has no content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "text": "a cat"}]}],
+            "parts of type 'image_url' are not served",
+        ),
         ([{"role": "user", "content": 5}], r"messages\[0\].content: a string or a list"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],

@@ -25,6 +25,13 @@ def others_are_undisturbed(server):
         ({"prompt": [70, -1]}, "token id -1 is outside"),
         ({"prompt": [70, 10**12]}, "outside int32"),
         ({"prompt": {"a": 1}}, "CompletionRequest.prompt"),
+        ({"prompt": [True, False]}, "CompletionRequest.prompt=[True, False]: must be text, token"),
+        ({"prompt": [70, "71"]}, "CompletionRequest.prompt"),
+        ({"prompt": [70.0]}, "CompletionRequest.prompt"),
+        ({"prompt": ["70", 71]}, "CompletionRequest.prompt"),
+        ({"prompt": [[70], ["71"]]}, "CompletionRequest.prompt"),
+        ({"prompt": [[70], [[71]]]}, "CompletionRequest.prompt"),
+        ({"stop_token_ids": [True]}, "CompletionRequest.stop_token_ids.0=True"),
         ({"prompt": "x" * 5000}, "exceed 4096 positions"),
         ({"max_tokens": -1}, "max_tokens=-1"),
         ({"max_tokens": 5000}, "exceed 4096 positions"),
@@ -107,6 +114,29 @@ def test_deep_values_are_refused(server):
         assert server.post(body, path)[0] == 400
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [None] * 10_000},
+        {"prompt": [["x"]] * 10_000},
+        {"prompt": "x", "max_tokens": "x" * 100_000},
+        {"prompt": "x", "stop": [1] * 10_000},
+        {"prompt": "x", "stop_token_ids": [""] * 10_000},
+        {"prompt": "x", "x" * 100_000: 1},
+        {"prompt": "x", "model": "x" * 100_000},
+        {"prompt": "x", "stream_options": {"x" * 100_000: 1}},
+        {"messages": [1] * 10_000},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{}] * 10_000},
+    ],
+    ids=lambda body: next(reversed(body)).strip("x"),
+)
+def test_an_error_is_short_however_much_is_wrong(server, body):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    status, answer, _ = server.post(body, path)
+    assert status in {400, 404}
+    assert len(answer["error"]["message"]) < 1000
+
+
 def test_a_huge_body_is_refused_however_it_comes(server):
     status, answer, _ = server.post({"prompt": "x" * (2 << 20)})
     assert status == 413
@@ -121,11 +151,24 @@ def test_a_huge_body_is_refused_however_it_comes(server):
         assert one.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-def test_another_content_type_is_refused(server):
-    body = json.dumps(GOOD).encode()
-    status, answer, _ = server.post(body, headers={"Content-Type": "text/plain"})
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ({"Content-Type": "text/plain"}, "application/json"),
+        ({"Content-Type": ""}, "application/json"),
+        ({"Content-Type": "application/json; charset=latin-1"}, "charset='latin-1'"),
+        ({"Content-Encoding": "gzip"}, "Content-Encoding: 'gzip'"),
+    ],
+)
+def test_another_content_type_is_refused(server, headers, message):
+    status, answer, _ = server.post(json.dumps(GOOD).encode(), headers=headers)
     assert status == 415
-    assert "application/json" in answer["error"]["message"]
+    assert message in answer["error"]["message"]
+
+
+def test_json_may_say_that_it_is_utf_8(server):
+    headers = {"Content-Type": 'Application/JSON ;charset="UTF-8"'}
+    assert server.post(json.dumps(GOOD).encode(), headers=headers)[0] == 200
 
 
 def test_another_model_path_or_method_is_refused(server):

@@ -37,6 +37,16 @@ def test_a_client_that_leaves_ends_its_request(server, stream, leave):
     )
 
 
+def test_requests_sent_ahead_are_answered_in_order(server):
+    with server.connect() as connection:
+        health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        connection.sendall(request_bytes(ONE) + health)
+        connection.sendall(health + health.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        answers = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answers.count(b"HTTP/1.1 200 ") == 4
+    assert answers.index(b"text_completion") < answers.index(b'{"status":"ok"}')
+
+
 def test_the_official_client_may_close_a_stream(server, client):
     with client.completions.create(
         model="tiny",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from server_process import request_bytes, running, wait_until
 from kvconnect.cli.main import main
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.listener import Listener
+from kvconnect.server.http_server import _room_for
 from kvconnect.server.settings import ServerSettings
 
 PROMPT = "A system prompt that every restart of the server should find again. " * 4
@@ -64,6 +66,30 @@ def test_a_key_is_in_no_repr():
     assert "secret" not in repr(settings(api_key="secret"))
 
 
+@pytest.mark.parametrize("timeout_s", [0, 1e-4, 1e7, float("inf"), float("nan")])
+def test_a_client_timeout_that_the_system_cannot_count_is_refused(timeout_s):
+    with pytest.raises(ConfigurationError, match="client_timeout_s"):
+        settings(client_timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("limits", "room", "raised"),
+    [
+        ((1024, 20_000), 4096, [(4352, 20_000)]),
+        ((1024, 2000), 1744, [(2000, 2000)]),
+        ((100, 100), 1, [(100, 100)]),
+        ((20_000, 20_000), 4096, []),
+        ((1024, resource.RLIM_INFINITY), 4096, [(4352, resource.RLIM_INFINITY)]),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 4096, []),
+    ],
+)
+def test_connections_leave_descriptors_for_all_else(monkeypatch, limits, room, raised):
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: found.append(both))
+    assert (_room_for(4096), found) == (room, raised)
+
+
 def test_an_unknown_host_is_named():
     with pytest.raises(ConfigurationError, match=r"host: 'no\.such\.invalid' cannot be resolved"):
         Listener.bind(settings(host="no.such.invalid"))
@@ -102,6 +128,10 @@ def test_only_the_key_opens_all_but_health(model: Path, tmp_path: Path, monkeypa
             headers = {"Authorization": f"Bearer {key}".encode("latin-1")}
             for method, path in (("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/x")):
                 assert server.post(ASKED, path, headers=headers, method=method)[0] == 401
+        for header in ("secret", "Basic secret", "Bearersecret", "Bearer"):
+            assert server.post(ASKED, headers={"Authorization": header})[0] == 401
+        # As HTTP has it, the name of the scheme is the same in any case.
+        assert server.post(ASKED, headers={"Authorization": "bearer  secret"})[0] == 200
         assert server.post(b"", "/health", method="GET")[0] == 200
         with server.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()

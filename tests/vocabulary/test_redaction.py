@@ -23,8 +23,9 @@ from kvconnect.backends.registry import codecs_of
 from kvconnect.cli.main import main
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.runtime.loading import build_pair, connector_classes
-from kvconnect.errors import BackendUnavailable, ConfigurationError, KvConnectError
+from kvconnect.errors import BackendUnavailable, ConfigurationError, KvConnectError, nearest
 from kvconnect.redaction import text_without_passwords, without_passwords
+from kvconnect.text import shown
 
 PIECES = ("Kx1q", "Ly2w", "Mz3v")
 """What every password here is made of. No output may hold one of them."""
@@ -288,3 +289,15 @@ def test_log_lines_of_libraries_show_no_password_on_the_command_line(capsys, mon
 
 async def _fail(url: str) -> None:
     raise OSError(f"no answer from {url}")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "piece", ["x", "9", "a:", "a://", "password", "passwordx=", "@", "a@", "://", "a://b?c&", "\n"]
+)
+def test_what_a_client_writes_takes_no_longer_than_it_is_long(piece: str) -> None:
+    text = piece * (10_000 if len(piece) > 2 else 200_000)
+    for hostile in (text, f"redis://{text}", f"redis://h?password={text}"):
+        text_without_passwords(hostile)
+        assert len(shown(hostile)) < 100
+    assert nearest(text, ["disk", "memory"]) == "valid are disk, memory"

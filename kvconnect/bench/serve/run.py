@@ -73,7 +73,8 @@ def _figures(measured: Sequence[Measured], seconds: float) -> list[Figure]:
         Figure("requests per second", len(measured) / seconds, "1/s"),
         Figure("output tokens per second", output / seconds, "tokens/s"),
         Figure("prompt tokens", prompt, "tokens"),
-        Figure("hit rate: cached of them", 100 * cached / prompt, "%"),
+        # Other servers may not count them.
+        Figure("hit rate: cached of them", 100 * cached / prompt if prompt else 0.0, "%"),
         *_distribution("time to first token", [one.ttft_s for one in measured]),
         *_distribution("inter-token latency", gaps),
     ]

@@ -18,6 +18,8 @@ Message: TypeAlias = Mapping[str, object]
 
 Conversation: TypeAlias = Sequence[Message]
 
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
 
 def as_conversations(
     messages: Conversation | Sequence[Conversation],
@@ -118,7 +120,11 @@ def _checked(message: Message, number: int) -> dict[str, object]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ConfigurationError(f"{where}: role={shown(role)} must be a string, as 'user'")
-    return dict(message) | {"content": _text(message.get("content"), f"{where}.content")}
+    content = _text(message.get("content"), f"{where}.content")
+    if content is None and not (message.get("tool_calls") or message.get("function_call")):
+        # A template would write "None" in its place.
+        raise ConfigurationError(f"{where}: it has no content; give text, '' for none")
+    return dict(message) | {"content": content}
 
 
 def _text(content: object, where: str) -> str | None:
@@ -136,8 +142,8 @@ def _text(content: object, where: str) -> str | None:
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(text, str) or (isinstance(part, Mapping) and kind not in _TEXT_PARTS):
             raise ConfigurationError(
                 f"{where}: parts of type {shown(kind)} are not served; only text"
             )

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from kvconnect.engine.request.logprobs import Logprob, TokenLogprobs
 from kvconnect.engine.request.output import CompletionOutput, StreamChunk
 from kvconnect.server.openai.answer import Answer
-from kvconnect.server.openai.token_text import token_text
+from kvconnect.server.openai.token_text import token_text, told_logprob
 
 __all__ = ["ChatAnswer"]
 
@@ -71,4 +71,4 @@ class ChatAnswer(Answer):
 
 def _entry(token: int, logprob: Logprob) -> dict[str, Any]:
     text = token_text(token, logprob)
-    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}
+    return {"token": text, "logprob": told_logprob(logprob), "bytes": list(text.encode())}

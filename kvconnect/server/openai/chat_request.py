@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from kvconnect.engine.llm import LLM
@@ -29,7 +29,7 @@ class ChatRequest(GenerationRequest):
         add_generation_prompt, continue_final_message, chat_template_kwargs: as in `LLM.chat`.
     """
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None

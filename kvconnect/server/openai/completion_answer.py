@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from kvconnect.engine.request.logprobs import TokenLogprobs
 from kvconnect.engine.request.output import CompletionOutput, StreamChunk
 from kvconnect.server.openai.answer import Answer
-from kvconnect.server.openai.token_text import token_text
+from kvconnect.server.openai.token_text import token_text, told_logprob
 
 __all__ = ["CompletionAnswer"]
 
@@ -52,7 +52,7 @@ class CompletionAnswer(Answer):
             texts.append(text)
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
-            chosen.append(found[token].logprob)
+            chosen.append(told_logprob(found[token]))
             top.append(_by_text(found))
         return {
             "tokens": texts,
@@ -66,5 +66,5 @@ def _by_text(found: TokenLogprobs) -> dict[str, float]:
     """Of tokens with one text, parts of characters, the chosen one or the likeliest."""
     top: dict[str, float] = {}
     for token, logprob in found.items():
-        top.setdefault(token_text(token, logprob), logprob.logprob)
+        top.setdefault(token_text(token, logprob), told_logprob(logprob))
     return top

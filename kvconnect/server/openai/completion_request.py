@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import PlainValidator
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
@@ -12,6 +13,22 @@ from kvconnect.server.openai.completion_answer import CompletionAnswer
 from kvconnect.server.openai.generation_request import GenerationRequest
 
 __all__ = ["CompletionRequest"]
+
+
+def _prompt(given: object) -> object:
+    # Pydantic would tell of each entry of a long list what it is not, for minutes, and take `true`
+    # and "1" for token ids.
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list):
+        kinds = set(map(type, given))
+        if kinds == {list}:
+            kinds = set(map(type, chain.from_iterable(given)))
+            if kinds <= {int}:
+                return given
+        elif kinds <= {int} or kinds == {str}:
+            return given
+    raise ValueError("must be text, token ids, or a list of either")
 
 
 class CompletionRequest(GenerationRequest):
@@ -22,12 +39,7 @@ class CompletionRequest(GenerationRequest):
         logprobs: of so many likeliest tokens, besides the chosen one.
     """
 
-    prompt: (
-        str
-        | list[int]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[list[int]], Field(min_length=1)]
-    )
+    prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt)]
     logprobs: int | None = None
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, StrictInt
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
@@ -95,8 +95,10 @@ class GenerationRequest(Settings):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=_MAX_STOP_TOKENS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: (
+        Annotated[list[StrictInt], Field(fail_fast=True, max_length=_MAX_STOP_TOKENS)] | None
+    ) = None
     ignore_eos: bool | None = None
 
     @classmethod

@@ -1,0 +1,121 @@
+"""Connections of clients that mean harm, without an engine behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import uvicorn
+from server_process import wait_until
+
+from kvconnect.server.connection import Connection
+
+LIMIT = 20
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+WAITS = b"GET /waits HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Harness:
+    """A server whose answer to `/waits` never comes."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.left = threading.Event()
+        self.made: list[asyncio.Transport] = []
+        read, made = self.read, self.made
+
+        class Counting(Connection.with_timeout(10.0)):
+            def connection_made(self, transport: asyncio.Transport) -> None:
+                made.append(transport)
+                super().connection_made(transport)
+
+            def data_received(self, data: bytes) -> None:
+                read.append(len(data))
+                super().data_received(data)
+
+        config = uvicorn.Config(
+            self._answer,
+            http=Counting,
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            limit_concurrency=LIMIT,
+        )
+        self.server = uvicorn.Server(config)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self.server.run, args=([self._listener],))
+        self._thread.start()
+        wait_until(lambda: self.server.started, "it listens")
+
+    async def _answer(self, scope, receive, send) -> None:
+        while (message := await receive())["type"] != "http.disconnect":
+            if scope["path"] != "/waits" and not message["more_body"]:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body"})
+                return
+        self.left.set()
+
+    @property
+    def connections(self) -> int:
+        return len(self.server.server_state.connections)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self._listener.getsockname(), timeout=10)
+
+    def close(self) -> None:
+        self.server.should_exit = self.server.force_exit = True
+        self._thread.join()
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    one = Harness()
+    yield one
+    one.close()
+
+
+def test_a_little_is_read_at_a_time(harness):
+    with harness.connect() as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        client.sendall(b"x" * 1_000_000)
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+    assert max(harness.read) <= 16 << 10
+
+
+def test_a_client_that_leaves_after_sending_ahead_is_noticed(harness):
+    with harness.connect() as client:
+        client.sendall(WAITS)
+        for length in (1, 2, 3):
+            wait_until(lambda length=length: len(harness.read) == length, "it is read")
+            client.sendall(GET)
+    assert harness.left.wait(5)
+
+
+def test_a_client_that_sends_far_ahead_is_cut(harness):
+    with harness.connect() as client:
+        client.sendall(WAITS)
+        with pytest.raises(ConnectionError):
+            client.sendall(GET * 1_000_000)
+    assert harness.left.wait(5)
+
+
+def test_connections_beyond_the_limit_are_told_and_then_cut(harness):
+    with ExitStack() as stack:
+        for _ in range(LIMIT + 200):
+            stack.enter_context(harness.connect())
+        wait_until(lambda: len(harness.made) == LIMIT + 200, "all are accepted")
+        wait_until(lambda: harness.connections <= LIMIT + 64, "most are cut at once", 0.5)
+        wait_until(lambda: harness.connections <= LIMIT, "the others soon", 3)
+        with harness.connect() as late:
+            late.sendall(GET)
+            assert late.recv(100).startswith(b"HTTP/1.1 503 ")
+    wait_until(lambda: harness.connections == 0, "they are gone")
+    with harness.connect() as next_one:
+        next_one.sendall(GET)
+        assert next_one.recv(100).startswith(b"HTTP/1.1 200 ")
