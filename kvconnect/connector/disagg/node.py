@@ -8,6 +8,8 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from kvconnect.address import host_and_port
 from kvconnect.config import TransferConfig
 from kvconnect.connector.data import KvCachePool, LlmArgs
@@ -61,6 +63,7 @@ class TransferNode:
         self._secret = None if secret is None else SharedSecret(secret.get_secret_value())
         self._wakeup: Callable[[], None] = lambda: None
         self._pools: tuple[PoolInfo, ...] = ()
+        self._memory: tuple[Tensor, ...] = ()
         self._transport: Transport | None = None
         self._listener: Listener | None = None
         self._links: Links | None = None
@@ -85,7 +88,8 @@ class TransferNode:
         self._device = DeviceOrder(pools[0].tensor.device)
         self._transport = transport = self._make_transport()
         transport.open()
-        regions = [transport.register(pool.tensor) for pool in pools]
+        self._memory = tuple(pool.tensor for pool in pools)
+        regions = [transport.register(memory) for memory in self._memory]
         self._pools = tuple(
             PoolInfo.of(region, len(pool.tensor), pool.layout)
             for region, pool in zip(regions, pools, strict=True)
@@ -169,7 +173,7 @@ class TransferNode:
         if transport is not None:
             transport.close()
         if self._offers is not None:
-            self._offers.close()
+            self._offers.close(self._memory)
         if self._device is not None:
             self._device.close()
 

@@ -103,9 +103,9 @@ class Offers:
             ended, self._ended = self._ended, []
         return ended
 
-    def close(self) -> None:
-        """Peers are answered no more, and leases end no more."""
-        self.server.close()
+    def close(self, memory: object = None) -> None:
+        """Peers are answered no more, and leases end no more; `memory` lives until they would."""
+        self.server.close(memory)
 
     def _unpinned(self, ended: Sequence[Ended]) -> None:
         """On the lease server's thread."""

@@ -120,10 +120,21 @@ class LeaseServer:
         """Calls `reap` from now on when it is due; once."""
         self._timer = Timer("kvconnect-lease-reaper", self.reap, self._clock)
 
-    def close(self) -> None:
-        """Ends that: what is still pinned is the caller's to unpin. Blocks while `unpin` runs."""
+    def close(self, memory: object = None) -> None:
+        """Ends that: what is still pinned is the caller's to unpin. Blocks while `unpin` runs.
+
+        `memory` stays referenced until every granted lease has ended. A holder may have been frozen
+        in the middle of a read, and takes for valid what it reads before its lease ends; where it
+        maps this process, it also reads what the memory was given to meanwhile.
+        """
         if self._timer is not None:
             self._timer.close()
+        until = self.table.last_end()
+        left_s = 0.0 if until is None else until - self._clock()
+        if memory is not None and left_s > 0:
+            keep = threading.Timer(left_s, id, [memory])
+            keep.name, keep.daemon = "kvconnect-leased-memory", True
+            keep.start()
 
     # ------------------------------------------------------------------ for the engine
 

@@ -268,6 +268,19 @@ class LeaseTable:
                 (max(lease.ends(), default=0.0) for lease in self._live.values()), default=None
             )
 
+    def last_end(self) -> float | None:
+        """Until when holders may read at the latest, on its clock; ``None``: there are none."""
+        with self._lock:
+            return max(
+                (
+                    end
+                    for lease in self._live.values()
+                    for end in lease.holders.values()
+                    if not isinstance(end, _Holding)
+                ),
+                default=None,
+            )
+
     # ------------------------------------------------------------------ what peers ask for
 
     def claim(

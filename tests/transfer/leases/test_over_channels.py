@@ -7,10 +7,13 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from endpoints import Side, until
 from lease_process import read, serve
 
@@ -322,6 +325,25 @@ def test_what_could_not_be_unpinned_is_handed_over_again():
     server.reap()
     server.reap()
     assert handed == [[key], [key]]
+
+
+@pytest.mark.parametrize("outcome", ["reads on", "released", "never granted"])
+def test_memory_outlives_its_server_while_a_lease_may_be_read(outcome):
+    """A reader that was frozen in a read reads on in a process that lives, whatever is there."""
+    memory = torch.zeros(1)
+    freed = threading.Event()
+    weakref.finalize(memory, freed.set)
+    server = LeaseServer(lambda _: None, max_lease_total=10, lease_s=0.5)
+    epoch = server.offer("r", tokens=1, nbytes=1).epoch
+    granted = lease_clock()
+    if outcome != "never granted":
+        server.handle(Claim(seq=1, request="r"), "D", lambda _: True)
+    if outcome == "released":
+        server.handle(Release(seq=2, request="r", epoch=epoch), "D", lambda _: True)
+    server.close(memory)
+    del memory
+    assert freed.wait(10)
+    assert (lease_clock() >= granted + 0.5) == (outcome == "reads on")
 
 
 def test_a_timer_goes_on_after_an_error(caplog, monkeypatch):
