@@ -149,4 +149,5 @@ def _factory(scheme: str) -> BackendFactory:
             raise MissingExtra(f"store scheme '{scheme}' ({error})", extra) from error
         return loaded
     known = schemes()
-    raise UnknownScheme(f"store scheme '{scheme}' is unknown; {nearest(scheme, known)}")
+    meant = [one for one in known if scheme in one.split("+")] or known
+    raise UnknownScheme(f"store scheme '{scheme}' is unknown; {nearest(scheme, meant)}")

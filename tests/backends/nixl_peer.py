@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,10 @@ def _main(commands: Connection, url: str) -> None:
         os._exit(1)
 
 
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 class NixlPeer:
     """Starts an instance; `ask` calls a method of it there."""
 
@@ -162,7 +167,11 @@ class NixlPeer:
         return answer
 
     def freeze(self) -> None:
+        """Ends when none of its threads runs."""
         os.kill(self.process.pid, signal.SIGSTOP)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        while any(_state(thread) != "T" for thread in threads.iterdir()):
+            time.sleep(0.001)
 
     def wake(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

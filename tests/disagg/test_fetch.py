@@ -75,3 +75,12 @@ def test_a_watermark_of_a_later_chunk_says_that_the_one_before_is_whole():
     assert coverage.advance(Mark(32, 1))
     assert [coverage[layer] for layer in range(3)] == [32, 16, 16]
     assert not coverage.advance(Mark(16, 3))
+
+
+def test_a_watermark_that_is_heard_first_says_what_was_computed_before():
+    coverage = Coverage()
+    assert coverage.advance(Mark(48, 2, before=32))
+    assert [coverage[layer] for layer in range(3)] == [48, 48, 32]
+    assert not coverage.advance(Mark(48, 2))
+    assert coverage.advance(Mark(64, 1, before=48))
+    assert [coverage[layer] for layer in range(3)] == [64, 48, 48]

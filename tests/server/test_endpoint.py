@@ -28,7 +28,9 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
         go_on.wait(30)
         return [SimpleNamespace(done=False, abort=lambda: aborted.append(1))]
 
-    wanted = SimpleNamespace(model=None, completions=1, stream=False, submit=submit)
+    wanted = SimpleNamespace(
+        model=None, completions=1, stream=False, submit=submit, kv_transfer_params=None
+    )
     kind = SimpleNamespace(parse=lambda body: wanted)
     admission = Admission(2)
 

@@ -26,14 +26,14 @@ class Coverage:
         self._before = 0
 
     def advance(self, mark: Mark) -> bool:
-        """The first layers of `mark` hold its tokens; the others what an earlier mark said.
+        """The first layers of `mark` hold its tokens; the others what it or an earlier one said.
 
         Once a later chunk is computed, every layer holds the one before. Whether it was news.
         """
         if mark <= self._mark:
             return False
         if mark.tokens > self._mark.tokens:
-            self._before = self._mark.tokens
+            self._before = max(self._mark.tokens, mark.before)
         self._mark = mark
         return True
 

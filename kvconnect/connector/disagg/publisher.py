@@ -132,8 +132,10 @@ class Publisher:
             return
         if tokens >= shared.num_tokens and not kept:
             layers = min(layers, self._num_layers - 1)
-        mark = Mark(tokens, layers)
-        if shared.mark < mark:
+        known = shared.mark
+        before = known.tokens if tokens > known.tokens else known.before
+        mark = Mark(tokens, layers, before)
+        if known < mark:
             shared.mark = mark
             if not self._node.offers.advance(shared.key, mark, self._untold(shared, tokens)):
                 shared.key = None

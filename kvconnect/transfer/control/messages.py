@@ -78,11 +78,12 @@ class LeaseId(Record):
 class Watermark(Record):
     """How much of a request is computed: its first `layers` layers hold its first `tokens` tokens.
 
-    What an earlier one said stays true: the layers above hold what they held.
+    All layers hold the first `before` tokens, and what an earlier one said stays true.
     """
 
     layers: Number32
     tokens: Number32
+    before: Number32 = 0
 
 
 class Proof(Message):

@@ -377,4 +377,4 @@ class LeaseClient:
 
 
 def _mark(watermark: Watermark) -> Mark:
-    return Mark(tokens=watermark.tokens, layers=watermark.layers)
+    return Mark(watermark.tokens, watermark.layers, watermark.before)

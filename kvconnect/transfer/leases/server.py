@@ -334,4 +334,4 @@ class LeaseServer:
 
 
 def _watermark(mark: Mark) -> Watermark:
-    return Watermark(layers=mark.layers, tokens=mark.tokens)
+    return Watermark(layers=mark.layers, tokens=mark.tokens, before=mark.before)

@@ -37,10 +37,12 @@ class Mark:
     Attributes:
         tokens: of the request, up to the end of the chunk that is being computed.
         layers: how many layers hold them.
+        before: tokens before the chunk.
     """
 
     tokens: int = 0
     layers: int = 0
+    before: int = 0
 
 
 class Verdict(Enum):
