@@ -82,6 +82,7 @@ def test_without_interpreters_kvconnect_is_alone_and_the_peers_are_left_out():
     assert set(psutil.Process().children()) <= before, "no party is left running"
 
 
+@pytest.mark.slow
 def test_a_peer_is_measured_beside_kvconnect_with_its_version(kvconnect, tmp_path: Path):
     before = set(psutil.Process().children())
     python = installed(tmp_path, VLLM)

@@ -228,7 +228,7 @@ def test_fifty_prefixes_are_found_again(router, servers):
 # ------------------------------------------------------------------------------ clients
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_client_that_leaves_ends_its_request_everywhere(router, servers, stream):
     with router.connect() as connection:
         connection.sendall(request_bytes(LONG | {"stream": stream, "prompt": f"leave {stream}"}))

@@ -54,26 +54,6 @@ class _Across(BackendConformance):
         type(self).far = NixlPeer(url)
 
 
-class TestNixl(_Across):
-    __test__ = True
-    skip: ClassVar = {
-        **_Across.skip,
-        "faults": "shown in the long form",
-        "keys": "shown in the long form",
-        "time": "shown in the long form",
-        "model": "shown in the long form",
-        "resources": "shown in the long form",
-        "end to end": "shown in the long form",
-        "network": "shown in the long form",
-        "integrity": "shown in the long form",
-        "contract.buffers_come_back_once": "shown in the long form",
-        "contract.large_value": "shown in the long form",
-        "contract.long_batch": "shown in the long form",
-        "contract.nothing_is_left": "shown in the long form",
-        "contract.races": "shown in the long form",
-    }
-
-
 @pytest.mark.slow
 class TestNixlAlone(BackendConformance):
     """What it does with the blocks that it saved itself."""
