@@ -69,6 +69,7 @@ def fetched(prefill, decode, seed, answer_of):
 def test_a_full_quarantine_ends_in_a_new_transport_and_fetching_goes_on(
     open_one, answer_of, monkeypatch, counted
 ):
+    monkeypatch.setattr("kvconnect.transfer.quarantine._GRACE_S", 0.0)
     prefill, decode = open_one("prefill"), open_one("decode", max_tokens=2048)
     stuck = Stuck(decode, monkeypatch)
     stuck.go_on.clear()
