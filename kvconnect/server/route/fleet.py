@@ -16,6 +16,11 @@ __all__ = ["Choice", "Fleet"]
 _REQUEST = {"prefill": 1, "decode": 16}
 """What a request counts besides its prompt, in pieces: decode servers generate."""
 
+_SLACK = {"prefill": 32, "decode": 0}
+"""So much more than the idlest server one may have to do, in pieces, and still get what it holds.
+
+Elsewhere a prefix is computed once more, and takes the place of others there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -48,8 +53,9 @@ class Fleet:
     def choose(self, role: Role, prompt: Prompt, but: Collection[Instance]) -> Choice | None:
         """The server of `role` that has computed `prompt` first; ``None``: there is none.
 
-        That is the one with the least left to compute: of what it answers now, and of `prompt`
-        beyond the prefix that it holds. Of equal ones, the one that was not chosen for longest.
+        That is the one that has the least of `prompt` to compute beyond the prefix that it holds,
+        unless it has much more to do than others. Of equal ones, the one that has the least to do,
+        and was not chosen for longest.
         From then on it counts as holding `prompt`: those that come meanwhile wait for its blocks.
         """
         servers = self.prefill if role == "prefill" else self.decode
@@ -58,7 +64,11 @@ class Fleet:
             return None
         held = {one: one.prefixes.matched(prompt.prefixes) for one in able}
         loads = {one: _REQUEST[role] + prompt.num_pieces - held[one] for one in able}
-        chosen = min(able, key=lambda one: (one.load + loads[one], one.chosen))
+        idlest = min(one.load for one in able)
+        most = idlest + _SLACK[role]
+        chosen = min(
+            able, key=lambda one: (loads[one] + max(0, one.load - most), one.load, one.chosen)
+        )
         chosen.chosen = next(self._choices)
         chosen.prefixes.add(prompt.prefixes)
         count(f"route.{role}.chosen", pieces=prompt.num_pieces, held_pieces=held[chosen])
