@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from kvconnect.engine.model import lean_layers, projections
+from kvconnect.engine.model import lean_layer, projections
 from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.seam import ATTENTION
@@ -49,10 +49,10 @@ class Mean:
     ("dtype", "tolerance"),
     [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 0.1)],
 )
-@pytest.mark.parametrize("tokens", [1, 7, lean_layers._TILE + 3])
+@pytest.mark.parametrize("tokens", [1, 7, lean_layer._TILE + 3])
 def test_the_output_is_that_of_transformers(model_of, arch, dtype, tolerance, tokens):
     plain, lean = load(model_of(arch), dtype), load(model_of(arch), dtype)
-    assert make_lean(lean) == len(layers_of(lean)) == 3
+    assert make_lean(lean) == len(layers_of(plain)) == 3
     ids = torch.randint(0, 250, (1, tokens), generator=torch.Generator().manual_seed(1))
     places = torch.arange(tokens)[None]
     expected, found = Mean(), Mean()
@@ -89,8 +89,9 @@ def test_weights_are_in_memory_once(model_of, arch, dtype):
     assert sum(one.nbytes() for one in held.values()) == nbytes * dtype.itemsize
     per_layer = sum(
         one._weight.numel()
-        for layer in layers_of(lean)
-        for one in layer.forward._projections
+        for stack in layers_of(lean)
+        for layer in stack.lean
+        for one in layer._projections
         if isinstance(one, projections._Packed)
     )
     head = lean.lm_head.weight.numel() if lean.lm_head.weight.is_meta else 0
@@ -114,7 +115,7 @@ def test_a_packed_weight_cannot_be_read_by_mistake(llama):
     model = load(llama)
     make_lean(model)
     with pytest.raises((NotImplementedError, RuntimeError)):
-        nn.functional.linear(torch.ones(1, 1), layers_of(model)[0].mlp.up_proj.weight)
+        nn.functional.linear(torch.ones(1, 1), layers_of(model)[0].layers[0].mlp.up_proj.weight)
 
 
 def test_tied_weights_stay_tied(tmp_path):
@@ -128,9 +129,8 @@ def test_tied_weights_stay_tied(tmp_path):
 
 def test_the_engine_uses_them(llama):
     model = Model(llama, dtype="float32", device="cpu")
-    found = [layer.forward for layer in layers_of(model._model)]
-    assert {type(one) for one in found} == {lean_layers._LeanLayer}
-    assert [one.is_last for one in found] == [False, False, True]
+    (stack,) = layers_of(model._model)
+    assert [one.is_last for one in stack.lean] == [False, False, True]
 
 
 @pytest.mark.parametrize("wanted", [[6], [2, 6], [0, 1, 2, 3, 5, 6]])
@@ -168,7 +168,8 @@ def test_a_model_that_looks_at_all_tokens_gets_them(llama):
     model = load(llama)
     model.model.norm.register_forward_hook(lambda module, args, output: output.cumsum(1))
     make_lean(model)
-    assert not any(layer.forward.is_last for layer in layers_of(model))
+    (stack,) = layers_of(model)
+    assert not any(layer.is_last for layer in stack.lean)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3", "olmo", "phi", "gpt2"])
@@ -183,7 +184,9 @@ def test_a_layer_that_computes_something_else_is_left_alone(llama, caplog):
     odd.self_attn.scaling = 0.5
     odd.mlp.register_forward_hook(lambda module, args, output: output * 1.01)
     assert make_lean(model) == 2
-    assert not isinstance(odd.forward, lean_layers._LeanLayer)
+    before, kept, after = layers_of(model)
+    assert kept is odd
+    assert [len(stack.layers) for stack in (before, after)] == [1, 1]
     assert "LlamaDecoderLayer computes something else than expected" in caplog.text
 
 
@@ -194,3 +197,11 @@ def test_a_projection_of_another_kind_is_left_alone(llama):
     model = load(llama)
     layers_of(model)[0].mlp.up_proj.__class__ = Quantised
     assert make_lean(model) == 2
+
+
+def test_another_activation_is_left_alone(llama, caplog):
+    model = load(llama)
+    for layer in layers_of(model):
+        layer.mlp.act_fn = nn.GELU()
+    assert make_lean(model) == 0
+    assert not caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +50,22 @@ def load_model(
         ModelChanged: one of its files changed while it was read.
     """
     check_revision(revision)
+    loaded: Future[LoadedModel] = Future()
+
+    def load() -> None:
+        try:
+            loaded.set_result(_load(directory, dtype, device, revision))
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            loaded.set_exception(error)
+
+    # OpenMP keeps a team of threads for every thread that ever computed. With the caller's beside
+    # the engine's it counts more threads than cores, and puts them to sleep at every barrier: each
+    # step would take a third longer. The team of a thread that ended is gone.
+    threading.Thread(target=load, name="kvconnect-load", daemon=True).start()
+    return loaded.result()
+
+
+def _load(directory: Path, dtype: str, device: str, revision: str | None) -> LoadedModel:
     with ModelFiles(directory) as files, files.linked() as linked:
         try:
             model = Model(linked, dtype=dtype, device=device)

@@ -240,6 +240,10 @@ class DecodeGroup:
 
     def attend(self, given: AttentionInput, pages: LayerPages, out: Tensor) -> None:
         """Attend from each request's token to all before it and itself; see `Chunk.attend`."""
+        out.index_copy_(0, self.rows, self.attended(given, pages))
+
+    def attended(self, given: AttentionInput, pages: LayerPages) -> Tensor:
+        """As `attend`; what it gives its rows, in their order."""
         span = self.span(given.window, given.query.dtype)
         count = len(self.lengths)
         k, v = (
@@ -252,10 +256,7 @@ class DecodeGroup:
         q = q.transpose(0, 1)
         q = q.reshape(count, k.shape[1], -1, k.shape[3])
         attended = scaled_dot_product_attention(q, k, v, attn_mask=span.mask, scale=given.scaling)
-        if self.all_rows:
-            out.copy_(attended.flatten(1, 2))
-        else:
-            out.index_copy_(0, self.rows, attended.flatten(1, 2))
+        return attended.flatten(1, 2)
 
     def _make_span(self, window: int | None, dtype: torch.dtype) -> _Span:
         size = self.tokens_per_block

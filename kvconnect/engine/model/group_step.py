@@ -91,12 +91,15 @@ class GroupStep:
     def attend(self, given: AttentionInput, pages: LayerPages) -> Tensor:
         """Attend over what is cached; see `ForwardStep.attend`."""
         _, heads, tokens, _ = given.query.shape
-        out = given.query.new_empty(tokens, heads, given.value.shape[-1])
         parts = self._parts
         if tokens < given.key.shape[2]:
             if self._last_parts is None:
                 self._last_parts = self._parts_of(_wanted(self._slices))
             parts = self._last_parts
+        match parts:
+            case [DecodeGroup(all_rows=True) as whole]:
+                return whole.attended(given, pages)
+        out = given.query.new_empty(tokens, heads, given.value.shape[-1])
         for part in parts:
             part.attend(given, pages, out)
         return out

@@ -8,43 +8,40 @@ layers of other kinds, or for which the check fails, stay as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from kvconnect.engine.model.attention import AttentionInput
+from kvconnect.engine.model.lean_layer import LeanLayer, LeanStep
 from kvconnect.engine.model.projections import close, laid_out, project, release
 from kvconnect.engine.model.seam import KvStep
 
-__all__ = ["make_lean"]
+__all__ = ["LeanStack", "make_lean"]
 
 _log = logging.getLogger(__name__)
 
 _SERVED = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"})
-_TILE = 512
-"""Rows that the feed-forward part works on at a time: what it makes of them stays in the cache, and
-is small enough for the allocator to keep, where each fresh page would cost a fault."""
-
-_Norm: TypeAlias = Callable[[Tensor], Tensor]
+_ACTIVATIONS = frozenset({"SiLU", "SiLUActivation"})
 
 
 def make_lean(model: nn.Module) -> int:
     """Have the layers of `model`, which lies on the CPU, compute in the lean way.
 
-    Weights are packed, or change their strides; either way they are in memory once, beside those of
-    a single layer while this runs. Weights that were packed cannot be read from `model` any more:
-    modules keep their shape and dtype only.
+    Consecutive ones become a single module of their list. Weights are packed, or change their
+    strides; either way they are in memory once, beside those of a single layer while this runs.
+    Weights that were packed cannot be read from `model` any more: modules keep their shape and
+    dtype only.
 
     Returns:
         How many layers are lean now.
     """
-    served = [layer for layer in model.modules() if type(layer).__name__ in _SERVED]
-    count = sum(_install(layer) for layer in served)
-    if served and isinstance(served[-1].forward, _LeanLayer):
-        _cut_short(model, served[-1].forward)
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    stacks = [stack for layers in lists for stack in _stacked(layers)]
+    if stacks and stacks[-1] in {layers[-1] for layers in lists if len(layers)}:
+        _cut_short(model, stacks[-1].last)
     tied = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     head = getattr(model, "lm_head", None)
     for module in model.modules():
@@ -56,20 +53,40 @@ def make_lean(model: nn.Module) -> int:
             release(module, projection)
         else:
             module.weight.data = laid_out(module.weight.data)
-    return count
+    return sum(len(stack.layers) for stack in stacks)
 
 
-def _install(layer: nn.Module) -> bool:
-    parts = list(_projections(layer))
-    if any(type(one) is not nn.Linear for one in parts):
-        return False  # quantised, or an adapter around it
-    lean = _LeanLayer(layer)
+def _stacked(layers: nn.ModuleList) -> list[LeanStack]:
+    """Put stacks in the places of runs of layers that can be lean."""
+    if not any(type(layer).__name__ in _SERVED for layer in layers):
+        return []
+    stacks: list[LeanStack] = []
+    kept: list[nn.Module] = []
+    for layer in layers:
+        lean = _lean(layer) if type(layer).__name__ in _SERVED else None
+        if lean is None:
+            kept.append(layer)
+        elif kept and isinstance(kept[-1], LeanStack):
+            kept[-1].append(layer, lean)
+        else:
+            stacks.append(LeanStack(layer, lean))
+            kept.append(stacks[-1])
+    del layers[:]
+    layers.extend(kept)
+    return stacks
+
+
+def _lean(layer: Any) -> LeanLayer | None:
+    if any(type(one) is not nn.Linear for one in _projections(layer)):
+        return None  # quantised, or an adapter around it
+    if type(layer.mlp.act_fn).__name__ not in _ACTIVATIONS:
+        return None
+    lean = LeanLayer(layer)
     if not _agrees(layer, lean):
         _log.warning("%s computes something else than expected", type(layer).__name__)
-        return False
-    layer.forward = lean
+        return None
     lean.release()
-    return True
+    return lean
 
 
 def _projections(layer: Any) -> Iterator[nn.Module]:
@@ -78,35 +95,30 @@ def _projections(layer: Any) -> Iterator[nn.Module]:
     yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
 
-class _LeanLayer:
-    """One decoder layer; in place of its `forward`.
+class LeanStack(nn.Module):
+    """Consecutive decoder layers, in place of the first of them.
 
     Attributes:
-        is_last: only what becomes of the last tokens is looked at.
+        layers: what they were; their parameters, some of which are released.
+        lean: what computes instead.
     """
 
-    def __init__(self, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self._layer_idx: int = attention.layer_idx
-        self._dim: int = attention.head_dim
-        self._heads: int = attention.q_proj.out_features // self._dim
-        self._kv_heads: int = attention.k_proj.out_features // self._dim
-        self._scaling: float = attention.scaling
-        self._parts = [
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            (attention.o_proj,),
-            (mlp.gate_proj,),
-            (mlp.up_proj,),
-            (mlp.down_proj,),
-        ]
-        self._projections = [project(*parts) for parts in self._parts]
-        self._qkv, self._o, self._gate, self._up, self._down = self._projections
-        self._act: Callable[[Tensor], Tensor] = mlp.act_fn
-        self._before_attention = _norm(layer.input_layernorm)
-        self._before_mlp = _norm(layer.post_attention_layernorm)
-        self.is_last = False
+    def __init__(self, layer: nn.Module, lean: LeanLayer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer])
+        self.lean = [lean]
 
-    def __call__(
+    def append(self, layer: nn.Module, lean: LeanLayer) -> None:
+        """One more, behind the last."""
+        self.layers.append(layer)
+        self.lean.append(lean)
+
+    @property
+    def last(self) -> LeanLayer:
+        """The last of them."""
+        return self.lean[-1]
+
+    def forward(
         self,
         hidden_states: Tensor,
         *,
@@ -114,88 +126,29 @@ class _LeanLayer:
         kv: KvStep,
         **_: object,
     ) -> Tensor:
-        """As of the layer: ``[1, tokens, hidden]`` in and out; tokens not looked at are zero."""
-        count = hidden_states.shape[1]
-        rows = self._filled_up(hidden_states[0])
-        states = self._qkv(self._before_attention(rows))[:count]
-        wanted = kv.last_tokens if self.is_last and len(kv.last_tokens) < count else None
-        attended = self._attend(states, position_embeddings, kv, wanted)
-        if wanted is not None:
-            rows = self._filled_up(rows[wanted])
-        rows = self._o.plus(self._filled_up(attended), rows)
-        starts = range(0, len(rows), _TILE)
-        tiles = [self._fed_forward(rows[start : start + _TILE]) for start in starts]
-        rows = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-        if wanted is not None:
-            blank = torch.zeros_like(hidden_states)
-            blank[0, wanted] = rows[: len(wanted)]
-            return blank
-        return rows[None, :count]
-
-    def release(self) -> None:
-        """The layer's own forward is not called any more."""
-        for parts, projection in zip(self._parts, self._projections, strict=True):
-            for part in parts:
-                release(part, projection)
-
-    def _fed_forward(self, rows: Tensor) -> Tensor:
-        normed = self._before_mlp(rows)
-        return self._down.plus(self._up.times(normed, self._act(self._gate(normed))), rows)
-
-    def _filled_up(self, rows: Tensor) -> Tensor:
-        missing = self._qkv.least_rows - len(rows)
-        return rows if missing <= 0 else pad(rows, (0, 0, 0, missing))
-
-    def _attend(
-        self,
-        states: Tensor,
-        positions: tuple[Tensor, Tensor],
-        kv: KvStep,
-        wanted: Tensor | None,
-    ) -> Tensor:
-        heads, kv_heads = self._heads, self._kv_heads
-        states = states.view(len(states), heads + 2 * kv_heads, self._dim)
-        turned = _rotated(states[:, : heads + kv_heads], positions)
-        queries = turned[:, :heads] if wanted is None else turned[wanted, :heads]
-        given = AttentionInput(
-            queries.transpose(0, 1)[None],
-            turned[:, heads:].transpose(0, 1)[None],
-            states[:, heads + kv_heads :].transpose(0, 1)[None],
-            self._scaling,
-            None,
-        )
-        return kv.attend(self._layer_idx, given)[0].flatten(1)
+        """As of a layer: ``[1, tokens, hidden]`` in and out; tokens not looked at are zero."""
+        return _computed(self.lean, hidden_states, position_embeddings, kv)
 
 
-def _rotated(states: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
-    # RoPE of queries and keys together, ``[tokens, heads, dim]``; halves that turn into each other.
-    cos, sin = (one[0][:, None] for one in positions)
-    half = states.shape[-1] // 2
-    turned = states * cos
-    turned[..., :half].addcmul_(states[..., half:], sin[..., :half], value=-1)
-    turned[..., half:].addcmul_(states[..., :half], sin[..., half:])
-    return turned
+def _computed(
+    layers: Sequence[LeanLayer],
+    hidden_states: Tensor,
+    positions: tuple[Tensor, Tensor],
+    kv: KvStep,
+) -> Tensor:
+    count = hidden_states.shape[1]
+    step = LeanStep(count, positions, kv, layers[0].least_rows)
+    rows = step.filled_up(hidden_states[0])
+    for layer in layers:
+        rows = layer(rows, step)
+    if layers[-1].is_last and len(kv.last_tokens) < count:
+        blank = torch.zeros_like(hidden_states)
+        blank[0, kv.last_tokens] = rows[: len(kv.last_tokens)]
+        return blank
+    return rows[None, :count]
 
 
-def _norm(module: Any) -> _Norm:
-    weight: Tensor = module.weight
-    epsilon: float = module.variance_epsilon
-    if weight.dtype != torch.float32:
-        own: _Norm = module.forward  # it rounds to float32 on the way, whatever comes in
-        return own
-    epsilons = torch.tensor(epsilon)
-    share = 1 / len(weight)
-
-    def normed(rows: Tensor) -> Tensor:
-        # `rms_norm` is seven operations on the CPU, with squares as large as `rows` among them.
-        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        scale = torch.addcmul(epsilons, length, length, value=share).rsqrt_()
-        return rows.mul(scale).mul_(weight)
-
-    return normed
-
-
-def _cut_short(model: nn.Module, last: _LeanLayer) -> None:
+def _cut_short(model: nn.Module, last: LeanLayer) -> None:
     # Keys and values of all tokens are cached, but behind the last layer only the tokens count
     # whose logits are wanted: none of the others is attended from, or fed forward.
     logits = []
@@ -226,7 +179,7 @@ class _Echo:
         return (scaled + key + 2 * value).transpose(1, 2)
 
 
-def _agrees(layer: Any, lean: _LeanLayer) -> bool:
+def _agrees(layer: Any, lean: LeanLayer) -> bool:
     weight: Tensor = layer.input_layernorm.weight
     generator = torch.Generator().manual_seed(0)
     hidden, cos, sin = (
@@ -237,5 +190,5 @@ def _agrees(layer: Any, lean: _LeanLayer) -> bool:
         expected: Tensor = layer(
             hidden, attention_mask=None, position_embeddings=(cos, sin), kv=_Echo()
         )
-        found = lean(hidden, position_embeddings=(cos, sin), kv=_Echo())
+        found = _computed([lean], hidden, (cos, sin), _Echo())
     return close(found, expected)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 __all__ = ["Projection", "close", "laid_out", "project", "release"]
 
@@ -32,6 +32,9 @@ class Projection(Protocol):
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The product, ``[..., out_features]``, of ``[..., in_features]``."""
+
+    def silu(self, rows: Tensor) -> Tensor:
+        """The product times its sigmoid, element by element."""
 
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
         """The product and `other` added up."""
@@ -83,6 +86,9 @@ class _Plain:
     def __call__(self, rows: Tensor) -> Tensor:
         return linear(rows, self._weight, self._bias)
 
+    def silu(self, rows: Tensor) -> Tensor:
+        return silu(self(rows), inplace=True)
+
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
         return self(rows).add_(other)
 
@@ -107,6 +113,10 @@ class _Packed:
         product: Tensor = self._product(rows, self._weight, self._bias, "none", [], "")
         return product
 
+    def silu(self, rows: Tensor) -> Tensor:
+        product: Tensor = self._product(rows, self._weight, self._bias, "swish", [], "")
+        return product
+
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
         total: Tensor = self._product_and(rows, other, self._weight, self._bias, "add")
         return total
@@ -124,6 +134,7 @@ class _Packed:
             plain = linear(rows, weight, self._bias)
             pairs = [
                 (self(rows), plain),
+                (self.silu(rows), silu(plain)),
                 (self.plus(rows, other), plain + other),
                 (self.times(rows, other), plain * other),
             ]
