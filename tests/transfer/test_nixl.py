@@ -114,6 +114,32 @@ def test_what_a_peer_registers_later_is_read_after_connecting_again(pair):
         failed.done.result(1)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_peer_that_is_disconnected_while_it_connects_anew_stays_known(pair, monkeypatch, when):
+    """Two links to one engine share its agent: the one comes while the other goes."""
+    source, reader, memory, into = pair
+    first = reader.connect(source.local())
+    reach = reader._reach
+
+    def reach_beside(thread, place):
+        if when == "before":
+            reader.disconnect(first)
+        reach(thread, place)
+        if when == "after":
+            reader.disconnect(first)
+
+    monkeypatch.setattr(reader, "_reach", reach_beside)
+    again = reader.connect(source.local())
+    reader._thread.call(lambda: None)
+    reader.pull(again, Reads(0, [0], into, [0], 4096), deadline_s=10).done.result()
+    assert np.array_equal(memory, pattern(1, 4096))
+    reader.disconnect(again)
+    assert reader._thread.call(lambda: None) is None
+    failed = reader.pull(again, Reads(0, [0], into, [0], 1), deadline_s=10)
+    with pytest.raises(PullFailed, match="disconnected"):
+        failed.done.result(1)
+
+
 def test_metadata_of_another_agent_are_refused(pair, transport_of):
     source, reader, *_ = pair
     local = source.local().replace(b'"source"', b'"someone"')

@@ -98,11 +98,15 @@ class AgentThread:
         """Makes the thread look at its pulls now."""
         self._put(None)
 
-    def disconnect(self, peer: str, error: PullFailed) -> None:
-        """Fails pulls from the agent `peer`; forgets it when they are terminal. Never blocks."""
+    def disconnect(self, peer: str, error: PullFailed, *, forget: bool = True) -> None:
+        """Fails pulls from the agent `peer`, and may forget it when they are terminal.
+
+        Never blocks.
+        """
 
         def disconnect() -> None:
-            self._leaving.add(peer)
+            if forget:
+                self._leaving.add(peer)
             for pull in self._pulls:
                 if pull.peer == peer:
                     pull.fail(error)

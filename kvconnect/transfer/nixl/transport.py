@@ -50,6 +50,10 @@ def agent_name(identity: str, incarnation: str) -> str:
     return f"{identity}/{incarnation}"
 
 
+def _disconnected(identity: str) -> PullFailed:
+    return PullFailed("peer", f"{identity} was disconnected")
+
+
 class NixlPeer(PeerHandle):
     """A peer's agent, and where its memory is."""
 
@@ -107,7 +111,10 @@ class NixlTransport(Transport):
         self.quiescent_after_error = not rdma_possible(tls, device)
         self._regions = Regions()
         self._changing = threading.Lock()  # held by whatever blocks
+        self._lock = threading.Lock()  # of the two below; never held while something blocks
         self._peers: dict[str, NixlPeer] = {}
+        self._joining: str | None = None
+        """The agent that is being made known."""
         self._thread: AgentThread | None = None
         self._deadlines: Deadlines | None = None
         self._local = b""
@@ -166,28 +173,43 @@ class NixlTransport(Transport):
                 == len(place.regions)
             ):
                 raise PeerUnreachable("the peer's local(): not one address for each region")
-            earlier = self._peers.get(place.identity)
-            self._reach(thread, place)
+            with self._lock:
+                self._joining = place.agent
+            try:
+                self._reach(thread, place)
+            except BaseException:
+                with self._lock:
+                    self._joining = None
+                    if place.agent not in {one.place.agent for one in self._peers.values()}:
+                        thread.disconnect(place.agent, _disconnected(place.identity))
+                raise
             peer = NixlPeer(place)
-            self._peers[place.identity] = peer
-            if earlier is not None:
-                earlier.connected = False
-                if earlier.incarnation != place.incarnation:
-                    thread.disconnect(
-                        earlier.place.agent,
-                        PullFailed("peer", f"{place.identity} connected anew"),
-                    )
+            with self._lock:
+                self._joining = None
+                earlier = self._peers.get(place.identity)
+                self._peers[place.identity] = peer
+                if earlier is not None:
+                    earlier.connected = False
+                    if earlier.incarnation != place.incarnation:
+                        thread.disconnect(
+                            earlier.place.agent,
+                            PullFailed("peer", f"{place.identity} connected anew"),
+                        )
             return peer
 
     def disconnect(self, peer: PeerHandle) -> None:
         """See `Transport.disconnect`."""
         known, thread = self._known(peer), self._thread
-        connected, known.connected = known.connected, False
-        if connected and thread is not None:
+        with self._lock:
+            connected, known.connected = known.connected, False
+            if not connected or thread is None:
+                return
             if self._peers.get(known.identity) is known:
-                self._peers.pop(known.identity, None)
+                del self._peers[known.identity]
             thread.disconnect(
-                known.place.agent, PullFailed("peer", f"{known.identity} was disconnected")
+                known.place.agent,
+                _disconnected(known.identity),
+                forget=known.place.agent != self._joining,  # the one that comes reads from it
             )
 
     def pull(self, peer: PeerHandle, reads: Reads, *, deadline_s: float) -> Pull:
@@ -240,9 +262,10 @@ class NixlTransport(Transport):
         self._publish(thread)
 
     def _destroy(self, thread: AgentThread, error: PullFailed) -> None:
-        for peer in self._peers.values():
-            peer.connected = False
-        self._peers.clear()
+        with self._lock:
+            for peer in self._peers.values():
+                peer.connected = False
+            self._peers.clear()
         thread.destroy(error)
 
     def _publish(self, thread: AgentThread) -> None:
