@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -13,7 +17,7 @@ import torch
 from peer_process import pattern
 
 from kvconnect.errors import ConfigurationError, MissingExtra
-from kvconnect.transfer.nixl import NixlTransport, library, nixl_pull
+from kvconnect.transfer.nixl import NixlTransport, agent_thread, library, nixl_pull
 from kvconnect.transfer.nixl.agent import Agent
 from kvconnect.transfer.nixl.nixl_pull import NixlPull, batches, chopped
 from kvconnect.transfer.reads import Reads, runs
@@ -138,6 +142,98 @@ def test_a_peer_that_is_disconnected_while_it_connects_anew_stays_known(pair, mo
     failed = reader.pull(again, Reads(0, [0], into, [0], 1), deadline_s=10)
     with pytest.raises(PullFailed, match="disconnected"):
         failed.done.result(1)
+
+
+def descriptors(pid):
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def settles(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def reading(transport_of, peer_of):
+    """A peer in another process, over TCP, and what reads from it."""
+    peer, reader = peer_of("nixl-tcp"), transport_of("nixl-tcp")
+    into = reader.register(torch.zeros(4096, dtype=torch.uint8))
+
+    def read(handle):
+        reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=10).done.result(11)
+
+    return peer, reader, read
+
+
+def test_connections_made_anew_to_an_agent_leave_nothing_open_on_either_side(reading):
+    """UCX never closes one to an agent that lives."""
+    peer, reader, read = reading
+    counts = []
+    for _ in range(4):
+        handle = reader.connect(peer.local)
+        read(handle)
+        counts.append((descriptors(os.getpid()), descriptors(peer.process.pid)))
+        reader.disconnect(handle)
+    assert counts[1:] == counts[:1] * 3
+
+
+def cut(pid):
+    """Ends the connections of this process to those that the process `pid` listens at."""
+    found = psutil.Process(pid).net_connections("tcp")
+    ports = {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+    mine = [
+        one.fd
+        for one in psutil.Process().net_connections("tcp")
+        if one.raddr and {one.raddr.port, one.laddr.port} & ports
+    ]
+    assert mine
+    for fd in mine:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_connection_that_was_cut_is_made_anew(reading, used):
+    """Whether it was in use then, or kept for the next time."""
+    peer, reader, read = reading
+    handle = reader.connect(peer.local)
+    read(handle)
+    if not used:
+        reader.disconnect(handle)
+    cut(peer.process.pid)
+    thread = reader._thread
+    name = handle.place.agent
+    settles(lambda: not thread.call(lambda: thread.agent.reaches(name)))
+    if used:
+        with pytest.raises(PullFailed):
+            read(handle)
+    else:
+        handle = reader.connect(peer.local)
+    read(handle)
+
+
+def test_agents_that_have_ended_are_forgotten(reading, peer_of):
+    peer, reader, _ = reading
+    handle = reader.connect(peer.local)
+    reader.disconnect(handle)
+    peer.end()
+    thread, name = reader._thread, handle.place.agent
+    settles(lambda: not thread.call(lambda: thread.agent.reaches(name)))
+    reader.connect(peer_of("nixl-tcp").local)
+    assert name not in thread._known
+    assert not thread._unused
+
+
+def test_what_peers_ask_to_see_that_it_is_there_is_not_kept(transport_of, monkeypatch):
+    monkeypatch.setattr(agent_thread, "_DROP_NOTIFICATIONS_S", 0.05)
+    dropped, drop = [], Agent.drop_notifications
+    monkeypatch.setattr(Agent, "drop_notifications", lambda self: dropped.append(drop(self)))
+    source, reader = transport_of("nixl"), transport_of("nixl")
+    for _ in range(3):
+        reader.disconnect(reader.connect(source.local()))
+    settles(lambda: sum(dropped) == 2)
 
 
 def test_metadata_of_another_agent_are_refused(pair, transport_of):

@@ -98,8 +98,30 @@ class Agent:
         self._call(self._agent.makeConnection, name, [self._ucx])
         return name
 
+    def reaches(self, name: str) -> bool:
+        """Whether the connection to a peer is known to have failed, or not; does not block.
+
+        Sends it a notification, the only call that looks: see `drop_notifications`.
+        """
+        try:
+            self._call(self._agent.genNotif, name, "", [self._ucx])
+        except AgentError:
+            return False
+        return True
+
+    def drop_notifications(self) -> int:
+        """Forgets what peers have sent, and says how much; NIXL keeps it until it is asked for."""
+        try:
+            taken = self._call(self._agent.getNotifs, {}, [self._ucx])
+        except AgentError:
+            return 0
+        return sum(len(sent) for sent in taken.values())
+
     def remove_peer(self, name: str) -> None:
-        """Forgets a peer to which no transfer is under way; one that is unknown, too."""
+        """Forgets a peer to which no transfer is under way; one that is unknown, too.
+
+        Of one that lives UCX keeps the connection, on both sides, until either agent ends.
+        """
         with suppress(AgentError):
             self._call(self._agent.invalidateRemoteMD, name)
 

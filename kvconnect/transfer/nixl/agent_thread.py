@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvconnect.errors import PeerUnreachable, PullFailed
 from kvconnect.trace import count
-from kvconnect.transfer.nixl.agent import Agent
+from kvconnect.transfer.nixl.agent import Agent, AgentError
 from kvconnect.transfer.nixl.nixl_pull import NixlPull
 
 __all__ = ["AgentThread"]
@@ -21,6 +22,7 @@ logger = logging.getLogger("kvconnect")
 
 _T = TypeVar("_T")
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
+_DROP_NOTIFICATIONS_S = 30.0
 
 
 class AgentThread:
@@ -38,6 +40,7 @@ class AgentThread:
         self._lock = threading.Lock()
         self._known: dict[str, bytes] = {}
         self._broken: set[str] = set()
+        self._unused: set[str] = set()
         self._leaving: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="kvconnect-nixl", daemon=True)
         self._thread.start()
@@ -83,6 +86,7 @@ class AgentThread:
 
         def begin() -> None:
             try:
+                self._mend(pull.peer)
                 prepare(self.agent)
             except PullFailed as error:
                 pull.finish(error)
@@ -98,15 +102,23 @@ class AgentThread:
         """Makes the thread look at its pulls now."""
         self._put(None)
 
-    def disconnect(self, peer: str, error: PullFailed, *, forget: bool = True) -> None:
-        """Fails pulls from the agent `peer`, and may forget it when they are terminal.
+    def disconnect(
+        self, peer: str, error: PullFailed, *, then: Literal["forget", "keep", "use"]
+    ) -> None:
+        """Fails pulls from the agent `peer`. Never blocks.
 
-        Never blocks.
+        Args:
+            peer: its name.
+            error: of the pulls.
+            then: "forget" it when they are terminal, if it has ended; "keep" its connection for the
+                next `reach`, since UCX closes none to an agent that lives; "use": it is reached.
         """
 
         def disconnect() -> None:
-            if forget:
+            if then == "forget":
                 self._leaving.add(peer)
+            elif then == "keep":
+                self._unused.add(peer)
             for pull in self._pulls:
                 if pull.peer == peer:
                     pull.fail(error)
@@ -120,6 +132,7 @@ class AgentThread:
             agent, self._agent = self._agent, None
             self._known.clear()
             self._broken.clear()
+            self._unused.clear()
             self._leaving.clear()
             pulls, self._pulls = self._pulls, []
             if agent is not None:
@@ -134,6 +147,8 @@ class AgentThread:
     def reach(self, peer: str, metadata: bytes) -> None:
         """Makes the agent `peer` known, anew if a pull from it failed or it has registered more.
 
+        Others that are not used and have ended meanwhile are forgotten.
+
         For functions given to `call`.
 
         Raises:
@@ -142,22 +157,44 @@ class AgentThread:
             AgentError: it does not answer.
         """
         agent, sound = self.agent, peer not in self._broken and peer not in self._leaving
-        if sound and self._known.get(peer) == metadata:
+        if sound and self._known.get(peer) == metadata and self._still_reached(agent, peer):
             return
         if peer in self._known:
             if self._under_way(peer):
                 raise PeerUnreachable(f"{peer}: reads from it are under way")
             self._remove(agent, peer)
+        for other in [one for one in self._unused if not self._under_way(one)]:
+            if not agent.reaches(other):
+                self._remove(agent, other)
         name = agent.add_peer(metadata)
         self._known[name] = metadata
         if name != peer:
             self._remove(agent, name)
             raise PeerUnreachable(f"{peer}: its metadata are of the agent {name}")
 
+    def _still_reached(self, agent: Agent, peer: str) -> bool:
+        """Whether what is kept of an earlier connection to it is of use."""
+        if peer in self._unused and not agent.reaches(peer):
+            return False
+        self._unused.discard(peer)
+        return True
+
+    def _mend(self, peer: str) -> None:
+        """Connects anew to a peer whose connection failed, although it is there."""
+        metadata = self._known.get(peer)
+        if metadata is None or peer not in self._broken or self._under_way(peer):
+            return
+        self._remove(self.agent, peer)
+        try:
+            self.reach(peer, metadata)
+        except (AgentError, PeerUnreachable) as error:
+            raise PullFailed("peer", f"{peer}: {error}") from error
+
     def _remove(self, agent: Agent, peer: str) -> None:
         agent.remove_peer(peer)
         self._known.pop(peer, None)
         self._broken.discard(peer)
+        self._unused.discard(peer)
         self._leaving.discard(peer)
 
     def _under_way(self, peer: str) -> bool:
@@ -180,10 +217,15 @@ class AgentThread:
 
     def _run(self) -> None:
         wait_s = _SHORTEST_S
+        drop_at = time.monotonic() + _DROP_NOTIFICATIONS_S
         while not self._ended:
             try:
-                if self._take(wait_s if any(pull.under_way for pull in self._pulls) else None):
+                polls = any(pull.under_way for pull in self._pulls)
+                if self._take(wait_s if polls else _DROP_NOTIFICATIONS_S):
                     wait_s = _SHORTEST_S
+                if (now := time.monotonic()) >= drop_at and self._agent is not None:
+                    drop_at = now + _DROP_NOTIFICATIONS_S
+                    self._agent.drop_notifications()
                 changed = self._advance()
                 wait_s = _SHORTEST_S if changed else min(wait_s * 1.5, _LONGEST_S)
                 self._forget_peers()

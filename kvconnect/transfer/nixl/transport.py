@@ -181,7 +181,7 @@ class NixlTransport(Transport):
                 with self._lock:
                     self._joining = None
                     if place.agent not in {one.place.agent for one in self._peers.values()}:
-                        thread.disconnect(place.agent, _disconnected(place.identity))
+                        thread.disconnect(place.agent, _disconnected(place.identity), then="forget")
                 raise
             peer = NixlPeer(place)
             with self._lock:
@@ -194,6 +194,7 @@ class NixlTransport(Transport):
                         thread.disconnect(
                             earlier.place.agent,
                             PullFailed("peer", f"{place.identity} connected anew"),
+                            then="forget",
                         )
             return peer
 
@@ -209,7 +210,8 @@ class NixlTransport(Transport):
             thread.disconnect(
                 known.place.agent,
                 _disconnected(known.identity),
-                forget=known.place.agent != self._joining,  # the one that comes reads from it
+                # The one that comes reads from it.
+                then="use" if known.place.agent == self._joining else "keep",
             )
 
     def pull(self, peer: PeerHandle, reads: Reads, *, deadline_s: float) -> Pull:
