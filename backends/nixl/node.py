@@ -175,6 +175,6 @@ def _transport(settings: NixlSettings, name: str) -> Transport:
         identity=name,
         host=host_and_port(settings.listen)[0],
         advertise=advertise,
-        secret=settings.secret,
+        secret=settings.shared_secret(),
         connect_timeout_s=settings.timeout_s,
     )

@@ -161,8 +161,10 @@ def test_another_secret_is_computed(open_one, answer_of, counted):
 
 
 def test_the_same_secret_is_no_hindrance(open_one, answer_of):
-    secret = {"transfer": {"secret": "the secret of both sides"}}
-    prefill, decode = open_one("prefill", **secret), open_one("decode", **secret)
+    """Nor is white space around it, as of a file's last line."""
+    secret = "the secret of both sides"
+    prefill = open_one("prefill", transfer={"secret": secret})
+    decode = open_one("decode", transfer={"secret": f"{secret}\n"})
     (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
     (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
     assert list(output.output_token_ids) == answer_of(PROMPT)
@@ -214,6 +216,18 @@ def test_what_is_never_claimed_is_let_go_of_with_its_lease(open_one):
     prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
     assert prefill.stats().free_blocks < prefill.stats().max_blocks
     leaks_nothing(prefill)
+
+
+def test_what_its_reader_let_go_of_before_it_was_computed_is_not_kept(open_one):
+    prefill, decode = open_one("prefill", transfer={"lease_s": 60}), open_one("decode")
+    here, there = hands_out(address_of(prefill), "let go")
+    reading = decode.submit(PROMPT, ANSWER, kv_transfer_params=there)
+    until(lambda: is_claimed(prefill))
+    reading.abort()
+    until(lambda: not is_claimed(prefill))
+    prefill.submit(PROMPT, PREFILL, kv_transfer_params=here).result(20)
+    until(lambda: prefill.stats().free_blocks == prefill.stats().max_blocks, 5)
+    leaks_nothing(prefill, decode)
 
 
 @pytest.mark.parametrize("what", ["refused", "raised"])

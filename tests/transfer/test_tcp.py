@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from peer_process import MiB, pattern
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp import TcpTransport, source
 from kvconnect.transfer.tcp.stream import receive_exactly
 from kvconnect.transfer.transport import PeerUnreachable, Reads
@@ -51,6 +52,9 @@ def close_connections():
     yield
     while opened:
         opened.pop().close()
+
+
+SECRET, OTHER = SharedSecret("hunter2 of sixteen"), SharedSecret("another of sixteen")
 
 
 def introduce(transport, *, let_in=True):
@@ -219,7 +223,7 @@ def test_a_reader_that_takes_nothing_is_disconnected(monkeypatch, transport_of, 
 
 def test_a_reader_that_does_not_know_the_secret_is_sent_nothing(transport_of):
     """One that does not mind whether the source knows it."""
-    server = transport_of("tcp", secret="s")
+    server = transport_of("tcp", secret=SECRET)
     server.register(torch.from_numpy(pattern(1, 256)))
     connection = introduce(server, let_in=False)
     with contextlib.suppress(ConnectionError):
@@ -227,19 +231,19 @@ def test_a_reader_that_does_not_know_the_secret_is_sent_nothing(transport_of):
     assert ended(connection)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("a", "b"), ("a", None), (None, "b")])
+@pytest.mark.parametrize(("ours", "theirs"), [(SECRET, OTHER), (SECRET, None), (None, OTHER)])
 def test_another_secret_is_refused(transport_of, ours, theirs):
     server = transport_of("tcp", secret=ours)
     reader = transport_of("tcp", secret=theirs)
     with pytest.raises(PeerUnreachable, match="secret") as refused:
         reader.connect(server.local())
-    assert "'a'" not in str(refused.value)
+    assert "hunter2" not in str(refused.value)
 
 
 def test_the_same_secret_is_let_in(transport_of):
-    server = transport_of("tcp", secret="hunter2")
+    server = transport_of("tcp", secret=SECRET)
     server.register(torch.from_numpy(pattern(1, 256)))
-    reader = transport_of("tcp", secret=b"hunter2")
+    reader = transport_of("tcp", secret=SharedSecret(" hunter2 of sixteen\n"))
     assert_serves(server, reader)
     assert b"hunter2" not in server.local()
     assert "hunter2" not in repr(vars(reader.connect(server.local())).keys()) + repr(server)
@@ -251,7 +255,7 @@ def test_a_source_that_does_not_know_the_secret_is_not_read_from(transport_of):
 
     def impostor():
         connection, _ = listener.accept()
-        connection.sendall(b"KVT\x01" + bytes(32))
+        connection.sendall(b"KVT\x02" + bytes(32))
         connection.recv(84, socket.MSG_WAITALL)
         connection.sendall(bytes(33))
         connection.close()
@@ -261,7 +265,7 @@ def test_a_source_that_does_not_know_the_secret_is_not_read_from(transport_of):
     local = json.loads(transport_of("tcp").local())
     local["port"] = listener.getsockname()[1]
     with pytest.raises(PeerUnreachable, match="secret is another"):
-        transport_of("tcp", secret="s").connect(json.dumps(local).encode())
+        transport_of("tcp", secret=SECRET).connect(json.dumps(local).encode())
     thread.join()
     listener.close()
 
@@ -271,16 +275,16 @@ def test_nothing_listens_beyond_loopback_without_a_secret():
         with pytest.raises(ConfigurationError, match="secret"):
             TcpTransport(host=host)
     with pytest.raises(ConfigurationError, match="advertise"):
-        TcpTransport(host="0.0.0.0", secret="s")
+        TcpTransport(host="0.0.0.0", secret=SECRET)
     with pytest.raises(ConfigurationError, match="connections=0"):
         TcpTransport(connections=0)
     TcpTransport(host="::1")
 
 
 def test_every_address_is_listened_on_when_told_to(transport_of):
-    server = transport_of("tcp", host="0.0.0.0", advertise="127.0.0.1", secret="s")
+    server = transport_of("tcp", host="0.0.0.0", advertise="127.0.0.1", secret=SECRET)
     server.register(torch.from_numpy(pattern(1, 256)))
-    assert_serves(server, transport_of("tcp", secret="s"))
+    assert_serves(server, transport_of("tcp", secret=SECRET))
 
 
 def test_a_port_that_is_taken_is_named(server):

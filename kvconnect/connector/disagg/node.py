@@ -187,8 +187,9 @@ class TransferNode:
         from kvconnect.transfer.tcp.transport import TcpTransport
 
         advertise = None if config.advertise is None else host_and_port(config.advertise)[0]
-        secret = None if config.secret is None else config.secret.get_secret_value()
-        return TcpTransport(identity=self.engine_id, host=host, advertise=advertise, secret=secret)
+        return TcpTransport(
+            identity=self.engine_id, host=host, advertise=advertise, secret=self._secret
+        )
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Call `wakeup`, on any thread, when something ended."""

@@ -17,11 +17,12 @@ import struct
 import time
 
 from kvconnect.errors import PeerUnreachable
+from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.stream import receive_exactly
 
 __all__ = ["answer", "greet"]
 
-_MAGIC = b"KVT\x01"
+_MAGIC = b"KVT\x02"
 _NONCE_NBYTES = 32
 _GREETING = struct.Struct("<4s32s")
 _CLAIM = struct.Struct("<4s16s32s32s")
@@ -29,8 +30,10 @@ _ANSWER = struct.Struct("<B32s")
 _OK, _WRONG_SECRET, _WRONG_INCARNATION = range(3)
 
 
-def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(secret, b"".join((_MAGIC, role, *parts)), hashlib.sha256)
+def _proof(secret: SharedSecret | None, role: bytes, *parts: bytes) -> bytes:
+    if secret is not None:
+        return secret.mac(_MAGIC, role, *parts)
+    return hmac.digest(b"", b"".join((_MAGIC, role, *parts)), hashlib.sha256)
 
 
 def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
@@ -38,7 +41,9 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
     connection.sendall(data)
 
 
-def answer(connection: socket.socket, secret: bytes, incarnation: bytes, deadline: float) -> bool:
+def answer(
+    connection: socket.socket, secret: SharedSecret | None, incarnation: bytes, deadline: float
+) -> bool:
     """The source's side; returns whether the reader may read. Blocks until `deadline` at most.
 
     Raises:
@@ -61,7 +66,9 @@ def answer(connection: socket.socket, secret: bytes, incarnation: bytes, deadlin
     return True
 
 
-def greet(connection: socket.socket, secret: bytes, incarnation: bytes, deadline: float) -> None:
+def greet(
+    connection: socket.socket, secret: SharedSecret | None, incarnation: bytes, deadline: float
+) -> None:
     """The reader's side. Blocks until `deadline` at most.
 
     Raises:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from kvconnect.errors import PeerUnreachable, PullFailed
 from kvconnect.transfer.reads import cut
 from kvconnect.transfer.regions import Regions
+from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.address import TcpLocal
 from kvconnect.transfer.tcp.handshake import greet
 from kvconnect.transfer.tcp.stream import Stream, prepare
@@ -29,7 +30,13 @@ class TcpPeer(PeerHandle):
     """
 
     def __init__(
-        self, local: TcpLocal, regions: Regions, secret: bytes, *, lanes: int, connect_s: float
+        self,
+        local: TcpLocal,
+        regions: Regions,
+        secret: SharedSecret | None,
+        *,
+        lanes: int,
+        connect_s: float,
     ) -> None:
         super().__init__(local.identity, local.incarnation, local.regions)
         self._local = local

@@ -11,6 +11,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.trace import count
 from kvconnect.transfer.reads import Runs
 from kvconnect.transfer.regions import Regions
+from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.handshake import answer
 from kvconnect.transfer.tcp.stream import Stream, block_until, prepare
 from kvconnect.transfer.tcp.wire import OUTSIDE, SERVED, receive_request, send_answer
@@ -32,7 +33,7 @@ class Source:
     `_STALL_S` of what it asked for is disconnected.
     """
 
-    def __init__(self, regions: Regions, secret: bytes) -> None:
+    def __init__(self, regions: Regions, secret: SharedSecret | None) -> None:
         self._regions = regions
         self._secret = secret
         self._lock = threading.Lock()

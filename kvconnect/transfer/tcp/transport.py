@@ -10,6 +10,7 @@ from kvconnect.errors import ConfigurationError, PullFailed, UsageError
 from kvconnect.transfer.deadlines import Deadlines
 from kvconnect.transfer.local import decode, encode
 from kvconnect.transfer.regions import Regions, refusal, require_local
+from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.address import TcpLocal, advertised
 from kvconnect.transfer.tcp.peer import TcpPeer
 from kvconnect.transfer.tcp.source import Source
@@ -47,12 +48,12 @@ class TcpTransport(Transport):
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
-        secret: str | bytes | None = None,
+        secret: SharedSecret | None = None,
         connections: int = 2,
         connect_timeout_s: float = 2.0,
     ) -> None:
         self._identity = identity or f"tcp-{secrets.token_hex(8)}"
-        self._advertised = advertised(host, advertise, has_secret=bool(secret))
+        self._advertised = advertised(host, advertise, has_secret=secret is not None)
         self._listen_on = (host, port)
         if not 1 <= connections <= 64:
             raise ConfigurationError(f"connections={connections}: must be 1 to 64")
@@ -60,7 +61,7 @@ class TcpTransport(Transport):
             raise ConfigurationError(f"connect_timeout_s={connect_timeout_s}: must be > 0")
         self._connections = connections
         self._connect_s = connect_timeout_s
-        self._secret = secret.encode() if isinstance(secret, str) else secret or b""
+        self._secret = secret
         self._regions = Regions()
         self._changing = threading.Lock()  # held by whatever opens, ends or rebuilds
         self._lock = threading.Lock()
