@@ -80,8 +80,13 @@ class Offers:
         self.server.withdraw(key, "its blocks are gone")
 
     def refuse(self, name: str) -> None:
-        """`name` will not be handed out: peers that wait for it are told."""
+        """`name` will not be handed out: peers that wait for it are told.
+
+        Unless it is handed out for another request.
+        """
         with self._lock:
+            if name in self._newest:
+                return
             self._note_gone(name)
         offer = self.server.offer(name, tokens=1, nbytes=0)
         self.server.withdraw(LeaseKey(name, offer.epoch), "it is not handed out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeAlias
@@ -44,6 +45,7 @@ Send: TypeAlias = Callable[[Message], bool]
 """Sends to one holder; does not block; False: it cannot."""
 
 _MAX_WAITING = 1024
+_MAX_LET_GO = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class LeaseServer:
         self._lock = threading.Lock()
         self._senders: dict[str, Send] = {}
         self._waiting: dict[tuple[str, str], _WaitingClaim] = {}
+        # By name of the request: how many readers it has, of those that waited and wait no more.
+        self._let_go: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._ended: list[Ended] = []
         self._timer: Timer | None = None
         self.table = LeaseTable(
@@ -139,12 +143,18 @@ class LeaseServer:
     # ------------------------------------------------------------------ for the engine
 
     def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> Offer:
-        """As `LeaseTable.offer`; answers the claims that wait for it."""
+        """As `LeaseTable.offer`; answers the claims that wait for it.
+
+        Who waited for it and let go counts as a reader that is done: if there is no other, the
+        lease has ended.
+        """
         with self._lock:
             key = self.table.offer(request, tokens=tokens, nbytes=nbytes, blocks=blocks)
             for name in [name for name in self._waiting if name[0] == request]:
                 one = self._waiting.pop(name)
                 one.send(self._claimed(one.claim, one.holder))
+            for holder, readers in self._let_go.pop(request, {}).items():
+                self.table.abort(request, holder, key.epoch, readers=readers)
         return Offer(
             request=request,
             epoch=key.epoch,
@@ -243,13 +253,15 @@ class LeaseServer:
             elif isinstance(message, Release):
                 send(self._released(message, holder))
             elif isinstance(message, Abort):
-                self._waiting.pop((message.request, holder), None)
+                if waited := self._waiting.pop((message.request, holder), None):
+                    self._waits_no_more(waited)
                 self.table.abort(message.request, holder, message.epoch)
             else:
                 return False
         return True
 
     def _claim(self, claim: Claim, holder: str, send: Send) -> None:
+        self._let_go.get(claim.request, {}).pop(holder, None)
         answer = self._claimed(claim, holder)
         name = (claim.request, holder)
         if isinstance(answer, Unknown) and claim.epoch is None:
@@ -260,6 +272,11 @@ class LeaseServer:
                 return
             count("transfer.lease.claims_refused")
         send(answer)
+
+    def _waits_no_more(self, one: _WaitingClaim) -> None:
+        self._let_go.setdefault(one.claim.request, {})[one.holder] = one.claim.readers
+        if len(self._let_go) > _MAX_LET_GO:
+            self._let_go.popitem(last=False)
 
     def _claimed(self, claim: Claim, holder: str) -> Message:
         answer = self.table.claim(claim.request, holder, epoch=claim.epoch, readers=claim.readers)
@@ -324,6 +341,7 @@ class LeaseServer:
             self._ended += self.table.take_ended(now)
             for name in [name for name, one in self._waiting.items() if one.until <= now]:
                 one = self._waiting.pop(name)
+                self._waits_no_more(one)
                 one.send(Unknown(seq=one.claim.seq, request=one.claim.request))
             due = [one.until for one in self._waiting.values()]
             end = self.table.next_end()

@@ -343,10 +343,12 @@ class LeaseTable:
         self._changed()
         return Verdict.OK if end is _Holding.RELEASED else Verdict.EXPIRED
 
-    def abort(self, request: str, holder: str, epoch: int | None = None) -> None:
+    def abort(
+        self, request: str, holder: str, epoch: int | None = None, *, readers: int = 1
+    ) -> None:
         """`holder` takes nothing that it read for valid, and reads no more that matters.
 
-        Also one that has not claimed counts as one of the readers then.
+        Also one that has not claimed counts as one of the readers then; `readers` as in `claim`.
         """
         now = self._clock()
         with self._lock:
@@ -354,6 +356,7 @@ class LeaseTable:
             lease = self._live.get(key) if key is not None else None
             if lease is None:
                 return
+            lease.readers = max(lease.readers, readers)
             if not isinstance(lease.holders.get(holder), _Holding):
                 lease.holders[holder] = _Holding.ABORTED
             self._settle(lease, now)

@@ -257,6 +257,58 @@ def test_a_claim_that_waited_long_is_unknown():
     assert said == [Unknown(seq=4, request="r")]
 
 
+@pytest.mark.parametrize("how", ["aborts", "waits too long"])
+def test_who_waited_for_an_offer_and_let_go_is_not_waited_for(how):
+    clock, unpinned = Clock(), []
+    server = LeaseServer(unpinned.extend, max_lease_total=10, claim_wait_s=30, clock=clock)
+    for holder in ("D0", "D1"):
+        server.handle(Claim(seq=1, request="r", readers=2), holder, lambda _: True)
+        if how == "aborts":
+            server.handle(Abort(request="r", reason="done"), holder, lambda _: True)
+    clock.now += 30
+    server.reap()
+    server.offer("r", tokens=1, nbytes=1)
+    server.reap()
+    assert [one.why for one in unpinned] == ["aborted"]
+    # Nothing of it is remembered for another offer of that name.
+    server.offer("r", tokens=1, nbytes=1)
+    server.reap()
+    assert len(server.table) == 1
+
+
+def test_if_one_of_two_readers_let_go_the_other_is_waited_for():
+    said: list = []
+    server = LeaseServer(len, max_lease_total=10)
+    server.handle(Claim(seq=1, request="r", readers=2), "D1", said.append)
+    server.handle(Abort(request="r", reason="done"), "D1", said.append)
+    key = key_of(server.offer("r", tokens=1, nbytes=1))
+    server.reap()
+    assert len(server.table) == 1
+    server.handle(Claim(seq=2, request="r", readers=2), "D0", said.append)
+    server.handle(Release(seq=3, request="r", epoch=key.epoch), "D0", said.append)
+    server.reap()
+    assert not len(server.table)
+
+
+def test_who_let_go_and_claims_again_is_answered():
+    said: list = []
+    server = LeaseServer(len, max_lease_total=10)
+    for message in (Claim(seq=1, request="r"), Abort(request="r"), Claim(seq=2, request="r")):
+        server.handle(message, "D", said.append)
+    server.offer("r", tokens=1, nbytes=1)
+    assert [type(one) for one in said] == [Grant]
+    server.reap()
+    assert len(server.table) == 1
+
+
+def test_who_let_go_is_remembered_within_bounds():
+    server = LeaseServer(len, max_lease_total=10)
+    for number in range(5000):
+        server.handle(Claim(seq=1, request=str(number)), "D", lambda _: True)
+        server.handle(Abort(request=str(number), reason="done"), "D", lambda _: True)
+    assert len(server._let_go) == 4096
+
+
 def test_claims_that_wait_are_bounded_and_end_with_their_channel():
     said: list = []
     server = LeaseServer(len, max_lease_total=10)
