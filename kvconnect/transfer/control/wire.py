@@ -15,6 +15,8 @@ __all__ = ["Wire", "WireClosed", "WireTimeout", "frame"]
 
 _LENGTH = struct.Struct(">I")
 _READ_NBYTES = 64 << 10
+# Between two looks at the clock, which show whether this process ran meanwhile.
+_LOOK_S = 0.25
 
 
 class WireClosed(ConnectionError):
@@ -60,7 +62,8 @@ class Wire:
         """Returns the payload of the next frame; blocks until then.
 
         Args:
-            until: on `time.monotonic`. What came in by then is kept for the next call.
+            until: on `time.monotonic`. What came in by then is kept for the next call. Later by
+                as long as this process did not run while it waited.
 
         Raises:
             WireTimeout: it is not whole at `until`.
@@ -126,10 +129,18 @@ class Wire:
         return payload
 
     def _wait(self, event: int, until: float) -> None:
-        if self._closing.is_set():
-            raise WireClosed("the connection was closed")
         poll = select.poll()
         poll.register(self._sock, event)
-        # At `until` it is looked once more: this process may have been stopped for a while.
-        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-            raise WireTimeout("nothing came" if event == select.POLLIN else "nothing was taken")
+        while True:
+            if self._closing.is_set():
+                raise WireClosed("the connection was closed")
+            looked_at = time.monotonic()
+            left_s = min(max(0.0, until - looked_at), _LOOK_S)
+            if poll.poll(left_s * 1000):
+                return
+            now = time.monotonic()
+            # While this process was stopped, or got no time, the peer may have been, too: a machine
+            # that was paused for a while.
+            until += max(0.0, now - looked_at - left_s)
+            if now >= until:
+                raise WireTimeout("nothing came" if event == select.POLLIN else "nothing was taken")
