@@ -30,6 +30,8 @@ _MAX_LINKS = 64
 # A peer whose blocks were not what it said is not read from for so long.
 _AVOID_S = 30.0
 _POLL_S = 0.01
+# Between attempts to connect while the store is used, and while it was not for so long.
+_PAUSE_S, _IDLE_PAUSE_S, _IDLE_AFTER_S = 2.0, 30.0, 10.0
 
 
 class Link:
@@ -108,6 +110,7 @@ class Links:
         self._numbers = itertools.count(1)
         self._links: dict[str, Link] = {}
         self._closed = False
+        self._used_at = time.monotonic()
 
     # ------------------------------------------------------------------ which there are
 
@@ -128,8 +131,16 @@ class Links:
         link = Link(address)
         deliver: Deliver = partial(self._deliver, link)
         endpoint = Endpoint(self._hello, deliver, self._secret, Timing())
-        link.peer = Peer(endpoint, *host_and_port(address))
+        link.peer = Peer(
+            endpoint, *host_and_port(address), longest_pause_s=lambda: self._longest_pause_s(link)
+        )
         return link
+
+    def _longest_pause_s(self, link: Link) -> float | None:
+        if link.is_self:
+            return None
+        idle = time.monotonic() > self._used_at + _IDLE_AFTER_S
+        return _IDLE_PAUSE_S if idle else _PAUSE_S
 
     def drop(self, addresses: Collection[str]) -> None:
         """Lets go of the peers at `addresses`; does not block."""
@@ -145,9 +156,21 @@ class Links:
             return list(self._links)
 
     def ready(self) -> list[Link]:
-        """Peers that can be asked and read from."""
+        """Peers that can be asked and read from; the others are tried more often from now on."""
+        now = time.monotonic()
+        idle, self._used_at = now > self._used_at + _IDLE_AFTER_S, now
         with self._lock:
+            if idle:
+                for link in self._links.values():
+                    if link.handle is None and link.peer is not None:
+                        link.peer.hurry()
             return [link for link in self._links.values() if link.ready]
+
+    @property
+    def connected(self) -> int:
+        """How many peers can be asked and read from."""
+        with self._lock:
+            return sum(link.ready for link in self._links.values())
 
     def wait(self, timeout_s: float) -> None:
         """Blocks until it was tried to connect to each, `timeout_s` at most.

@@ -156,7 +156,7 @@ class NixlBackend(Backend):
             "blocks": len(parts.blocks),
             "bytes": parts.blocks.nbytes,
             "capacity": self.settings.capacity,
-            "peers": len(parts.node.links.ready()),
+            "peers": parts.node.links.connected,
             "leases": parts.node.leases,
         }
 

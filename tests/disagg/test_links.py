@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
+from engines import until
 
 from kvconnect.connector.disagg import links as module
 from kvconnect.connector.disagg.links import Links
 from kvconnect.errors import RetryLater
 from kvconnect.transfer.control.endpoint import Timing
+from kvconnect.transfer.leases.client import LeaseClient
 
 
 class FakePeer:
@@ -17,7 +20,7 @@ class FakePeer:
 
     made: list[FakePeer]
 
-    def __init__(self, endpoint, host, port):
+    def __init__(self, endpoint, host, port, *, longest_pause_s):
         self.told = threading.Event()
         self.attempts, self.error = 0, None
         self.made.append(self)
@@ -52,3 +55,47 @@ def test_those_that_are_not_used_make_room(links):
     assert links.use("127.0.0.1:65").users == 1
     assert used[5].peer.told.is_set()
     assert len(links._links) == 64
+
+
+QUICK = Timing(first_pause_s=0.01, last_pause_s=0.02)
+
+
+@pytest.fixture
+def nobody():
+    """An address where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def real_links():
+    links = Links(
+        lambda: None,
+        None,
+        LeaseClient(lambda _: None),
+        lost=lambda *_: None,
+        secret=None,
+        timing=QUICK,
+    )
+    yield links
+    links.close()
+
+
+def test_an_engine_that_is_gone_is_tried_only_while_it_is_needed(real_links, nobody):
+    link = real_links.use(nobody)
+    until(lambda: link.attempts > 3)
+    real_links.leave(link)
+    until(lambda: not real_links._links and not link.peer._thread.is_alive())
+    again = real_links.use(nobody)
+    assert again is not link
+    until(lambda: again.attempts > 3)
+
+
+def test_one_that_is_needed_again_in_a_pause_is_tried_at_once(real_links, nobody, monkeypatch):
+    monkeypatch.setattr(real_links, "_timing", Timing(first_pause_s=60, last_pause_s=60))
+    link = real_links.use(nobody)
+    until(lambda: link.error is not None)
+    real_links.leave(link)
+    assert real_links.use(nobody) is link
+    until(lambda: link.attempts == 2)

@@ -56,6 +56,8 @@ class Link:
 class Links:
     """Connections to engines by their address, kept open once they were asked for.
 
+    One that breaks is made anew only while a claim needs it, or when one does next.
+
     Args:
         hello: what this engine says of itself.
         transport: that blocks travel by.
@@ -100,7 +102,11 @@ class Links:
                 deliver: Deliver = partial(self._deliver, link)
                 hello = partial(self._hello_of, next(self._numbers))
                 endpoint = Endpoint(hello, deliver, self._secret, self._timing)
-                link.peer = Peer(endpoint, host, port)
+                link.peer = Peer(
+                    endpoint, host, port, longest_pause_s=partial(self._longest_pause_s, link)
+                )
+            elif not link.users and link.handle is None and link.peer is not None:
+                link.peer.hurry()
             self._links[address] = link  # the last one is the one used last
             link.users += 1
             return link
@@ -109,6 +115,15 @@ class Links:
         """One claim on `link` less."""
         with self._lock:
             link.users -= 1
+
+    def _longest_pause_s(self, link: Link) -> float | None:
+        """As `Peer` asks; what it is told to give up is not used any more."""
+        with self._lock:
+            if link.users:
+                return self._timing.last_pause_s
+            if self._links.get(link.address) is link:
+                del self._links[link.address]
+            return None
 
     def _make_room(self) -> None:
         """Addresses come from requests: those that are not used any more are let go of."""

@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Self
 
 from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
@@ -27,25 +28,36 @@ logger = logging.getLogger("kvconnect")
 class Peer:
     """Keeps a channel to one address open, in a thread of its own.
 
-    After a failure it tries again, first soon, then after pauses that double. `Connected` and
-    `Disconnected` tell ``endpoint.deliver`` when messages can be sent; each `Connected` may be of
-    another incarnation of the peer.
+    After a failure it tries again, first soon, then after pauses that double, for as long as it is
+    needed. `Connected` and `Disconnected` tell ``endpoint.deliver`` when messages can be sent; each
+    `Connected` may be of another incarnation of the peer.
 
     Args:
         endpoint: what this process is.
         host, port: where the peer's `Listener` is; beyond loopback only with a secret.
+        longest_pause_s: asked before each pause; ``None``: the peer is not needed any more, and
+            this has ended as with `close`. Must not block. The default is the endpoint's timing.
 
     Raises:
         ConfigurationError: there is no secret.
     """
 
-    def __init__(self, endpoint: Endpoint, host: str, port: int) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        host: str,
+        port: int,
+        *,
+        longest_pause_s: Callable[[], float | None] | None = None,
+    ) -> None:
         require_secret("host", host, endpoint.secret)
         self.host = host
         self.port = port
         self._endpoint = endpoint
         self._changed = threading.Condition()
+        self._longest_pause_s = longest_pause_s or (lambda: endpoint.timing.last_pause_s)
         self._closed = threading.Event()
+        self._hurried = threading.Event()  # or closed
         self._wire: Wire | None = None
         self._channel: Channel | None = None
         self._error: Exception | None = None
@@ -109,10 +121,15 @@ class Peer:
         if channel is not None:
             channel.close(reason)
 
+    def hurry(self) -> None:
+        """Ends the pause before the next attempt, if there is one; does not block."""
+        self._hurried.set()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the channel and connects no more; blocks until that is done, or `timeout_s`."""
         with self._changed:
             self._closed.set()
+            self._hurried.set()
             channel, wire = self._channel, self._wire
             self._changed.notify_all()
         if channel is not None:
@@ -131,8 +148,15 @@ class Peer:
             # One that is lost again at once, as to a peer that kicks it out, is not tried at once.
             if opened and time.monotonic() - began > timing.last_pause_s:
                 pause_s = timing.first_pause_s
-            self._closed.wait(pause_s * random.uniform(0.75, 1.25))
-            pause_s = min(2 * pause_s, timing.last_pause_s)
+            longest_s = self._longest_pause_s()
+            if longest_s is None:
+                self._closed.set()
+                return
+            if self._hurried.wait(min(pause_s, longest_s) * random.uniform(0.75, 1.25)):
+                pause_s = timing.first_pause_s
+                self._hurried.clear()
+            else:
+                pause_s = min(2 * pause_s, longest_s)
 
     def _attempt(self) -> bool:
         """Connects, and stays while the channel is open; whether it was."""

@@ -45,7 +45,7 @@ Send: TypeAlias = Callable[[Message], bool]
 """Sends to one holder; does not block; False: it cannot."""
 
 _MAX_WAITING = 1024
-_MAX_LET_GO = 4096
+_MAX_LET_GO, _MAX_HOLDERS = 4096, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,9 @@ class LeaseServer:
         send(answer)
 
     def _waits_no_more(self, one: _WaitingClaim) -> None:
-        self._let_go.setdefault(one.claim.request, {})[one.holder] = one.claim.readers
+        holders = self._let_go.setdefault(one.claim.request, {})
+        if len(holders) < _MAX_HOLDERS:
+            holders[one.holder] = one.claim.readers
         if len(self._let_go) > _MAX_LET_GO:
             self._let_go.popitem(last=False)
 

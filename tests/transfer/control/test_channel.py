@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -36,7 +37,7 @@ from kvconnect.transfer.control.messages import (
     encode,
 )
 from kvconnect.transfer.control.peer import Peer
-from kvconnect.transfer.control.wire import Wire, frame
+from kvconnect.transfer.control.wire import Wire, WireTimeout, frame
 from kvconnect.transfer.secret import SharedSecret
 
 HERE = Path(__file__).parent
@@ -265,6 +266,33 @@ def test_a_frozen_peer_is_noticed_and_found_again_when_it_wakes(process):
         d.connected()
 
 
+def test_what_is_late_by_its_own_fault_waits_as_long_again(monkeypatch):
+    """And no longer."""
+    ours, theirs = socket.socketpair()
+    wire = Wire(ours, limit=100, silence_s=1)
+    poll, stood_still = select.poll, []
+
+    class Late:
+        def __init__(self):
+            self._poll = poll()
+            self.register = self._poll.register
+
+        def poll(self, ms):
+            found = self._poll.poll(ms)
+            if not stood_still:
+                stood_still.append(True)
+                time.sleep(0.5)  # what is planted
+            return found
+
+    monkeypatch.setattr(select, "poll", Late)
+    began = time.monotonic()
+    with pytest.raises(WireTimeout):
+        wire.read(began + 0.3)
+    assert time.monotonic() >= began + 0.8
+    wire.close()
+    theirs.close()
+
+
 def test_the_usual_timing_is_within_three_seconds():
     usual = Timing()
     assert usual.silence_s + usual.heartbeat_s <= 3
@@ -355,6 +383,28 @@ def test_a_name_that_is_none_is_an_error_and_not_the_end_of_the_thread(host):
     with Peer(side.endpoint, host, 80) as peer:
         until(lambda: peer.error is not None)
         assert peer._thread.is_alive()
+
+
+def test_what_is_not_needed_any_more_is_tried_no_more():
+    needed = iter([0.01, 0.01])
+    peer = Peer(Side("D").endpoint, "127.0.0.1", 1, longest_pause_s=lambda: next(needed, None))
+    peer._thread.join(5)
+    assert not peer._thread.is_alive()
+    assert peer.attempts == 3
+    peer.close()
+
+
+def test_a_pause_can_be_cut_short():
+    timing = Timing(first_pause_s=60, last_pause_s=60)
+    p, d = Side("P"), Side("D", timing=timing)
+    with Listener(p.endpoint) as listening:
+        port = listening.port
+    with Peer(d.endpoint, "127.0.0.1", port) as peer:
+        until(lambda: peer.error is not None)
+        with Listener(p.endpoint, port=port):
+            peer.hurry()
+            d.connected()
+            peer.close()
 
 
 def test_no_thread_and_no_descriptor_is_left():

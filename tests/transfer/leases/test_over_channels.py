@@ -307,6 +307,10 @@ def test_who_let_go_is_remembered_within_bounds():
         server.handle(Claim(seq=1, request=str(number)), "D", lambda _: True)
         server.handle(Abort(request=str(number), reason="done"), "D", lambda _: True)
     assert len(server._let_go) == 4096
+    for number in range(100):
+        server.handle(Claim(seq=1, request="r"), f"D{number}", lambda _: True)
+        server.handle(Abort(request="r", reason="done"), f"D{number}", lambda _: True)
+    assert len(server._let_go["r"]) == 64
 
 
 def test_claims_that_wait_are_bounded_and_end_with_their_channel():
