@@ -26,10 +26,12 @@ _FAILURES = ("failure", "timeout", "refused", "bad_frame", "other_codec")
 _PULL_FAILURES = ("peer", "refused", "deadline", "abandoned", "closed")
 _LEASE_EVENTS = (
     *("offered", "no_room", "granted", "claims_refused", "released", "aborted", "expired"),
+    "late_messages",
 )
 _CONTROL_FAULTS = (
     *("refused", "not_opened", "pushed_out", "not_connected", "silent", "bad_message", "not_taken"),
 )
+_NIXL_FAULTS = ("late", "bad_digest", "avoided", "rebuilds")
 _STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
 _ROLES = ("prefill", "decode")
 _STATES = ("up", "down")
@@ -368,7 +370,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_transfer_leases_total",
         "Prompts offered, or for which there was no_room; claims granted, or claims_refused (too "
-        "many waited); and how leases ended: released, aborted or expired.",
+        "many waited); how leases ended: released, aborted or expired; and late_messages, which "
+        "came by a connection that another has replaced.",
         _totals({(event,): f"transfer.lease.{event}" for event in _LEASE_EVENTS}),
         ("event",),
     ),
@@ -398,6 +401,31 @@ METRICS: tuple[Metric, ...] = (
         "Control connections that did not come about (refused, not_opened, pushed_out by others, "
         "not_connected) or ended by a fault (silent, bad_message, not_taken).",
         _totals({(why,): f"transfer.control.{why}" for why in _CONTROL_FAULTS}),
+        ("reason",),
+    ),
+    Metric(
+        "kvconnect_transfer_errors_total",
+        "Errors that no code is known to raise, by the thread that went on after them: nixl, fetch"
+        ". Each is logged.",
+        _totals({(thread,): f"transfer.{thread}.error" for thread in ("nixl", "fetch")}),
+        ("thread",),
+    ),
+    Metric(
+        "kvconnect_nixl_blocks_total",
+        "Blocks of `nixl:` stores: granted to peers, fetched from them.",
+        _totals({(event,): f"store.nixl.{event}.blocks" for event in ("granted", "fetched")}),
+        ("event",),
+    ),
+    Metric(
+        "kvconnect_nixl_bytes_total",
+        "Bytes that `nixl:` stores fetched from peers.",
+        _totals({(): "store.nixl.fetched.bytes"}),
+    ),
+    Metric(
+        "kvconnect_nixl_faults_total",
+        "What went wrong between `nixl:` stores: answers that were late, blocks of a bad_digest, "
+        "peers that were avoided for a while, rebuilds of the transport.",
+        _totals({(why,): f"store.nixl.{why}" for why in _NIXL_FAULTS}),
         ("reason",),
     ),
 )

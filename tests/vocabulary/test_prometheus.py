@@ -116,6 +116,21 @@ def test_hit_tokens_are_told_by_tier(metrics: Metrics):
     assert value("kvconnect_hit_tokens_total", tier="store") == 10
 
 
+def test_what_nixl_stores_did_is_told(metrics: Metrics):
+    count("store.nixl.granted", blocks=3)
+    count("store.nixl.fetched", blocks=2, bytes=100)
+    for reason in ("late", "bad_digest", "avoided", "rebuilds"):
+        count(f"store.nixl.{reason}")
+        assert value("kvconnect_nixl_faults_total", reason=reason) == 1
+    assert value("kvconnect_nixl_blocks_total", event="granted") == 3
+    assert value("kvconnect_nixl_blocks_total", event="fetched") == 2
+    assert value("kvconnect_nixl_bytes_total") == 100
+    count("transfer.nixl.error")
+    assert value("kvconnect_transfer_errors_total", thread="nixl") == 1
+    count("transfer.lease.late_messages")
+    assert value("kvconnect_transfer_leases_total", event="late_messages") == 1
+
+
 def test_calls_bytes_and_seconds_are_told_by_store_and_operation(metrics: Metrics):
     for labels, nbytes in ((DISK, 4096), (REDIS, 10)):
         with trace("store.load", labels, blocks=3) as span:
