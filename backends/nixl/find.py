@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 
+import numpy as np
+
+from kvconnect.backend import MAX_CHILDREN, Child
 from kvconnect.backends.host.blocks import HostBlocks
 from kvconnect.backends.nixl.links import Answer, Link, Links
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
-from kvconnect.transfer.control.keyed import MAX_KEYS, FoundKeys
+from kvconnect.transfer.control.keyed import MAX_KEYS, FoundChildren, FoundKeys
 from kvconnect.transfer.control.messages import Message
 
 __all__ = ["NixlFinder"]
@@ -75,6 +78,28 @@ class NixlFinder:
         if first is None:
             return None, 0
         return first, sum(1 for _ in takewhile(lambda link: link is first, where))
+
+    async def children(self, key: BlockKey | None) -> list[Child]:
+        """Returns blocks with tokens that follow `key`, from here and from peers that answer soon.
+
+        What a peer says is not believed by itself: see `Backend.children`.
+        """
+        found = {child.key: child for child in self._own.children(key)}
+        asked: dict[asyncio.Future[Message], Link] = {}
+        for link in self._links.ready():
+            if not link.late and (answer := self._links.children(link, key)) is not None:
+                asked[_on_loop(answer)] = link
+        if asked:
+            done, late = await asyncio.wait(asked, timeout=self._patience_s)
+            for future in late:
+                asked[future].late = True
+                count("store.nixl.late")
+            for future in done:
+                said = None if future.cancelled() else future.result()
+                for child in _children_of(said):
+                    if found.setdefault(child.key, child) is child:
+                        self._remember([child.key], [asked[future]])
+        return list(found.values())[:MAX_CHILDREN]
 
     @staticmethod
     def _usable(link: Link | None, without: Collection[Link]) -> bool:
@@ -144,6 +169,15 @@ class NixlFinder:
                     asked.append(_on_loop(answer))
         if asked:
             await asyncio.wait(asked, timeout=self._patience_s)
+
+
+def _children_of(answer: Message | None) -> Iterator[Child]:
+    if not isinstance(answer, FoundChildren):
+        return
+    tokens, at = np.frombuffer(answer.tokens, "<i4"), 0
+    for key, length in zip(answer.keys, answer.lengths, strict=True):
+        yield Child(BlockKey(key), tokens[at : at + length])
+        at += length
 
 
 def _on_loop(answer: Answer) -> asyncio.Future[Message]:

@@ -14,7 +14,14 @@ from kvconnect.errors import ConfigurationError, PeerRefused, RetryLater
 from kvconnect.trace import count, warn_once
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Deliver, Disconnected, Event, Sender
-from kvconnect.transfer.control.keyed import FindKeys, ForgetKeys, ForgotKeys, FoundKeys
+from kvconnect.transfer.control.keyed import (
+    FindChildren,
+    FindKeys,
+    ForgetKeys,
+    ForgotKeys,
+    FoundChildren,
+    FoundKeys,
+)
 from kvconnect.transfer.control.messages import Hello, Message
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.leases.client import LeaseClient
@@ -215,6 +222,11 @@ class Links:
         number = next(self._numbers)
         return self._ask(link, number, FindKeys(seq=number, keys=tuple(keys)))
 
+    def children(self, link: Link, parent: bytes | None) -> Answer | None:
+        """Asks which blocks it has that follow `parent`; ``None``: it cannot be asked."""
+        number = next(self._numbers)
+        return self._ask(link, number, FindChildren(seq=number, parent=parent))
+
     def forget(self, link: Link, keys: Collection[bytes]) -> Answer | None:
         """Asks it to drop `keys`; ``None``: it cannot be asked."""
         number = next(self._numbers)
@@ -244,7 +256,7 @@ class Links:
             if handle is not None:
                 self._transport.disconnect(handle)
             self._lost(link)
-        elif isinstance(event, (FoundKeys, ForgotKeys)):
+        elif isinstance(event, (FoundKeys, ForgotKeys, FoundChildren)):
             link.late = False
             with self._lock:
                 answer = link.answers.pop(event.seq, None)

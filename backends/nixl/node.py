@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NixlNode"]
 
-_FORMAT = 1
+_FORMAT = 2
 """Of what peers mean by a key and by the bytes of its block."""
 
 

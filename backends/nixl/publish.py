@@ -7,6 +7,9 @@ import threading
 from collections.abc import Sequence
 from itertools import accumulate, chain, takewhile
 
+import numpy as np
+
+from kvconnect.backend import Child
 from kvconnect.backends.host.blocks import HostBlocks
 from kvconnect.backends.host.index import MemoryBlock
 from kvconnect.backends.nixl.digests import digest_of
@@ -15,10 +18,13 @@ from kvconnect.keys import BlockKey
 from kvconnect.trace import count
 from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
 from kvconnect.transfer.control.keyed import (
+    MAX_TOKENS,
     ClaimKeys,
+    FindChildren,
     FindKeys,
     ForgetKeys,
     ForgotKeys,
+    FoundChildren,
     FoundKeys,
     digested,
 )
@@ -87,6 +93,9 @@ class Publisher:
         if isinstance(message, FindKeys):
             found = self._blocks.present([BlockKey(key) for key in message.keys])
             send(FoundKeys(seq=message.seq, found=bytes(found)))
+        elif isinstance(message, FindChildren):
+            parent = None if message.parent is None else BlockKey(message.parent)
+            send(_found(message.seq, self._blocks.children(parent)))
         elif isinstance(message, ForgetKeys):
             self._blocks.delete([BlockKey(key) for key in message.keys])
             send(ForgotKeys(seq=message.seq))
@@ -139,3 +148,15 @@ class Publisher:
             held = [self._held.pop(one.key, []) for one in ended]
         for blocks in held:
             self._blocks.release(blocks)
+
+
+def _found(seq: int, children: Sequence[Child]) -> FoundChildren:
+    """The first of `children` whose tokens fit a message."""
+    totals = accumulate(len(child.tokens) for child in children)
+    told = children[: sum(1 for _ in takewhile(lambda total: total <= MAX_TOKENS, totals))]
+    return FoundChildren(
+        seq=seq,
+        keys=tuple(child.key for child in told),
+        lengths=tuple(len(child.tokens) for child in told),
+        tokens=b"".join(np.asarray(child.tokens, "<i4").tobytes() for child in told),
+    )

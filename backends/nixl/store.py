@@ -137,8 +137,8 @@ class NixlBackend(Backend):
         await parts.finder.forget_everywhere(keys)
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """The blocks with tokens that this instance published and whose parent is `key`."""
-        return self._opened().blocks.children(key)
+        """The blocks with tokens whose parent is `key`, here and at peers that answer soon."""
+        return await self._opened().finder.children(key)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """All that this instance published and still has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from urllib.parse import quote
 
@@ -22,7 +23,7 @@ from kvconnect.backends.nixl.settings import NixlSettings
 from kvconnect.errors import ConfigurationError, MissingExtra
 from kvconnect.testing import BlockMaker
 from kvconnect.transfer.control.endpoint import Timing
-from kvconnect.transfer.control.keyed import GrantKeys
+from kvconnect.transfer.control.keyed import MAX_TOKENS, GrantKeys
 from kvconnect.transfer.nixl import library
 
 PATIENT = "patience=5s&timeout=5s"
@@ -85,6 +86,36 @@ async def test_a_peer_that_has_dropped_a_block_since_it_was_found_is_not_believe
     into = kit.buffers(6)
     assert await near.load(keys, into) == 3
     assert kit.untouched(into[3])
+
+
+async def test_tails_that_peers_have_are_found_and_loaded(kit, opened):
+    """As of a prompt that another instance answered, whose last block is filled in part."""
+    far, other = await opened(instance()), await opened(instance())
+    near = await opened(instance(far.address, other.address))
+    parent, mine, theirs, third = kit.keys("tails", count=4)
+    tokens = {
+        key: np.arange(number, 7 + number) for number, key in enumerate((mine, theirs, third))
+    }
+    for store, keys in ((near, [mine]), (far, [theirs, mine]), (other, [third])):
+        blocks = [
+            replace(kit.block(key), parent=parent, tokens=tokens[key].astype(np.int32))
+            for key in keys
+        ]
+        assert await store.save(blocks) == len(keys)
+    found = {child.key: list(child.tokens) for child in await near.children(parent)}
+    assert found == {key: list(ids) for key, ids in tokens.items()}
+    assert await near.children(third) == []
+    assert await near.children(None) == []
+    assert await holds(kit, near, [theirs])
+
+
+async def test_more_tokens_than_fit_a_message_are_told_in_part(kit, opened):
+    far = await opened(instance())
+    near = await opened(instance(far.address))
+    parent, *keys = kit.keys("long tails", count=4)
+    tokens = np.zeros(MAX_TOKENS // 2, np.int32)
+    assert await far.save([replace(kit.block(k), parent=parent, tokens=tokens) for k in keys]) == 3
+    assert {child.key for child in await near.children(parent)} == set(keys[1:])  # the last ones
 
 
 async def test_what_is_deleted_here_is_deleted_at_the_peers(kit, opened):

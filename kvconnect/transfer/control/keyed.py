@@ -16,11 +16,14 @@ from kvconnect.transfer.control.messages import Message
 
 __all__ = [
     "MAX_KEYS",
+    "MAX_TOKENS",
     "SAMPLE_EVERY",
     "ClaimKeys",
+    "FindChildren",
     "FindKeys",
     "ForgetKeys",
     "ForgotKeys",
+    "FoundChildren",
     "FoundKeys",
     "GrantKeys",
     "Verify",
@@ -29,6 +32,9 @@ __all__ = [
 
 MAX_KEYS = 8192
 """The most keys in one message."""
+
+MAX_TOKENS = 1 << 16
+"""The most token ids in one message."""
 
 SAMPLE_EVERY = 16
 """One of so many blocks, the first among them, has a digest with ``verify="sample"``."""
@@ -151,6 +157,40 @@ class GrantKeys(Message):
         needed = sum(-(-size // self.unit) for size in self.sizes)
         if needed != len(self.units):
             raise ValueError(f"units: {len(self.units)}, and the sizes take {needed}")
+        return self
+
+
+class FindChildren(Message):
+    """Which blocks with tokens does the receiver have, whose parent is `parent`?"""
+
+    code: ClassVar[int] = 36
+
+    seq: Count
+    parent: Key | None
+
+
+class FoundChildren(Message):
+    """Answers a `FindChildren`: those that were stored last, if there are very many.
+
+    Attributes:
+        keys: of each.
+        lengths: how many tokens each has.
+        tokens: of all of them, one block's after the other's, int32 little-endian.
+    """
+
+    code: ClassVar[int] = 37
+
+    seq: Count
+    keys: Keys
+    lengths: Sizes
+    tokens: Annotated[bytes, Field(max_length=4 * MAX_TOKENS)]
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if len(self.lengths) != len(self.keys):
+            raise ValueError(f"lengths: {len(self.lengths)}, and there are {len(self.keys)} keys")
+        if 4 * sum(self.lengths) != len(self.tokens):
+            raise ValueError(f"tokens: {len(self.tokens)} bytes do not fit the lengths")
         return self
 
 

@@ -18,7 +18,7 @@ from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control import messages
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.fields import MAX_ENTRIES
-from kvconnect.transfer.control.keyed import ClaimKeys, FindKeys, GrantKeys, digested
+from kvconnect.transfer.control.keyed import ClaimKeys, FindKeys, FoundChildren, GrantKeys, digested
 from kvconnect.transfer.control.messages import (
     Claim,
     Grant,
@@ -117,6 +117,16 @@ FIELDS = {
         "units": st.lists(NUMBERS, min_size=3, max_size=3).map(tuple),
         "digests": st.lists(st.integers(0, (1 << 64) - 1), max_size=3).map(tuple),
     },
+    "FindChildren": {
+        "seq": COUNTS,
+        "parent": st.none() | st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES),
+    },
+    "FoundChildren": {
+        "seq": COUNTS,
+        "keys": st.just((b"a" * KEY_NBYTES, b"b" * KEY_NBYTES)),
+        "lengths": st.just((0, 2)),
+        "tokens": st.binary(min_size=8, max_size=8),
+    },
     "ForgetKeys": {"seq": COUNTS, "keys": KEYS},
     "ForgotKeys": {"seq": COUNTS},
 }
@@ -178,6 +188,14 @@ def test_a_grant_of_other_units_than_its_sizes_take_is_refused(units, sizes):
     fields = {"seq": 1, "request": "r", "epoch": 1, "lease_s": 1.0, "region": 0, "unit": 4096}
     with pytest.raises(ValidationError, match="units"):
         GrantKeys(**fields, units=units, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens"), [((2,), b"a" * 7), ((2,), b"a" * 12), ((1, 1), b"a" * 8), ((), b"")]
+)
+def test_children_of_other_tokens_than_their_lengths_say_are_refused(lengths, tokens):
+    with pytest.raises(ValidationError, match=r"lengths|tokens"):
+        FoundChildren(seq=1, keys=(b"a" * 32,), lengths=lengths, tokens=tokens)
 
 
 @pytest.mark.parametrize("keys", [b"a" * 31, b"a" * 33, [b"a" * 31], b"a" * 32 * 8193])
