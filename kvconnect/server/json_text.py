@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic_core import from_json
@@ -37,16 +36,36 @@ def parse_json(text: bytes, *, max_nbytes: int) -> Any:
         TooManyValues: there are more of them.
         ValueError: it is no JSON, nests deeper than 200, or an object has a key twice.
     """
-    between = _between_strings(text)
-    keys = between.count(b":")
-    parts = keys + between.count(b"[") + between.count(b"{")
-    _check("lists, objects and keys", parts, max(_MANY_PARTS, max_nbytes // _NBYTES_OF_PART))
-    values = between.count(b",") + 1
-    _check("values", values, max(_MANY_VALUES, max_nbytes // _NBYTES_OF_VALUE))
+    marks = _Marks(text)
+    most_parts = max(_MANY_PARTS, max_nbytes // _NBYTES_OF_PART)
+    most_values = max(_MANY_VALUES, max_nbytes // _NBYTES_OF_VALUE)
+    if marks.parts > most_parts or marks.values > most_values:
+        marks = _Marks(_between_strings(text))
+        _check("lists, objects and keys", marks.parts, most_parts)
+        _check("values", marks.values, most_values)
     parsed = from_json(text, allow_inf_nan=False)
-    if _count_keys(parsed) < keys:
+    # Most texts hold no colon; for others it is worth while to look where they are.
+    keys = _count_keys(parsed)
+    if keys < marks.keys and keys < _Marks(_between_strings(text)).keys:
         json.loads(text, object_pairs_hook=_refuse_repeated)
     return parsed
+
+
+class _Marks:
+    """How much a text says, as far as its punctuation tells; what its strings hold counts, too.
+
+    Attributes:
+        keys: of objects.
+        parts: lists, objects and keys.
+        values: of all kinds.
+    """
+
+    __slots__ = ("keys", "parts", "values")
+
+    def __init__(self, text: bytes) -> None:
+        self.keys = text.count(b":")
+        self.parts = self.keys + text.count(b"[") + text.count(b"{")
+        self.values = text.count(b",") + 1
 
 
 def _check(noun: str, found: int, most: int) -> None:
@@ -65,11 +84,12 @@ def _count_keys(parsed: object) -> int:
     found, left = 0, [parsed]
     while left:
         one = left.pop()
-        inside: Iterable[object] = one if isinstance(one, list) else ()
+        inside = one
         if isinstance(one, dict):
             found += len(one)
-            inside = one.values()
-        left += [each for each in inside if type(each) in _CONTAINERS]
+            inside = list(one.values())
+        if isinstance(inside, list) and not _CONTAINERS.isdisjoint(map(type, inside)):
+            left += [each for each in inside if type(each) in _CONTAINERS]
     return found
 
 
