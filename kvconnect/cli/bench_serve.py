@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from contextlib import ExitStack
@@ -46,6 +47,13 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add_number(load, "--max-tokens", "of each answer (default: 32)", default=32)
     add_number(load, "--concurrency", "clients at once (default: 8)", default=8)
     add_number(load, "--seed", "of all texts (default: 0)", default=0)
+    load.add_argument(
+        "--write-prompts",
+        type=Path,
+        metavar="FILE",
+        help="of the workload prefixes, as lines of JSON: what `vllm bench serve --dataset-name "
+        "custom` takes",
+    )
 
 
 def run_serve(arguments: argparse.Namespace) -> None:
@@ -71,6 +79,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be at least 1"
             )
     workload = _workload(arguments)
+    if arguments.write_prompts is not None:
+        _write_prompts(arguments.write_prompts, workload)
     with ExitStack() as stack:
         if arguments.url is None:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory))
@@ -94,3 +104,15 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     if arguments.workload == "chats":
         return Chats(**picked(arguments, "chats", "turns"), **common)
     return SharedPrefixes(**picked(arguments, "requests", "prefixes"), **common)
+
+
+def _write_prompts(file: Path, workload: Workload) -> None:
+    from kvconnect.bench.serve.workload import SharedPrefixes
+
+    if not isinstance(workload, SharedPrefixes):
+        raise ConfigurationError("--write-prompts: is for --workload prefixes")
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in workload.prompts()]
+    try:
+        file.write_text("".join(lines))
+    except OSError as error:
+        raise ConfigurationError(f"--write-prompts {file}: {error.strerror}") from error

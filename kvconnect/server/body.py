@@ -6,10 +6,10 @@ import asyncio
 from email.message import Message
 from typing import Any
 
-from pydantic_core import from_json
 from starlette.requests import Request
 
 from kvconnect.server.errors import RequestRefused
+from kvconnect.server.json_text import TooManyValues, parse_json
 from kvconnect.server.settings import HttpSettings
 from kvconnect.text import shown
 
@@ -20,8 +20,9 @@ async def read_json(request: Request, settings: HttpSettings) -> dict[str, Any]:
     """The JSON object that `request` carries.
 
     Raises:
-        RequestRefused: it is no JSON (400, also where it nests deeper than 200), is not declared
-            as such in UTF-8 and uncompressed (415), is too large (413) or comes too slowly (408).
+        RequestRefused: it is no JSON (400, also where it nests deeper than 200 or has a key twice),
+            is not declared as such in UTF-8 and uncompressed (415), is too large or holds too many
+            values for its size (413), or comes too slowly (408).
         ClientDisconnect: the client left.
     """
     _check_kind(request)
@@ -36,7 +37,9 @@ async def read_json(request: Request, settings: HttpSettings) -> dict[str, Any]:
             408, f"the body did not come within {settings.client_timeout_s:g} s"
         ) from error
     try:
-        parsed = from_json(body, allow_inf_nan=False)
+        parsed = parse_json(body, max_nbytes=settings.max_body_bytes)
+    except TooManyValues as error:
+        raise RequestRefused(413, f"the body has {error}") from error
     except ValueError as error:
         raise RequestRefused(400, f"the body is no JSON: {error}") from error
     if not isinstance(parsed, dict):

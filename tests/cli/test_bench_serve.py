@@ -98,6 +98,13 @@ def test_requests_share_prefixes_and_nothing_else(bench, paced):
     assert len({prompt[50:] for prompt in prompts}) == 6
 
 
+def test_prompts_are_written_as_they_are_asked(bench, paced, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    bench("--requests", 3, "--concurrency", 1, "--seed", 5, "--write-prompts", file)
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert written == [{"prompt": asked["prompt"]} for _, asked, _ in paced.asked]
+
+
 def test_each_turn_of_a_chat_has_all_before_it(bench, paced, monkeypatch):
     monkeypatch.setenv("KVCONNECT_API_KEY", "secret")
     found = bench("--workload", "chats", "--chats", 2, "--turns", 3, "--concurrency", 1)
@@ -132,6 +139,8 @@ def test_an_error_of_the_server_is_told(kvconnect, paced):
     [
         (("--concurrency", 0), "--concurrency 0: must be at least 1"),
         (("--url", "http://127.0.0.1:1"), "--url: give --served-model-name, too"),
+        (("--workload", "chats", "--write-prompts", "x"), "--write-prompts: is for --workload pre"),
+        (("--write-prompts", "/nowhere/x"), "--write-prompts /nowhere/x: No such file"),
     ],
 )
 def test_a_wrong_option_is_named(kvconnect, arguments, message):

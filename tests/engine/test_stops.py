@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvconnect import SamplingParams
 from kvconnect.engine.request.stops import StopChecker
@@ -136,6 +138,46 @@ def test_streamed_text_is_the_text_of_all_tokens(tokenizer):
     detokenizer = Detokenizer(tokenizer)
     streamed = "".join(detokenizer.add(token) for token in tokens) + detokenizer.finish()
     assert streamed == tokenizer.decode(tokens)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.sampled_from(
+            [b"\xff", b"\x80", b"\xe2\x82", b"\xe2\x82\xac", b"\xf0\x9f", b"a", b"\xc3"]
+        ),
+        max_size=40,
+    )
+)
+def test_of_invalid_bytes_no_text_is_lost(tokenizer, pieces):
+    tokens = list(b"".join(pieces))
+    detokenizer = Detokenizer(tokenizer)
+    streamed = "".join(detokenizer.add(token) for token in tokens) + detokenizer.finish()
+    assert streamed == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("endless", [[0x80], [0xE2, 0x82], [0xFF, 0xF0, 0x9F, 0x98], [256]])
+def test_what_never_becomes_a_character_is_not_decoded_again_and_again(tokenizer, endless):
+    counting = CountingTokenizer(tokenizer)
+    detokenizer = Detokenizer(counting)
+    tokens = [97, *(endless * 1000)]
+    texts = [detokenizer.add(token) for token in tokens]
+    assert counting.decoded < 40 * len(tokens)
+    text = "".join(texts)
+    assert tokenizer.decode(tokens).startswith(text)
+    assert len(tokenizer.decode(tokens)) - len(text) <= 8, "and it is told as it comes"
+
+
+class CountingTokenizer:
+    """Counts the tokens that are decoded."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, tokens):
+        self.decoded += len(tokens)
+        return self._tokenizer.decode(tokens)
 
 
 def test_without_a_tokenizer_there_is_no_text():

@@ -7,10 +7,18 @@ import signal
 import sys
 from pathlib import Path
 
+ROUTER_SECRET = "the-routers-and-its-servers"
+
 
 def serve(output: Path, arguments: list[str]) -> None:
     """``kvconnect serve`` with `arguments`, as the command line runs it; prints to `output`."""
     _run("serve", output, arguments)
+
+
+def serve_with_router_secret(output: Path, arguments: list[str]) -> None:
+    """The same with `ROUTER_SECRET` in the environment."""
+    os.environ["KVCONNECT_ROUTER_SECRET"] = ROUTER_SECRET
+    serve(output, arguments)
 
 
 def route(output: Path, arguments: list[str]) -> None:

@@ -36,14 +36,16 @@ class Servers:
 
 
 @contextmanager
-def started(model: Path, directory: Path, prefill: int, decode: int) -> Iterator[Servers]:
-    """Servers that start at the same time."""
+def started(
+    model: Path, directory: Path, prefill: int, decode: int, *more: str
+) -> Iterator[Servers]:
+    """Servers that start at the same time, with `more` options."""
     roles = ["prefill"] * prefill + ["decode"] * decode
 
     def start(number: int) -> ServerProcess:
         output = directory / f"{roles[number]}{number}"
         options = ("--kv-cache-tokens", "65536", "--max-batch-size", "32")
-        return stack.enter_context(running(model, output, "--role", roles[number], *options))
+        return stack.enter_context(running(model, output, "--role", roles[number], *options, *more))
 
     with ExitStack() as stack, ThreadPoolExecutor(len(roles)) as pool:
         servers = list(pool.map(start, range(len(roles))))

@@ -36,6 +36,11 @@ def others_are_undisturbed(server):
         ({"max_tokens": -1}, "max_tokens=-1"),
         ({"max_tokens": 5000}, "exceed 4096 positions"),
         ({"max_tokens": "many"}, "CompletionRequest.max_tokens='many'"),
+        ({"max_tokens": True}, "CompletionRequest.max_tokens=True: must be a number"),
+        ({"n": True}, "CompletionRequest.n=True"),
+        ({"logprobs": False}, "CompletionRequest.logprobs=False"),
+        ({"temperature": False}, "CompletionRequest.temperature=False"),
+        ({"stream": 1}, "CompletionRequest.stream=1"),
         ({"temperature": -1}, "temperature=-1"),
         ({"top_p": 0}, "top_p=0"),
         ({"n": 0}, "n=0"),
@@ -68,6 +73,7 @@ def test_a_wrong_field_is_named(server, change, message):
         ({"messages": ["x"]}, "ChatRequest.messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ({"top_logprobs": 2}, "needs logprobs=true"),
+        ({"max_completion_tokens": True}, "ChatRequest.max_completion_tokens=True"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
         ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is no variable"),
         ({"chat_template_kwargs": {"max_length": 10**9}}, "'max_length' is no variable"),
@@ -92,7 +98,7 @@ def test_a_wrong_chat_is_refused(server, change, message):
         b"\xff\xfe",
         b'{"prompt": "\\ud800"}',
         b'{"prompt": NaN}',
-        b"[" * 100_000,
+        b"[" * 10_000,
         b'{"prompt":' * 5_000 + b"1" + b"}" * 5_000,
         b'{"prompt": ' + b"1" * 100_000 + b"}",
     ],
@@ -101,6 +107,34 @@ def test_what_is_no_json_object_is_refused(server, body):
     status, answer, _ = server.post(body)
     assert status == 400
     assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        (b'{"prompt": "x", "max_tokens": 2, "max_tokens": 3}', "max_tokens"),
+        (b'{"prompt": "x", "max_tokens": 2, "max\\u005ftokens": 3}', "max_tokens"),
+        (b'{"prompt": "x", "stream_options": {"a": [1], "a": "{:"}}', "a"),
+        (b'{"prompt": "\\\\", "a\\":": 2, "a\\":": 3}', 'a":'),
+    ],
+)
+def test_a_key_that_comes_twice_is_named(server, body, key):
+    status, answer, _ = server.post(body)
+    assert (status, f"the key {key!r} is there twice" in answer["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("part", ["[]", "{}", '{"a":1}'])
+def test_a_body_of_more_values_than_its_size_is_for_is_refused(server, part):
+    body = '{"prompt":[' + ",".join([part] * (900_000 // (len(part) + 1))) + "]}"
+    status, answer, _ = server.post(body.encode())
+    assert status == 413
+    assert "at most" in answer["error"]["message"]
+
+
+def test_values_within_strings_are_text(server):
+    prompt = "[{:,}]" * 600
+    assert server.post(GOOD | {"prompt": prompt})[0] == 200
+    assert server.post(GOOD | {"prompt": prompt * 40})[0] == 400, "too long for the model"
 
 
 def test_deep_values_are_refused(server):

@@ -292,6 +292,24 @@ def test_a_signal_lets_requests_end(servers, tmp_path):
         assert router.wait() == 0
 
 
+def test_a_prompt_that_the_decode_server_has_needs_no_prefill_server(servers, server, tmp_path):
+    """Both are frozen, and nothing finds that out meanwhile."""
+    options = ("--no-stream-layers", "--health-timeout", "30", "--prefill-timeout", "20")
+    with running(None, tmp_path / "router", *servers.urls(), *options) as router:
+        bodies = [ASKED | {"prompt": prefix(700 + number) + "end"} for number in range(2)]
+        alone = [server.post(body)[1]["choices"] for body in bodies]
+        assert [router.post(body)[1]["choices"] for body in bodies] == alone
+        for one in servers.prefill:
+            os.kill(one.pid, signal.SIGSTOP)
+        try:
+            assert [router.post(body)[1]["choices"] for body in bodies] == alone
+        finally:
+            for one in servers.prefill:
+                os.kill(one.pid, signal.SIGCONT)
+        assert router.figure("kvconnect_route_computed_by_decode_total") == 0
+    wait_until(servers.idle, "nothing is left", 30)
+
+
 def test_a_frozen_prefill_server_costs_no_request_its_answer(servers, server, tmp_path):
     frozen = servers.prefill[0]
     with running(None, tmp_path / "router", *servers.urls(), *QUICK) as router:

@@ -83,7 +83,8 @@ def test_a_frozen_decode_server_alone_is_told_within_the_deadline(model, tmp_pat
             wait_until(servers.idle, "nothing is left", 60)
 
 
-def test_thousands_of_requests_leave_nothing(model, tmp_path):
+@pytest.mark.timeout(600)  # of a thousand requests on a busy machine
+def test_a_thousand_requests_leave_nothing(model, tmp_path):
     with (
         started(model, tmp_path, 2, 1) as servers,
         running(None, tmp_path / "router", *servers.urls()) as router,
@@ -99,6 +100,6 @@ def test_thousands_of_requests_leave_nothing(model, tmp_path):
 
         with ThreadPoolExecutor(6) as pool:
             statuses = Counter(pool.map(ask, range(1000)))
-        assert statuses == {200: 1000}
+        assert statuses == {200: 1000}, router.said()
         wait_until(servers.idle, "nothing is left", 60)
         wait_until(lambda: router.figure("kvconnect_route_running_requests") == 0, "forgotten", 10)

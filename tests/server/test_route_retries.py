@@ -178,8 +178,8 @@ async def test_the_prefill_server_is_asked_for_the_prompt_only(routed):
 
 async def test_one_after_the_other_if_told_to(routed):
     one = await routed([computed], [answered], stream_layers=False)
-    for _ in range(2):
-        await one.post()
+    for number in range(2):
+        await one.post(prompt=f"{number}" * 300)
     assert {asked["kv_transfer_params"]["transfer_id"] for asked in one.decode[0].asked} == {
         "its own"
     }
@@ -305,3 +305,28 @@ async def test_an_answer_that_needs_no_prefill_any_more_ends_it(routed):
     assert (await one.post(prompt="y" * 300)).status_code == 200
     async with asyncio.timeout(5):
         await one.prefill[0].left.wait()
+
+
+async def test_a_decode_server_that_has_the_prompt_waits_for_none(routed):
+    one = await routed([computed], [answered], stream_layers=False)
+    await one.post()
+    one.prefill[0].say = silence
+    async with asyncio.timeout(5):
+        assert (await one.post()).status_code == 200
+        await one.prefill[0].left.wait()
+
+
+async def test_once_the_answer_has_begun_nothing_more_is_computed_for_it(routed):
+    one = await routed([computed], [answered])
+    await one.post()
+    one.prefill[0].say = silence
+
+    async def pieces():
+        yield b"data: " + json.dumps(TOKEN).encode() + b"\n\n"
+        async with asyncio.timeout(5):
+            await one.prefill[0].left.wait()
+        yield b"data: [DONE]\n\n"
+
+    one.decode[0].say = lambda body: StreamingResponse(pieces(), media_type="text/event-stream")
+    answer = await one.post(stream=True)
+    assert "broke off" not in answer.text

@@ -54,16 +54,18 @@ class SharedPrefixes(Workload):
     max_tokens: int
     seed: int = 0
 
-    def sessions(self) -> Sequence[Session]:
-        """One request each."""
+    def prompts(self) -> list[str]:
+        """All of them, in the order in which they are asked."""
         rng = np.random.default_rng(self.seed)
         prefixes = [_text(rng, self.prefix_tokens) for _ in range(self.prefixes)]
         return [
-            _Completion(
-                prefixes[number % self.prefixes] + _text(rng, self.suffix_tokens), self.max_tokens
-            )
+            prefixes[number % self.prefixes] + _text(rng, self.suffix_tokens)
             for number in range(self.requests)
         ]
+
+    def sessions(self) -> Sequence[Session]:
+        """One request each."""
+        return [_Completion(prompt, self.max_tokens) for prompt in self.prompts()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,10 @@ from kvconnect.tokens import TokenArray, as_token_array
 __all__ = ["Detokenizer", "Tokenizer"]
 
 _UNFINISHED = "\ufffd"
+_MOST_PENDING = 8
+"""More tokens than a character has bytes: the first of them cannot belong to an unfinished one."""
+_LONGEST_PART = 4
+"""Tokens of an unfinished character, and one more."""
 
 
 class Tokenizer:
@@ -81,8 +85,9 @@ class Tokenizer:
 class Detokenizer:
     """The text of tokens that come one at a time.
 
-    Characters whose bytes are spread over tokens appear once they are whole. Decoding one more
-    token costs the same however long the text is.
+    Characters whose bytes are spread over tokens appear once they are whole, and bytes that are
+    none soon after. Decoding one more token costs the same however long the text is, whatever it
+    consists of.
     """
 
     __slots__ = ("_pending_from", "_prefix_from", "_tokenizer", "_tokens")
@@ -97,10 +102,12 @@ class Detokenizer:
         """The text that `token` completes; empty while a character is unfinished."""
         self._tokens.append(token)
         text = self._new_text()
-        if not text or text.endswith(_UNFINISHED):
+        if text and not text.endswith(_UNFINISHED):
+            self._take(len(self._tokens))
+            return text
+        if len(self._tokens) - self._pending_from <= _MOST_PENDING:
             return ""
-        self._prefix_from, self._pending_from = self._pending_from, len(self._tokens)
-        return text
+        return self._give_up(text)
 
     def finish(self) -> str:
         """What is left, unfinished characters replaced."""
@@ -108,6 +115,25 @@ class Detokenizer:
         self._prefix_from = self._pending_from = len(self._tokens)
         return text
 
-    def _new_text(self) -> str:
+    def _give_up(self, text: str) -> str:
+        """What of `text`, which too many tokens have, stays as it is whatever comes."""
+        if not text:  # special tokens: they are no text of anything that follows, either
+            del self._tokens[self._pending_from :]
+            return ""
+        end = len(self._tokens)
+        for cut in range(end - 1, end - _LONGEST_PART, -1):
+            rest = self._tokenizer.decode(self._tokens[cut:])
+            done = self._new_text(cut)
+            if done + rest == text:  # else it is within the bytes that one replacement stands for
+                self._take(cut)
+                return done
+        self._take(end)
+        return text
+
+    def _take(self, until: int) -> None:
+        """The tokens before `until` have become text."""
+        self._prefix_from, self._pending_from = self._pending_from, until
+
+    def _new_text(self, until: int | None = None) -> str:
         known = self._tokenizer.decode(self._tokens[self._prefix_from : self._pending_from])
-        return self._tokenizer.decode(self._tokens[self._prefix_from :])[len(known) :]
+        return self._tokenizer.decode(self._tokens[self._prefix_from : until])[len(known) :]

@@ -6,13 +6,13 @@ import inspect
 from functools import cache
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.server.openai.chat_answer import ChatAnswer
-from kvconnect.server.openai.generation_request import GenerationRequest
+from kvconnect.server.openai.generation_request import GenerationRequest, Integer
 
 __all__ = ["ChatRequest"]
 
@@ -30,11 +30,11 @@ class ChatRequest(GenerationRequest):
     """
 
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    max_completion_tokens: Integer | None = None
+    logprobs: StrictBool = False
+    top_logprobs: Integer | None = None
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

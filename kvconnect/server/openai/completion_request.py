@@ -10,7 +10,7 @@ from pydantic import PlainValidator
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.server.openai.completion_answer import CompletionAnswer
-from kvconnect.server.openai.generation_request import GenerationRequest
+from kvconnect.server.openai.generation_request import GenerationRequest, Integer
 
 __all__ = ["CompletionRequest"]
 
@@ -40,7 +40,7 @@ class CompletionRequest(GenerationRequest):
     """
 
     prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt)]
-    logprobs: int | None = None
+    logprobs: Integer | None = None
 
     @property
     def prompts(self) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import Field, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
@@ -16,7 +16,7 @@ from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.settings import Settings
 from kvconnect.text import shown
 
-__all__ = ["GenerationRequest", "StreamOptions"]
+__all__ = ["GenerationRequest", "Integer", "StreamOptions"]
 
 _MAX_STOPS = 64
 _MAX_STOP_TOKENS = 1024
@@ -54,6 +54,17 @@ _SAMPLING = (
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
+def _number(given: object) -> object:
+    # Pydantic would take `true` for 1, and "1" as well.
+    if isinstance(given, (bool, str)):
+        raise ValueError("must be a number")  # noqa: TRY004  pydantic's kind
+    return given
+
+
+Integer = Annotated[int, BeforeValidator(_number)]
+Real = Annotated[float, BeforeValidator(_number)]
+
+
 class StreamOptions(Settings):
     """How a stream is told.
 
@@ -62,8 +73,8 @@ class StreamOptions(Settings):
         include_obfuscation: accepted, without effect.
     """
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: StrictBool = False
+    include_obfuscation: StrictBool = False
 
 
 class GenerationRequest(Settings):
@@ -81,25 +92,25 @@ class GenerationRequest(Settings):
     """
 
     model: str | None = None
-    stream: bool | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     kv_transfer_params: KvTransferParams | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    n: Integer | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
+    temperature: Real | None = None
+    top_k: Integer | None = None
+    top_p: Real | None = None
+    seed: Integer | None = None
+    presence_penalty: Real | None = None
+    frequency_penalty: Real | None = None
+    repetition_penalty: Real | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=_MAX_STOPS)] | None = None
     stop_token_ids: (
         Annotated[list[StrictInt], Field(fail_fast=True, max_length=_MAX_STOP_TOKENS)] | None
     ) = None
-    ignore_eos: bool | None = None
+    ignore_eos: StrictBool | None = None
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:

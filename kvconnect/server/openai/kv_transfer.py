@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from kvconnect.address import host_and_port
 from kvconnect.settings import Settings
@@ -32,13 +32,13 @@ class KvTransferParams(Settings):
         remote_block_ids: vLLM's; block ids of other engines mean nothing here.
     """
 
-    do_remote_decode: bool = False
-    do_remote_prefill: bool = False
+    do_remote_decode: StrictBool = False
+    do_remote_prefill: StrictBool = False
     transfer_id: Annotated[str | None, Field(min_length=1, max_length=200)] = None
     remote_engine_id: Annotated[str | None, Field(max_length=1000)] = None
     remote_host: Annotated[str | None, Field(min_length=1, max_length=255)] = None
-    remote_port: Annotated[int | None, Field(ge=1, le=65535)] = None
-    remote_num_tokens: Annotated[int | None, Field(ge=1)] = None
+    remote_port: Annotated[StrictInt | None, Field(ge=1, le=65535)] = None
+    remote_num_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     remote_block_ids: None = None
 
     @model_validator(mode="after")

@@ -29,10 +29,12 @@ class Choice:
     Attributes:
         instance: which.
         load: what the request adds to its load.
+        holds: it has computed all full pieces of the prompt, and there are some.
     """
 
     instance: Instance
     load: int
+    holds: bool
 
 
 class Fleet:
@@ -72,7 +74,8 @@ class Fleet:
         chosen.chosen = next(self._choices)
         chosen.prefixes.add(prompt.prefixes)
         count(f"route.{role}.chosen", pieces=prompt.num_pieces, held_pieces=held[chosen])
-        return Choice(chosen, loads[chosen])
+        holds = bool(held[chosen]) and held[chosen] == len(prompt.prefixes)
+        return Choice(chosen, loads[chosen], holds)
 
     def sizes(self) -> dict[str, float]:
         """Gauges: servers that are up or down, and requests under way, by role."""

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 _GENERATING = ("stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens")
 """What a server that generates nothing need not know."""
+_LATE_ANSWER_S = 0.5
+"""For a prefill server to say that it is done, once the answer has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ class Handover:
         if prefill is None:
             return await self._open(stack, decode.instance, None)
         address = prefill.instance.address
-        if self._streams and address is not None:
+        # A decode server that still has the prompt answers without waiting for the other one.
+        if address is not None and (self._streams or decode.holds):
             return await self._both(stack, prefill, decode.instance, address)
         carried = await self._compute(prefill, None)
         return await self._open(stack, decode.instance, carried)
@@ -176,7 +179,11 @@ class Handover:
     async def _both(
         self, stack: AsyncExitStack, prefill: Choice, decode: Instance, address: Address
     ) -> Answering:
-        """Both at once: each layer is fetched while the next one is computed."""
+        """Both at once: each layer is fetched while the next one is computed.
+
+        Once the answer has begun the decode server has the whole prompt, perhaps of its own: what
+        the other one still computes of it is ended.
+        """
         transfer_id = uuid.uuid4().hex
         host, port = address
         carried = {
@@ -196,6 +203,7 @@ class Handover:
             await _end(computing, opening)
             raise
         stack.push_async_callback(_end, computing)
+        asyncio.get_running_loop().call_later(_LATE_ANSWER_S, computing.cancel)
         return answering
 
     async def _open(
