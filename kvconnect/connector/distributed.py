@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvconnect.connector.rank_watch import FOREVER, RankWatch, VerdictKind, end_group
-from kvconnect.errors import ConfigurationError, ConnectorContractError, EngineClosed
+from kvconnect.errors import (
+    ConfigurationError,
+    ConnectorContractError,
+    EngineClosed,
+    RankDivergence,
+)
 
 __all__ = ["DistributedCommunicator"]
 
@@ -169,6 +174,20 @@ class DistributedCommunicator:
             value if rank == self._rank else self._loaded(rank, payloads[rank])
             for rank in range(self._size)
         ]
+
+    def fail(self, error: Exception) -> None:
+        """This rank leaves its step by `error`: the others raise wherever they wait for it.
+
+        So they do in the groups of `end_with_ranks`, and the engine is over on all ranks. Not
+        collective; blocks for some milliseconds. Nothing if it was over before.
+        """
+        if self._closed or self._watch.verdict is not None:
+            return
+        if isinstance(error, RankDivergence):
+            self._watch.judge(VerdictKind.DIVERGED, self._rank, str(error))
+        else:
+            text = f"rank {self._rank}: {type(error).__name__}: {error}"
+            self._watch.judge(VerdictKind.BROKEN, self._rank, text)
 
     def end_with_ranks(self, group: dist.ProcessGroup) -> None:
         """When a rank is lost, end what waits in `group`, too, on any thread of this process.

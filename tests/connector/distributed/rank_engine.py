@@ -5,18 +5,19 @@ So a block of another rank, or one byte that is wrong on any of them, changes th
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import struct
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
 import recording
 import torch
-from bench_engine import LAYERS, BenchEngine, PlainKv, T, llm_args
+from bench_engine import DIGEST, LAYERS, LAYOUT, BenchEngine, PlainKv, T, llm_args
 from numpy.typing import NDArray
 from recording import Script
 
@@ -24,7 +25,8 @@ from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.distributed import DistributedCommunicator
 from kvconnect.connector.runtime.ledger import StepOutcome
-from kvconnect.keys import Shard
+from kvconnect.errors import BackendUnavailable
+from kvconnect.keys import Namespace, Shard, root_key, store_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
@@ -90,7 +92,8 @@ class RankEngine(BenchEngine):
         self, communicator: DistributedCommunicator, config: KvCacheConnectorConfig, part: Part
     ) -> None:
         self.part, self.communicator = part, communicator
-        self._ids = count()  # type: ignore[misc]
+        self.own_exchanges = 0
+        self._ids = itertools.count()  # type: ignore[misc]
         args = replace(llm_args(config), layouts=(part.layout,), shard=part.shard)
         super().__init__(args, kv=PlainKv(layout=part.layout), communicator=communicator)
         self.kv.set_external_matcher(self)
@@ -100,6 +103,7 @@ class RankEngine(BenchEngine):
         match = None
         if self.communicator.rank == 0:
             match = self.manager.match_external(request, num_device_tokens)
+        self.own_exchanges += 1
         answer = self.communicator.broadcast(match)
         assert answer is not None
         return answer
@@ -119,6 +123,7 @@ class RankEngine(BenchEngine):
             self.manager.save_kv_layer(place)
         self.manager.end_forward()
         seen = {one.request_id: self._digest(one) for one in batch.requests if self._ends(one)}
+        self.own_exchanges += 1
         ranks: list[Mapping[int, int]] = self.communicator.allgather(seen)
         return {each: next_token([one[each] for one in ranks]) for each in seen}
 
@@ -220,3 +225,87 @@ def _busy(bench: RankEngine) -> bool:
 def flush(host: Host) -> None:
     """Until what is staged is written or lost."""
     assert host.bench.manager._worker._queue.flush(10)  # type: ignore[attr-defined]
+
+
+def plant(host: Host, fault: str, seconds: float = 0.0) -> None:
+    """From now on every load of this rank's store ``fails`` or is ``slow``, or saves are slow."""
+    store = host.bench.manager._worker._store.backend  # type: ignore[attr-defined]
+    load, save = store.load, store.save
+
+    async def failing(*_: Any) -> int:
+        raise BackendUnavailable("planted")
+
+    async def late_load(*args: Any) -> int:
+        await asyncio.sleep(seconds)
+        return int(await load(*args))
+
+    async def late_save(*args: Any) -> int:
+        await asyncio.sleep(seconds)
+        return int(await save(*args))
+
+    if fault == "fails":
+        store.load = failing
+    elif fault == "slow":
+        store.load = late_load
+    else:
+        store.save = late_save
+
+
+def lose_block(host: Host, prompt: list[int], number: int) -> None:
+    """This rank's block of a prompt goes from the store."""
+    bench = host.bench
+    worker = bench.manager._worker
+    request = LlmRequest(
+        -1,
+        np.array(prompt, np.int32),
+        chain_root=root_key(DIGEST, (LAYOUT,), Namespace()),
+        tokens_per_block=T,
+    )
+    key = store_key(request.block_keys()[number], 0, bench.part.shard)
+    store = worker._store  # type: ignore[attr-defined]
+    store.io.submit(store.backend.delete([key])).result(10)
+
+
+def failed_loads(host: Host) -> int:
+    return sum(len(one.failed) for one in host.bench.outcomes)
+
+
+def diverge(host: Host) -> None:
+    """This rank believes to be a step further."""
+    host.bench.manager._steps.number += 1
+
+
+def exchanges_of(host: Host, number: int) -> int:
+    """How many exchanges the runtime makes in so many steps, without the engine's own."""
+    ranks = host.communicator
+    before, own = ranks._number, host.bench.own_exchanges
+    step(host, number)
+    return ranks._number - before - (host.bench.own_exchanges - own)
+
+
+def calls(host: Host, *names: str) -> list[tuple[Any, ...]]:
+    """What the recording connector of this rank was called with."""
+    assert host.script is not None
+    return [call for call in host.script.calls if not names or call[0] in names]
+
+
+def script(host: Host, answers: dict[str, Any]) -> None:
+    """What the recording connector answers: ``match``, and what ends from now on."""
+    assert host.script is not None
+    if "match" in answers:
+        host.script.match = lambda *_: answers["match"]
+    if "keep" in answers:
+        host.script.keep = lambda _: answers["keep"]
+    if "finished" in answers:
+        host.script.finished = lambda *_: answers["finished"]
+
+
+def blocks_held(host: Host) -> int:
+    kv = host.bench.kv
+    return len(kv.pool) - kv.get_num_free_blocks()
+
+
+def work_for_ever(host: Host, prompts: list[list[int]]) -> None:
+    """Answer `prompts` and save what is computed, again and again, until something is raised."""
+    for prompt in itertools.cycle(prompts):
+        answer(host, prompt, 2)
