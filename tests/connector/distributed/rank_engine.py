@@ -12,8 +12,10 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import folder_connector
 import numpy as np
 import recording
 import torch
@@ -309,3 +311,14 @@ def work_for_ever(host: Host, prompts: list[list[int]]) -> None:
     """Answer `prompts` and save what is computed, again and again, until something is raised."""
     for prompt in itertools.cycle(prompts):
         answer(host, prompt, 2)
+
+
+def attach_folder(host: Host, ranks: Sequence[Part], folder: Path) -> None:
+    """An engine with the connector of `folder_connector`."""
+    folder_connector.folder = folder
+    config = KvCacheConnectorConfig(
+        connector_module="folder_connector",
+        connector_scheduler_class="FolderScheduler",
+        connector_worker_class="FolderWorker",
+    )
+    host.engine = RankEngine(host.communicator, config, ranks[host.communicator.rank])

@@ -102,5 +102,4 @@ def test_what_a_killed_rank_was_saving_counts_as_far_as_all_have_it(tmp_path: Pa
                 [first, second] = job(rank.answer, prompt, 2)
                 assert first == second
                 assert first[0] == expected(prompt, 2, ranks)
-                assert first[1] % T == 0 or first[1] == len(prompt) - 1
             assert job(rank.failed_loads) == [0, 0]
