@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -34,6 +35,7 @@ _HEAD = struct.Struct("<IBBHqq")  # magic, kind, status, -, number of the exchan
 _FRAME_NBYTES = 4096  # sent whole: what fits takes one message
 _INLINE_NBYTES = _FRAME_NBYTES - _HEAD.size
 _MOST_NBYTES = 1 << 30
+_POSTED = 2  # the leader goes from its broadcast to the next exchange at once
 
 _BROADCAST, _GATHER = 1, 2
 _KINDS = {_BROADCAST: "broadcast", _GATHER: "allgather"}
@@ -44,8 +46,8 @@ class DistributedCommunicator:
     """A `Communicator` over point-to-point messages of a gloo group of its own.
 
     Works beside a default group of any backend, NCCL too. Values are exchanged in host memory. A
-    value of up to 4 KiB takes one message to each rank; all ranks have a receive posted for it
-    beforehand, so that both exchanges of a step together take about one round trip.
+    value of up to 4 KiB takes one message to each rank, for which all have a receive posted
+    beforehand: so both exchanges of a step together take about one round trip.
 
     It never hangs. Once a rank is lost, every call raises on every other rank, naming it:
 
@@ -104,12 +106,11 @@ class DistributedCommunicator:
         self._outgoing = torch.zeros(_FRAME_NBYTES, dtype=torch.uint8)
         self._frame = self._outgoing.numpy()
         self._sending: list[tuple[int, dist.Work, Tensor]] = []
-        self._incoming = {
-            peer: torch.zeros(_FRAME_NBYTES, dtype=torch.uint8) for peer in self._peers
-        }
-        self._posted: dict[int, dist.Work] = {}
+        self._posted: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
         for peer in self._peers:
-            self._post(peer)
+            self._posted[peer] = deque()
+            for _ in range(_POSTED):
+                self._post(peer, torch.zeros(_FRAME_NBYTES, dtype=torch.uint8))
         self._watch = RankWatch(self._group, silence_s=silence_s)
 
     @staticmethod
@@ -234,8 +235,8 @@ class DistributedCommunicator:
         self._number += 1
         self._watch.exchanges = self._number
 
-    def _post(self, peer: int) -> None:
-        self._posted[peer] = self._group.recv([self._incoming[peer]], peer, _TAG)
+    def _post(self, peer: int, buffer: Tensor) -> None:
+        self._posted[peer].append((self._group.recv([buffer], peer, _TAG), buffer))
 
     def _send(self, kind: int, value: object) -> Exception | None:
         """To every other rank; `value`, or why it cannot be pickled, which is returned."""
@@ -267,9 +268,10 @@ class DistributedCommunicator:
 
     def _receive(self, peer: int, kind: int, timeout_s: float | None) -> bytes:
         """The payload of `peer`; the next receive is posted then."""
-        self._wait(self._posted[peer], peer, timeout_s)
-        data = self._incoming[peer].numpy().tobytes()
-        self._post_next(peer)
+        work, buffer = self._posted[peer].popleft()
+        self._wait(work, peer, timeout_s)
+        data = buffer.numpy().tobytes()
+        self._post_next(peer, buffer)
         magic, its_kind, status, _, number, length = _HEAD.unpack_from(data)
         if (magic, its_kind, number) != (_MAGIC, kind, self._number):
             raise self._diverged(peer, its_kind, number, kind)
@@ -286,9 +288,9 @@ class DistributedCommunicator:
             payload += rest.numpy().tobytes()
         return bytes([status]) + payload
 
-    def _post_next(self, peer: int) -> None:
+    def _post_next(self, peer: int, buffer: Tensor) -> None:
         try:
-            self._post(peer)
+            self._post(peer, buffer)
         except RuntimeError as error:
             raise self._failed(peer, error) from error
 
