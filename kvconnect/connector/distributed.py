@@ -243,6 +243,8 @@ class DistributedCommunicator:
         status, refused = _SOUND, None
         try:
             payload = pickle.dumps(value, protocol=5)
+            if len(payload) > _MOST_NBYTES:
+                raise ValueError(f"{len(payload)} bytes; an exchange takes up to {_MOST_NBYTES}")  # noqa: TRY301
         except Exception as error:  # noqa: BLE001  whatever a user's object does
             status, refused = _REFUSED, error
             payload = f"{type(error).__name__}: {error}".encode()

@@ -71,10 +71,16 @@ class Verdict:
 def end_group(group: dist.ProcessGroup) -> None:
     """End whatever waits in `group`, on any thread: it raises at once. The group is of no use then.
 
+    Nothing if the group was destroyed before.
+
     gloo cannot be interrupted, and its ``abort()`` ends no wait; but a receive that times out
     closes every connection of its group, which ends all of them. Blocks for some milliseconds.
     """
-    if dist.get_backend(group) != "gloo":
+    try:
+        backend = dist.get_backend(group)
+    except ValueError:
+        return
+    if backend != "gloo":
         with suppress(RuntimeError):
             group.abort()
         return
