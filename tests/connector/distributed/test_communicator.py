@@ -44,7 +44,7 @@ def test_a_killed_rank_is_named_at_once_by_all_others(tmp_path: Path) -> None:
         assert max(one.seconds for one in again) < 1
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_named_after_its_silence(tmp_path: Path, stopped: int) -> None:
     others = [rank for rank in range(3) if rank != stopped]
     with Job(3, tmp_path, silence_s=SILENCE_S) as job:
@@ -78,7 +78,7 @@ def test_an_idle_leader_may_take_longer_than_the_deadline(tmp_path: Path) -> Non
         assert job(exchanges.gather_own) == [[0, 1], [0, 1]]
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_ranks_in_different_exchanges_all_raise_at_once(tmp_path: Path, ahead: int) -> None:
     others = [rank for rank in range(3) if rank != ahead]
     with Job(3, tmp_path) as job:

@@ -23,7 +23,7 @@ def test_every_rank_finds_its_part_after_a_restart(tmp_path: Path, size: int, st
     assert warm == [(expected(PROMPT, 3, ranks), 4 * rank.T)] * size
 
 
-@pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "stages"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_a_connector_of_a_user_runs_on_all_ranks(tmp_path: Path, size: int, stages: int) -> None:
     ranks = parts(size, stages=stages)
     with Job(size, tmp_path) as job:
