@@ -13,6 +13,7 @@
     │   ├── ModelChanged                    a model's files changed while they were read
     │   ├── OutOfBlocks                     no block can be allocated now; nothing changed
     │   ├── BackendUnavailable (OSError)    a store cannot be reached or answered with an error
+    │   ├── RankLost                        a rank of the engine died, or does not answer
     │   ├── BackendTimeout (TimeoutError)   a store did not answer within its deadline
     │   └── PeerUnreachable (OSError)       no transport answers there, or it refuses this one
     ├── Recompute                           cached data is of no use; compute it instead
@@ -54,6 +55,7 @@ __all__ = [
     "PeerUnreachable",
     "PullFailed",
     "RankDivergence",
+    "RankLost",
     "Recompute",
     "RetryLater",
     "SequencesLive",
@@ -135,6 +137,18 @@ class BackendTimeout(RetryLater, TimeoutError):
 
 class PeerUnreachable(RetryLater, OSError):
     """A peer cannot be reached, is another incarnation than expected, or refuses to talk."""
+
+
+class RankLost(RetryLater):
+    """A rank of the engine died, or does not answer: make the engine again, on all ranks.
+
+    Attributes:
+        rank: which one.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class Recompute(KvConnectError):

@@ -16,14 +16,17 @@ __all__ = [
     "SingleProcess",
     "agreed",
     "obeyed",
-    "tell",
 ]
 
 T = TypeVar("T")
 
 
 class Communicator(Protocol):
-    """The ranks of one engine. Both methods are collective: every rank calls them in one order."""
+    """The ranks of one engine.
+
+    `broadcast` and `allgather` are collective: every rank calls them in one order. An engine may
+    make exchanges of its own between those of a step.
+    """
 
     @property
     def rank(self) -> int:
@@ -39,6 +42,14 @@ class Communicator(Protocol):
     def allgather(self, value: T) -> list[T]:
         """Every rank's `value`, by rank. Blocks until all have called."""
 
+    def fail(self, error: Exception) -> None:
+        """This rank leaves its step by `error`, which the caller raises: the engine is over.
+
+        Not collective. Every other rank raises in the exchange that it is in, or in its next one:
+        `RankDivergence` if `error` is one, else `ConnectorContractError` with this rank and `error`
+        in its text. The first call of any rank counts.
+        """
+
 
 class SingleProcess:
     """The only rank."""
@@ -53,6 +64,9 @@ class SingleProcess:
     def allgather(self, value: T) -> list[T]:
         """`value` alone."""
         return [value]
+
+    def fail(self, error: Exception) -> None:
+        """Nothing: there is no other rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +90,6 @@ class Instructions:
         saving: requests that ended and whose blocks are kept for a save that starts now.
         dropped: requests whose offered load in the background was not taken; a connector that did
             not see that may return their ids all the same.
-        error: what the leader's scheduler raised instead; see `tell`.
     """
 
     step: int
@@ -84,7 +97,6 @@ class Instructions:
     loads: tuple[LoadOrder, ...] = ()
     saving: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +109,8 @@ class Report:
         failures: transfers that will not finish on this rank.
         expired_loads, expired_saves: past their deadline by this rank's clock.
         worker_meta: for the scheduler, from `build_worker_meta`.
-        error: how this rank's worker broke its contract, or what it raised. It travels here, so
-            that all ranks raise together instead of one raising and the others waiting for it.
+        error: how this rank's worker broke its contract. It travels here, so that all ranks raise
+            together.
     """
 
     step: int
@@ -115,40 +127,17 @@ def obeyed(communicator: Communicator, mine: Instructions) -> Instructions:
     """The first exchange of a step: the leader's instructions.
 
     Raises:
-        RankDivergence: the leader is in another step than this rank.
-        ConnectorContractError: the leader's scheduler raised.
+        RankDivergence: a rank is in another step than the leader.
+        ConnectorContractError: another rank has failed.
     """
     leaders = communicator.broadcast(mine)
-    error: Exception
     if leaders.step != mine.step:
         error = RankDivergence(
             f"rank {communicator.rank} is in step {mine.step}, the leader in step {leaders.step}"
         )
-    elif leaders.error is not None:
-        error = ConnectorContractError(leaders.error)
-    else:
-        return leaders
-    tell(communicator, mine.step, error, begun=True)
-    raise error
-
-
-def tell(communicator: Communicator, step: int, error: Exception, *, begun: bool) -> None:
-    """This rank leaves its step by `error`: make the exchanges that the others wait for.
-
-    Collective as those are: it blocks until the others come to them.
-
-    Args:
-        communicator: the ranks.
-        step: number of the step.
-        error: raised by the caller afterwards; by the others as `ConnectorContractError`.
-        begun: the first exchange is over.
-    """
-    if communicator.size == 1:
-        return
-    text = f"rank {communicator.rank}: {type(error).__name__}: {error}"
-    if not begun:
-        communicator.broadcast(Instructions(step, error=text))
-    communicator.allgather(Report(step, error=text))
+        communicator.fail(error)
+        raise error
+    return leaders
 
 
 def agreed(communicator: Communicator, mine: Report) -> list[Report]:
@@ -156,7 +145,7 @@ def agreed(communicator: Communicator, mine: Report) -> list[Report]:
 
     Raises:
         RankDivergence: a rank is in another step.
-        ConnectorContractError: a rank's worker broke its contract, or raised.
+        ConnectorContractError: a rank's worker broke its contract, or another rank has failed.
     """
     reports = communicator.allgather(mine)
     steps = [report.step for report in reports]

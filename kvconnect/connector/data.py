@@ -65,6 +65,16 @@ class LlmArgs:
         return self.parallel_config.to_mapping()
 
     @property
+    def world_size(self) -> int:
+        """All ranks, on each of which there is a worker."""
+        return self.mapping.world_size
+
+    @property
+    def rank(self) -> int:
+        """This one; 0 is the leader, where the scheduler is."""
+        return self.mapping.rank
+
+    @property
     def tokens_per_block(self) -> int:
         """Of the KV cache."""
         return self.kv_cache_config.tokens_per_block

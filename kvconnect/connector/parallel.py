@@ -18,6 +18,7 @@ class Mapping:
         rank: this one; pipeline stages are numbered first, tensor-parallel ranks within a stage.
         tp_size, tp_rank: tensor-parallel ranks of a stage, and this one among them.
         pp_size, pp_rank: pipeline stages, and this one's.
+        cp_size, cp_rank: of context parallelism, which there is none of.
         node_rank: the machine; there is one.
         enable_attention_dp: whether ranks have requests of their own; they never have.
     """
@@ -28,8 +29,54 @@ class Mapping:
     tp_rank: int = 0
     pp_size: int = 1
     pp_rank: int = 0
+    cp_size: int = 1
+    cp_rank: int = 0
     node_rank: int = 0
     enable_attention_dp: bool = False
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine."""
+        return self.rank
+
+    @property
+    def tp_group(self) -> list[int]:
+        """The ranks of this one's stage, by `tp_rank`."""
+        first = self.pp_rank * self.tp_size
+        return [*range(first, first + self.tp_size)]
+
+    @property
+    def pp_group(self) -> list[int]:
+        """The ranks with this one's `tp_rank`, by stage."""
+        return [*range(self.tp_rank, self.world_size, self.tp_size)]
+
+    def has_tp(self) -> bool:
+        """Whether a stage has several ranks."""
+        return self.tp_size > 1
+
+    def has_pp(self) -> bool:
+        """Whether there are several stages."""
+        return self.pp_size > 1
+
+    def is_multi_node(self) -> bool:
+        """Whether there are several machines; there never are."""
+        return False
+
+    def is_first_pp_rank(self) -> bool:
+        """Whether this rank holds the first layers."""
+        return self.pp_rank == 0
+
+    def is_last_pp_rank(self) -> bool:
+        """Whether this rank holds the last layers."""
+        return self.pp_rank == self.pp_size - 1
+
+    def prev_pp_rank(self) -> int:
+        """The rank of the stage before; the first one's is the last stage's."""
+        return (self.rank - self.tp_size) % self.world_size
+
+    def next_pp_rank(self) -> int:
+        """The rank of the stage behind; the last one's is the first stage's."""
+        return (self.rank + self.tp_size) % self.world_size
 
 
 @dataclass(frozen=True, slots=True)

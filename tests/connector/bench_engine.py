@@ -58,8 +58,8 @@ class PlainKv(BaseKVCacheManager):
 
     supports_connector = True
 
-    def __init__(self, num_blocks: int = 64) -> None:
-        self.pool = torch.zeros(LAYOUT.flat_shape(num_blocks), dtype=torch.float64)
+    def __init__(self, num_blocks: int = 64, layout: KvCacheLayout = LAYOUT) -> None:
+        self.pool = torch.zeros(layout.flat_shape(num_blocks), dtype=torch.float64)
         self.references = Counter[int]()
         self.blocks: dict[int, list[int]] = {}
         self.matcher: ExternalMatcher | None = None

@@ -14,6 +14,7 @@ from typing import Any, Self
 from bench_engine import BenchEngine, T, llm_args
 from stores import DictStore
 
+from kvconnect.errors import ConnectorContractError, RankDivergence
 from kvconnect.keys import Shard, store_key
 from kvconnect.request import ExternalMatch, LlmRequest
 
@@ -28,16 +29,30 @@ class Meeting:
         self.values: list[Any] = [None] * size
         self.exchanges = 0
         self._barrier = threading.Barrier(size, action=self._count, timeout=10)
+        self._failure: Exception | None = None
 
     def _count(self) -> None:
         self.exchanges += 1
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self.values[rank] = pickle.dumps(value)
-        self._barrier.wait()
+        self._meet()
         values = [pickle.loads(one) for one in self.values]
-        self._barrier.wait()
+        self._meet()
         return values
+
+    def fail(self, rank: int, error: Exception) -> None:
+        if self._failure is None:
+            text = f"rank {rank}: {type(error).__name__}: {error}"
+            diverged = isinstance(error, RankDivergence)
+            self._failure = RankDivergence(str(error)) if diverged else ConnectorContractError(text)
+            self._barrier.abort()
+
+    def _meet(self) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise self._failure or TimeoutError("a rank did not come") from None
 
 
 class Rank:
@@ -51,6 +66,9 @@ class Rank:
 
     def allgather(self, value: Any) -> list[Any]:
         return self._meeting.exchange(self.rank, value)
+
+    def fail(self, error: Exception) -> None:
+        self._meeting.fail(self.rank, error)
 
 
 class Relay:

@@ -204,6 +204,24 @@ def test_a_rank_that_has_nothing_in_flight_expects_no_news() -> None:
         pair.nothing_is_left()
 
 
+def test_the_leader_asks_again_for_what_ends_on_another_rank() -> None:
+    """Its own worker has nothing left to wake it for."""
+    stores = [DictStore(enumerable=False), DictStore(enumerable=False)]
+    with Pair(stores) as pair:
+        pair.submit()
+        pair.run()
+        pair.flush()
+        stores[1].at_load.shut()
+        pair.submit(max_tokens=3)
+        pair.step(2)
+        assert pair.leader.loading
+        waits = pair.leader.manager.wait_seconds()
+        assert waits is not None
+        assert waits <= 0.01
+        stores[1].open_doors()
+        pair.run()
+
+
 @BOTH
 @pytest.mark.parametrize("ends", ["preempted", "finished"])
 def test_what_was_ordered_before_a_rewind_is_not_saved_with_what_came_after(

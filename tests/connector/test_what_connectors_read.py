@@ -151,6 +151,23 @@ def test_how_the_model_is_spread_is_told_in_both_ways(shard):
     assert mapping.rank == shard.pp_rank * shard.tp_size + shard.tp_rank
     assert (mapping.tp_size, mapping.tp_rank) == (shard.tp_size, shard.tp_rank)
     assert (mapping.pp_size, mapping.pp_rank) == (shard.pp_size, shard.pp_rank)
+    assert (args.world_size, args.rank) == (mapping.world_size, mapping.rank)
+
+
+def test_a_rank_knows_its_neighbours():
+    middle = llm_args("memory:", shard=Shard(1, 2, 1, 3)).mapping
+    assert (middle.rank, middle.local_rank, middle.world_size) == (3, 3, 6)
+    assert (middle.tp_group, middle.pp_group) == ([2, 3], [1, 3, 5])
+    assert (middle.prev_pp_rank(), middle.next_pp_rank()) == (1, 5)
+    assert (middle.is_first_pp_rank(), middle.is_last_pp_rank()) == (False, False)
+    assert (middle.has_tp(), middle.has_pp()) == (True, True)
+    first = llm_args("memory:", shard=Shard(0, 2, 0, 3)).mapping
+    assert (first.is_first_pp_rank(), first.prev_pp_rank()) == (True, 4)
+    last = llm_args("memory:", shard=Shard(0, 2, 2, 3)).mapping
+    assert (last.is_last_pp_rank(), last.next_pp_rank()) == (True, 0)
+    alone = llm_args("memory:").mapping
+    assert (alone.has_tp(), alone.has_pp(), alone.is_multi_node()) == (False, False, False)
+    assert (alone.is_first_pp_rank(), alone.is_last_pp_rank()) == (True, True)
 
 
 def test_ranks_have_numbers_of_their_own():

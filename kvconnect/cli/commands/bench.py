@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     restart = benchmarks.add_parser(
         "restart",
-        help="a prompt restored from disk against reading it; and an idle connector's cost",
+        help="a prompt restored from disk against reading it; an idle connector; two ranks",
     )
     _add_common(restart)
     add_number(restart, "--prompt-tokens", default=4096)
@@ -184,7 +184,8 @@ def _at_least_one(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def run_restart(arguments: argparse.Namespace) -> None:
-    """Measure a restart, then an idle connector."""
+    """Measure a restart, then an idle connector, then what two ranks exchange in a step."""
+    from kvconnect.bench.rank_exchanges import rank_exchanges
     from kvconnect.bench.report import render
     from kvconnect.bench.restart import idle_overhead, restart
     from kvconnect.bench.workload import bench_model
@@ -197,7 +198,9 @@ def run_restart(arguments: argparse.Namespace) -> None:
         )
         print(render("restart", figures, as_json=arguments.json), flush=True)
         idle = idle_overhead(model, steps=arguments.steps)
-        print(render("idle connector", idle, as_json=arguments.json))
+        print(render("idle connector", idle, as_json=arguments.json), flush=True)
+        exchanges = rank_exchanges(scratch, steps=10 * arguments.steps)
+        print(render("two ranks", exchanges, as_json=arguments.json))
 
 
 def run_engine(arguments: argparse.Namespace) -> None:

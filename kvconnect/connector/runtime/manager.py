@@ -284,7 +284,7 @@ class KvCacheConnectorManager:
         outcome.saved += self._saves.refused
         for request_id in outcome.saved:
             self._records.pop(request_id, None)
-        self._back_off(progress=bool(report.saved or report.loaded or report.failures))
+        self._back_off(progress=any(one.saved or one.loaded or one.failures for one in reports))
         return outcome
 
     def wait_seconds(self) -> float | None:
@@ -295,7 +295,9 @@ class KvCacheConnectorManager:
         if deadline is None:
             return None
         left = max(0.0, deadline - time.monotonic())
-        return left if self._worker.wakes else min(self._poll_s, left)
+        # What ends on another rank wakes that one alone.
+        told = self._worker.wakes and self._communicator.size == 1
+        return left if told else min(self._poll_s, left)
 
     def has_pending(self) -> bool:
         """Whether a transfer is in flight."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvconnect.connector.communicator import (
     Communicator,
     Instructions,
@@ -11,7 +9,6 @@ from kvconnect.connector.communicator import (
     Report,
     agreed,
     obeyed,
-    tell,
 )
 from kvconnect.errors import UsageError
 
@@ -24,14 +21,14 @@ class RankSteps:
     Attributes:
         number: of the step that has begun or is next; the first is 1.
         telling: ``with steps.telling:`` around what may raise in a step. The other ranks hear of
-            an `Exception` before it goes on, and raise, too, instead of waiting for this rank.
+            an `Exception` before it goes on, and raise, too, wherever they wait for this rank.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._begun: Instructions | None = None
         self.number = 1
-        self.telling = _Telling(self._tell)
+        self.telling = _Telling(communicator)
 
     @property
     def has_begun(self) -> bool:
@@ -61,7 +58,7 @@ class RankSteps:
 
         Raises:
             RankDivergence: the leader is in another step.
-            ConnectorContractError: the leader's scheduler raised.
+            ConnectorContractError: another rank raised.
         """
         mine = Instructions(self.number, metadata, loads, saving, dropped)
         self._begun = begun = obeyed(self._communicator, mine)
@@ -75,20 +72,16 @@ class RankSteps:
             ConnectorContractError: a rank's worker broke its contract, or raised.
         """
         reports = agreed(self._communicator, report)
-        # What is raised from here on the other ranks hear of when they begin the next step.
         self._begun = None
         self.number += 1
         return reports
 
-    def _tell(self, error: Exception) -> None:
-        tell(self._communicator, self.number, error, begun=self.has_begun)
-
 
 class _Telling:
-    """Lets the other ranks know of an error in a step: `tell` is called before it goes on."""
+    """Lets the other ranks know of an error in a step, before it goes on."""
 
-    def __init__(self, tell: Callable[[Exception], None]) -> None:
-        self._tell = tell
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
 
     def __enter__(self) -> None:
         """Nothing."""
@@ -96,4 +89,4 @@ class _Telling:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Tell the others, unless the process is asked to end."""
         if isinstance(error, Exception):
-            self._tell(error)
+            self._communicator.fail(error)

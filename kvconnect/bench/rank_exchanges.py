@@ -1,0 +1,98 @@
+"""What the two exchanges of a step cost on two ranks, against a round trip of gloo's own.
+
+The floor is what no agreement of two processes can do without: a message there and one back, of
+four bytes each, by ``torch.distributed.send`` and ``recv`` over the same kind of group.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from kvconnect.bench.report import Figure
+from kvconnect.connector.communicator import Communicator, Instructions, Report, agreed, obeyed
+from kvconnect.connector.distributed import DistributedCommunicator
+
+__all__ = ["rank_exchanges"]
+
+_RANKS = 2
+_ROUNDS = 10  # of both in turn, so that what else the machine does is in both
+_CONNECT = timedelta(seconds=60)
+
+
+def rank_exchanges(scratch: Path, *, steps: int) -> list[Figure]:
+    """Seconds of a step's two exchanges, without anything to load or save, on two ranks.
+
+    Blocks for some seconds: two processes are started.
+
+    Args:
+        scratch: a directory in which they find each other.
+        steps: how many; the median counts.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(_RANKS, mp_context=context) as processes:
+        ranks = [
+            processes.submit(_measure, rank, scratch / "ranks", max(1, steps // _ROUNDS))
+            for rank in range(_RANKS)
+        ]
+        exchanges, trips = ranks[0].result()
+        ranks[1].result()
+    step, trip = statistics.median(exchanges), statistics.median(trips)
+    return [
+        Figure("two exchanges of a step", step * 1e6, "us"),
+        Figure("floor: round trip of gloo", trip * 1e6, "us"),
+        Figure("exchanges / floor", step / trip, "x", "<= 2.5"),
+    ]
+
+
+def _measure(rank: int, meeting: Path, repeats: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step's exchanges, and of each round trip, as this rank sees them."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=meeting.absolute().as_uri(),
+        rank=rank,
+        world_size=_RANKS,
+        timeout=_CONNECT,
+    )
+    exchanges: list[float] = []
+    trips: list[float] = []
+    with DistributedCommunicator() as communicator:
+        for _ in range(1 + _ROUNDS):
+            exchanges += _timed(lambda: _step(communicator), repeats)
+            trips += _timed(lambda: _round_trip(rank), repeats)
+        communicator.allgather(None)  # neither leaves before the other is done
+    dist.destroy_process_group()
+    return exchanges[repeats:], trips[repeats:]  # without the first round
+
+
+def _timed(do: Callable[[], None], repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        do()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _step(communicator: Communicator) -> None:
+    obeyed(communicator, Instructions(1))
+    agreed(communicator, Report(1))
+
+
+def _round_trip(rank: int) -> None:
+    message = torch.zeros(1)
+    if rank == 0:
+        dist.send(message, 1)
+        dist.recv(message, 1)
+    else:
+        dist.recv(message, 0)
+        dist.send(message, 0)

@@ -1,0 +1,285 @@
+"""Whether the other ranks of one engine live: heartbeats beside their exchanges."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvconnect.errors import ConnectorContractError, KvConnectError, RankDivergence, RankLost
+
+__all__ = ["FOREVER", "RankWatch", "Verdict", "VerdictKind", "end_group"]
+
+FOREVER = timedelta(days=365)
+"""For gloo's waits: what ends them earlier is `end_group`, never the clock."""
+
+_BEAT_TAG = 1
+_END_TAG = 3  # nothing is ever sent with it
+_BEAT_EVERY_S = 0.25
+_TELL_FOR = timedelta(milliseconds=200)
+_NOTE_NBYTES = 512
+_NOTE = struct.Struct("<BqqH")  # kind, rank it is about, exchanges made, bytes of text
+
+
+class VerdictKind(IntEnum):
+    """Why an engine's ranks cannot go on together; ``ALIVE`` and ``LEAVING`` are no verdicts."""
+
+    ALIVE = 0
+    LEAVING = 1
+    LOST = 2
+    DIVERGED = 3
+    BROKEN = 4
+
+
+_ERRORS: dict[VerdictKind, type[KvConnectError]] = {
+    VerdictKind.DIVERGED: RankDivergence,
+    VerdictKind.BROKEN: ConnectorContractError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the ranks cannot go on together, as the first of them to find out says it.
+
+    Attributes:
+        kind: which error it is.
+        rank: the rank it is about.
+        text: names the rank.
+    """
+
+    kind: VerdictKind
+    rank: int
+    text: str
+
+    def error(self) -> KvConnectError:
+        """A new error to raise."""
+        if self.kind in _ERRORS:
+            return _ERRORS[self.kind](self.text)
+        return RankLost(self.rank, self.text)
+
+
+def end_group(group: dist.ProcessGroup) -> None:
+    """End whatever waits in `group`, on any thread: it raises at once. The group is of no use then.
+
+    Nothing if the group was destroyed before.
+
+    gloo cannot be interrupted, and its ``abort()`` ends no wait; but a receive that times out
+    closes every connection of its group, which ends all of them. Blocks for some milliseconds.
+    """
+    try:
+        backend = dist.get_backend(group)
+    except ValueError:
+        return
+    if backend != "gloo":
+        with suppress(RuntimeError):
+            group.abort()
+        return
+    for rank in range(group.size()):
+        if rank != group.rank():  # a connection that is closed already would not end the others
+            with suppress(RuntimeError):
+                work = group.recv([torch.empty(1, dtype=torch.uint8)], rank, _END_TAG)
+                work.wait(timedelta(milliseconds=1))
+
+
+class RankWatch:
+    """Sends heartbeats to the other ranks and listens for theirs, on threads of its own.
+
+    A rank whose process ended is noticed at once, by its closed connection; one that is stopped, or
+    whose machine is gone, after `silence_s` without a heartbeat. What this rank finds out first it
+    tells the others before it closes its own connections, so that all of them name the same rank.
+    Heartbeats go on while a rank computes; they do not tell whether its engine's thread does, for
+    which `expect` sets a deadline.
+
+    Args:
+        group: a gloo group that only this engine's communicator uses; ended with the first verdict.
+        silence_s: so long a rank may send nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, silence_s: float) -> None:
+        self._group = group
+        self._rank = group.rank()
+        self._peers = [rank for rank in range(group.size()) if rank != self._rank]
+        self._silence_s = silence_s
+        now = time.monotonic()
+        self._heard = dict.fromkeys(self._peers, now)
+        self._exchanges = dict.fromkeys(self._peers, 0)
+        self._left: set[int] = set()
+        self._lock = threading.Lock()
+        self._verdict: Verdict | None = None
+        self._over = threading.Event()
+        self._closing = threading.Event()
+        self._expected: tuple[int, float, float] | None = None
+        self._on_over: list[Callable[[], None]] = []
+        # gloo reads what is sent until the other side has taken it. No thread waits for heartbeats,
+        # and a rank counts as lost long before it has missed so many.
+        self._sent: deque[dist.Work] = deque(maxlen=64 * len(self._peers))
+        self.exchanges = 0
+        self._threads = [
+            threading.Thread(target=self._listen, args=(peer,), name=f"kvconnect-rank-{peer}")
+            for peer in self._peers
+        ]
+        self._threads.append(threading.Thread(target=self._beat, name="kvconnect-rank-beat"))
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Why the ranks cannot go on together; ``None`` while they can. The first one stays."""
+        return self._verdict
+
+    def wait(self, timeout_s: float) -> Verdict | None:
+        """The verdict, for which this blocks up to `timeout_s`."""
+        if timeout_s and self._verdict is None:
+            self._over.wait(timeout_s)
+        return self._verdict
+
+    def on_over(self, do: Callable[[], None]) -> None:
+        """Call `do` with the first verdict, on a thread of this watch; at once if there is one."""
+        with self._lock:
+            if self._verdict is None:
+                self._on_over.append(do)
+                return
+        do()
+
+    def expect(self, peer: int, timeout_s: float) -> None:
+        """The engine's thread begins to wait for `peer`, which is lost in `timeout_s` seconds."""
+        self._expected = (peer, time.monotonic() + timeout_s, timeout_s)
+
+    def came(self) -> None:
+        """What was expected is there."""
+        self._expected = None
+
+    def judge(self, kind: VerdictKind, rank: int, text: str) -> Verdict:
+        """The ranks cannot go on together: tell them, and end what waits for them.
+
+        Returns:
+            The verdict, which is an earlier one if there was one.
+        """
+        with self._lock:
+            if self._verdict is not None:
+                return self._verdict
+            self._verdict = verdict = Verdict(kind, rank, text)
+        self._tell(verdict)
+        end_group(self._group)
+        self._over.set()
+        for do in self._on_over:
+            do()
+        return verdict
+
+    def wait_for_verdict(self, peer: int, reason: str) -> Verdict:
+        """What became of `peer`, an exchange with which failed; blocks for two seconds at most.
+
+        Those who listen to heartbeats decide: the peer may have told before it closed the
+        connection that it was another one that died.
+        """
+        until = time.monotonic() + 2.0
+        while not self._over.wait(0.01) and time.monotonic() < until:
+            if peer in self._left:
+                reason = "it closed its communicator"
+                break
+        return self.judge(VerdictKind.LOST, peer, f"rank {peer} is lost: {reason}")
+
+    def close(self) -> None:
+        """Tell the others that this rank leaves, and end the threads and the group; idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._verdict is None:
+            self._tell(Verdict(VerdictKind.LEAVING, self._rank, ""))
+        end_group(self._group)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
+
+    # ------------------------------------------------------------------ threads
+
+    def _beat(self) -> None:
+        last = time.monotonic()
+        while not (self._closing.wait(_BEAT_EVERY_S) or self._over.is_set()):
+            now = time.monotonic()
+            if now - last > self._silence_s / 2:
+                # This rank itself was stopped: what the others sent meanwhile is still to be read.
+                self._heard = dict.fromkeys(self._peers, now)
+            last = now
+            self._send(Verdict(VerdictKind.ALIVE, self._rank, ""))
+            self._check(now)
+
+    def _check(self, now: float) -> None:
+        for peer, heard in self._heard.items():
+            if now - heard > self._silence_s and peer not in self._left:
+                text = f"rank {peer} is lost: no sign of life for {self._silence_s:g} s"
+                self.judge(VerdictKind.LOST, peer, text)
+                return
+        if (expected := self._expected) is not None and now > expected[1]:
+            peer = expected[0]
+            self.judge(
+                VerdictKind.LOST,
+                peer,
+                f"rank {peer} is lost: its process lives, but did not come to exchange "
+                f"{self.exchanges} within {expected[2]:g} s (it made {self._exchanges[peer]})",
+            )
+
+    def _listen(self, peer: int) -> None:
+        buffer = torch.zeros(_NOTE_NBYTES, dtype=torch.uint8)
+        while not self._closing.is_set():
+            try:
+                self._group.recv([buffer], peer, _BEAT_TAG).wait(FOREVER)
+            except RuntimeError:
+                self._disconnected(peer)
+                return
+            self._heard[peer] = time.monotonic()
+            if (verdict := self._read(peer, buffer)) is None:
+                continue
+            if verdict.kind is not VerdictKind.LEAVING:
+                self.judge(verdict.kind, verdict.rank, verdict.text)
+                return
+            self._left.add(peer)
+
+    def _disconnected(self, peer: int) -> None:
+        # That a rank has left matters to those only that wait for it.
+        if not (self._closing.is_set() or peer in self._left):
+            self.judge(VerdictKind.LOST, peer, f"rank {peer} is lost: its process ended")
+
+    # ------------------------------------------------------------------ messages
+
+    def _send(self, verdict: Verdict) -> dict[int, dist.Work]:
+        """Send `verdict` to all that have not left; does not block."""
+        text = verdict.text.encode()[: _NOTE_NBYTES - _NOTE.size]
+        head = _NOTE.pack(verdict.kind, verdict.rank, self.exchanges, len(text))
+        data = (head + text).ljust(_NOTE_NBYTES, b"\0")
+        note = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        works = {}
+        for peer in self._peers:
+            if peer not in self._left:
+                with suppress(RuntimeError):  # closed: the listener says what of it
+                    works[peer] = self._group.send([note], peer, _BEAT_TAG)
+        self._sent.extend(works.values())
+        return works
+
+    def _tell(self, verdict: Verdict) -> None:
+        """Send `verdict`, and wait until those have it that can be waited for."""
+        for peer, work in self._send(verdict).items():
+            if not (verdict.kind is VerdictKind.LOST and peer == verdict.rank):
+                with suppress(RuntimeError):
+                    work.wait(_TELL_FOR)
+
+    def _read(self, peer: int, buffer: Tensor) -> Verdict | None:
+        """What `peer` told; ``None`` if only that it lives."""
+        data = buffer.numpy().tobytes()
+        code, rank, exchanges, length = _NOTE.unpack_from(data)
+        self._exchanges[peer] = exchanges
+        if code == VerdictKind.ALIVE:
+            return None
+        text = data[_NOTE.size : _NOTE.size + length].decode(errors="replace")
+        return Verdict(VerdictKind(code), rank, text)
