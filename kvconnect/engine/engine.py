@@ -9,13 +9,9 @@ from torch import Tensor
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.engine.attachment import Attachment
-from kvconnect.engine.model.forward_step import (
-    CachedLayer,
-    ForwardStep,
-    first_scheduled_token,
-    sampled_rows,
-)
+from kvconnect.engine.model.forward_step import CachedLayer, ForwardStep, sampled_rows
 from kvconnect.engine.model.model import Model
+from kvconnect.engine.model.sequence_step import SequenceStep, first_scheduled_token, planned
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
 from kvconnect.engine.request.output import EngineStats
@@ -71,6 +67,7 @@ class Engine:
         # schedule: admit what fits, allocate, share out the budget of tokens
         batch = self._schedule()
         failed = self._end_failed(batch)
+        plan = self._plan(batch.requests)
         # connect: tell the connector, start its loads
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
@@ -79,7 +76,7 @@ class Engine:
             self._recount_blocks()  # those of requests that were aborted are free
             return failed or self._unblock()
         # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
-        logits = self._forward(batch.requests)
+        logits = self._forward(plan)
         # agree: whatever failed to load gets nothing from this step
         outcome = self._connector.end_step()
         prefilled = self._advance(batch, outcome)
@@ -145,18 +142,22 @@ class Engine:
                     return ScheduledBatch()  # until others' transfers give blocks back
                 self._send_back(victim)
 
-    # ------------------------------------------------------------------ forward
-
-    def _forward(self, requests: Sequence[LlmRequest]) -> Tensor | None:
-        """Logits after each request's last token and its drafts, ``[rows, vocab]``."""
+    def _plan(self, requests: Sequence[LlmRequest]) -> tuple[SequenceStep, ...]:
+        """What is computed of `requests`, in which blocks."""
         if not requests:
-            return None
+            return ()
         tables = [self._kv.get_batch_cache_indices(requests)]
         for group in range(1, self._num_groups):
             tables.append(self._kv.get_group_cache_indices(requests, group))  # noqa: PERF401
-        step = ForwardStep(
-            requests, tables, self._layers, self._connector, device=self._model.device
-        )
+        return planned(requests, tables)
+
+    # ------------------------------------------------------------------ forward
+
+    def _forward(self, plan: tuple[SequenceStep, ...]) -> Tensor | None:
+        """Logits after each sequence's last token and its drafts, ``[rows, vocab]``."""
+        if not plan:
+            return None
+        step = ForwardStep(plan, self._layers, self._connector, device=self._model.device)
         logits = self._model.forward(step)
         self.stats.steps += 1
         self._connector.end_forward()
