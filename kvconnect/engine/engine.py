@@ -12,6 +12,7 @@ from kvconnect.engine.attachment import Attachment
 from kvconnect.engine.model.forward_step import CachedLayer, ForwardStep, sampled_rows
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.sequence_step import SequenceStep, first_scheduled_token, planned
+from kvconnect.engine.ranks.leader import Followers, NoFollowers
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
 from kvconnect.engine.request.output import EngineStats
@@ -39,6 +40,7 @@ class Engine:
         connector: told of every step.
         scheduler: over the same `kv`.
         layers: memory of `kv`.
+        followers: the other ranks; by default there are none.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Engine:
         connector: Attachment,
         scheduler: Scheduler,
         layers: Sequence[CachedLayer],
+        followers: Followers | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -55,6 +58,7 @@ class Engine:
         self._scheduler = scheduler
         scheduler.send_back = self._send_back
         self._layers = layers
+        self._followers = followers or NoFollowers()
         self._num_groups = 1 + max(layer.group for layer in layers)
         self._sampler = Sampler(model.eos_token_ids)
         self._live: dict[int, LiveRequest] = {}
@@ -68,11 +72,15 @@ class Engine:
         batch = self._schedule()
         failed = self._end_failed(batch)
         plan = self._plan(batch.requests)
-        # connect: tell the connector, start its loads
+        # connect: tell the other ranks and the connector, start its loads
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
+            self._followers.begin_step(plan, is_idle=False)
             self._connector.begin_step(batch)
-        elif not self._connector.expects_news():
+        elif self._connector.expects_news():
+            self._followers.begin_step((), is_idle=True)
+        else:
+            self._followers.wait()
             self._recount_blocks()  # those of requests that were aborted are free
             return failed or self._unblock()
         # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
@@ -114,6 +122,7 @@ class Engine:
         for request_id in list(self._live):
             self.abort(request_id)
         if self._connector.expects_news():  # tell the workers what these have left to save
+            self._followers.begin_step((), is_idle=True)
             self._settle(self._connector.end_step())
 
     def fail_all(self, error: BaseException) -> None:
@@ -123,11 +132,20 @@ class Engine:
 
     def wait_seconds(self) -> float | None:
         """How long to sleep after a step that brought nothing; ``None``: until there is news."""
-        return self._connector.wait_seconds()
+        waits = (self._connector.wait_seconds(), self._followers.longest_wait_s)
+        return min((wait for wait in waits if wait is not None), default=None)
 
-    def shutdown(self) -> None:
-        """Drain the connector; blocks."""
-        self._connector.shutdown()
+    def shutdown(self, *, failed: bool = False) -> None:
+        """Drain the connector, and the other ranks' unless a step `failed`; blocks."""
+        self._followers.close(failed=failed)
+        try:
+            self._connector.shutdown()
+        finally:
+            self._followers.end(None)
+
+    def abandon(self) -> None:
+        """End the other ranks at once; on any thread, also while `shutdown` runs."""
+        self._followers.end(0.0)
 
     # ------------------------------------------------------------------ schedule
 

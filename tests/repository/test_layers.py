@@ -65,6 +65,7 @@ DOORS = {
     "transfer.leases": ("transfer.control.messages transfer.control.fields transfer.control.keyed"),
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
+    "engine.ranks": "engine.model engine.checkpoint engine.attachment connector cache",
     "integrations.trtllm_shim": "engine connector cache",
     "server": "engine.llm engine.request server.openai",
     "server.openai": "engine.llm engine.request",

@@ -149,7 +149,7 @@ def _shard_module(name: str, modules: Mapping[str, Any], style: str, ranks: Mode
     if style == "moe_tp_experts":
         module.forward = _Summed(module.forward, ranks)
         return 0
-    if type(module) is not nn.Linear:
+    if not _is_plain_linear(module):
         raise UnsupportedModel(
             f"tensor_parallel_size: {name} is a {type(module).__name__}; only plain linear layers "
             "are divided"
@@ -194,6 +194,10 @@ def _shard_parameter(name: str, modules: Mapping[str, Any], style: str, ranks: M
         raise _unknown(style, name)
 
 
+def _is_plain_linear(module: object) -> bool:
+    return type(module) is nn.Linear  # not quantised, no adapter around it
+
+
 def _head_cut(heads: int, ranks: ModelRanks) -> _Cut:
     if heads % ranks.size == 0:
         return _Cut(ranks.rank, ranks.size)
@@ -221,7 +225,7 @@ def _unknown(style: str, name: str) -> ConfigurationError:
 class _Rowwise:
     """In place of a linear layer's ``forward``: its inputs are divided, its outputs added up."""
 
-    def __init__(self, module: nn.Linear, ranks: ModelRanks) -> None:
+    def __init__(self, module: Any, ranks: ModelRanks) -> None:
         self._module, self._ranks = module, ranks
 
     def __call__(self, states: Tensor) -> Tensor:
