@@ -155,7 +155,7 @@ def test_what_serves_one_rank_is_refused_before_any_process_starts(settings, ope
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_equal_tokens(arch, size, open_ranks, reference, prompts, model_of, tmp_path):
     store = f"disk://{tmp_path}/store?capacity=64MiB"
-    llm = open_ranks(arch, size, connector=store, cache={"host_cache_size": 40_000})
+    llm = open_ranks(arch, size, connector=store, cache={"host_cache_size": 400_000})
     check_equal(llm, arch, reference, prompts, model_of)
     llm.close()
     again = open_ranks(arch, size, connector=store)
