@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -34,6 +34,10 @@ __all__ = ["KVCacheManager"]
 
 _CPU = torch.device("cpu")
 
+CopierFactory = Callable[
+    [Sequence[Tensor], Sequence[Tensor | None], Sequence[KvCacheLayout]], TensorCopier
+]
+
 
 class KVCacheManager(BaseKVCacheManager):
     """The KV cache of one rank: the memory of all pools and a `BlockManager` over it.
@@ -47,9 +51,11 @@ class KVCacheManager(BaseKVCacheManager):
         layouts: of the pools, one per pool group.
         device: where the pools lie.
         num_blocks: blocks of each pool, instead of sizing by `config`; the split is fixed then.
+        make_copier: of the pools, the host pools and their layouts makes what copies blocks.
 
     Attributes:
         blocks: the block manager.
+        sizes: of the pools.
         layouts: of the pools, in group order: full attention, then large windows to small.
 
     Raises:
@@ -68,11 +74,12 @@ class KVCacheManager(BaseKVCacheManager):
         device: torch.device = _CPU,
         *,
         num_blocks: int | Mapping[int | None, int] | None = None,
+        make_copier: CopierFactory = TensorCopier,
     ) -> None:
-        sizes = pool_sizes(config, layouts, num_blocks, device=device)
+        self.sizes = sizes = pool_sizes(config, layouts, num_blocks, device=device)
         self.layouts = sizes.layouts
         self._memory = memory = CacheMemory(sizes, device)
-        self._copier = TensorCopier(memory.pools, memory.host_pools, sizes.layouts)
+        self._copier = make_copier(memory.pools, memory.host_pools, sizes.layouts)
         self.blocks = BlockManager(config, layouts, copier=self._copier, sizes=sizes)
         self._config = config
         self._tokens_per_block = config.tokens_per_block

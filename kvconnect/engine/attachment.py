@@ -10,6 +10,7 @@ from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
+from kvconnect.engine.ranks.told_connector import ToldConnector
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import LlmRequest, ScheduledBatch
 from kvconnect.text import shown
@@ -72,7 +73,7 @@ class NoConnector:
         """Nothing."""
 
 
-Attachment: TypeAlias = KvCacheConnectorManager | NoConnector
+Attachment: TypeAlias = KvCacheConnectorManager | ToldConnector | NoConnector
 """What the engine drives."""
 
 Connector: TypeAlias = KvCacheConnectorConfig | Backend | str | Mapping[str, object]

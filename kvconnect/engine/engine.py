@@ -9,13 +9,10 @@ from torch import Tensor
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.engine.attachment import Attachment
-from kvconnect.engine.model.forward_step import (
-    CachedLayer,
-    ForwardStep,
-    first_scheduled_token,
-    sampled_rows,
-)
+from kvconnect.engine.model.forward_step import CachedLayer, ForwardStep, sampled_rows
 from kvconnect.engine.model.model import Model
+from kvconnect.engine.model.sequence_step import SequenceStep, first_scheduled_token, planned
+from kvconnect.engine.ranks.leader import Followers, NoFollowers
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
 from kvconnect.engine.request.output import EngineStats
@@ -43,6 +40,7 @@ class Engine:
         connector: told of every step.
         scheduler: over the same `kv`.
         layers: memory of `kv`.
+        followers: the other ranks; by default there are none.
     """
 
     def __init__(
@@ -52,6 +50,7 @@ class Engine:
         connector: Attachment,
         scheduler: Scheduler,
         layers: Sequence[CachedLayer],
+        followers: Followers | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -59,6 +58,7 @@ class Engine:
         self._scheduler = scheduler
         scheduler.send_back = self._send_back
         self._layers = layers
+        self._followers = followers or NoFollowers()
         self._num_groups = 1 + max(layer.group for layer in layers)
         self._sampler = Sampler(model.eos_token_ids)
         self._live: dict[int, LiveRequest] = {}
@@ -71,15 +71,20 @@ class Engine:
         # schedule: admit what fits, allocate, share out the budget of tokens
         batch = self._schedule()
         failed = self._end_failed(batch)
-        # connect: tell the connector, start its loads
+        plan = self._plan(batch.requests)
+        # connect: tell the other ranks and the connector, start its loads
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
+            self._followers.begin_step(plan, is_idle=False)
             self._connector.begin_step(batch)
-        elif not self._connector.expects_news():
+        elif self._connector.expects_news():
+            self._followers.begin_step((), is_idle=True)
+        else:
+            self._followers.wait()
             self._recount_blocks()  # those of requests that were aborted are free
             return failed or self._unblock()
         # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
-        logits = self._forward(batch.requests)
+        logits = self._forward(plan)
         # agree: whatever failed to load gets nothing from this step
         outcome = self._connector.end_step()
         prefilled = self._advance(batch, outcome)
@@ -117,6 +122,7 @@ class Engine:
         for request_id in list(self._live):
             self.abort(request_id)
         if self._connector.expects_news():  # tell the workers what these have left to save
+            self._followers.begin_step((), is_idle=True)
             self._settle(self._connector.end_step())
 
     def fail_all(self, error: BaseException) -> None:
@@ -126,11 +132,20 @@ class Engine:
 
     def wait_seconds(self) -> float | None:
         """How long to sleep after a step that brought nothing; ``None``: until there is news."""
-        return self._connector.wait_seconds()
+        waits = (self._connector.wait_seconds(), self._followers.longest_wait_s)
+        return min((wait for wait in waits if wait is not None), default=None)
 
-    def shutdown(self) -> None:
-        """Drain the connector; blocks."""
-        self._connector.shutdown()
+    def shutdown(self, *, failed: bool = False) -> None:
+        """Drain the connector, and the other ranks' unless a step `failed`; blocks."""
+        self._followers.close(failed=failed)
+        try:
+            self._connector.shutdown()
+        finally:
+            self._followers.end(None)
+
+    def abandon(self) -> None:
+        """End the other ranks at once; on any thread, also while `shutdown` runs."""
+        self._followers.end(0.0)
 
     # ------------------------------------------------------------------ schedule
 
@@ -145,18 +160,22 @@ class Engine:
                     return ScheduledBatch()  # until others' transfers give blocks back
                 self._send_back(victim)
 
-    # ------------------------------------------------------------------ forward
-
-    def _forward(self, requests: Sequence[LlmRequest]) -> Tensor | None:
-        """Logits after each request's last token and its drafts, ``[rows, vocab]``."""
+    def _plan(self, requests: Sequence[LlmRequest]) -> tuple[SequenceStep, ...]:
+        """What is computed of `requests`, in which blocks."""
         if not requests:
-            return None
+            return ()
         tables = [self._kv.get_batch_cache_indices(requests)]
         for group in range(1, self._num_groups):
             tables.append(self._kv.get_group_cache_indices(requests, group))  # noqa: PERF401
-        step = ForwardStep(
-            requests, tables, self._layers, self._connector, device=self._model.device
-        )
+        return planned(requests, tables)
+
+    # ------------------------------------------------------------------ forward
+
+    def _forward(self, plan: tuple[SequenceStep, ...]) -> Tensor | None:
+        """Logits after each sequence's last token and its drafts, ``[rows, vocab]``."""
+        if not plan:
+            return None
+        step = ForwardStep(plan, self._layers, self._connector, device=self._model.device)
         logits = self._model.forward(step)
         self.stats.steps += 1
         self._connector.end_forward()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from kvconnect.cache.pool.events import KvCacheEvent
-from kvconnect.cache.resource_manager import KVCacheManagerFactory
+from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.offload.store import stored_as
@@ -27,11 +27,19 @@ from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.keywords import known_keywords
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.pool_groups import CacheGeometry
+from kvconnect.engine.ranks.leader import Leader, start_followers
+from kvconnect.engine.ranks.parts import shard_of
+from kvconnect.engine.ranks.settings import (
+    RankSettings,
+    check_tensor_parallel_size,
+    rank_device,
+)
 from kvconnect.engine.request.intake import Intake
 from kvconnect.engine.request.output import EngineStats
 from kvconnect.engine.scheduler import Scheduler, SchedulingPolicy
 from kvconnect.engine.thread import EngineThread
 from kvconnect.errors import ConfigurationError
+from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
 from kvconnect.text import shown
 
@@ -67,6 +75,13 @@ class LLM(Generation):
             end; ``max_utilization`` starts it when its prompt fits, and preempts the last started
             when blocks run out (what it computed stays in the cache as long as there is room).
         max_logprobs: the most log probabilities that a request may ask for per token; -1: all.
+        tensor_parallel_size: ranks that each compute a part of every layer and keep their share of
+            the KV heads, in processes of their own: this one, and others that it starts and that
+            end with it. On GPUs each has one, on the CPU they share the cores. Under ``torchrun``
+            every process runs the same script: in all but the first this follows the first one,
+            until that closes its engine, and then ends the process (`SystemExit`). A process has
+            one engine of several ranks at a time. For models with a tensor-parallel plan in
+            transformers, the built-in cache manager, and stores that are given by a URL.
         speculative: ``ngram``, or an `NgramSpeculation`: greedy requests verify several tokens per
             step that followed the same words before; the output is the same.
 
@@ -78,6 +93,7 @@ class LLM(Generation):
         ConfigurationError: a setting is wrong, the model cannot be loaded or served, the store
             cannot be opened. Nothing is left running.
         ModelChanged: a file of the model changed while it was loaded; try again.
+        RankLost: the process of a rank ended meanwhile; names it.
     """
 
     @known_keywords
@@ -97,6 +113,7 @@ class LLM(Generation):
         max_logprobs: int = 20,
         scheduling: SchedulingPolicy = "guaranteed_no_evict",
         speculative: Speculation | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
         _check_count("max_num_tokens", max_num_tokens)
         _check_count("max_batch_size", max_batch_size)
@@ -106,47 +123,70 @@ class LLM(Generation):
         connector_config = config_of(connector)
         drafts = NgramSpeculation.of(speculative)
         factory = _manager_factory(kv_cache_manager)
+        check_tensor_parallel_size(tensor_parallel_size, kv_cache_manager)
         directory = _directory(model)
-        loaded = load_model(
-            directory, dtype=_name(dtype), device=_name(device), revision=model_revision
+        leader = _leader(
+            tensor_parallel_size, directory, dtype, device, model_revision, config, connector_config
         )
-        self._model, self.tokenizer = loaded.model, loaded.tokenizer
-        _check_dtype(config, self._model)
-        geometry = CacheGeometry.of(
-            self._model, config, window_pools=getattr(factory, "supports_window_pools", False)
-        )
-        self.layouts = geometry.layouts
-        digest = stored_as(geometry.digest(loaded.digest), connector_config)
-        self._kv = kv = factory(config, self.layouts, self._model.device)
-        layers = geometry.cached_layers(kv, self._model.dtype)
-        self._scheduler = Scheduler(
-            kv,
-            max_num_tokens=max_num_tokens,
-            max_batch_size=max_batch_size,
-            policy=scheduling,
-            speculation=drafts,
-            # Connectors written for other engines may not know prompts in chunks (LMCache's saves
-            # all of a prompt with its first): nothing but the user's budget divides them there.
-            share_prefixes=connector_config is None or connector_config.connector_module is None,
-            divide_prompts=enable_chunked_prefill,
-        )
-        inbox: Inbox[Any] = Inbox()
-        self._intake = Intake(
-            self._model,
-            self.tokenizer,
-            self.layouts,
-            digest,
-            kv.get_max_resource_count(),
-            max_logprobs=max_logprobs,
-            max_prompt=None if enable_chunked_prefill else max_num_tokens,
-        )
-        attachment: Attachment = NoConnector()
-        if connector_config is not None:
-            args = LlmArgs(
-                str(directory), config, connector_config, layouts=self.layouts, model_digest=digest
+        try:
+            loaded = load_model(
+                directory,
+                dtype=_name(dtype),
+                device=rank_device(_name(device), 0, tensor_parallel_size),
+                revision=model_revision,
+                **({} if leader is None else {"ranks": leader.ranks}),
             )
-            attachment = KvCacheConnectorManager(args, kv, wakeup=inbox.ring)
-        self._engine = Engine(self._model, kv, attachment, self._scheduler, layers)
+            self._model, self.tokenizer = loaded.model, loaded.tokenizer
+            _check_dtype(config, self._model)
+            geometry = CacheGeometry.of(
+                self._model, config, window_pools=getattr(factory, "supports_window_pools", False)
+            )
+            self.layouts = geometry.layouts
+            digest = stored_as(geometry.digest(loaded.digest), connector_config)
+            if leader is not None:
+                config, factory = leader.meet(loaded), leader.cache_factory
+            self._kv = kv = factory(config, self.layouts, self._model.device)
+            layers = geometry.cached_layers(kv, self._model.dtype)
+            self._scheduler = Scheduler(
+                kv,
+                max_num_tokens=max_num_tokens,
+                max_batch_size=max_batch_size,
+                policy=scheduling,
+                speculation=drafts,
+                # Connectors written for other engines may not know prompts in chunks (LMCache's
+                # saves all of a prompt with its first): nothing but the user's budget divides them
+                # there.
+                share_prefixes=connector_config is None
+                or connector_config.connector_module is None,
+                divide_prompts=enable_chunked_prefill,
+            )
+            inbox: Inbox[Any] = Inbox()
+            self._intake = Intake(
+                self._model,
+                self.tokenizer,
+                geometry.whole_layouts,
+                digest,
+                kv.get_max_resource_count(),
+                max_logprobs=max_logprobs,
+                max_prompt=None if enable_chunked_prefill else max_num_tokens,
+            )
+            args = None
+            if connector_config is not None:
+                args = LlmArgs(
+                    str(directory),
+                    config,
+                    connector_config,
+                    layouts=self.layouts,
+                    model_digest=digest,
+                    shard=Shard() if leader is None else shard_of(self._model, leader.ranks),
+                    num_kv_heads=geometry.num_kv_heads,
+                )
+            attachment = _attached(args, kv, inbox.ring, leader)
+        except BaseException:
+            if leader is not None:
+                leader.close(failed=True)
+            raise
+        self._engine = Engine(self._model, kv, attachment, self._scheduler, layers, leader)
         self._ids = itertools.count()
         self._thread = EngineThread(self._engine, inbox, close_s=_close_s(connector_config))
         weakref.finalize(self, self._thread.close, wait=False)
@@ -201,6 +241,47 @@ class LLM(Generation):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _leader(
+    size: int,
+    directory: Path,
+    dtype: object,
+    device: object,
+    revision: str | None,
+    config: KvCacheConfig,
+    connector: KvCacheConnectorConfig | None,
+) -> Leader | None:
+    """Starts the other ranks; ``None``: there are none. See `start_followers`."""
+    if size == 1:
+        return None
+    kind = rank_device(_name(device), 0, size).partition(":")[0]
+    return start_followers(
+        RankSettings(size, directory, _name(dtype), kind, revision, config, connector)
+    )
+
+
+def _attached(
+    args: LlmArgs | None,
+    kv: BaseKVCacheManager,
+    wakeup: Callable[[], None],
+    leader: Leader | None,
+) -> Attachment:
+    """The connector of `args`, on every rank."""
+    if leader is None:
+        return NoConnector() if args is None else KvCacheConnectorManager(args, kv, wakeup=wakeup)
+    leader.set_up(kv)
+    manager = None
+    if args is not None:
+        manager = KvCacheConnectorManager(args, kv, wakeup=wakeup, communicator=leader.communicator)
+    try:
+        attached = leader.attached(manager, kv)
+    except BaseException:
+        if manager is not None:
+            manager.shutdown()
+        raise
+    leader.on_lost(wakeup)
+    return attached or NoConnector()
 
 
 def _close_s(config: KvCacheConnectorConfig | None) -> float | None:

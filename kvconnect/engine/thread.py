@@ -97,6 +97,7 @@ class EngineThread:
             _log.error("the connector did not shut down within %g s: left behind", self._close_s)
             self._closing = True  # no message says it any more, should the thread come back
             self._turn_away(EngineClosed("the engine was closed, and its connector is stuck"))
+            self._engine.abandon()
             self._inbox.ring()
 
     def _run(self) -> None:
@@ -115,7 +116,7 @@ class EngineThread:
         # Before the connector drains, which may take long.
         self._turn_away(error)
         try:
-            self._engine.shutdown()
+            self._engine.shutdown(failed=error is not None)
         except BaseException as caught:  # noqa: BLE001  no caller is there to take it
             self._inbox.close(caught)
             _log.error("the connector did not shut down: %s", caught, exc_info=caught)

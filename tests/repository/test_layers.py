@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 VOCABULARY = (
-    "address errors redaction text tokens settings config layout keys digest backend frame trace"
-    " request sampling_params prometheus user_cache"
+    "address errors redaction text tokens settings config layout keys shards digest backend frame"
+    " trace request sampling_params prometheus user_cache"
 )
 LAYERS = (
     *("cli", "server", "bench simulate", "integrations", "testing", "engine", "connector"),
@@ -65,6 +65,7 @@ DOORS = {
     "transfer.leases": ("transfer.control.messages transfer.control.fields transfer.control.keyed"),
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
+    "engine.ranks": "engine.model engine.checkpoint engine.attachment connector cache",
     "integrations.trtllm_shim": "engine connector cache",
     "server": "engine.llm engine.request server.openai",
     "server.openai": "engine.llm engine.request",

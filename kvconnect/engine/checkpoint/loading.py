@@ -10,6 +10,7 @@ from pathlib import Path
 from kvconnect.digest.files import ModelFiles
 from kvconnect.digest.model import check_revision, digest_of
 from kvconnect.engine.model.model import Model
+from kvconnect.engine.model.sharding import ModelRanks
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.errors import ConfigurationError
 
@@ -32,7 +33,12 @@ class LoadedModel:
 
 
 def load_model(
-    directory: Path, *, dtype: str, device: str, revision: str | None = None
+    directory: Path,
+    *,
+    dtype: str,
+    device: str,
+    revision: str | None = None,
+    ranks: ModelRanks | None = None,
 ) -> LoadedModel:
     """Load the model of `directory`; blocks until its weights are read and digested.
 
@@ -43,6 +49,7 @@ def load_model(
         dtype: see `Model`.
         device: see `Model`.
         revision: stands for the weights in the digest; see `model_digest`.
+        ranks: see `Model`.
 
     Raises:
         ConfigurationError: the directory, dtype, device or revision is wrong.
@@ -54,7 +61,7 @@ def load_model(
 
     def load() -> None:
         try:
-            loaded.set_result(_load(directory, dtype, device, revision))
+            loaded.set_result(_load(directory, dtype, device, revision, ranks))
         except BaseException as error:  # noqa: BLE001  raised where it is waited for
             loaded.set_exception(error)
 
@@ -65,10 +72,12 @@ def load_model(
     return loaded.result()
 
 
-def _load(directory: Path, dtype: str, device: str, revision: str | None) -> LoadedModel:
+def _load(
+    directory: Path, dtype: str, device: str, revision: str | None, ranks: ModelRanks | None
+) -> LoadedModel:
     with ModelFiles(directory) as files, files.linked() as linked:
         try:
-            model = Model(linked, dtype=dtype, device=device)
+            model = Model(linked, dtype=dtype, device=device, ranks=ranks)
             tokenizer = Tokenizer.of(linked)
         except ConfigurationError as error:
             files.check()  # half-written files fail in many ways

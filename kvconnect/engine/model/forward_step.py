@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,10 +14,11 @@ from torch import Tensor
 from kvconnect.engine.model.attention import AttentionInput
 from kvconnect.engine.model.group_step import GroupStep, RequestSlice
 from kvconnect.engine.model.pages import LayerPages
+from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.errors import UsageError
 from kvconnect.request import LlmRequest
 
-__all__ = ["CachedLayer", "ForwardStep", "LayerHooks", "first_scheduled_token", "sampled_rows"]
+__all__ = ["CachedLayer", "ForwardStep", "LayerHooks", "sampled_rows"]
 
 
 class LayerHooks(Protocol):
@@ -45,11 +46,6 @@ class CachedLayer:
     window: int | None = None
 
 
-def first_scheduled_token(request: LlmRequest) -> int:
-    """The first token of `request` to compute: behind what a load of this step brings."""
-    return max(request.num_computed_tokens, request.num_external_tokens)
-
-
 def sampled_rows(requests: Sequence[LlmRequest]) -> list[LlmRequest]:
     """Whose each row of a step's logits is: a row for its last token and for each draft."""
     return [one for one in requests for _ in range(1 + len(one.draft_tokens))]
@@ -58,12 +54,10 @@ def sampled_rows(requests: Sequence[LlmRequest]) -> list[LlmRequest]:
 class ForwardStep:
     """The ``kv=`` argument of one forward pass: writes K/V into the pools and attends over them.
 
-    Requests are packed along one dimension; `position_ids` carries each token's place in its own
-    sequence. Drafts stand behind their request's last token.
+    Sequences are packed along one dimension; `position_ids` carries each token's place in its own.
 
     Args:
-        requests: what is computed, with ``num_scheduled_tokens`` and drafts set.
-        tables: block ids of each request, one mapping for each pool group.
+        plan: what is computed; at least one sequence.
         layers: the model's.
         hooks: told of every layer.
         device: where it is computed.
@@ -79,8 +73,7 @@ class ForwardStep:
 
     def __init__(
         self,
-        requests: Sequence[LlmRequest],
-        tables: Sequence[Mapping[int, Sequence[int]]],
+        plan: Sequence[SequenceStep],
         layers: Sequence[CachedLayer],
         hooks: LayerHooks,
         *,
@@ -90,13 +83,14 @@ class ForwardStep:
         self._hooks = hooks
         self._device = device
         self._layers_done = 0
-        slices = _slices(requests)
+        slices = _slices(plan)
         positions = np.concatenate([np.arange(part.start, part.end) for part in slices])
-        self.input_ids = self._tensor(np.concatenate([_tokens(part) for part in slices]))[None]
+        self.input_ids = self._tensor(np.concatenate([one.tokens for one in plan]))[None]
         self.position_ids = self._tensor(positions)[None]
         self.last_tokens = self._tensor(np.concatenate([_wanted(part) for part in slices]))
         size = layers[0].pages.keys.shape[1]
-        self._groups = [GroupStep(slices, table, size, device) for table in tables]
+        groups = range(len(plan[0].tables))
+        self._groups = [GroupStep(slices, group, size, device) for group in groups]
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Write one layer's keys and values, and attend over all that is cached.
@@ -141,20 +135,13 @@ class ForwardStep:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
 
 
-def _slices(requests: Sequence[LlmRequest]) -> list[RequestSlice]:
+def _slices(plan: Sequence[SequenceStep]) -> list[RequestSlice]:
     slices = []
     row = 0
-    for request in requests:
-        start = first_scheduled_token(request)
-        slices.append(RequestSlice(request, start, start + request.num_scheduled_tokens, row, row))
-        row += request.num_scheduled_tokens
+    for one in plan:
+        slices.append(RequestSlice(one, one.start, one.end, row, row))
+        row += len(one.tokens)
     return slices
-
-
-def _tokens(part: RequestSlice) -> npt.NDArray[np.int32]:
-    known = part.request.tokens.view[part.start : part.end]
-    drafts = part.request.draft_tokens
-    return np.concatenate([known, drafts]) if len(drafts) else known
 
 
 def _wanted(part: RequestSlice) -> npt.NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,23 +18,23 @@ from kvconnect.engine.model.attention import (
     held_blocks,
 )
 from kvconnect.engine.model.pages import LayerPages, SlotNumbers
-from kvconnect.request import LlmRequest, RequestState
+from kvconnect.engine.model.sequence_step import SequenceStep
 
 __all__ = ["GroupStep", "RequestSlice"]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSlice:
-    """One request's part of the packed row: its tokens ``start..end``.
+    """One sequence's part of the packed row: its tokens ``start..end``.
 
     Attributes:
-        request: whose.
+        sequence: whose.
         start, end: places in its sequence.
         first_row: of their queries.
         first_key: row of their keys and values; another one only where queries are left out.
     """
 
-    request: LlmRequest
+    sequence: SequenceStep
     start: int
     end: int
     first_row: int
@@ -43,7 +43,7 @@ class RequestSlice:
     @property
     def wanted(self) -> int:
         """How many of its tokens, the last ones, logits are wanted after."""
-        return 1 + len(self.request.draft_tokens)
+        return self.sequence.num_wanted
 
     @property
     def count(self) -> int:
@@ -58,7 +58,7 @@ class GroupStep:
 
     Args:
         slices: the packed row.
-        tables: block ids of each request in this group; -1 in places that it does not hold.
+        group: whose tables are gone by; -1 stands there in places that a sequence does not hold.
         tokens_per_block: of the pool.
         device: of the pool.
 
@@ -69,13 +69,13 @@ class GroupStep:
     def __init__(
         self,
         slices: Sequence[RequestSlice],
-        tables: Mapping[int, Sequence[int]],
+        group: int,
         tokens_per_block: int,
         device: torch.device,
     ) -> None:
         self._size = tokens_per_block
         self._device = device
-        held = [np.asarray(tables[part.request.request_id], np.int64) for part in slices]
+        held = [part.sequence.tables[group] for part in slices]
         self._slots = self._written_slots(slices, held)
         self._blank = self._blank_slots(slices, held)
         self._slices, self._held = slices, held
@@ -145,7 +145,7 @@ class GroupStep:
         offsets: list[int] = []
         for part, table in zip(slices, tables, strict=True):
             last, used = divmod(part.end, size)
-            began = part.request.state is RequestState.CONTEXT or part.start <= last * size
+            began = part.sequence.is_prompt or part.start <= last * size
             if began and used:
                 tail = range(used, size)
                 blocks += [int(table[last])] * len(tail)
@@ -183,6 +183,6 @@ def _wanted(slices: Sequence[RequestSlice]) -> list[RequestSlice]:
     for part in slices:
         count = part.wanted
         first_key = part.first_key + part.count - count
-        wanted.append(RequestSlice(part.request, part.end - count, part.end, row, first_key))
+        wanted.append(RequestSlice(part.sequence, part.end - count, part.end, row, first_key))
         row += count
     return wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvconnect.config import torch_dtype
 from kvconnect.engine.model.forward_step import ForwardStep
 from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, LayerShape
+from kvconnect.engine.model.sharding import ModelRanks, SingleRank, shard
 from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
@@ -45,9 +46,11 @@ class Model:
         directory: of the model.
         dtype: of weights and KV; ``auto``: what the checkpoint says.
         device: ``auto``: CUDA where there is one.
+        ranks: that share the model; this one's part is loaded.
 
     Attributes:
-        layers: what each attention layer stores.
+        layers: what each attention layer stores here.
+        whole_layers: what it stores on all ranks together, heads that several hold counted once.
         vocab_size: token ids are below it.
         position_limit: the longest sequence; ``None``: none is known.
         eos_token_ids: tokens that end a generation.
@@ -57,11 +60,20 @@ class Model:
         UnsupportedModel: it cannot be served; the message is the reason.
     """
 
-    def __init__(self, directory: Path, *, dtype: str = "auto", device: str = "auto") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        ranks: ModelRanks | None = None,
+    ) -> None:
+        ranks = ranks or SingleRank()
         config = _load_config(directory)
         _refuse(config)
         self.device = _device(device)
         self._model = _load(directory, config, dtype)
+        heads = _sharded(self._model, ranks)
         self._model.to(self.device).eval()
         self.config = config
         self.dtype: torch.dtype = self._model.dtype
@@ -69,7 +81,12 @@ class Model:
         self.position_limit = _position_limit(config)
         self.eos_token_ids = _eos_token_ids(self._model)
         self.layers = self._probe()
-        if self.device.type == "cpu":
+        self.whole_layers = [
+            replace(layer, num_kv_heads=heads.get(index, layer.num_kv_heads))
+            for index, layer in enumerate(self.layers)
+        ]
+        self._leads = ranks.rank == 0
+        if self.device.type == "cpu" and ranks.size == 1:
             make_lean(self._model)
         unmap(self._model)  # last: what is packed is no copy of a file any more
 
@@ -77,15 +94,17 @@ class Model:
         """Compute `step` and write its KV into the pools.
 
         Returns:
-            Logits after each request's last token and its drafts, ``[rows, vocab]``.
+            Logits after each sequence's last token and its drafts, ``[rows, vocab]``; of ranks
+            that follow none, ``[0, vocab]``.
         """
+        wanted = step.last_tokens if self._leads else step.last_tokens[:0]
         with torch.inference_mode():
             output = self._model(
                 input_ids=step.input_ids,
                 position_ids=step.position_ids,
                 use_cache=False,
                 kv=step,
-                logits_to_keep=step.last_tokens,
+                logits_to_keep=wanted,
             )
         step.check_complete()
         logits: Tensor = output.logits
@@ -166,6 +185,15 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a Pr
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"model: '{directory}' cannot be loaded: {error}") from error
     return model
+
+
+def _sharded(model: Any, ranks: ModelRanks) -> dict[int, int]:
+    """Cut `model` down to the part of this rank; KV heads in all, by layer, where these are cut."""
+    if ranks.size == 1:
+        return {}
+    text = model.config.get_text_config()
+    plan = {} if text.base_model_tp_plan is None else model.tp_plan
+    return shard(model, plan, ranks, num_heads=text.num_attention_heads)
 
 
 def _device(name: str) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,11 +28,21 @@ class CacheGeometry:
         layouts: one of each pool group, in group order.
         windows: how far each layer looks back; ``None``: to the first token.
         narrowed: some layer looks back less far than its model does.
+        num_kv_heads: of each group's layers on all ranks together.
     """
 
     layouts: tuple[KvCacheLayout, ...]
     windows: tuple[int | None, ...]
     narrowed: bool
+    num_kv_heads: tuple[int, ...]
+
+    @property
+    def whole_layouts(self) -> tuple[KvCacheLayout, ...]:
+        """What `layouts` would be if one rank had all heads: what keys are made with."""
+        return tuple(
+            replace(layout, num_kv_heads=heads)
+            for layout, heads in zip(self.layouts, self.num_kv_heads, strict=True)
+        )
 
     @classmethod
     def of(cls, model: Model, config: KvCacheConfig, *, window_pools: bool) -> CacheGeometry:
@@ -57,7 +67,15 @@ class CacheGeometry:
             if window_pools
             else (single_layout(model.layers, tokens_per_block=size, dtype=dtype),)
         )
-        return cls(layouts, windows, windows != effective_windows(model.layers, None, longest))
+        heads = tuple(model.whole_layers[one.layer_numbers[0]].num_kv_heads for one in layouts)
+        for layout, count in zip(layouts, heads, strict=True):
+            if any(model.whole_layers[one].num_kv_heads != count for one in layout.layer_numbers):
+                raise UnsupportedModel(
+                    "tensor_parallel_size: layers that are alike on one rank have different "
+                    "numbers of KV heads; use 1"
+                )
+        narrowed = windows != effective_windows(model.layers, None, longest)
+        return cls(layouts, windows, narrowed, heads)
 
     def digest(self, model_digest: bytes) -> bytes:
         """What stands for the model in keys: other windows make other keys and values."""

@@ -1,0 +1,74 @@
+"""What a step computes of one sequence: all that a rank needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvconnect.engine.model.attention import BlockTable
+from kvconnect.request import LlmRequest, RequestState
+from kvconnect.tokens import TokenArray
+
+__all__ = ["SequenceStep", "first_scheduled_token", "planned"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceStep:
+    """Consecutive tokens of one request, and the blocks of all of its tokens.
+
+    Attributes:
+        request_id: whose.
+        start: the first token's place in its sequence.
+        tokens: ``[n]`` int32; drafts stand behind the last known token.
+        num_wanted: how many of them, the last ones, logits are wanted after: one, and one for each
+            draft.
+        is_prompt: they are of the prompt.
+        tables: block ids, by pool group.
+    """
+
+    request_id: int
+    start: int
+    tokens: TokenArray
+    num_wanted: int
+    is_prompt: bool
+    tables: tuple[BlockTable, ...]
+
+    @property
+    def end(self) -> int:
+        """The place behind the last token."""
+        return self.start + len(self.tokens)
+
+
+def first_scheduled_token(request: LlmRequest) -> int:
+    """The first token of `request` to compute: behind what a load of this step brings."""
+    return max(request.num_computed_tokens, request.num_external_tokens)
+
+
+def planned(
+    requests: Sequence[LlmRequest], tables: Sequence[Mapping[int, Sequence[int]]]
+) -> tuple[SequenceStep, ...]:
+    """What a step computes of `requests`, with ``num_scheduled_tokens`` and drafts set.
+
+    Args:
+        requests: in the order in which they are packed.
+        tables: block ids of each request, one mapping for each pool group.
+    """
+    return tuple(
+        _sequence(one, tuple(np.asarray(table[one.request_id], np.int64) for table in tables))
+        for one in requests
+    )
+
+
+def _sequence(request: LlmRequest, tables: tuple[BlockTable, ...]) -> SequenceStep:
+    start, drafts = first_scheduled_token(request), request.draft_tokens
+    known = request.tokens.view[start : start + request.num_scheduled_tokens]
+    return SequenceStep(
+        request.request_id,
+        start,
+        tokens=np.concatenate([known, drafts]) if len(drafts) else known,
+        num_wanted=1 + len(drafts),
+        is_prompt=request.state is RequestState.CONTEXT,
+        tables=tables,
+    )

@@ -1,0 +1,70 @@
+"""The process of a follower, as `launch` starts it: ``python -m kvconnect.engine.ranks RANK``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import sys
+import threading
+from typing import NoReturn
+
+_log = logging.getLogger("kvconnect.engine.ranks")
+_POLL_S = 1.0
+
+
+def _end_with_leader(pipe: int, leader: int) -> NoReturn:
+    """End this process when the leader's has ended: its end of the pipe is closed then.
+
+    A process that was forked from the leader's may keep that end open; so look for a new parent,
+    too. The leader ends its stores' transfers by itself: nothing is drained here.
+    """
+    while os.getppid() == leader:
+        if select.select([pipe], [], [], _POLL_S)[0] and not os.read(pipe, 1):
+            break
+    os._exit(1)
+
+
+def main() -> NoReturn:
+    """Be the follower of the rank that is asked for.
+
+    The process ends at once afterwards: the interpreter takes seconds to let go of all modules, and
+    nothing is left to be done. After an error it must not keep the other ranks waiting, either.
+    """
+    leader = os.getppid()
+    pipe = sys.stdin.fileno()
+    lines = _two_lines(pipe)
+    threading.Thread(target=_end_with_leader, args=(pipe, leader), daemon=True).start()
+    start = json.loads(lines[0])
+    sys.path[:] = start["sys_path"]  # where a user's connector may lie
+    from kvconnect.engine.ranks.follower import follow
+    from kvconnect.engine.ranks.meeting import Meeting
+    from kvconnect.engine.ranks.settings import RankSettings
+
+    rank = int(sys.argv[1])
+    settings = RankSettings.decode(lines[1])
+    try:
+        follow(settings, Meeting.joined(start["port"], rank, settings.size), rank)
+    except Exception as error:  # noqa: BLE001  the leader raises what it is told
+        _log.error("rank %d ended: %s: %s", rank, type(error).__name__, error)
+        status = 1
+    else:
+        status = 0
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _two_lines(pipe: int) -> list[str]:
+    data = b""
+    while data.count(b"\n") < 2:
+        part = os.read(pipe, 1 << 16)
+        if not part:
+            sys.exit(1)
+        data += part
+    return data.decode().split("\n")
+
+
+if __name__ == "__main__":
+    main()

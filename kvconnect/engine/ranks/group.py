@@ -1,0 +1,157 @@
+"""The ranks of one engine, connected: what they tell each other, and the model's sums."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from kvconnect.connector.distributed import DistributedCommunicator
+from kvconnect.errors import ConfigurationError, EngineClosed, RankLost
+
+__all__ = ["RankGroup"]
+
+T = TypeVar("T")
+
+_CONNECT = timedelta(seconds=60)
+"""The ranks have loaded their models when they connect."""
+
+_STEP_S = 120.0
+"""So long one rank may compute longer than another, beyond what it waits for loads."""
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+_FIND_OUT_S = 5.0
+"""So long it may take to hear which rank is lost when a sum failed."""
+
+
+class RankGroup:
+    """A `Communicator`, and the `ModelRanks` of a model; used by one thread at a time.
+
+    It is made before the model is loaded, for which its sums are none, and connected afterwards.
+
+    Args:
+        rank: this one.
+        size: how many there are.
+        load_timeout_s: so long a rank may wait for a load in a step.
+    """
+
+    def __init__(self, rank: int, size: int, *, load_timeout_s: float = 0.0) -> None:
+        self._rank, self._size = rank, size
+        self._timeout_s = _STEP_S + load_timeout_s
+        self._communicator: DistributedCommunicator | None = None
+        self._sums: dist.ProcessGroup | None = None
+        self._owns_default = False
+
+    @property
+    def rank(self) -> int:
+        """This one; 0 is the leader."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self._size
+
+    def connect(self, store: Store, device: torch.device) -> None:
+        """Connect to the others, over the loopback; collective. Blocks for a minute at most.
+
+        A default group of torch.distributed that the user made is used; else this makes it, and
+        `close` ends it.
+
+        Raises:
+            ConfigurationError: there is one of another size.
+            RuntimeError: of torch.distributed: a rank did not come.
+        """
+        with _loopback():
+            self._connect(store, device)
+
+    def _connect(self, store: Store, device: torch.device) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", store=store, rank=self._rank, world_size=self._size, timeout=_CONNECT
+            )
+            self._owns_default = True
+        elif (dist.get_rank(), dist.get_world_size()) != (self._rank, self._size):
+            raise ConfigurationError(
+                f"tensor_parallel_size: torch.distributed is initialized already, with "
+                f"{dist.get_world_size()} ranks, and {self._size} are needed; a process has one "
+                "engine of several ranks at a time"
+            )
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        self._sums = dist.new_group(backend=backend, timeout=timedelta(seconds=self._timeout_s))
+        self._communicator = DistributedCommunicator(timeout_s=self._timeout_s)
+        self._communicator.end_with_ranks(self._sums)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See `ModelRanks`.
+
+        Raises:
+            RankLost: a rank died; names it.
+            ConnectorContractError: a rank failed; names it.
+        """
+        if self._sums is None:
+            return
+        try:
+            dist.all_reduce(tensor, group=self._sums)
+        except RuntimeError as error:
+            self._connected().check(_FIND_OUT_S)
+            raise RankLost(self._rank, f"rank {self._rank}: {error}") from error
+
+    # ------------------------------------------------------------------ exchanges
+
+    def broadcast(self, value: T) -> T:
+        """See `Communicator`."""
+        return self._connected().broadcast(value)
+
+    def wait_for_leader(self, value: T) -> T:
+        """As `broadcast`, on a follower; the leader may take any time, as long as it lives."""
+        return self._connected().broadcast(value, idle=True)
+
+    def allgather(self, value: T) -> list[T]:
+        """See `Communicator`."""
+        return self._connected().allgather(value)
+
+    def fail(self, error: Exception) -> None:
+        """See `Communicator`. Nothing before the ranks are connected."""
+        if self._communicator is not None:
+            self._communicator.fail(error)
+
+    def close(self) -> None:
+        """Leave the group, and end what waits in it. Idempotent."""
+        if self._communicator is not None:
+            self._communicator.close()
+        self._sums = None
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_default = False
+
+    def _connected(self) -> DistributedCommunicator:
+        if self._communicator is None:
+            raise EngineClosed("the ranks are not connected")
+        return self._communicator
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Groups of gloo that are made meanwhile listen to this machine alone, unless told otherwise.
+
+    What they exchange is trusted: see `DistributedCommunicator`.
+    """
+    names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
+    if _INTERFACE in os.environ or not names:
+        yield
+        return
+    os.environ[_INTERFACE] = names[0]
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]

@@ -1,0 +1,110 @@
+"""The followers as processes that the leader starts, and that never outlive it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from kvconnect.engine.ranks.settings import RankSettings
+from kvconnect.errors import RankLost
+
+__all__ = ["FollowerProcesses"]
+
+
+class FollowerProcesses:
+    """One process for each rank but the leader.
+
+    Each of them has a pipe to the leader as its standard input, and ends when that is closed: at
+    the latest when the leader's process ends, however that does. They are in sessions of their own,
+    so that Ctrl-C reaches the leader alone, which ends them.
+
+    Args:
+        settings: of all ranks.
+        port: where they find the leader.
+    """
+
+    def __init__(self, settings: RankSettings, port: int) -> None:
+        self._ended = False
+        self._lost: RankLost | None = None
+        self._on_lost: Callable[[], None] = _nothing
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        start = json.dumps({"sys_path": sys.path, "port": port})
+        try:
+            for rank in range(1, settings.size):
+                self._processes[rank] = _started(rank, settings, start)
+        except BaseException:
+            self.end(0.0)
+            raise
+        for rank, process in self._processes.items():
+            name = f"kvconnect-follower-{rank}"
+            threading.Thread(
+                target=self._watch, args=(rank, process), name=name, daemon=True
+            ).start()
+
+    def on_lost(self, do: Callable[[], None]) -> None:
+        """Call `do`, on a thread of this, when a process ended that was not to."""
+        self._on_lost = do
+        if self._lost is not None:
+            do()
+
+    def check(self) -> None:
+        """Nothing, as long as all of them run.
+
+        Raises:
+            RankLost: one has ended; names it.
+        """
+        if self._lost is not None:
+            raise RankLost(self._lost.rank, str(self._lost))
+
+    def end(self, wait_s: float) -> None:
+        """Wait for them for so long, and kill those that are left; idempotent.
+
+        None of them runs afterwards.
+        """
+        self._ended = True
+        until = time.monotonic() + wait_s
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for process in self._processes.values():
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if self._ended:
+            return
+        how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
+        if self._lost is None:  # the first one counts: the others end by its end
+            self._lost = RankLost(rank, f"rank {rank} is lost: process {process.pid} ended {how}")
+        self._on_lost()
+
+
+def _started(rank: int, settings: RankSettings, start: str) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    if settings.device == "cpu":  # each of them has its share of the cores
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.size)))
+    process = subprocess.Popen(  # noqa: S603  this package
+        [sys.executable, "-m", "kvconnect.engine.ranks", str(rank)],
+        stdin=subprocess.PIPE,
+        stdout=2,  # what the user's program prints is its own
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdin is not None  # noqa: S101
+    process.stdin.write(f"{start}\n{settings.encode()}\n".encode())
+    process.stdin.flush()
+    return process
+
+
+def _nothing() -> None:
+    """Nobody is told."""

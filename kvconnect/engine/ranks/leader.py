@@ -1,0 +1,249 @@
+"""The leader's side of several ranks: what the engine does with its followers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from kvconnect.cache.kv_cache_manager import KVCacheManager
+from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
+from kvconnect.config import KvCacheConfig
+from kvconnect.connector.communicator import Communicator
+from kvconnect.connector.runtime.manager import KvCacheConnectorManager
+from kvconnect.engine.checkpoint.loading import LoadedModel
+from kvconnect.engine.model.sequence_step import SequenceStep
+from kvconnect.engine.model.sharding import ModelRanks
+from kvconnect.engine.ranks.copies import CopyLog
+from kvconnect.engine.ranks.follower import follow
+from kvconnect.engine.ranks.group import RankGroup
+from kvconnect.engine.ranks.launch import FollowerProcesses
+from kvconnect.engine.ranks.meeting import Loaded, Meeting, rank_error, torchrun_rank
+from kvconnect.engine.ranks.messages import Close, LifeSign, PlanWriter, Setup, StepMessage
+from kvconnect.engine.ranks.parts import free_nbytes, limited
+from kvconnect.engine.ranks.settings import RankSettings
+from kvconnect.engine.ranks.told_connector import ToldConnector
+from kvconnect.errors import KvConnectError, ModelChanged
+
+__all__ = ["Followers", "Leader", "NoFollowers", "start_followers"]
+
+_LIFE_SIGN_S = 1.0
+_END_S = 1.5
+"""For a process to end, beyond what it drains."""
+
+_number = itertools.count()
+
+
+class Followers(Protocol):
+    """The other ranks, as the engine sees them."""
+
+    @property
+    def longest_wait_s(self) -> float | None:
+        """An engine without work calls `wait` at least so often; ``None``: it need not."""
+
+    def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
+        """A step begins: have the others compute their part of `plan`.
+
+        Args:
+            plan: what is computed.
+            is_idle: nothing was scheduled: the connector is only asked what ended.
+
+        Raises:
+            RankLost: a rank is lost; names it.
+        """
+
+    def wait(self) -> None:
+        """There is no work; raises as `begin_step` does."""
+
+    def close(self, *, failed: bool) -> None:
+        """The engine ends: so do the others, which drain what they have staged, unless it failed.
+
+        Does not block.
+        """
+
+    def end(self, wait_s: float | None) -> None:
+        """Wait for the others for so long (``None``: while they may drain), and kill the rest.
+
+        Idempotent; on any thread.
+        """
+
+
+class NoFollowers:
+    """There is one rank."""
+
+    longest_wait_s = None
+
+    def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
+        """Nothing."""
+
+    def wait(self) -> None:
+        """Nothing."""
+
+    def close(self, *, failed: bool) -> None:
+        """Nothing."""
+
+    def end(self, wait_s: float | None) -> None:
+        """Nothing."""
+
+
+class Leader:
+    """`Followers` in processes of their own, from their start on.
+
+    Args:
+        settings: of all ranks.
+        meeting: the ranks'.
+        processes: the followers', if the leader started them.
+
+    Attributes:
+        group: of the ranks; connected by `meet`.
+    """
+
+    longest_wait_s = _LIFE_SIGN_S
+
+    def __init__(
+        self, settings: RankSettings, meeting: Meeting, processes: FollowerProcesses | None
+    ) -> None:
+        self._settings = settings
+        self._meeting = meeting
+        self._processes = processes
+        self._copies = CopyLog()
+        self._plans = PlanWriter()
+        self._connector: ToldConnector | None = None
+        self.group = RankGroup(0, settings.size, load_timeout_s=settings.load_timeout_s)
+
+    @property
+    def ranks(self) -> ModelRanks:
+        """Whom the model is divided among."""
+        return self.group
+
+    @property
+    def communicator(self) -> Communicator:
+        """What the connector's ranks agree by."""
+        return self.group
+
+    # ------------------------------------------------------------------ start
+
+    def meet(self, loaded: LoadedModel) -> KvCacheConfig:
+        """Wait until the others have loaded the model, and connect.
+
+        Returns:
+            The cache's configuration, limited to the memory that every rank has.
+
+        Raises:
+            KvConnectError: what another rank raised instead.
+            ModelChanged: it loaded other files.
+        """
+        config, device = self._settings.kv_cache, loaded.model.device
+        digest = loaded.digest.hex()
+        self._meeting.say_loaded(Loaded(digest, free_nbytes(config, device)))
+        said = self._meeting.wait_for_all(self._check)
+        for rank, one in enumerate(said):
+            if one.digest != digest:
+                raise ModelChanged(
+                    f"model: rank {rank} loaded other files of {self._settings.directory} than the "
+                    "leader: they changed meanwhile; try again"
+                )
+        self._meeting.go_on()
+        self.group.connect(self._meeting.store, device)
+        return limited(config, min(one.free_nbytes for one in said))
+
+    @property
+    def cache_factory(self) -> KVCacheManagerFactory:
+        """Makes the leader's cache manager, whose copies all ranks make."""
+        return partial(KVCacheManager, make_copier=self._copies.copier)
+
+    def set_up(self, kv: BaseKVCacheManager) -> None:
+        """Tell the others how large the pools are; they attach their connectors now."""
+        assert isinstance(kv, KVCacheManager)  # noqa: S101  of `cache_factory`
+        self.group.broadcast(Setup(kv.sizes))
+
+    def attached(
+        self, manager: KvCacheConnectorManager | None, kv: BaseKVCacheManager
+    ) -> ToldConnector | None:
+        """The leader's connector is attached, if there is one: so are the others', then.
+
+        Returns:
+            What the engine drives in its place.
+
+        Raises:
+            KvConnectError: what another rank raised instead.
+        """
+        for rank, error in enumerate(self.group.allgather(None)):
+            if error is not None:
+                raise rank_error(rank, error)
+        if manager is not None:
+            self._connector = ToldConnector(manager, kv)
+        return self._connector
+
+    def on_lost(self, do: Callable[[], None]) -> None:
+        """Call `do`, on another thread, when a follower's process ended: the next step raises."""
+        if self._processes is not None:
+            self._processes.on_lost(do)
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
+        """See `Followers`."""
+        self._check()
+        self.group.broadcast(
+            StepMessage(
+                events=() if self._connector is None else self._connector.take_events(),
+                copies=self._copies.take(),
+                sequences=self._plans.message(plan),
+                is_idle=is_idle,
+            )
+        )
+
+    def wait(self) -> None:
+        """See `Followers`."""
+        self._check()
+        self.group.broadcast(LifeSign())
+
+    # ------------------------------------------------------------------ end
+
+    def close(self, *, failed: bool) -> None:
+        """See `Followers`."""
+        if failed:
+            self._meeting.call_off("the leader ended")
+            if self._processes is not None:
+                self._processes.end(0.0)
+            self.group.close()
+        else:
+            with contextlib.suppress(KvConnectError):  # one is lost: the others end by that
+                self.group.broadcast(Close())
+
+    def end(self, wait_s: float | None) -> None:
+        """See `Followers`."""
+        if self._processes is not None:
+            connector = self._settings.connector
+            drain_s = 0.0 if connector is None else connector.save_timeout_s
+            self._processes.end(drain_s + _END_S if wait_s is None else wait_s)
+        self.group.close()
+
+    def _check(self) -> None:
+        if self._processes is not None:
+            self._processes.check()
+
+
+def start_followers(settings: RankSettings) -> Leader:
+    """Start the other ranks of an engine.
+
+    Under ``torchrun`` they are started already: this is one of them, perhaps. It then follows until
+    the leader closes its engine, and ends its process, so that a script goes on in the leader's
+    alone.
+
+    Raises:
+        ConfigurationError: torchrun started another number of processes.
+        SystemExit: this process followed, and the engine was closed.
+    """
+    rank = torchrun_rank(settings.size)
+    if rank is None:
+        meeting = Meeting.opened(settings.size)
+        return Leader(settings, meeting, FollowerProcesses(settings, meeting.port))
+    meeting = Meeting.under_torchrun(next(_number))
+    if rank == 0:
+        return Leader(settings, meeting, None)
+    follow(settings, meeting, rank)
+    raise SystemExit(0)

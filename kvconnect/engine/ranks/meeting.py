@@ -1,0 +1,169 @@
+"""Where the ranks of an engine meet before they are connected: a store of torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    Store,
+    TCPStore,
+    rendezvous,
+)
+
+from kvconnect import errors
+from kvconnect.errors import ConfigurationError, KvConnectError, RankLost
+
+__all__ = ["Loaded", "Meeting", "rank_error", "torchrun_rank"]
+
+_LOADING = timedelta(hours=2)
+_POLL_S = 0.02
+_HERE = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a rank says when its model is loaded, or is not.
+
+    Attributes:
+        digest: of the model, in hexadecimal.
+        free_nbytes: memory of its device that the cache may take; 0: no such limit.
+        error: class and text of what it raised instead.
+    """
+
+    digest: str = ""
+    free_nbytes: int = 0
+    error: tuple[str, str] | None = None
+
+
+class Meeting:
+    """The ranks' store; each of them has one.
+
+    Args:
+        store: of torch.distributed, with the names of this engine alone.
+        rank: this one.
+        size: how many there are.
+
+    Attributes:
+        store: the same.
+        port: that the others find it at, if this rank made it.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, port: int = 0) -> None:
+        self.store, self.port = store, port
+        self._rank, self._size = rank, size
+
+    @classmethod
+    def opened(cls, size: int) -> Meeting:
+        """The leader's, on a free port of this machine's loopback."""
+        # By itself the store would listen to the whole network.
+        listener = socket.create_server((_HERE, 0))
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            _HERE,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_LOADING,
+            master_listen_fd=listener.detach(),
+        )
+        return cls(PrefixStore("kvconnect", store), 0, size, port=port)
+
+    @classmethod
+    def joined(cls, port: int, rank: int, size: int) -> Meeting:
+        """A follower's; blocks until the leader's is there."""
+        store = TCPStore(_HERE, port, is_master=False, timeout=_LOADING)
+        return cls(PrefixStore("kvconnect", store), rank, size)
+
+    @classmethod
+    def under_torchrun(cls, number: int) -> Meeting:
+        """Any rank's, as the environment says; `number` counts this process's engines."""
+        store, rank, size = next(iter(rendezvous("env://", timeout=_LOADING)))
+        return cls(PrefixStore(f"kvconnect/{number}", store), rank, size)
+
+    def say_loaded(self, loaded: Loaded) -> None:
+        """This rank's model is loaded, or is not."""
+        self.store.set(f"loaded/{self._rank}", json.dumps(asdict(loaded)))
+
+    def wait_for_all(self, check: Callable[[], None]) -> list[Loaded]:
+        """What every rank said, by rank; the leader waits for it.
+
+        Args:
+            check: raises if a rank that has said nothing cannot any more.
+
+        Raises:
+            KvConnectError: what a rank raised instead of loading its model.
+        """
+        missing = [f"loaded/{rank}" for rank in range(self._size)]
+        said: dict[str, Loaded] = {}
+        while missing:
+            for key in [key for key in missing if self.store.check([key])]:
+                said[key] = _read(self.store.get(key))
+                missing.remove(key)
+                if (error := said[key].error) is not None:
+                    raise rank_error(int(key.rpartition("/")[2]), error)
+            if missing:
+                check()
+                time.sleep(_POLL_S)
+        return [said[f"loaded/{rank}"] for rank in range(self._size)]
+
+    def go_on(self) -> None:
+        """All have loaded: the others may connect. The leader says it."""
+        self.store.set("go", "")
+
+    def call_off(self, why: str) -> None:
+        """The leader ends, whatever the others wait for."""
+        self.store.set("go", why)
+
+    def wait_to_go_on(self) -> None:
+        """Blocks until the leader says that all have loaded.
+
+        Raises:
+            RankLost: it ended instead.
+        """
+        self.store.wait(["go"], _LOADING)
+        if why := self.store.get("go").decode():
+            raise RankLost(0, f"rank 0 did not go on: {why}")
+
+
+def _read(said: bytes) -> Loaded:
+    given = json.loads(said)
+    error = given.pop("error")
+    return Loaded(**given, error=None if error is None else (error[0], error[1]))
+
+
+def rank_error(rank: int, error: tuple[str, str]) -> KvConnectError:
+    """What the leader raises for what a rank raised when it was started: class and text."""
+    name, text = error
+    made = getattr(errors, name, None)
+    if isinstance(made, type) and issubclass(made, ConfigurationError):
+        return made(f"rank {rank}: {text}")
+    return RankLost(rank, f"rank {rank} could not start: {name}: {text}")
+
+
+def torchrun_rank(size: int) -> int | None:
+    """This process's rank under ``torchrun``; ``None``: it was started without.
+
+    Raises:
+        ConfigurationError: there are not `size` processes.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    world = int(os.environ["WORLD_SIZE"])
+    if world != size:
+        raise ConfigurationError(
+            f"tensor_parallel_size: {size}, and torchrun started {world} processes; "
+            f"use --nproc-per-node={size}"
+        )
+    if (local := int(os.environ["LOCAL_WORLD_SIZE"])) != size:
+        raise ConfigurationError(
+            f"tensor_parallel_size: torchrun started {local} of {size} processes on this machine; "
+            "the ranks of an engine share one"
+        )
+    return int(os.environ["RANK"])

@@ -1,0 +1,231 @@
+"""What the leader tells the followers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnect.cache.memory.sizing import PoolSizes
+from kvconnect.engine.model.sequence_step import SequenceStep
+from kvconnect.errors import RankDivergence
+from kvconnect.tokens import TokenArray
+
+__all__ = [
+    "BlockCopy",
+    "Close",
+    "CopyKind",
+    "EventKind",
+    "LifeSign",
+    "Message",
+    "PlanReader",
+    "PlanWriter",
+    "RequestEvent",
+    "SequenceMessage",
+    "Setup",
+    "StepMessage",
+]
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+
+class CopyKind(Enum):
+    """A method of `BlockCopier`."""
+
+    ONBOARD = "onboard"
+    OFFLOAD = "offload"
+    MOVE = "move"
+    TOKENS = "copy_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A copy that the leader's block manager ordered; fields as of the methods of `BlockCopier`.
+
+    Attributes:
+        kind: which method.
+        group: of the pool.
+        sources, targets: block ids.
+        num_tokens, from_host: of ``copy_tokens``.
+    """
+
+    kind: CopyKind
+    group: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    num_tokens: int = 0
+    from_host: bool = False
+
+
+class EventKind(Enum):
+    """What became of a request, for a connector."""
+
+    ARRIVED = "arrived"
+    ADMITTED = "admitted"
+    RESET = "reset"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """What became of a request.
+
+    Attributes:
+        kind: what.
+        request_id: whose.
+        num_computed_tokens: its leading tokens whose KV was valid then.
+    """
+
+    kind: EventKind
+    request_id: int
+    num_computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceMessage:
+    """A `SequenceStep`, with what changed in its block tables since the step before.
+
+    Attributes:
+        request_id, start, num_wanted, is_prompt, tokens: as of `SequenceStep`.
+        lengths: of its block table in each pool group.
+        places, blocks: by group, the places that changed and the blocks that are there now.
+    """
+
+    request_id: int
+    start: int
+    num_wanted: int
+    is_prompt: bool
+    tokens: TokenArray
+    lengths: tuple[int, ...]
+    places: tuple[Int32Array, ...]
+    blocks: tuple[Int32Array, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepMessage:
+    """One step.
+
+    Attributes:
+        events: since the last step, in order.
+        copies: since the last step, in order; to be made before anything else in the step.
+        sequences: what is computed; none if every request of the step is loading, or if it is idle.
+        is_idle: nothing is scheduled: the connector is only asked what ended.
+    """
+
+    events: tuple[RequestEvent, ...]
+    copies: tuple[BlockCopy, ...]
+    sequences: tuple[SequenceMessage, ...]
+    is_idle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How the leader sized the pools: every rank has as many blocks."""
+
+    sizes: PoolSizes
+
+
+@dataclass(frozen=True, slots=True)
+class LifeSign:
+    """There is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The engine was closed: drain what is staged, and end."""
+
+
+Message: TypeAlias = StepMessage | Setup | LifeSign | Close
+
+
+class PlanWriter:
+    """Makes messages of plans. The reader gets every one of them, in order.
+
+    Both keep the block tables of the last plan's sequences, and nothing of others.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[Int32Array, ...]] = {}
+
+    def message(self, plan: Sequence[SequenceStep]) -> tuple[SequenceMessage, ...]:
+        """`plan` as it is sent."""
+        tables = {one.request_id: tuple(map(_int32, one.tables)) for one in plan}
+        made = tuple(self._sequence(one, tables[one.request_id]) for one in plan)
+        self._tables = tables
+        return made
+
+    def _sequence(self, one: SequenceStep, tables: tuple[Int32Array, ...]) -> SequenceMessage:
+        empty = np.empty(0, np.int32)
+        before = self._tables.get(one.request_id, (empty,) * len(tables))
+        places = tuple(map(_changed, before, tables))
+        return SequenceMessage(
+            one.request_id,
+            one.start,
+            one.num_wanted,
+            one.is_prompt,
+            tokens=one.tokens,
+            lengths=tuple(map(len, tables)),
+            places=places,
+            blocks=tuple(table[where] for table, where in zip(tables, places, strict=True)),
+        )
+
+
+class PlanReader:
+    """Makes plans of messages; see `PlanWriter`."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[npt.NDArray[np.int64], ...]] = {}
+
+    def plan(self, sequences: Sequence[SequenceMessage]) -> tuple[SequenceStep, ...]:
+        """What was sent.
+
+        Raises:
+            RankDivergence: a table has places of which no message told what is there.
+        """
+        plan = tuple(map(self._sequence, sequences))
+        self._tables = {one.request_id: one.tables for one in plan}
+        return plan
+
+    def _sequence(self, sent: SequenceMessage) -> SequenceStep:
+        empty = np.empty(0, np.int64)
+        before = self._tables.get(sent.request_id, (empty,) * len(sent.lengths))
+        patches = zip(before, sent.lengths, sent.places, sent.blocks, strict=True)
+        return SequenceStep(
+            sent.request_id,
+            sent.start,
+            tokens=sent.tokens,
+            num_wanted=sent.num_wanted,
+            is_prompt=sent.is_prompt,
+            tables=tuple(_patched(*patch, sent.request_id) for patch in patches),
+        )
+
+
+def _int32(table: npt.NDArray[np.int64]) -> Int32Array:
+    return table.astype(np.int32)
+
+
+def _changed(before: Int32Array, now: Int32Array) -> Int32Array:
+    both = min(len(before), len(now))
+    changed = np.flatnonzero(before[:both] != now[:both])
+    return np.concatenate([changed, np.arange(both, len(now))]).astype(np.int32)
+
+
+def _patched(
+    before: npt.NDArray[np.int64],
+    length: int,
+    places: Int32Array,
+    blocks: Int32Array,
+    request_id: int,
+) -> npt.NDArray[np.int64]:
+    table = np.full(length, -2, np.int64)  # no block has this number, and -1 is none
+    both = min(len(before), length)
+    table[:both] = before[:both]
+    table[places] = blocks
+    if length and table.min() < -1:
+        raise RankDivergence(f"request {request_id}: blocks of its table were never told")
+    return table

@@ -1,0 +1,36 @@
+"""What part of the cache a rank has."""
+
+from __future__ import annotations
+
+import torch
+
+from kvconnect.config import KvCacheConfig
+from kvconnect.connector.communicator import Communicator
+from kvconnect.engine.model.model import Model
+from kvconnect.engine.model.sharding import ModelRanks
+from kvconnect.keys import Shard
+
+__all__ = ["free_nbytes", "limited", "shard_of"]
+
+
+def free_nbytes(config: KvCacheConfig, device: torch.device) -> int:
+    """Memory of `device` that the cache may take; 0 where that is no limit."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * config.free_gpu_memory_fraction)
+
+
+def limited(config: KvCacheConfig, nbytes: int) -> KvCacheConfig:
+    """`config` for a cache of at most so many bytes; 0: no further limit."""
+    if not nbytes:
+        return config
+    given = config.max_gpu_total_bytes or nbytes
+    return config.model_copy(update={"max_gpu_total_bytes": min(given, nbytes)})
+
+
+def shard_of(model: Model, ranks: ModelRanks | Communicator) -> Shard:
+    """Which part of the KV cache this rank has: the whole where the heads are not divided."""
+    if model.layers == model.whole_layers:
+        return Shard()
+    return Shard(ranks.rank, ranks.size)

@@ -1,0 +1,142 @@
+"""What a follower is started with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import SecretStr
+
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["RankSettings", "check_tensor_parallel_size", "rank_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """What all ranks of an engine have in common.
+
+    Attributes:
+        size: how many ranks there are.
+        directory: of the model.
+        dtype: see `Model`.
+        device: ``cpu`` or ``cuda``, of all ranks.
+        revision: see `model_digest`.
+        kv_cache: of the leader; the others get as many blocks.
+        connector: attached on every rank; ``None``: none.
+
+    Raises:
+        ConfigurationError: `connector` has a store that is an object of the leader's process.
+    """
+
+    size: int
+    directory: Path
+    dtype: str
+    device: str
+    revision: str | None
+    kv_cache: KvCacheConfig
+    connector: KvCacheConnectorConfig | None
+
+    def __post_init__(self) -> None:
+        if self.connector is not None and self.connector.backend is not None:
+            raise ConfigurationError(
+                f"connector.backend: with tensor_parallel_size={self.size} every rank opens the "
+                "store in its own process; give connector.url"
+            )
+
+    @property
+    def load_timeout_s(self) -> float:
+        """So long a rank may wait for a load in a step."""
+        return 0.0 if self.connector is None else self.connector.load_timeout_s
+
+    def encode(self) -> str:
+        """As one line of JSON."""
+        given: dict[str, Any] = asdict(self) | {
+            "directory": str(self.directory),
+            "kv_cache": _given(self.kv_cache),
+            "connector": None if self.connector is None else _given(self.connector),
+        }
+        return json.dumps(given, default=_plain)
+
+    @classmethod
+    def decode(cls, line: str) -> Self:
+        """Of what `encode` made.
+
+        Raises:
+            ConfigurationError: a setting is wrong.
+        """
+        given: dict[str, Any] = json.loads(line)
+        connector: Mapping[str, object] | None = given.pop("connector")
+        return cls(
+            **given
+            | {
+                "directory": Path(given["directory"]),
+                "kv_cache": KvCacheConfig.given("kv_cache", given["kv_cache"]),
+                "connector": None
+                if connector is None
+                else KvCacheConnectorConfig.given("connector", connector),
+            }
+        )
+
+
+def _given(settings: KvCacheConfig | KvCacheConnectorConfig) -> dict[str, Any]:
+    """What the user set; the rest has its defaults there, too."""
+    return settings.model_dump(exclude_unset=True)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def check_tensor_parallel_size(size: object, manager: object) -> None:
+    """Nothing, if an engine can have so many ranks.
+
+    Args:
+        size: as the user gave it.
+        manager: the user's own cache manager; ``None``: there is none.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigurationError(f"tensor_parallel_size: {size!r} must be an integer, at least 1")
+    if size > 1 and manager is not None:
+        raise ConfigurationError(
+            f"kv_cache_manager: a cache manager of your own serves one rank, and "
+            f"tensor_parallel_size is {size}"
+        )
+
+
+def rank_device(device: str, rank: int, size: int) -> str:
+    """The device of a rank: ``cpu`` or ``cuda:rank``.
+
+    Args:
+        device: as the user gave it.
+        rank: which rank of this machine.
+        size: how many there are.
+
+    Raises:
+        ConfigurationError: it names one GPU for several ranks, or there are too few.
+    """
+    if size == 1:
+        return device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return device
+    if device != "cuda":
+        raise ConfigurationError(
+            f"device: '{device}' is one device, and tensor_parallel_size is {size}; use cuda or cpu"
+        )
+    if (count := torch.cuda.device_count()) < size:
+        raise ConfigurationError(
+            f"tensor_parallel_size: {size} ranks need as many GPUs, and there are {count}"
+        )
+    return f"cuda:{rank}"

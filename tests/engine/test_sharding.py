@@ -1,0 +1,122 @@
+"""A model in parts computes what it computes whole: the ranks are threads, without a cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvconnect.engine.checkpoint.random_model import make_model
+from kvconnect.engine.model import model as model_module
+from kvconnect.engine.model.attention import AttentionInput
+from kvconnect.engine.model.model import Model
+from kvconnect.errors import UnsupportedModel
+
+LESS_OFTEN = ["qwen2", "qwen3", "mistral", "phi", "gemma", "olmo"]
+ARCHITECTURES = [
+    *("llama", "gemma3", "mixtral", "gpt_neox", "deepseek_v3"),
+    *(pytest.param(arch, marks=pytest.mark.slow) for arch in LESS_OFTEN),
+]
+
+
+class Rank:
+    """One of several threads. Sums are none until all have their part of the model."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, parts: list[Tensor | None]) -> None:
+        self.rank, self.size = rank, meeting.parties
+        self._meeting, self._parts = meeting, parts
+        self.sums = False
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if self.sums:
+            self._parts[self.rank] = tensor.clone()
+            self._meeting.wait()
+            tensor.copy_(sum(self._parts))
+            self._meeting.wait()
+
+
+class Uncached:
+    """A step of one prompt that attends to what it was given."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.input_ids = torch.tensor([prompt])
+        self.position_ids = torch.arange(len(prompt))[None]
+        self.last_tokens = torch.tensor([len(prompt) - 1])
+
+    def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
+        groups = given.query.shape[1] // given.key.shape[1]
+        key, value = (one.repeat_interleave(groups, 1) for one in (given.key, given.value))
+        return torch.nn.functional.scaled_dot_product_attention(
+            given.query, key, value, is_causal=True, scale=given.scaling
+        ).transpose(1, 2)
+
+    def check_complete(self) -> None:
+        """The models of this file have no other way."""
+
+
+PROMPT = list(range(7, 27))
+
+
+def parts(directory, size: int) -> tuple[list[Model], list[Rank]]:
+    meeting, sums = threading.Barrier(size, timeout=20), [None] * size
+    ranks = [Rank(rank, meeting, sums) for rank in range(size)]
+    models = [Model(directory, dtype="float64", device="cpu", ranks=rank) for rank in ranks]
+    for rank in ranks:
+        rank.sums = True
+    return models, ranks
+
+
+@pytest.fixture(autouse=True)
+def _whole_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Lean layers ask for the last tokens alone, which `Uncached` does not know.
+    monkeypatch.setattr(model_module, "make_lean", lambda _: 0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_logits_are_those_of_one_rank(arch, size, model_of):
+    whole = Model(model_of(arch), dtype="float64", device="cpu")
+    expected = whole.forward(Uncached(PROMPT))
+    models, _ = parts(model_of(arch), size)
+    with ThreadPoolExecutor(size) as pool:
+        logits = list(pool.map(lambda one: one.forward(Uncached(PROMPT)), models))
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-12)
+    assert [len(one) for one in logits] == [1] + [0] * (size - 1)  # the leader samples
+    assert all(one.layers == models[0].layers for one in models)
+    assert all(one.whole_layers == whole.layers for one in models)
+
+
+@pytest.mark.parametrize(("arch", "size", "heads"), [("gpt_neox", 4, 1), ("llama", 2, 1)])
+def test_each_rank_keeps_its_share_of_the_kv_heads(arch, size, heads, model_of):
+    models, _ = parts(model_of(arch), size)
+    assert [{layer.num_kv_heads for layer in one.layers} for one in models] == [{heads}] * size
+
+
+def test_fewer_kv_heads_than_ranks_are_held_by_several(model_of):
+    models, _ = parts(model_of("llama"), 4)  # two KV heads
+    keys = [one._model.model.layers[0].self_attn.k_proj.weight for one in models]
+    assert torch.equal(keys[0], keys[1])
+    assert torch.equal(keys[2], keys[3])
+    assert not torch.equal(keys[0], keys[2])
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "reason"),
+    [
+        ("gpt2", 2, "GPT2LMHeadModel has no tensor-parallel plan"),
+        ("llama", 3, "3 ranks cannot share 4 attention heads; use a divisor of 4"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(arch, size, reason, model_of):
+    with pytest.raises(UnsupportedModel, match=reason):
+        parts(model_of(arch), size)
+
+
+def test_kv_heads_that_ranks_can_neither_share_nor_repeat_are_refused(tmp_path):
+    directory = make_model(tmp_path, num_heads=12, num_kv_heads=3, hidden_size=96, num_layers=1)
+    with pytest.raises(UnsupportedModel, match="4 ranks cannot share 3 KV heads"):
+        parts(directory, 4)

@@ -1,0 +1,299 @@
+"""Engines of several ranks, each in a process of its own: equal tokens, and no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect.errors import (
+    ConfigurationError,
+    ConnectorContractError,
+    EngineClosed,
+    RankLost,
+    UnsupportedModel,
+)
+
+SCRIPT = Path(__file__).with_name("rank_script.py")
+GREEDY = SamplingParams(max_tokens=20)
+LONG = SamplingParams(max_tokens=230, ignore_eos=True)
+ARCHITECTURES = ["llama", "gpt_neox", "mistral", "gemma3", "deepseek_v3", "mixtral"]
+
+
+@pytest.fixture
+def open_ranks(model_of) -> Iterator[Callable[..., LLM]]:
+    """Opens engines of several ranks in float64; closes them at the end."""
+    opened: list[LLM] = []
+
+    def open_one(arch: str = "llama", size: int = 2, **more: object) -> LLM:
+        cache = {"tokens_per_block": 8, "max_tokens": 320} | more.pop("cache", {})
+        if isinstance(url := more.get("connector"), str):
+            more["connector"] = KvCacheConnectorConfig(url=url, lookup_timeout_ms=5000)
+        settings = {"dtype": "float64", "device": "cpu", "max_num_tokens": 48} | more
+        opened.append(
+            LLM(
+                model_of(arch),
+                tensor_parallel_size=size,
+                kv_cache=KvCacheConfig(**cache),
+                **settings,
+            )
+        )
+        return opened[-1]
+
+    yield open_one
+    for llm in opened:
+        llm.close()
+
+
+def followers(llm: LLM) -> dict[int, int]:
+    """Process ids of the other ranks."""
+    processes = llm._engine._followers._processes._processes
+    return {rank: process.pid for rank, process in processes.items()}
+
+
+def wait_until_gone(pids: list[int], limit_s: float) -> None:
+    until = time.monotonic() + limit_s
+    while left := [pid for pid in pids if _runs(pid)]:
+        assert time.monotonic() < until, f"processes {left} are left"
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [list(output.output_token_ids) for output in outputs]
+
+
+def many(prompts: list[list[int]]) -> list[list[int]]:
+    """Prompts that share beginnings of any length, more than the cache has room for."""
+    rng = np.random.default_rng(3)
+    return [
+        [*(base := prompts[index % 5])[: int(rng.integers(0, len(base) + 1))], index, 9, 9]
+        for index in range(8)
+    ]
+
+
+def check_equal(llm: LLM, arch: str, reference, prompts, model_of) -> None:
+    """Twice, so that blocks come from the device, from the host, and parts of them by copies."""
+    asked = [*prompts, *many(prompts)]
+    expected = reference(model_of(arch), asked, 20)
+    assert tokens(llm.generate(asked, GREEDY)) == expected
+    aborted = llm.submit(asked[0], LONG)
+    next(aborted.stream())
+    aborted.abort()
+    assert tokens(llm.generate(asked, GREEDY)) == expected
+    stats = llm.stats()
+    assert stats.reused_device_tokens > stats.reused_host_tokens > 0
+
+
+def test_equal_tokens_then_a_rank_is_killed_then_a_restart_from_disk(
+    open_ranks, reference, prompts, model_of, tmp_path
+):
+    store = f"disk://{tmp_path}/store?capacity=64MiB"
+    llm = open_ranks(connector=store, cache={"host_cache_size": 100_000})
+    check_equal(llm, "llama", reference, prompts, model_of)
+    # A rank is killed while it computes.
+    pids = followers(llm)
+    assert list(pids) == [1]
+    handles = [llm.submit([one, 2, 3], LONG) for one in range(3)]
+    next(handles[0].stream())
+    killed = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    for handle in handles:
+        with pytest.raises(RankLost, match="rank 1 is lost") as lost:
+            handle.result()
+        assert lost.value.rank == 1
+    assert time.monotonic() - killed < 5
+    with pytest.raises(EngineClosed):
+        llm.generate([1, 2, 3], GREEDY)
+    llm.close()
+    # The engine can be made again; what all ranks saved is loaded.
+    again = open_ranks(connector=store, speculative="ngram", scheduling="max_utilization")
+    assert tokens(again.generate(prompts, GREEDY)) == reference(model_of("llama"), prompts, 20)
+    assert again.stats().reused_store_tokens > 0
+    left = list(followers(again).values())
+    again.close()
+    wait_until_gone(left, 1)
+
+
+def test_a_follower_ends_with_the_pipe_to_its_leader():
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvconnect.engine.ranks", "1"], stdin=subprocess.PIPE
+    ) as process:
+        start = {"sys_path": sys.path, "port": 1}
+        process.stdin.write(f"{json.dumps(start)}\n{{}}\n".encode())
+        process.stdin.close()
+        assert process.wait(5) == 1
+
+
+@pytest.mark.parametrize("settings", [{"kv_cache_manager": lambda *_: None}, {"device": "cuda:0"}])
+def test_what_serves_one_rank_is_refused_before_any_process_starts(settings, open_ranks):
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size"):
+        open_ranks(**settings)
+
+
+# ---------------------------------------------------------------------- long forms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_equal_tokens(arch, size, open_ranks, reference, prompts, model_of, tmp_path):
+    store = f"disk://{tmp_path}/store?capacity=64MiB"
+    llm = open_ranks(arch, size, connector=store, cache={"host_cache_size": 400_000})
+    check_equal(llm, arch, reference, prompts, model_of)
+    llm.close()
+    again = open_ranks(arch, size, connector=store)
+    assert tokens(again.generate(prompts, GREEDY)) == reference(model_of(arch), prompts, 20)
+    assert again.stats().reused_store_tokens > 0
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_divided_leaves_no_process(open_ranks, model_of, monkeypatch):
+    pids = []
+    started = subprocess.Popen.__init__
+
+    def note(self, *args, **kwargs):
+        started(self, *args, **kwargs)
+        pids.append(self.pid)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", note)
+    with pytest.raises(UnsupportedModel, match="no tensor-parallel plan"):
+        open_ranks("gpt2")
+    assert len(pids) == 1
+    wait_until_gone(pids, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 3])
+def test_an_idle_engine_notices_that_a_rank_died(rank, open_ranks):
+    llm = open_ranks(size=4)
+    llm.generate([1, 2, 3], GREEDY)
+    pids = followers(llm)
+    os.kill(pids[rank], signal.SIGKILL)
+    until = time.monotonic() + 5
+    with pytest.raises(EngineClosed) as closed:  # noqa: PT012
+        while time.monotonic() < until:
+            llm.check_health()
+            time.sleep(0.01)
+    assert f"rank {rank} is lost" in str(closed.value.__cause__)
+    wait_until_gone(list(pids.values()), 5)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_ends_the_engine(open_ranks):
+    llm = open_ranks()
+    handle = llm.submit([1, 2, 3], LONG)
+    next(handle.stream())
+    os.kill(followers(llm)[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    with pytest.raises(RankLost, match="rank 1 is lost: no sign of life"):
+        handle.result()
+    assert time.monotonic() - stopped < 2 * 4 + 1
+    wait_until_gone(list(followers(llm).values()), 5)
+
+
+@pytest.mark.slow
+def test_followers_do_not_outlive_a_killed_leader(model_of):
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, model_of("llama"), "2", "serve"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        line = process.stdout.readline()
+        assert line, process.stderr.read().decode()
+        process.kill()
+        wait_until_gone(json.loads(line), 5)
+
+
+def failing(worker: str) -> KvCacheConnectorConfig:
+    return KvCacheConnectorConfig(
+        connector_module="rank_connectors",
+        connector_scheduler_class="Scheduler",
+        connector_worker_class=worker,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("worker", "error"),
+    [
+        ("FollowerFails", "rank 1: RuntimeError: the second rank has had enough"),
+        ("LeaderFails", "the first rank has had enough"),
+    ],
+)
+def test_a_connector_that_raises_amid_the_forward_pass_ends_all_ranks(worker, error, open_ranks):
+    llm = open_ranks(connector=failing(worker))
+    began = time.monotonic()
+    with pytest.raises((ConnectorContractError, RuntimeError), match=error):
+        llm.generate([1, 2, 3], GREEDY)
+    assert time.monotonic() - began < 5
+    wait_until_gone(list(followers(llm).values()), 5)
+
+
+@pytest.mark.slow
+def test_a_connector_that_cannot_be_made_on_one_rank_is_an_error_of_the_engine(open_ranks):
+    with pytest.raises((ConfigurationError, RankLost), match="no room on the second rank"):
+        open_ranks(connector=failing("FailsToStart"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks(model_of):
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, model_of("llama"), "2", "serve"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    with process:
+        pids = json.loads(process.stdout.readline())
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert b"KeyboardInterrupt" in errors
+    wait_until_gone(pids, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["answer", "forget"])
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]])
+def test_a_script_without_a_guard_also_under_torchrun(what, launcher, model_of, reference):
+    run = subprocess.run(
+        [sys.executable, *launcher, SCRIPT, model_of("llama"), "2", what],
+        capture_output=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr.decode()
+    assert [json.loads(line) for line in run.stdout.splitlines()] == reference(
+        model_of("llama"), [range(40)], 8
+    )
+
+
+@pytest.mark.slow
+def test_torchrun_with_another_number_of_processes_is_refused(model_of):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1"]
+    run = subprocess.run(
+        [sys.executable, *launcher, SCRIPT, model_of("llama"), "2", "answer"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode != 0
+    assert b"use --nproc-per-node=2" in run.stderr
