@@ -12,6 +12,7 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.parallel import Mapping, ParallelConfig
 from kvconnect.keys import BlockHash, BlockKey, Shard
 from kvconnect.layout import KvCacheLayout
+from kvconnect.shards import StoredHeads, stored_heads
 
 __all__ = [
     "Direction",
@@ -34,6 +35,8 @@ class LlmArgs:
         model_digest: 32 bytes; see `kvconnect.digest.model_digest`.
         shard: this rank's part of the model.
         backend: a store that the user made; ``None`` if `kv_connector_config` names one.
+        num_kv_heads: of each pool group in the whole model; by default no heads are on several
+            tensor-parallel ranks, but those of a latent (MLA) on all.
     """
 
     model: str
@@ -43,6 +46,16 @@ class LlmArgs:
     model_digest: bytes
     shard: Shard = Shard()
     backend: Backend | None = None
+    num_kv_heads: tuple[int, ...] = ()
+
+    @property
+    def stored_heads(self) -> tuple[StoredHeads, ...]:
+        """How a store holds the KV heads of each pool group.
+
+        Raises:
+            ConfigurationError: `num_kv_heads` does not fit the layouts.
+        """
+        return stored_heads(self.layouts, self.shard, self.num_kv_heads)
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 VOCABULARY = (
-    "address errors redaction text tokens settings config layout keys digest backend frame trace"
-    " request sampling_params prometheus user_cache"
+    "address errors redaction text tokens settings config layout keys shards digest backend frame"
+    " trace request sampling_params prometheus user_cache"
 )
 LAYERS = (
     *("cli", "server", "bench simulate", "integrations", "testing", "engine", "connector"),

@@ -1,0 +1,180 @@
+"""How a store holds the KV heads of a model: the same whatever the tensor parallelism.
+
+A block is stored once for every share of the KV heads, and its store key says which share of how
+many. With tensor parallelism up to the number of KV heads each rank has a share of its own; beyond
+that, and for a latent (MLA), several ranks hold the same heads, which are stored once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import BlockKey, Shard, store_key
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["HeadSlice", "StoredHeads", "stored_heads", "whole_layouts"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSlice:
+    """The heads that a rank and a stored block have in common.
+
+    Attributes:
+        shard: whose stored block; for `store_key`.
+        source: heads of the stored block.
+        target: the same heads in the rank's block.
+    """
+
+    shard: Shard
+    source: slice
+    target: slice
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHeads:
+    """How the KV heads of one pool group lie in a store, and which of them a rank has.
+
+    Attributes:
+        layout: of the rank's own blocks.
+        shard: the rank.
+        num_kv_heads: of each layer of the whole model.
+    """
+
+    layout: KvCacheLayout
+    shard: Shard
+    num_kv_heads: int
+
+    def __post_init__(self) -> None:
+        heads, tp = self.num_kv_heads, self.shard.tp_size
+        size = min(tp, heads)
+        if heads < 1 or heads % size or tp % size:
+            raise ConfigurationError(
+                f"num_kv_heads: {heads} can be neither split nor repeated evenly over "
+                f"tensor_parallel_size={tp}"
+            )
+        if self.layout.num_kv_heads != heads // size:
+            raise ConfigurationError(
+                f"num_kv_heads: {self.layout.num_kv_heads} in a rank's layout; "
+                f"{heads // size} is a share of {heads} with tensor_parallel_size={tp}"
+            )
+
+    # ------------------------------------------------------------------ the rank's own share
+
+    @property
+    def size(self) -> int:
+        """Into so many shares this rank and its like divide the heads."""
+        return min(self.shard.tp_size, self.num_kv_heads)
+
+    @property
+    def own(self) -> Shard:
+        """What `store_key` gets for the rank's own blocks: equal on ranks that hold the same."""
+        return self._shard(self._rank, self.size)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no rank before this one holds the same heads: the one that saves them."""
+        return self.shard.tp_rank % (self.shard.tp_size // self.size) == 0
+
+    # ------------------------------------------------------------------ all sizes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of shares that a stored block is looked for in: its own first, near ones next.
+
+        Those that tensor parallelism by powers of two makes; at most 8.
+        """
+        heads, own = self.num_kv_heads, self.size
+        powers = (1 << exponent for exponent in range(7))
+        others = {size for size in (*powers, heads) if heads % size == 0 and size <= _MOST_SHARES}
+        nearest = sorted(others - {own}, key=lambda size: (max(size, own) // min(size, own), size))
+        return (own, *nearest)
+
+    def shards(self, size: int) -> tuple[Shard, ...]:
+        """The shards that together are all heads, in `size` shares, on all pipeline stages.
+
+        A block counts as stored in `size` shares if it is there under the `store_key` of each. The
+        leader looks up all of them where the ranks share a store.
+        """
+        stages = range(self.shard.pp_size)
+        return tuple(
+            Shard(rank, size, stage, len(stages)) for stage in stages for rank in range(size)
+        )
+
+    def slices(self, size: int) -> tuple[HeadSlice, ...]:
+        """From which blocks, stored in `size` shares, come which of the rank's heads, in order.
+
+        ``slices(self.size)`` is one: all of the rank's own block.
+        """
+        own, share = self.layout.num_kv_heads, self.num_kv_heads // size
+        low, high = self._rank * own, (self._rank + 1) * own
+        found = []
+        for rank in range(low // share, -(-high // share)):
+            start, stop = max(low, rank * share), min(high, (rank + 1) * share)
+            source = slice(start - rank * share, stop - rank * share)
+            found.append(HeadSlice(self._shard(rank, size), source, slice(start - low, stop - low)))
+        return tuple(found)
+
+    def layout_of(self, size: int) -> KvCacheLayout:
+        """Of a block as it is stored in `size` shares."""
+        return replace(self.layout, num_kv_heads=self.num_kv_heads // size)
+
+    def store_keys(self, key: BlockKey, group: int, size: int) -> tuple[BlockKey, ...]:
+        """What stands in a store for the block of `group` with chained `key`, in `size` shares.
+
+        All of them have to be there: see `shards`.
+        """
+        return tuple(store_key(key, group, shard) for shard in self.shards(size))
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _rank(self) -> int:
+        return self.shard.tp_rank * self.size // self.shard.tp_size
+
+    def _shard(self, rank: int, size: int) -> Shard:
+        return Shard(rank, size, self.shard.pp_rank, self.shard.pp_size)
+
+
+_MOST_SHARES = 64
+
+
+def stored_heads(
+    layouts: Sequence[KvCacheLayout], shard: Shard, num_kv_heads: Sequence[int] = ()
+) -> tuple[StoredHeads, ...]:
+    """One for each pool group of a rank.
+
+    Args:
+        layouts: of the rank's pools.
+        shard: the rank.
+        num_kv_heads: of each group in the whole model; by default no heads are on several ranks,
+            but those of a latent on all.
+
+    Raises:
+        ConfigurationError: they do not fit each other.
+    """
+    if num_kv_heads and len(num_kv_heads) != len(layouts):
+        raise ConfigurationError(
+            f"num_kv_heads: {tuple(num_kv_heads)} must be one number for each of the "
+            f"{len(layouts)} pool groups"
+        )
+    totals = num_kv_heads or [_total(layout, shard) for layout in layouts]
+    return tuple(
+        StoredHeads(layout, shard, total) for layout, total in zip(layouts, totals, strict=True)
+    )
+
+
+def whole_layouts(
+    layouts: Sequence[KvCacheLayout], shard: Shard, num_kv_heads: Sequence[int] = ()
+) -> tuple[KvCacheLayout, ...]:
+    """What `layouts` would be on one rank with all heads: what `root_key` and `model_tag` take.
+
+    Args and errors as of `stored_heads`.
+    """
+    return tuple(one.layout_of(1) for one in stored_heads(layouts, shard, num_kv_heads))
+
+
+def _total(layout: KvCacheLayout, shard: Shard) -> int:
+    is_latent = layout.num_kv_heads == 1 and layout.value_dim == 0
+    return 1 if is_latent else layout.num_kv_heads * shard.tp_size

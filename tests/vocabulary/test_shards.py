@@ -1,0 +1,111 @@
+"""Which heads a stored block holds, whatever the tensor parallelism of who saved it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import BlockKey, Shard, store_key
+from kvconnect.layout import KvCacheLayout
+from kvconnect.shards import StoredHeads, stored_heads, whole_layouts
+
+KEY = BlockKey(bytes(range(32)))
+LATENT = KvCacheLayout(2, 1, 576, 0, 16, torch.bfloat16)
+
+
+def layout(num_kv_heads: int) -> KvCacheLayout:
+    return KvCacheLayout(2, num_kv_heads, 8, 8, 16, torch.float32)
+
+
+def ranks(heads: int, tp_size: int, pp_size: int = 1) -> list[StoredHeads]:
+    shards = [Shard(tp, tp_size, pp, pp_size) for pp in range(pp_size) for tp in range(tp_size)]
+    own = layout(max(1, heads // tp_size))
+    return [stored_heads([own], shard, [heads])[0] for shard in shards]
+
+
+def test_one_rank_has_the_keys_that_it_always_had() -> None:
+    [one] = ranks(8, 1)
+    assert one.own == Shard()
+    assert one.store_keys(KEY, 0, one.size) == (store_key(KEY),)
+    assert one.is_first
+    assert one.layout_of(one.size) == one.layout
+
+
+def test_as_many_ranks_as_heads_have_a_key_each() -> None:
+    for size in (2, 4, 8):
+        assert [one.own for one in ranks(8, size)] == [Shard(rank, size) for rank in range(size)]
+        assert all(one.is_first for one in ranks(8, size))
+
+
+def test_more_ranks_than_heads_share_keys_and_the_first_of_them_saves() -> None:
+    found = ranks(2, 8)
+    assert [one.own for one in found] == [Shard(rank // 4, 2) for rank in range(8)]
+    assert [one.is_first for one in found] == [True, False, False, False] * 2
+
+
+def test_a_latent_is_stored_once() -> None:
+    found = [stored_heads([LATENT], Shard(rank, 4))[0] for rank in range(4)]
+    assert {one.own for one in found} == {Shard()}
+    assert [one.is_first for one in found] == [True, False, False, False]
+    assert found[0].sizes == (1,)
+    assert whole_layouts([LATENT], Shard(3, 4)) == (LATENT,)
+
+
+def test_without_a_number_of_heads_none_are_on_several_ranks() -> None:
+    [one] = stored_heads([layout(2)], Shard(3, 4))
+    assert (one.num_kv_heads, one.own) == (8, Shard(3, 4))
+    assert whole_layouts([layout(2)], Shard(3, 4)) == (layout(8),)
+
+
+def test_pipeline_stages_have_keys_of_their_own() -> None:
+    shards = ranks(4, 2, pp_size=2)[0].shards(2)
+    assert shards == (Shard(0, 2, 0, 2), Shard(1, 2, 0, 2), Shard(0, 2, 1, 2), Shard(1, 2, 1, 2))
+    [part] = ranks(4, 2, pp_size=2)[3].slices(1)
+    assert part.shard == Shard(0, 1, 1, 2)
+
+
+def test_its_own_size_is_looked_for_first_and_there_are_few_others() -> None:
+    assert ranks(8, 1)[0].sizes == (1, 2, 4, 8)
+    assert ranks(8, 4)[0].sizes == (4, 2, 8, 1)
+    assert ranks(12, 3)[0].sizes[0] == 3
+    for heads in range(1, 130):
+        [one] = ranks(heads, 1)
+        assert len(one.sizes) <= 8
+        assert all(heads % size == 0 for size in one.sizes)
+
+
+@given(st.data())
+def test_slices_bring_every_head_of_a_rank_once_and_in_its_place(data: st.DataObject) -> None:
+    heads = data.draw(st.integers(1, 24))
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    repeats = data.draw(st.sampled_from([1, 2, 4]))
+    tp_size = data.draw(st.sampled_from(divisors))
+    tp_size = heads * repeats if tp_size == heads else tp_size
+    size = data.draw(st.sampled_from(divisors))
+    for rank, one in enumerate(ranks(heads, tp_size)):
+        numbers: list[int | None] = [None] * one.layout.num_kv_heads
+        for part in one.slices(size):
+            share = heads // size
+            stored = list(range(part.shard.tp_rank * share, (part.shard.tp_rank + 1) * share))
+            assert len(stored[part.source]) == len(numbers[part.target]) > 0
+            assert set(numbers[part.target]) == {None}
+            numbers[part.target] = stored[part.source]
+        first = rank * heads // tp_size
+        assert numbers == list(range(first, first + len(numbers)))
+    assert len(one.slices(one.size)) == 1
+
+
+@pytest.mark.parametrize(("heads", "tp_size"), [(6, 4), (2, 3), (0, 1)])
+def test_heads_that_cannot_be_spread_evenly_are_refused(heads: int, tp_size: int) -> None:
+    with pytest.raises(ConfigurationError, match="num_kv_heads"):
+        StoredHeads(layout(1), Shard(0, tp_size), heads)
+
+
+def test_a_layout_of_another_share_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="2 is a share of 8"):
+        stored_heads([layout(4)], Shard(0, 4), [8])
+    with pytest.raises(ConfigurationError, match="one number for each of the 1 pool groups"):
+        stored_heads([layout(4)], Shard(), [4, 4])
