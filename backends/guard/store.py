@@ -6,10 +6,10 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.guard.answers import (
@@ -339,7 +339,7 @@ class GuardedBackend(Backend):
         self,
         keys: Sequence[BlockKey],
         into: Sequence[Tensor],
-        work: Callable[[Call], Awaitable[int]],
+        work: Callable[[Call], Coroutine[Any, Any, int]],
     ) -> int:
         self._opened()
         with self._trace("load", blocks=len(keys)) as span:

@@ -47,7 +47,8 @@ UNEQUAL = KvCacheLayout(2, 4, 3, 2, T, torch.float64)
 
 def heads_of(pool: Tensor, whole: KvCacheLayout, low: int, high: int) -> Tensor:
     """The heads ``low..high`` of the flat pool `pool` of layout `whole`."""
-    blocks, layers, heads, size = len(pool), whole.num_layers, whole.num_kv_heads, T
+    blocks, layers, heads = len(pool), whole.num_layers, whole.num_kv_heads
+    size = whole.tokens_per_block
     if whole.kv_factor == 2:
         planes = pool.view(blocks, layers, 2, size, heads, whole.key_dim)
         return planes[..., low:high, :].reshape(blocks, layers, 2, -1)
@@ -62,7 +63,8 @@ def heads_of(pool: Tensor, whole: KvCacheLayout, low: int, high: int) -> Tensor:
 
 def kv_of(tokens: np.ndarray, whole: KvCacheLayout, group: int) -> Tensor:
     """The KV of a prompt, as blocks of a flat pool; what its last block does not hold is 0."""
-    count = -(-len(tokens) // T)
+    size = whole.tokens_per_block
+    count = -(-len(tokens) // size)
     blocks = torch.zeros(whole.flat_shape(count), dtype=whole.dtype)
     dims = [whole.key_dim] * 2 if whole.kv_factor == 2 else [whole.key_dim, whole.value_dim]
     shape = (whole.num_layers, whole.num_kv_heads)
@@ -71,16 +73,16 @@ def kv_of(tokens: np.ndarray, whole: KvCacheLayout, group: int) -> Tensor:
         state = zlib.crc32(token.tobytes(), state)
         random = np.random.default_rng(state)
         values = [torch.from_numpy(random.random((*shape, dim))) for dim in dims]
-        block, at = divmod(position, T)
+        block, at = divmod(position, size)
         if whole.kv_factor == 2:
-            planes = blocks[block].view(whole.num_layers, 2, T, whole.num_kv_heads, -1)
+            planes = blocks[block].view(whole.num_layers, 2, size, whole.num_kv_heads, -1)
             planes[:, 0, at], planes[:, 1, at] = values
             continue
-        cut = T * whole.num_kv_heads * whole.key_dim
-        rows = blocks[block, :, 0, :cut].view(whole.num_layers, T, whole.num_kv_heads, -1)
+        cut = size * whole.num_kv_heads * whole.key_dim
+        rows = blocks[block, :, 0, :cut].view(whole.num_layers, size, whole.num_kv_heads, -1)
         rows[:, at] = values[0]
         if whole.value_dim:
-            rows = blocks[block, :, 0, cut:].view(whole.num_layers, T, whole.num_kv_heads, -1)
+            rows = blocks[block, :, 0, cut:].view(whole.num_layers, size, whole.num_kv_heads, -1)
             rows[:, at] = values[1]
     return blocks
 
@@ -241,7 +243,7 @@ class Ranks:
                     valid = min(T, num_tokens - number * T)
                     found = pool[ids[number]], expected[number]
                     for got, right in zip(
-                        *(_rows(block, one, valid) for block in found), strict=True
+                        *(rows_of(block, one, valid) for block in found), strict=True
                     ):
                         assert torch.equal(got, right), (rank, group, number)
 
@@ -251,10 +253,14 @@ class Ranks:
                 pool[ids] = self._expected(prompt, rank, group)
 
 
-def _rows(block: Tensor, one: KvCacheLayout, valid: int) -> list[Tensor]:
+def rows_of(block: Tensor, one: KvCacheLayout, valid: int) -> list[Tensor]:
     """Keys and values of the first `valid` tokens of a block of a flat pool."""
     if one.kv_factor == 2:
-        return [block.view(one.num_layers, 2, T, -1)[:, :, :valid]]
-    cut = T * one.num_kv_heads * one.key_dim
+        return [block.view(one.num_layers, 2, one.tokens_per_block, -1)[:, :, :valid]]
+    cut = one.tokens_per_block * one.num_kv_heads * one.key_dim
     parts = [block[:, 0, :cut], block[:, 0, cut:]]
-    return [part.reshape(one.num_layers, T, -1)[:, :valid] for part in parts if part.shape[1]]
+    return [
+        part.reshape(one.num_layers, one.tokens_per_block, -1)[:, :valid]
+        for part in parts
+        if part.shape[1]
+    ]

@@ -112,4 +112,5 @@ def _offsets(run: BlockRun, plane: _Plane, begins: npt.NDArray[np.int64], layers
     layer = np.arange(layers.start, layers.stop, dtype=np.int64) * layout.layer_nbytes
     each = np.arange(plane.count, dtype=np.int64) * (layout.plane_elements * size)
     planes = (layer[:, None] + each[None, :]).reshape(-1)
-    return (planes[:, None] + tokens[None, :]).reshape(-1)
+    found: Offsets = (planes[:, None] + tokens[None, :]).reshape(-1)
+    return found
