@@ -106,9 +106,10 @@ def test_a_prefix_counts_as_far_as_all_shares_are_there(tp_size: int, missing: i
     store = shared_store(enumerable=False)
     whole = (layout(4),)
     run(store, whole, 2)
-    key = keys_of(whole)[3]
-    del store.frames[store_key(key, 0, Shard(missing, 2))]
+    key = store_key(keys_of(whole)[3], 0, Shard(missing, 2))
+    del store.frames[key]
     assert run(store, whole, tp_size) == 3 * T
+    assert key not in {one for keys in store.loads for one in keys}  # nobody found it
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 2), (2, 1)])
