@@ -27,7 +27,7 @@ MODELS = {
     "keys wider than values": (UNEQUAL,),
     "a window, and fewer heads in it": (layout(4), layout(2, window=6)),
 }
-SIZES = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
+SIZES = [(1, 2), (2, 1), (4, 1), (2, 4)]
 
 
 def shared_store(*, inline: bool = False, enumerable: bool = True) -> DictStore:
@@ -184,7 +184,7 @@ def test_after_a_restart_from_disk(tmp_path: Path, url: str, saved_by: int, load
     assert run(url, wholes, loaded_by) == len(PROMPT) - 1
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.data())
 def test_whatever_was_saved_by_whom_and_lost_again_nothing_wrong_is_loaded(
     data: st.DataObject,

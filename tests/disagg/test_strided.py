@@ -139,7 +139,7 @@ def test_every_rank_of_this_engine_is_counted_as_a_reader() -> None:
     assert readers(4, 1, 2) == [[(0, 2)], [(0, 2)]]
     assert readers(4, 2, 1) == [[(0, 1), (1, 1)]]
     assert readers(2, 4, 1) == [[(0, 1), (2, 1)]]
-    assert readers(2, 4, 4) == [[(0, 1)], [(1, 1)], [(2, 1)], [(3, 1)]]
+    assert readers(2, 4, 4) == [[(0, 2)], [(0, 2)], [(2, 2)], [(2, 2)]]
     with pytest.raises(ConfigurationError, match="tp_size"):
         readers(2, 3, 1)
 

@@ -31,7 +31,7 @@ class Source:
 def sources(heads: Sequence[StoredHeads], tp_size: int) -> tuple[Source, ...]:
     """Those of an engine of `tp_size` ranks that a rank with `heads` reads from, in order.
 
-    Heads that several of them hold are read from one, another one by each of ours.
+    Heads that several of them hold are read from the first: the others hand out nothing.
 
     Raises:
         ConfigurationError: the heads cannot be spread over so many.
@@ -59,8 +59,7 @@ def _by_rank(heads: Sequence[StoredHeads], tp_size: int) -> dict[int, dict[int, 
             )
         alike = tp_size // shares
         for part in own.slices(shares):
-            rank = part.shard.tp_rank * alike + own.shard.tp_rank % alike
-            found.setdefault(rank, {})[group] = part
+            found.setdefault(part.shard.tp_rank * alike, {})[group] = part
     return found
 
 
