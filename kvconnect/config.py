@@ -217,8 +217,9 @@ class TransferConfig(Settings):
         transport: what blocks travel by: ``tcp``, or ``nixl``, which needs the extra of that name.
         device: the network device of ``nixl``, as UCX names it: ``lo`` keeps it to this machine;
             UCX authenticates no peer, so name one that only trusted machines reach.
-        listen: ``host:port`` of the control channel; port 0 takes a free one. Other hosts than the
-            loopback need a `secret`.
+        listen: ``host:port`` of the control channel; port 0 takes a free one. Of several ranks the
+            first one's: each other listens one port further on. Other hosts than the loopback need
+            a `secret`.
         advertise: ``host:port`` that peers reach `listen` at, if that is another, as behind
             ``0.0.0.0``; travels in ``kv_transfer_params``.
         secret: what both sides prove to know before anything else is said; never shown.

@@ -182,7 +182,11 @@ def split_keys(keys: bytes | bytearray) -> list[BlockKey]:
 
 
 def store_key(key: BlockKey, group: int = 0, shard: Shard = Shard()) -> BlockKey:
-    """What a store sees: `key` for one pool group and one rank's shard."""
+    """What a store sees: `key` for one pool group and one share of the model.
+
+    Of tensor parallelism `shard` says which share of the KV heads it is, which is not always the
+    rank's own place: see `kvconnect.shards`.
+    """
     where = struct.pack("<5q", group, shard.tp_rank, shard.tp_size, shard.pp_rank, shard.pp_size)
     return _digest(b"kvc-store", (key, where))
 

@@ -44,14 +44,20 @@ class FramedStore:
         lengths_vary = self._inner.capabilities.variable_length
         self.framing.set_layouts(layouts, variable_length=lengths_vary)
 
-    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor], call: Call) -> int:
+    async def load(
+        self,
+        keys: Sequence[BlockKey],
+        into: Sequence[Tensor],
+        call: Call,
+        layout: KvCacheLayout | None = None,
+    ) -> int:
         """Fill `into`; return how many leading ones are filled and sound.
 
-        What is not sound is told of, and dropped if it is of use to no reader.
+        What is not sound, or not of `layout`, is told of, and dropped if it is of use to no reader.
         """
         framing, can = self.framing, promised(self._inner)
         framing.verified = can.checks_frames
-        rooms = framing.rooms(into)
+        rooms = framing.rooms(into, layout)
         taken = framing.checksums(rooms) if can.hashes_loads else ()
 
         async def fill(part: slice) -> int:
@@ -63,7 +69,7 @@ class FramedStore:
             return filled
 
         async def check(got: slice) -> int:
-            wrong = await framing.open(keys[got], rooms[got], into[got], taken[got])
+            wrong = await framing.open(keys[got], rooms[got], into[got], taken[got], layout)
             if wrong:
                 await self._report({keys[got][index]: one for index, one in wrong.items()})
             return min(wrong, default=got.stop - got.start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -169,10 +169,15 @@ class Framing:
 
     # ------------------------------------------------------------------ from the store
 
-    def rooms(self, into: Sequence[Tensor]) -> Sequence[Tensor]:
-        """As much of each of `into` as an encoded frame takes at most."""
+    def rooms(
+        self, into: Sequence[Tensor], layout: KvCacheLayout | None = None
+    ) -> Sequence[Tensor]:
+        """As much of each of `into` as an encoded frame, of `layout` if given, takes at most."""
         if self.codecs.quantized is None:
             return into
+        if layout is not None:
+            most = frame_nbytes(self.codecs.most_nbytes(layout))
+            return [buffer[:most] for buffer in into]
         return [buffer[: self._cut.get(buffer.numel(), buffer.numel())] for buffer in into]
 
     def checksums(self, frames: Sequence[Tensor]) -> list[FrameChecksum]:
@@ -185,6 +190,7 @@ class Framing:
         frames: Sequence[Tensor],
         into: Sequence[Tensor],
         taken: Sequence[FrameChecksum] = (),
+        layout: KvCacheLayout | None = None,
     ) -> dict[int, Recompute]:
         """Check `frames`, which lie at the beginning of `into`, and decode what is encoded.
 
@@ -196,40 +202,55 @@ class Framing:
             frames: as the store filled them.
             into: where the payloads go.
             taken: the checksums, if the store took them meanwhile.
+            layout: of all of them; by default one of those of `set_layouts`.
 
         Returns:
             What is wrong, by index.
         """
         checksums: Sequence[FrameChecksum | None] = taken or [None] * len(keys)
+        layouts = self._by_fingerprint
+        if layout is not None:
+            layouts = {(one := _Known.of(layout)).fingerprint: one}
 
         def opened(part: slice) -> Callable[[], list[Recompute | None]]:
             four = zip(keys[part], frames[part], into[part], checksums[part], strict=True)
-            return lambda: [self._fault(*one) for one in four]
+            return lambda: [self._fault(*one, layouts) for one in four]
 
         nbytes = sum(map(self._work_nbytes, frames, checksums))
         faults = await self._halves(opened, len(keys), nbytes)
         return {index: fault for index, fault in enumerate(faults) if fault is not None}
 
     def _fault(
-        self, key: BlockKey, data: Tensor, into: Tensor, taken: FrameChecksum | None
+        self,
+        key: BlockKey,
+        data: Tensor,
+        into: Tensor,
+        taken: FrameChecksum | None,
+        layouts: Mapping[bytes, _Known],
     ) -> Recompute | None:
         try:
-            self._open(key, data, into, taken)
+            self._open(key, data, into, taken, layouts)
         except (BadFrame, OtherCodec) as error:
             return error
         return None
 
-    def _open(self, key: BlockKey, data: Tensor, into: Tensor, taken: FrameChecksum | None) -> None:
+    def _open(
+        self,
+        key: BlockKey,
+        data: Tensor,
+        into: Tensor,
+        taken: FrameChecksum | None,
+        layouts: Mapping[bytes, _Known],
+    ) -> None:
         if not self._verify and not self.codecs and not frame.is_encoded(data):
             return
         sealed = frame.whole(data) if taken is None or taken.encoded else data
-        layouts = self._by_fingerprint or None
         if self.verified:
-            header = frame.check_header(sealed, key, layouts)
+            header = frame.check_header(sealed, key, layouts or None)
         else:
-            header = frame.check(sealed, key, layouts, taken)
+            header = frame.check(sealed, key, layouts or None, taken)
         flags = self.codecs.check_flags(header)
-        known = self._by_fingerprint.get(header.fingerprint)
+        known = layouts.get(header.fingerprint)
         if known is None:
             if flags:
                 raise OtherCodec("encoded, and its layout is not known here")

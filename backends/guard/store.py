@@ -6,10 +6,10 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.guard.answers import (
@@ -206,17 +206,24 @@ class GuardedBackend(Backend):
         """
         return await self.load_hashed(keys, into, ())
 
+    async def load_as(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], layout: KvCacheLayout
+    ) -> int:
+        """As `load`, of frames of `layout`, which need not be one of those of `open`.
+
+        A frame of another layout is a damaged one, also of one of those.
+        """
+        return await self._load_traced(
+            keys, into, lambda call: self._load(keys, into, (), call, layout)
+        )
+
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
         """As `load`; with `raw`, for who checks frames himself: the store may take `checksums`."""
-        self._opened()
-        with self._trace("load", blocks=len(keys)) as span:
-            loaded = await self._calls.run(
-                "load", lambda call: self._load(keys, into, checksums, call), holds_buffers=True
-            )
-            span.set(loaded=loaded, bytes=sum(buffer.numel() for buffer in into[:loaded]))
-        return loaded
+        return await self._load_traced(
+            keys, into, lambda call: self._load(keys, into, checksums, call)
+        )
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Seal the frames in ``block.data``, in place, and store them; return how many are stored.
@@ -322,10 +329,23 @@ class GuardedBackend(Backend):
         into: Sequence[Tensor],
         checksums: Sequence[FrameChecksum],
         call: Call,
+        layout: KvCacheLayout | None = None,
     ) -> int:
         if self._framed is None:
             return await load_counted(self.inner, keys, into, checksums, self.name)
-        return await self._framed.load(keys, into, call)
+        return await self._framed.load(keys, into, call, layout)
+
+    async def _load_traced(
+        self,
+        keys: Sequence[BlockKey],
+        into: Sequence[Tensor],
+        work: Callable[[Call], Coroutine[Any, Any, int]],
+    ) -> int:
+        self._opened()
+        with self._trace("load", blocks=len(keys)) as span:
+            loaded = await self._calls.run("load", work, holds_buffers=True)
+            span.set(loaded=loaded, bytes=sum(buffer.numel() for buffer in into[:loaded]))
+        return loaded
 
     async def _save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
         if self._framed is None:

@@ -51,7 +51,7 @@ def check_transfer(settings: ServerSettings, headers: Headers, params: KvTransfe
 def _is_peer(settings: ServerSettings, params: KvTransferParams) -> bool:
     if not settings.peers:
         return is_loopback(params.remote_host or "")
-    return params.address in settings.peers or params.remote_host in settings.peers
+    return params.remote_host in settings.peers or set(params.addresses) <= set(settings.peers)
 
 
 def _refused(why: str, code: str) -> RequestRefused:

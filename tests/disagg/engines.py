@@ -35,7 +35,9 @@ def open_engine(model: Path, role: str | None, **more: Any) -> LLM:
     """An engine in float64. `more`: of the transfer, of the connector, and of the engine."""
     transfer = {"claim_timeout_s": 20.0} | more.pop("transfer", {})
     connector = {"save_timeout_s": 20.0, "load_timeout_s": 20.0} | more.pop("connector", {})
-    cache = KvCacheConfig(tokens_per_block=T, max_tokens=more.pop("max_tokens", 1024))
+    cache = KvCacheConfig(
+        tokens_per_block=more.pop("tokens_per_block", T), max_tokens=more.pop("max_tokens", 1024)
+    )
     config = None
     if role is not None:
         config = KvCacheConnectorConfig(transfer={"role": role} | transfer, **connector)

@@ -45,6 +45,24 @@ def test_only_peers_may_be_named(peers, host, port, taken):
             check_transfer(one, Headers(), params)
 
 
+def test_every_rank_of_a_peer_must_be_one() -> None:
+    params = KvTransferParams(**FETCH | {"remote_host": "10.0.0.7", "tp_size": 2})
+    assert params.addresses == ("10.0.0.7:7600", "10.0.0.7:7601")
+    check_transfer(settings(role="decode", peers=("10.0.0.7",)), Headers(), params)
+    both = ("10.0.0.7:7600", "10.0.0.7:7601")
+    check_transfer(settings(role="decode", peers=both), Headers(), params)
+    with pytest.raises(RequestRefused, match="no peer of this server"):
+        check_transfer(settings(role="decode", peers=both[:1]), Headers(), params)
+
+
+def test_the_number_of_ranks_travels_from_one_engine_to_the_other() -> None:
+    result = {"transfer_id": "one", "address": "10.0.0.7:7600", "tokens": 31, "tp_size": 4}
+    told = KvTransferParams.handed_out(result)
+    assert KvTransferParams(**told).for_engine() == result
+    del result["tp_size"]
+    assert KvTransferParams(**KvTransferParams.handed_out(result)).for_engine() == result
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("given", [None, "", "wrong", SECRET + "x", "sécret"])
 def test_with_a_secret_only_the_router_may_send_them(role, given):

@@ -4,8 +4,9 @@ Imports the contract beside it, `kvconnect.transfer`, the store's pair in `offlo
 vocabulary; never the runtime. Begin with `scheduler` (leader) and its two books, `prefill` and
 `decode`; `params` is what a router carries, `messages` what leader and workers tell each other.
 Then `worker` (every rank): `publisher` hands out what a step computes, with `offers`; `fetcher`
-runs each `fetch`, whose `pieces` follow what the other side has computed, over `links`, under
-`claims`.
+runs each load, a `joined_fetch` of one `fetch` for each of its `sources` (ranks of the other
+side), whose `pieces` follow what that has computed, `strided` where its blocks are of another
+shape, over `links`, under `claims`.
 `node` is what both halves share in a process. `connectors` are the pair's public names, by role.
 """
 

@@ -24,14 +24,23 @@ class _Fetch:
     """A request that fetches its prompt.
 
     Attributes:
-        claim: on the other side's blocks, until a worker has it.
+        name, params: what is fetched, and where.
+        claims: on the other side's blocks, one for each of its ranks that this one reads from;
+            until a worker has them.
         num_tokens: that the other side hands out.
         promised: whether the runtime was told of them.
     """
 
-    claim: Claim
+    name: str
+    params: FetchParams
+    claims: list[Claim]
     num_tokens: int
     promised: bool = False
+
+    def drop(self) -> None:
+        """Let go of what was claimed."""
+        for claim in self.claims:
+            claim.drop()
 
 
 @dataclass(slots=True)
@@ -48,9 +57,10 @@ class DecodeBook:
         if not 0 < num_tokens < request.num_tokens:
             count("transfer.computed_instead", tokens=request.num_tokens)
             return
-        name = transfer_name(params.transfer_id, request, num_tokens)
-        claim = self.node.claim(params.address, name)
-        self._fetches[request.request_id] = _Fetch(claim, num_tokens)
+        model = self.llm_args.model_digest
+        name = transfer_name(params.transfer_id, request, num_tokens, model)
+        claims = self.node.claim(params.address, name, params.tp_size)
+        self._fetches[request.request_id] = _Fetch(name, params, claims, num_tokens)
 
     def promise(self, request: LlmRequest, num_computed_tokens: int) -> int:
         """Tokens beyond `num_computed_tokens` that may be fetched; 0: none."""
@@ -59,7 +69,7 @@ class DecodeBook:
             return 0
         num_tokens = fetch.num_tokens - num_computed_tokens
         least = max(1, self.llm_args.kv_connector_config.min_load_tokens)
-        if num_tokens < least or fetch.claim.failed:
+        if num_tokens < least or any(claim.failed for claim in fetch.claims):
             self.drop(request.request_id)
             if num_tokens > 0:
                 count("transfer.computed_instead", tokens=num_tokens)
@@ -98,18 +108,19 @@ class DecodeBook:
             blocks.append(own)
         return FetchOrder(
             request_id=data.request_id,
-            name=fetch.claim.name,
-            address=fetch.claim.address,
+            name=fetch.name,
+            address=fetch.params.address,
             start=start,
             end=end,
             first_blocks=tuple(firsts),
             blocks=tuple(blocks),
+            tp_size=fetch.params.tp_size,
         )
 
     def drop(self, request_id: int) -> None:
         """Let go of what was claimed for a request, unless a worker has it."""
         if fetch := self._fetches.pop(request_id, None):
-            fetch.claim.drop()
+            fetch.drop()
 
     def drop_all(self) -> None:
         """Let go of everything."""

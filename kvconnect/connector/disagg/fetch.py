@@ -11,8 +11,10 @@ from kvconnect.connector.disagg.claims import Claim
 from kvconnect.connector.disagg.links import Link
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.pieces import Coverage, FetchPlan, RemoteBlocks, cut_reads
+from kvconnect.connector.disagg.sources import Source
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
+from kvconnect.transfer.control.messages import Hello
 from kvconnect.transfer.leases.client import Claimed
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.pull import Pull
@@ -45,7 +47,7 @@ class FetchHost(Protocol):
 
 
 class Fetch:
-    """Reads what is new of a prompt whenever the other side has computed more of it.
+    """Reads what is new of a prompt whenever a rank of the other side has computed more of it.
 
     Either all of it becomes valid or nothing: what was read counts only if the lease held until
     the last read had ended.
@@ -55,14 +57,14 @@ class Fetch:
         claim: made when the request arrived.
         link: to the other side.
         host: runs it.
-        layouts: of the pool groups, the same on both sides.
+        layouts: of this side's pool groups.
         regions: of this side's pools at the transport.
+        source: which rank of the other side it is, and which heads come from there.
         idle_s: waits for so long for the other side to compute more.
         deadline: when it ends at the latest, on the monotonic clock.
 
     Attributes:
         over: it succeeded, failed or was cancelled.
-        cancelled: no request waits for it.
         nbytes: that were read.
     """
 
@@ -75,6 +77,7 @@ class Fetch:
         *,
         layouts: Sequence[KvCacheLayout],
         regions: Sequence[int],
+        source: Source,
         idle_s: float,
         deadline: float,
     ) -> None:
@@ -82,11 +85,12 @@ class Fetch:
         self.claim = claim
         self.link = link
         self.over = False
-        self.cancelled = False
         self.nbytes = 0
         self._host = host
         self._layouts = layouts
-        self._plan = FetchPlan(order, layouts, regions)
+        self._source = source
+        self._plan = FetchPlan(order, layouts, regions, source.heads)
+        self._told: tuple[Hello, list[KvCacheLayout]] | None = None
         self._coverage = Coverage()
         self._remote = [RemoteBlocks() for _ in layouts]
         self._ready: deque[Reads] = deque()
@@ -169,17 +173,14 @@ class Fetch:
         self._pulls = {pull for pull in self._pulls if not pull.terminal.is_set()}
         self._host.ended(self, reason)
 
-    def cancel(self) -> None:
-        """No request waits for it any more."""
-        if not self.over:
-            self.cancelled = True
-            self.fail("cancelled")
-
     # ------------------------------------------------------------------ inside
 
     def _read_on(self, claimed: Claimed) -> None:
         if self._learn(claimed):
             self._progress_at = time.monotonic()
+        if self._plan.lacks(self._remote):
+            self.fail("a window of the other side, with other tokens_per_block, begins too late")
+            return
         while len(self._reading) < _PULLS_IN_FLIGHT and not self.over:
             if not self._ready and not self._plan.complete:
                 for reads in self._plan.take(self._coverage, self._remote):
@@ -205,12 +206,25 @@ class Fetch:
         hello, mark = self.link.hello, claimed.mark
         if not claimed.tokens or hello is None or len(claimed.blocks) > len(self._layouts):
             return False
+        if (hello.rank, hello.tp_size) != (self._source.rank, self.order.tp_size):
+            self.fail(
+                f"it is rank {hello.rank} of {hello.tp_size}, not {self._source.rank} of "
+                f"{self.order.tp_size}, as kv_transfer_params['tp_size'] says"
+            )
+            return False
+        layouts = self._their_layouts(hello)
         for group, ids in enumerate(claimed.blocks):
-            layout = self._layouts[group]
+            layout = layouts[group]
             needed = blocks_needed(layout.window, claimed.tokens, layout.tokens_per_block)
             # Of a window only these are told, of the others all from the first on.
-            self._remote[group] = RemoteBlocks(hello.pools[group].region, needed.start, ids)
+            self._remote[group] = RemoteBlocks(hello.pools[group].region, needed.start, ids, layout)
         return self._coverage.advance(mark)
+
+    def _their_layouts(self, hello: Hello) -> list[KvCacheLayout]:
+        """Of the other side's pools; `Links` has checked them."""
+        if self._told is None or self._told[0] is not hello:
+            self._told = (hello, [one.layout() for one in hello.pools])
+        return self._told[1]
 
     def _settle(self, outcome: Outcome, *, late: bool) -> None:
         if outcome is Outcome.VALID:

@@ -9,11 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvconnect.address import host_and_port
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.disagg.claims import Claim
 from kvconnect.connector.disagg.fetch import Fetch
+from kvconnect.connector.disagg.joined_fetch import JoinedFetch
 from kvconnect.connector.disagg.links import Link, Links
 from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.connector.disagg.sources import Source, address_of_rank, sources
 from kvconnect.errors import (
     ConfigurationError,
     DuplicateRequest,
@@ -21,7 +24,9 @@ from kvconnect.errors import (
     PullFailed,
     RetryLater,
 )
+from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
+from kvconnect.shards import StoredHeads, stored_heads
 from kvconnect.trace import count, warn_once
 from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
@@ -37,10 +42,15 @@ logger = logging.getLogger("kvconnect")
 _SLACK_S = 2.0
 
 
+class _NotClaimedError(Exception):
+    """A rank of the other side was not asked for what is to be read from it."""
+
+
 class Fetcher:
     """Claims, reads and releases other engines' blocks.
 
     `claim` is the scheduler's, the other public methods the worker's; both on the engine's thread.
+    On ranks that have no scheduler a load is claimed when it begins.
     What ended is posted, and the engine woken.
 
     Args:
@@ -50,6 +60,7 @@ class Fetcher:
         idle_s: what it waits for the other side to compute more.
         min_bytes_per_s: below this rate a pull has failed.
         quarantine: of blocks that failed pulls may still write to.
+        heads: of each pool group, which of the model's this rank has; by default all.
         wakeup: called when `take_ended` or `take_failed` has news.
     """
 
@@ -64,8 +75,10 @@ class Fetcher:
         min_bytes_per_s: float,
         quarantine: Quarantine,
         wakeup: Callable[[], None],
+        heads: Sequence[StoredHeads] = (),
     ) -> None:
         self._transport = transport
+        self._heads = heads or stored_heads(layouts, Shard())
         self._layouts = layouts
         self._regions = regions
         self._load_s = load_s
@@ -82,7 +95,7 @@ class Fetcher:
         self._ended: deque[int] = deque()
         self._failed: deque[TransferFailure] = deque()
         self._expected: dict[int, FetchOrder] = {}  # and the next are this thread's
-        self._fetches: dict[int, Fetch] = {}  # until nothing lands any more
+        self._fetches: dict[int, JoinedFetch] = {}  # until nothing lands any more
         self._by_lease: dict[Claimed, Fetch] = {}
         self._flying_nbytes = 0
         self._handles: dict[Pull, PeerHandle] = {}
@@ -98,8 +111,25 @@ class Fetcher:
 
     # ------------------------------------------------------------------ the scheduler's
 
-    def claim(self, address: str, name: str) -> Claim:
-        """Ask for `name` of the engine at `address`; does not block, and never raises."""
+    def claim_all(self, address: str, name: str, tp_size: int) -> list[Claim]:
+        """Claims on all ranks of the engine at `address` that this rank reads from.
+
+        Does not block.
+
+        Raises:
+            ConfigurationError: there cannot be so many.
+        """
+        wanted = [
+            (address_of_rank(address, one.rank), one.readers)
+            for one in sources(self._heads, tp_size)
+        ]
+        return [self.claim(where, name, readers) for where, readers in wanted]
+
+    def claim(self, address: str, name: str, readers: int = 1) -> Claim:
+        """Ask for `name` of the rank at `address`, which `readers` ranks of this engine do.
+
+        Does not block, and never raises.
+        """
         links = self._links
         if links is None:
             return Claim(address, name, reason="this engine fetches nothing")
@@ -111,7 +141,7 @@ class Fetcher:
         except (ConfigurationError, RetryLater) as error:
             return Claim(address, name, reason=str(error))
         try:
-            claimed = self.client.claim(address, name)
+            claimed = self.client.claim(address, name, readers=readers)
         except DuplicateRequest as error:
             links.leave(link)
             return Claim(address, name, reason=str(error))
@@ -190,9 +220,7 @@ class Fetcher:
 
     def _run(self) -> None:
         while True:
-            due = min(
-                (fetch.due() for fetch in self._fetches.values() if not fetch.over), default=None
-            )
+            due = min((part.due() for part in self._parts() if not part.over), default=None)
             with self._changed:
                 if not self._posted and not self._closed:
                     wait_s = None if due is None else max(0.0, due - time.monotonic())
@@ -204,11 +232,14 @@ class Fetcher:
             if closed:
                 break
             now = time.monotonic()
-            for fetch in list(self._fetches.values()):
-                if not fetch.over and fetch.due() <= now:
-                    self._guarded(fetch.advance)
-        for fetch in list(self._fetches.values()):
-            fetch.fail("the engine is shutting down")
+            for part in self._parts():
+                if not part.over and part.due() <= now:
+                    self._guarded(part.advance)
+        for load in list(self._fetches.values()):
+            load.fail("the engine is shutting down")
+
+    def _parts(self) -> list[Fetch]:
+        return [part for load in self._fetches.values() for part in load.parts]
 
     @staticmethod
     def _guarded(call: Callable[[], None]) -> None:
@@ -221,54 +252,79 @@ class Fetcher:
     def _expect(self, order: FetchOrder) -> None:
         self._expected[order.request_id] = order
 
-    def _claim_of(self, order: FetchOrder) -> Claim | None:
+    def _claim_of(self, order: FetchOrder, source: Source) -> Claim | None:
+        address = address_of_rank(order.address, source.rank)
         with self._claims_lock:
-            return self._claims.get((order.address, order.name))
+            found = self._claims.get((address, order.name))
+        if found is None and self._heads[0].shard.tp_rank:
+            found = self.claim(address, order.name, source.readers)
+        return found
 
     def _begin(self, order: FetchOrder) -> None:
         if self._expected.pop(order.request_id, None) is None:
             return
-        claim = self._claim_of(order)
-        if claim is None or claim.link is None:
-            self._report_failure(order, "it was never claimed", writes_ended=True)
-            return
+        load = JoinedFetch(order)
         try:
-            fetch = Fetch(
-                order,
-                claim,
-                claim.link,
-                self,
-                layouts=self._layouts,
-                regions=self._regions,
-                idle_s=self._idle_s,
-                deadline=time.monotonic() + self._load_s,
-            )
+            for source in sources(self._heads, order.tp_size):
+                load.parts.append(self._part(order, source))
+        except _NotClaimedError as error:
+            self._drop_claims(order)
+            self._report_failure(order, str(error), writes_ended=True)
+            return
         except Exception as error:
-            claim.drop()
+            self._drop_claims(order)
             self._report_failure(order, repr(error), writes_ended=True)
             raise
-        self._fetches[order.request_id] = fetch
-        if claim.claimed is not None:
-            self._by_lease[claim.claimed] = fetch
-        fetch.advance()
+        self._fetches[order.request_id] = load
+        for part in load.parts:
+            if part.claim.claimed is not None:
+                self._by_lease[part.claim.claimed] = part
+        for part in load.parts:
+            part.advance()
+
+    def _part(self, order: FetchOrder, source: Source) -> Fetch:
+        """What is read from one rank."""
+        claim = self._claim_of(order, source)
+        if claim is None or claim.link is None:
+            raise _NotClaimedError((claim and claim.reason) or "it was never claimed")
+        return Fetch(
+            order,
+            claim,
+            claim.link,
+            self,
+            layouts=self._layouts,
+            regions=self._regions,
+            source=source,
+            idle_s=self._idle_s,
+            deadline=time.monotonic() + self._load_s,
+        )
 
     def _cancel(self, request_id: int) -> None:
-        if fetch := self._fetches.get(request_id):
-            fetch.cancel()
+        if load := self._fetches.get(request_id):
+            load.cancel()
         elif order := self._expected.pop(request_id, None):
-            if claim := self._claim_of(order):
-                claim.drop()
+            self._drop_claims(order)
             self._ended.append(request_id)
             self._wakeup()
+
+    def _drop_claims(self, order: FetchOrder) -> None:
+        """Let go of what was claimed for `order`, of whichever rank."""
+        host, first = host_and_port(order.address)
+        with self._claims_lock:
+            every = list(self._claims.values())
+        for claim in every:
+            where, port = host_and_port(claim.address)
+            if (claim.name, where) == (order.name, host) and 0 <= port - first < order.tp_size:
+                claim.drop()
 
     def _lost(self, link: Link, reason: str) -> None:
         with self._claims_lock:
             claims = [claim for claim in self._claims.values() if claim.link is link]
         for claim in claims:
             claim.reason = claim.reason or f"the connection to {link.address} was lost: {reason}"
-        for fetch in list(self._fetches.values()):
-            if fetch.link is link:
-                fetch.advance()
+        for part in self._parts():
+            if part.link is link:
+                part.advance()
 
     def _lease_changed(self, claimed: Claimed) -> None:
         """On a channel's thread."""
@@ -327,27 +383,37 @@ class Fetcher:
         return self.client.release(claimed)
 
     def ended(self, fetch: Fetch, reason: str | None) -> None:
-        """`fetch` is over."""
+        """`fetch` is over: one of the parts of its load."""
         order = fetch.order
         if fetch.claim.claimed is not None:
             self._by_lease.pop(fetch.claim.claimed, None)
+        load = self._fetches[order.request_id]
         if reason is None:
-            count("transfer.fetched", tokens=order.end - order.start, bytes=fetch.nbytes)
-            del self._fetches[order.request_id]
-            self._ended.append(order.request_id)
-            self._wakeup()
-        elif not fetch.cancelled:
-            self._report_failure(order, reason, writes_ended=fetch.writes_ended)
-        if reason is not None and fetch.writes_ended:
-            del self._fetches[order.request_id]
-            if fetch.cancelled:
-                self._ended.append(order.request_id)
-                self._wakeup()
+            if load.succeeded:
+                count("transfer.fetched", tokens=order.end - order.start, bytes=load.nbytes)
+                self._forget(load)
+            return
+        if load.reason is not None:
+            return  # another part has failed, and the load with it
+        load.reason = reason
+        load.fail(reason)
+        if not load.cancelled:
+            self._report_failure(order, reason, writes_ended=load.writes_ended)
+            if load.writes_ended:
+                del self._fetches[order.request_id]
+        elif load.writes_ended:
+            self._forget(load)
 
     def untouched(self, fetch: Fetch) -> None:
-        """Nothing lands in the blocks of a failed `fetch` any more."""
-        self._fetches.pop(fetch.order.request_id, None)
-        self._ended.append(fetch.order.request_id)
+        """Nothing of a failed `fetch` lands any more; perhaps of another part of its load."""
+        load = self._fetches.get(fetch.order.request_id)
+        if load is not None and load.reason is not None and load.writes_ended:
+            self._forget(load)
+
+    def _forget(self, load: JoinedFetch) -> None:
+        """Nothing of it lands any more: its request is returned."""
+        del self._fetches[load.order.request_id]
+        self._ended.append(load.order.request_id)
         self._wakeup()
 
     def _report_failure(self, order: FetchOrder, reason: str, *, writes_ended: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvconnect.address import host_and_port
@@ -64,6 +65,7 @@ class Links:
         client: of the leases; told of what peers say.
         lost: called on a channel's thread when a connection has ended; must not block.
         secret, timing: of the control channel.
+        num_kv_heads: of each pool group, in the whole model; by default this side has them all.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Links:
         lost: Callable[[Link, str], None],
         secret: SharedSecret | None,
         timing: Timing,
+        num_kv_heads: Sequence[int] = (),
     ) -> None:
         self._hello = hello
+        self._num_kv_heads = num_kv_heads
         self._transport = transport
         self._client = client
         self._lost = lost
@@ -174,7 +178,7 @@ class Links:
         """On the channel's thread."""
         if isinstance(event, Connected):
             try:
-                _check_pools(self._hello(), event.hello)
+                _check_pools(self._hello(), event.hello, self._num_kv_heads)
                 self._reach(link, event.hello)
             except KvConnectError as error:
                 link.refused = error
@@ -210,18 +214,28 @@ class Links:
             link.handle = handle
 
 
-def _check_pools(ours: Hello, theirs: Hello) -> None:
-    """Nothing, if blocks of both sides are the same bytes.
+def _check_pools(ours: Hello, theirs: Hello, num_kv_heads: Sequence[int]) -> None:
+    """Nothing, if what is in blocks of theirs can be put into ours.
+
+    tokens_per_block may differ, and the number of ranks that the heads are spread over.
 
     Raises:
-        ConfigurationError: they are not; names the field.
+        ConfigurationError: it cannot; names the field.
     """
-    for field in ("rank", "tp_size"):
-        if getattr(ours, field) != getattr(theirs, field):
-            raise ConfigurationError(
-                f"{field}: the peer has {getattr(theirs, field)}, this process "
-                f"{getattr(ours, field)}; they must be equal"
-            )
     mine = [one.layout() for one in ours.pools]
-    if mine != [one.layout() for one in theirs.pools]:
-        raise ConfigurationError("pools: the peer's blocks are of another layout than these")
+    found = [one.layout() for one in theirs.pools]
+    totals = num_kv_heads or [one.num_kv_heads * ours.tp_size for one in mine]
+    if len(mine) != len(found):
+        raise ConfigurationError(f"pools: the peer has {len(found)}, this process {len(mine)}")
+    if theirs.rank >= theirs.tp_size:
+        raise ConfigurationError(f"rank: the peer says {theirs.rank} of {theirs.tp_size}")
+    for own, their, total in zip(mine, found, totals, strict=True):
+        share = total // min(theirs.tp_size, total)
+        if their.num_kv_heads != share:
+            raise ConfigurationError(
+                f"num_kv_heads: the peer's blocks have {their.num_kv_heads}; of {total}, a rank of "
+                f"{theirs.tp_size} has {share}"
+            )
+        like = replace(own, num_kv_heads=share, tokens_per_block=their.tokens_per_block)
+        if their != like:
+            raise ConfigurationError("pools: the peer's blocks are of another layout than these")

@@ -61,6 +61,7 @@ class FetchOrder:
         end: leading tokens that the load makes valid.
         first_blocks: of each pool group, the number of the first block to fetch.
         blocks: where they go: ids from that number on, by pool group.
+        tp_size: ranks of the other engine; `address` is that of its first one.
     """
 
     request_id: int
@@ -70,6 +71,7 @@ class FetchOrder:
     end: int
     first_blocks: tuple[int, ...]
     blocks: tuple[list[int], ...]
+    tp_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

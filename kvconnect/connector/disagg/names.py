@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from kvconnect.keys import BlockKey
+import hashlib
+import struct
+
 from kvconnect.request import LlmRequest
 
-__all__ = ["prefix_key", "transfer_name"]
+__all__ = ["transfer_name"]
 
 
-def transfer_name(transfer_id: str, request: LlmRequest, num_tokens: int) -> str:
+def transfer_name(
+    transfer_id: str, request: LlmRequest, num_tokens: int, model_digest: bytes
+) -> str:
     """The name of the first `num_tokens` tokens of `request`, handed out as `transfer_id`.
 
-    A reader whose prompt, model, salt or block size differs asks for another name: what it would
-    get is not what its own KV is. So the tokens need not be compared anywhere else.
+    A reader whose prompt, model or salt differs asks for another name: what it would get is not
+    what its own KV is. So the tokens need not be compared anywhere else. Neither tokens_per_block
+    nor the number of ranks is part of it, as blocks are read into those of another shape.
     """
-    return f"{transfer_id}/{num_tokens}/{prefix_key(request, num_tokens).hex()}"
-
-
-def prefix_key(request: LlmRequest, num_tokens: int) -> BlockKey:
-    """The chained key of the first `num_tokens` tokens of `request`: 32 bytes.
-
-    Args:
-        request: whose.
-        num_tokens: 1 to as many as it has.
-    """
-    chain = request.key_chain
-    if num_tokens % chain.tokens_per_block:
-        return chain.tail(num_tokens)
-    return chain.parent(num_tokens // chain.tokens_per_block)
+    digest = hashlib.blake2b(request.namespace.encode(), digest_size=32, person=b"kvc-transfer")
+    digest.update(struct.pack("<q", len(model_digest)) + model_digest)
+    digest.update(request.tokens.view[:num_tokens].tobytes())
+    return f"{transfer_id}/{num_tokens}/{digest.hexdigest()}"

@@ -53,9 +53,16 @@ class TransferNode:
         config = llm_args.kv_connector_config.transfer
         if config is None:
             raise ConfigurationError("KvCacheConnectorConfig: transfer is needed")
-        if llm_args.tensor_parallel_size * llm_args.pipeline_parallel_size > 1:
-            raise ConfigurationError("transfer: models spread over several ranks are not served")
+        if llm_args.pipeline_parallel_size > 1:
+            raise ConfigurationError("transfer: pipeline stages are not served")
+        _, port = host_and_port(config.listen)
+        if llm_args.tensor_parallel_size > 1 and config.role != "decode" and not port:
+            raise ConfigurationError(
+                f"transfer.listen='{config.listen}': with several ranks each listens one port "
+                "after the other; give the first one"
+            )
         self.config: TransferConfig = config
+        self._heads = llm_args.stored_heads
         self.engine_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._llm_args = llm_args
         self._boot = secrets.token_bytes(16)
@@ -106,6 +113,8 @@ class TransferNode:
             )
             host, port = host_and_port(config.listen)
             endpoint = Endpoint(self._hello, self._deliver, self._secret, Timing())
+            if port:
+                port += self._llm_args.shard.tp_rank
             self._listener = Listener(endpoint, host, port)
         if config.role != "prefill":
             self._quarantine = Quarantine(self._max_quarantined(pools), self._rebuild)
@@ -118,6 +127,7 @@ class TransferNode:
                 min_bytes_per_s=config.min_bytes_per_s,
                 quarantine=self._quarantine,
                 wakeup=self._wake,
+                heads=self._heads,
             )
             self._links = Links(
                 self._hello,
@@ -126,6 +136,7 @@ class TransferNode:
                 lost=fetcher.lost,
                 secret=self._secret,
                 timing=Timing(),
+                num_kv_heads=[one.num_kv_heads for one in self._heads],
             )
             fetcher.attach(self._links)
         self._hide_gauges = metrics.add_gauges(self._sizes)
@@ -202,7 +213,7 @@ class TransferNode:
 
     @property
     def address(self) -> str:
-        """Where others reach it, ``host:port``."""
+        """Where others reach the engine's first rank, ``host:port``."""
         if self._listener is None:
             raise UsageError("the engine hands out nothing")
         host, port = self._listener.host, self._listener.port
@@ -239,11 +250,11 @@ class TransferNode:
             raise UsageError("register_kv_caches was not called")
         return self._device
 
-    def claim(self, address: str, name: str) -> claims.Claim:
-        """Ask the engine at `address` for a prompt; see `Fetcher.claim`."""
+    def claim(self, address: str, name: str, tp_size: int = 1) -> list[claims.Claim]:
+        """Ask the engine at `address` for a prompt; see `Fetcher.claim_all`."""
         if self._fetcher is None:
-            return claims.Claim(address, name, reason="this engine fetches nothing")
-        return self._fetcher.claim(address, name)
+            return [claims.Claim(address, name, reason="this engine fetches nothing")]
+        return self._fetcher.claim_all(address, name, tp_size)
 
     def fetch(self, order: FetchOrder) -> None:
         """Begin a load, behind what the device still does with its blocks."""
@@ -263,7 +274,7 @@ class TransferNode:
                 model=self._llm_args.model_digest.hex(),
                 dtype=str(layouts[0].dtype).removeprefix("torch."),
                 num_layers=sum(layout.num_layers for layout in layouts),
-                num_kv_heads=layouts[0].num_kv_heads,
+                num_kv_heads=self._heads[0].num_kv_heads,
                 key_dim=layouts[0].key_dim,
                 value_dim=layouts[0].value_dim,
                 block_format=_BLOCK_FORMAT,
@@ -271,6 +282,8 @@ class TransferNode:
             ),
             engine_id=self.engine_id,
             boot=self._boot,
+            rank=self._llm_args.shard.tp_rank,
+            tp_size=self._llm_args.shard.tp_size,
             local=b"" if transport is None else transport.local(),
             pools=self._pools,
         )

@@ -3,7 +3,8 @@
 ``{"do": "prefill"}`` has the engine that gets it hand out what it computes, under the
 ``transfer_id`` beside it or one that it makes; its result carries what the other side needs.
 ``{"transfer_id": …, "address": "host:port"}`` has the engine that gets it fetch that. A router that
-invents the id can send both at the same time; one that hands on a result sends ``tokens``, too.
+invents the id can send both at the same time; one that hands on a result sends ``tokens``, too,
+and ``tp_size`` where the engine that hands out has several ranks.
 Other keys are other connectors'.
 """
 
@@ -20,6 +21,7 @@ from kvconnect.text import check_text, shown
 __all__ = ["FetchParams", "PrefillParams", "transfer_params"]
 
 _LONGEST_ID = 200
+_MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,13 @@ class FetchParams:
         transfer_id: the name that it is handed out under.
         address: ``host:port`` of that engine's control channel.
         num_tokens: leading tokens that are handed out; ``None``: all of this prompt but the last.
+        tp_size: tensor-parallel ranks of that engine.
     """
 
     transfer_id: str
     address: str
     num_tokens: int | None = None
+    tp_size: int = 1
 
 
 def transfer_params(params: Mapping[str, Any] | None) -> PrefillParams | FetchParams | None:
@@ -72,7 +76,10 @@ def transfer_params(params: Mapping[str, Any] | None) -> PrefillParams | FetchPa
                 "are needed, as the result of the prefill carries them"
             )
     return FetchParams(
-        _id(params["transfer_id"]), _address(params["address"]), _count(params.get("tokens"))
+        _id(params["transfer_id"]),
+        _address(params["address"]),
+        _count("tokens", params.get("tokens")),
+        _count("tp_size", params.get("tp_size"), most=_MOST_RANKS) or 1,
     )
 
 
@@ -86,11 +93,12 @@ def _id(value: object) -> str:
     return value
 
 
-def _count(value: object) -> int | None:
-    if value is None or (type(value) is int and value > 0):
+def _count(name: str, value: object, *, most: int | None = None) -> int | None:
+    if value is None or (type(value) is int and 0 < value <= (most or value)):
         return value
+    limit = "at least 1" if most is None else f"1 to {most}"
     raise ConfigurationError(
-        f"kv_transfer_params['tokens']: {shown(value)} must be an integer, at least 1"
+        f"kv_transfer_params['{name}']: {shown(value)} must be an integer, {limit}"
     )
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 
 from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.connector.disagg.strided import BlockRun, strided_reads
 from kvconnect.layout import KvCacheLayout
+from kvconnect.shards import HeadSlice
 from kvconnect.transfer.leases.table import Mark
 from kvconnect.transfer.reads import Reads
 
 __all__ = ["Coverage", "FetchPlan", "RemoteBlocks", "cut_reads"]
+
+
+_MOST_PIECES = 1 << 16
 
 
 class Coverage:
@@ -50,37 +55,66 @@ class RemoteBlocks:
         region: its pool's number at its transport.
         first: number of the first of them within the request.
         ids: of the blocks from that on.
+        layout: of that pool; ``None``: as on this side.
     """
 
     region: int = 0
     first: int = 0
     ids: tuple[int, ...] = ()
+    layout: KvCacheLayout | None = None
 
 
 class FetchPlan:
-    """What of a load is still to be asked for. One contiguous piece per block and run of layers.
+    """What of a load from one rank is still to be asked for.
+
+    Where blocks of both sides are the same bytes, one contiguous piece per block and run of layers.
 
     Args:
         order: what to fetch, and the blocks that it goes to.
-        layouts: of the pool groups, the same on both sides.
+        layouts: of this side's pool groups.
         regions: of this side's pools.
+        heads: by pool group, which heads come from there; a group that is missing needs none. By
+            default all.
     """
 
     def __init__(
-        self, order: FetchOrder, layouts: Sequence[KvCacheLayout], regions: Sequence[int]
+        self,
+        order: FetchOrder,
+        layouts: Sequence[KvCacheLayout],
+        regions: Sequence[int],
+        heads: Mapping[int, HeadSlice] | None = None,
     ) -> None:
         self._order = order
         self._layouts = layouts
         self._regions = regions
+        self._heads = heads
         # By pool group and layer of it: leading blocks of the order that were asked for.
-        self._asked = [[0] * layout.num_layers for layout in layouts]
+        self._asked = [
+            [0 if self._needs(group) else len(order.blocks[group])] * layout.num_layers
+            for group, layout in enumerate(layouts)
+        ]
 
     @property
     def nbytes(self) -> int:
-        """Of the whole load."""
+        """Of the blocks that the load fills, or takes part in filling."""
         return sum(
             len(ids) * layout.block_nbytes
-            for ids, layout in zip(self._order.blocks, self._layouts, strict=True)
+            for group, (ids, layout) in enumerate(
+                zip(self._order.blocks, self._layouts, strict=True)
+            )
+            if self._needs(group)
+        )
+
+    def _needs(self, group: int) -> bool:
+        return self._heads is None or group in self._heads
+
+    def lacks(self, remote: Sequence[RemoteBlocks]) -> bool:
+        """Whether a window of the other side has given up tokens that blocks here would hold."""
+        return any(
+            self._needs(group)
+            and bool(self._order.blocks[group] and one.ids)
+            and one.first * self._their_size(group, one) > self._first_token(group)
+            for group, one in enumerate(remote)
         )
 
     @property
@@ -110,22 +144,58 @@ class FetchPlan:
             asked[index] = spans[-1][1]
         for (begin, end), run in groupby(range(len(spans)), key=spans.__getitem__):
             layers = list(run)
-            if begin < end:
+            if begin == end:
+                continue
+            if self._is_same(group, remote):
                 yield self._reads(group, remote, range(begin, end), layers[0], len(layers))
+            else:
+                span = range(layers[0], layers[-1] + 1)
+                yield from self._strided(group, remote, range(begin, end), span)
+
+    def _is_same(self, group: int, remote: RemoteBlocks) -> bool:
+        return remote.layout is None or remote.layout == self._layouts[group]
+
+    def _strided(
+        self, group: int, remote: RemoteBlocks, blocks: range, layers: range
+    ) -> list[Reads]:
+        layout, theirs = self._layouts[group], remote.layout or self._layouts[group]
+        ours = slice(0, layout.num_kv_heads)
+        source, target = slice(0, theirs.num_kv_heads), ours
+        if self._heads is not None:
+            source, target = self._heads[group].source, self._heads[group].target
+        first = self._order.first_blocks[group] + blocks.start
+        ids = self._order.blocks[group][blocks.start : blocks.stop]
+        size = layout.tokens_per_block
+        return strided_reads(
+            BlockRun(remote.region, theirs, source, remote.first, remote.ids),
+            BlockRun(self._regions[group], layout, target, first, ids),
+            tokens=range(first * size, min((first + len(ids)) * size, self._order.end)),
+            layers=layers,
+        )
+
+    def _their_size(self, group: int, remote: RemoteBlocks) -> int:
+        return (remote.layout or self._layouts[group]).tokens_per_block
+
+    def _first_token(self, group: int) -> int:
+        return self._order.first_blocks[group] * self._layouts[group].tokens_per_block
 
     def _num_known(self, group: int, remote: RemoteBlocks) -> int:
-        first, count = self._order.first_blocks[group], len(self._order.blocks[group])
-        if remote.first > first:
+        """Leading blocks of the order that the blocks known of the other side fill."""
+        theirs = self._their_size(group, remote)
+        if not remote.ids or remote.first * theirs > self._first_token(group):
             return 0
-        return max(0, min(count, remote.first + len(remote.ids) - first))
+        return self._num_filled(group, (remote.first + len(remote.ids)) * theirs)
 
     def _num_ready(self, group: int, tokens: int) -> int:
-        """Leading blocks of the order that `tokens` tokens fill."""
+        """Leading blocks of the order that may be read once `tokens` tokens are computed."""
+        if self._layouts[group].window is not None and tokens < self._order.end:
+            return 0  # what it holds before the end is given up again
+        return self._num_filled(group, tokens)
+
+    def _num_filled(self, group: int, tokens: int) -> int:
         first, count = self._order.first_blocks[group], len(self._order.blocks[group])
         if tokens >= self._order.end:
             return count
-        if self._layouts[group].window is not None:
-            return 0  # what it holds before the end is given up again
         return max(0, min(count, tokens // self._layouts[group].tokens_per_block - first))
 
     def _reads(
@@ -146,11 +216,11 @@ class FetchPlan:
 
 
 def cut_reads(reads: Reads, most_nbytes: int) -> Iterator[Reads]:
-    """`reads` in parts of at most `most_nbytes`, of one piece at least."""
-    if reads.total_nbytes <= most_nbytes:
+    """`reads` in parts of at most `most_nbytes`, of one piece at least, and not of too many."""
+    pieces = max(1, min(_MOST_PIECES, most_nbytes // reads.nbytes))
+    if len(reads.local_offsets) <= pieces:
         yield reads
         return
-    pieces = max(1, most_nbytes // reads.nbytes)
     for start in range(0, len(reads.local_offsets), pieces):
         part = slice(start, start + pieces)
         yield replace(

@@ -55,7 +55,7 @@ class PrefillBook:
         if num_tokens == 0:
             return
         transfer_id = params.transfer_id or self.node.new_transfer_id()
-        name = transfer_name(transfer_id, request, num_tokens)
+        name = transfer_name(transfer_id, request, num_tokens, self.llm_args.model_digest)
         self._prompts[request.request_id] = _Prompt(request, transfer_id, num_tokens, name)
 
     def admitted(self, request: LlmRequest) -> None:
@@ -132,6 +132,8 @@ class PrefillBook:
                 "engine": self.node.engine_id,
                 "tokens": prompt.num_tokens,
             }
+            if (ranks := self.llm_args.tensor_parallel_size) > 1:
+                self._results[request.request_id]["tp_size"] = ranks
         return EndOrder(
             request.request_id,
             stored=stored,

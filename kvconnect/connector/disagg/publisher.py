@@ -21,7 +21,7 @@ class _Shared:
     """A prompt that is handed out.
 
     Attributes:
-        key: of its lease; ``None``: there was no room for one, or it ended.
+        key: of its lease; ``None``: there was no room for one, it ended, or it is never read.
         num_tokens: that are handed out.
         ids: of each pool group, as far as known; -1 where the request holds none.
         told: number of the block after the last one that readers know, by pool group.
@@ -41,10 +41,18 @@ class Publisher:
     The last layer of a prompt's last tokens is told only once the request has ended and its blocks
     are kept: a reader that has everything then has read it while it was valid, also if this process
     dies before it can say so. Until then a preemption takes the blocks, and breaks the lease.
+
+    Args:
+        node: of this process.
+        layouts: of the pool groups.
+        is_read: whether readers come here; if not, nothing is handed out.
     """
 
-    def __init__(self, node: TransferNode, layouts: Sequence[KvCacheLayout]) -> None:
+    def __init__(
+        self, node: TransferNode, layouts: Sequence[KvCacheLayout], *, is_read: bool = True
+    ) -> None:
         self._node = node
+        self._is_read = is_read
         self._layouts = layouts
         self._num_layers = 1 + max(layout.layer_numbers[-1] for layout in layouts)
         self._shared: dict[int, _Shared] = {}
@@ -69,7 +77,9 @@ class Publisher:
             * layout.block_nbytes
             for layout in self._layouts
         )
-        key = self._node.offers.offer(order.name, tokens=order.num_tokens, nbytes=nbytes)
+        key = None
+        if self._is_read:
+            key = self._node.offers.offer(order.name, tokens=order.num_tokens, nbytes=nbytes)
         groups = len(self._layouts)
         shared = _Shared(key, order.num_tokens, [[] for _ in range(groups)], [0] * groups)
         self._shared[order.request_id] = shared

@@ -38,7 +38,9 @@ class DisaggWorker(KvCacheConnectorWorker):
             raise
         self._held: dict[int, set[str]] = {}
         self._open_node = self._node
-        self._publisher = Publisher(self._node, llm_args.layouts)
+        # What ranks before this one hold, too, is read from those.
+        is_read = any(one.is_first for one in llm_args.stored_heads)
+        self._publisher = Publisher(self._node, llm_args.layouts, is_read=is_read)
 
     # ------------------------------------------------------------------ the start
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,12 +12,15 @@ from kvconnect.backend import MAX_CHILDREN, Backend, Child
 from kvconnect.errors import RetryLater
 from kvconnect.keys import BlockKey, Shard, chain_key, store_key
 from kvconnect.request import LlmRequest
+from kvconnect.shards import StoredHeads
 from kvconnect.tokens import TokenArray, as_token_array
 from kvconnect.trace import warn_once
 
 __all__ = ["Hit", "Query", "blocks_needed", "look_up"]
 
 _MOST_STEPS_BACK = 8
+# A prompt's blocks may have been saved with one tensor parallelism, then another: so often.
+_MOST_CHANGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +32,15 @@ class Hit:
         tail: chained key of a block whose first tokens go on from there, if there is one.
         end: leading tokens that it supplies; at most all but the last.
         num_stored: leading blocks of each pool group that need no saving.
+        shares: by pool group and number, into how many shares the heads of a block are divided that
+            was saved with another tensor parallelism; the others are as the ranks save them.
     """
 
     keys: tuple[BlockKey, ...] = ()
     tail: BlockKey | None = None
     end: int = 0
     num_stored: tuple[int, ...] = ()
+    shares: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @property
     def all_keys(self) -> tuple[BlockKey, ...]:
@@ -51,7 +58,8 @@ class Query:
         tokens: all of them; nothing needs to supply the last one, as it is always computed.
         tokens_per_block: tokens of a full block.
         windows: attention window of each pool group, ``None`` for full attention.
-        shard: this rank's part of the model.
+        heads: of each pool group, this rank's part of the model; by default all of it.
+        shared: the ranks share the store: what counts must be there for all of them.
     """
 
     keys: tuple[BlockKey, ...]
@@ -59,10 +67,11 @@ class Query:
     tokens: TokenArray
     tokens_per_block: int
     windows: tuple[int | None, ...] = (None,)
-    shard: Shard = Shard()
+    heads: tuple[StoredHeads, ...] = ()
+    shared: bool = False
 
     @classmethod
-    def of(cls, request: LlmRequest, *, windows: tuple[int | None, ...], shard: Shard) -> Query:
+    def of(cls, request: LlmRequest, *, heads: tuple[StoredHeads, ...], shared: bool) -> Query:
         """A snapshot of `request`."""
         chain = request.key_chain
         return cls(
@@ -70,8 +79,9 @@ class Query:
             chain.root,
             request.tokens.view.copy(),
             chain.tokens_per_block,
-            windows,
-            shard,
+            tuple(one.layout.window for one in heads),
+            heads,
+            shared,
         )
 
     @property
@@ -79,9 +89,36 @@ class Query:
         """So many leading tokens can be of use."""
         return len(self.tokens) - 1
 
-    def store_key(self, key: BlockKey, group: int = 0) -> BlockKey:
-        """What the store knows the block of `group` with this `key` by."""
-        return store_key(key, group, self.shard)
+    def store_key(self, key: BlockKey, group: int = 0, shares: int | None = None) -> BlockKey:
+        """What the store knows the block of `group` with this `key` by, or its first share."""
+        return store_key(key, group, self._shards(group, shares)[0])
+
+    def store_keys(
+        self, keys: Sequence[BlockKey], group: int, shares: int | None = None
+    ) -> list[BlockKey]:
+        """All that must be in the store for the blocks of `group` with these `keys`, in order.
+
+        So many for each block as `num_store_keys` says.
+        """
+        shards = self._shards(group, shares)
+        return [store_key(key, group, shard) for key in keys for shard in shards]
+
+    def num_store_keys(self, group: int, shares: int | None = None) -> int:
+        """Stored blocks that stand for one of `group` together."""
+        return len(self._shards(group, shares))
+
+    def sizes(self, group: int) -> tuple[int, ...]:
+        """Numbers of shares that blocks of `group` may be stored in; the ranks' own first."""
+        return self.heads[group].sizes if self.heads else (1,)
+
+    def _shards(self, group: int, shares: int | None) -> tuple[Shard, ...]:
+        if not self.heads:
+            return (Shard(),)
+        heads = self.heads[group]
+        size = heads.size if shares is None else shares
+        if self.shared:
+            return heads.shards(size)
+        return tuple(part.shard for part in heads.slices(size))
 
 
 async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STEPS_BACK) -> Hit:
@@ -94,60 +131,133 @@ async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STE
 
     Raises whatever the guarded backend raises; nothing changed then.
     """
-    counts = await _leading(backend, query)
-    found = min((one for one in counts if one is not None), default=len(query.keys))
-    keys = query.keys[:found]
-    tail, tail_tokens = await _find_tail(backend, query, keys)
+    found = _Found(backend, query)
+    counts = await _leading(found, query)
+    num_blocks = min((one for one in counts if one is not None), default=len(query.keys))
+    keys = query.keys[:num_blocks]
+    tail, tail_tokens = await _find_tail(found, query, keys)
     size = query.tokens_per_block
-    end = min(found * size + tail_tokens, query.most)
+    end = min(num_blocks * size + tail_tokens, query.most)
     if any(window is not None for window in query.windows):
         path = keys if tail is None else (*keys, tail)
-        end = await _Windows(backend, query, path).step_back(end, most_steps)
-        if end <= found * size:
+        end = await _Windows(found, query, path).step_back(end, most_steps)
+        if end <= num_blocks * size:
             keys, tail = keys[: -(-end // size)], None
-    return Hit(keys, tail, end, tuple(len(keys) if one is None else one for one in counts))
+    num_stored = tuple(len(keys) if one is None else one for one in counts)
+    return Hit(keys, tail, end, num_stored, found.shares)
 
 
-async def _leading(backend: Backend, query: Query) -> list[int | None]:
+class _Found:
+    """What is in a store, in the shares that the ranks save or in others.
+
+    Attributes:
+        backend: the store.
+        shares: of blocks that are there in other shares; see `Hit`.
+    """
+
+    def __init__(self, backend: Backend, query: Query) -> None:
+        self.backend = backend
+        self.shares: dict[tuple[int, int], int] = {}
+        self._query = query
+
+    async def leading(self, group: int, keys: Sequence[BlockKey], first: int) -> int:
+        """How many of `keys`, of the blocks of `group` from number `first` on, are there.
+
+        Others' shares are looked for from the first block on that is not there in the ranks' own,
+        and again where those end; a block that is not there at all so costs one question more.
+        """
+        own, *_ = sizes = self._query.sizes(group)
+        at = await self._present(group, keys, own)
+        size = own
+        for _ in range(_MOST_CHANGES):
+            others = [one for one in sizes if one != size]
+            if at >= len(keys) or not others:
+                break
+            there = await asyncio.gather(
+                *(self._present(group, keys[at : at + 1], one) for one in others)
+            )
+            if not any(there):
+                break
+            size = others[there.index(1)]
+            stop = at + 1 + await self._present(group, keys[at + 1 :], size)
+            if size != own:
+                self.shares |= {(group, first + n): size for n in range(at, stop)}
+            at = stop
+        return at
+
+    async def _present(self, group: int, keys: Sequence[BlockKey], shares: int) -> int:
+        if not keys:
+            return 0
+        wanted = self._query.store_keys(keys, group, shares)
+        return await self.backend.lookup(wanted) // self._query.num_store_keys(group, shares)
+
+
+async def _leading(found: _Found, query: Query) -> list[int | None]:
     """How many leading blocks each group with full attention has; ``None`` for the others."""
     counts: list[int | None] = []
-    found = len(query.keys)
+    num_blocks = len(query.keys)
     for group, window in enumerate(query.windows):
         if window is not None:
             counts.append(None)
             continue
-        if found:
-            keys = [query.store_key(key, group) for key in query.keys[:found]]
-            found = await backend.lookup(keys)
-        counts.append(found)
+        num_blocks = await found.leading(group, query.keys[:num_blocks], 0)
+        counts.append(num_blocks)
     return counts
 
 
 async def _find_tail(
-    backend: Backend, query: Query, keys: Sequence[BlockKey]
+    found: _Found, query: Query, keys: Sequence[BlockKey]
 ) -> tuple[BlockKey | None, int]:
-    """A block after `keys` whose first tokens go on with the prompt, and how many of them do."""
+    """A block after `keys` whose first tokens go on with the prompt, and how many of them do.
+
+    Among those that were saved as the last of `keys` was, or as the ranks do.
+    """
     wanted = query.tokens[len(keys) * query.tokens_per_block : query.most]
-    if len(wanted) == 0 or not backend.capabilities.enumerable:
+    if len(wanted) == 0 or not found.backend.capabilities.enumerable:
         return None, 0
+    wanted = wanted[: query.tokens_per_block]
+    own = query.sizes(0)[0]
+    best: tuple[int, BlockKey | None, int] = (0, None, own)
+    for size in dict.fromkeys((own, found.shares.get((0, len(keys) - 1), own))):
+        tail, num_tokens = await _child(found.backend, query, keys, wanted, size)
+        if num_tokens > best[0]:
+            best = (num_tokens, tail, size)
+    num_tokens, tail, size = best
+    if tail is None:
+        return None, 0
+    rest = query.store_keys([tail], 0, size)[1:]
+    if rest and await found.backend.lookup(rest) < len(rest):
+        return None, 0
+    for group, window in enumerate(query.windows):
+        if group == 0 or window is not None:
+            continue
+        if not await found.leading(group, [tail], len(keys)):
+            return None, 0
+    if size != own:
+        found.shares[0, len(keys)] = size
+    return tail, num_tokens
+
+
+async def _child(
+    backend: Backend, query: Query, keys: Sequence[BlockKey], wanted: TokenArray, shares: int
+) -> tuple[BlockKey | None, int]:
+    """The best child of the last of `keys` among those stored in so many `shares`."""
     parent = keys[-1] if keys else query.root
     try:
-        children = (await backend.children(query.store_key(parent)))[-MAX_CHILDREN:]
+        children = await backend.children(query.store_key(parent, 0, shares))
     except RetryLater as error:
         # An index beside the blocks: what it would add is short, and they count without it.
         warn_once("connector.children", f"only whole blocks are looked up: {error}")
         return None, 0
-    tail, num_tokens = _best_child(query, parent, wanted[: query.tokens_per_block], children)
-    for group, window in enumerate(query.windows):
-        if tail is None or group == 0 or window is not None:
-            continue
-        if not await backend.lookup([query.store_key(tail, group)]):
-            return None, 0
-    return tail, num_tokens
+    return _best_child(query, parent, wanted, children[-MAX_CHILDREN:], shares)
 
 
 def _best_child(
-    query: Query, parent: BlockKey, wanted: TokenArray, children: Sequence[Child]
+    query: Query,
+    parent: BlockKey,
+    wanted: TokenArray,
+    children: Sequence[Child],
+    shares: int,
 ) -> tuple[BlockKey | None, int]:
     """The child that shares most tokens with `wanted`, if its key is what it must be."""
     shared = [(_num_shared(child.tokens, wanted), number) for number, child in enumerate(children)]
@@ -157,7 +267,8 @@ def _best_child(
         child = children[number]
         # A store may lie: only a key that follows from the tokens is believed.
         key = chain_key(parent, as_token_array(child.tokens))
-        if len(child.tokens) <= query.tokens_per_block and query.store_key(key) == child.key:
+        stored = query.store_key(key, 0, shares)
+        if len(child.tokens) <= query.tokens_per_block and stored == child.key:
             return key, num_tokens
     return None, 0
 
@@ -172,13 +283,13 @@ class _Windows:
     """Finds where the groups with a window have all that the window covers.
 
     Args:
-        backend: the store.
+        found: what is in the store.
         query: the question.
         path: keys of the blocks that a hit may use.
     """
 
-    def __init__(self, backend: Backend, query: Query, path: Sequence[BlockKey]) -> None:
-        self._backend = backend
+    def __init__(self, found: _Found, query: Query, path: Sequence[BlockKey]) -> None:
+        self._found = found
         self._query = query
         self._path = path
         windows = enumerate(query.windows)
@@ -229,8 +340,8 @@ class _Windows:
     async def _present(self, group: int, blocks: range) -> int:
         if not blocks:
             return 0
-        keys = [self._query.store_key(self._path[number], group) for number in blocks]
-        return await self._backend.lookup(keys)
+        keys = [self._path[number] for number in blocks]
+        return await self._found.leading(group, keys, blocks.start)
 
 
 def blocks_needed(window: int | None, end: int, tokens_per_block: int) -> range:

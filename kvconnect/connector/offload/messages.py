@@ -27,11 +27,14 @@ class BlockLoad:
         key: its chained key.
         block_id: where it goes in the pool of `group`.
         group: pool group.
+        shares: it is stored with its heads divided into so many shares; ``None``: as the ranks save
+            blocks of this group.
     """
 
     key: BlockKey
     block_id: int
     group: int = 0
+    shares: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

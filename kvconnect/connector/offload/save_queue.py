@@ -20,7 +20,7 @@ from kvconnect.connector.offload.staging import Slot, clear_beyond
 from kvconnect.connector.offload.store import CALL_NBYTES, SAVES_IN_FLIGHT, BlockRoute
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.kernels.blocks.transfer import Transfer
-from kvconnect.keys import model_tag, store_key
+from kvconnect.keys import model_tag
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count, warn_once
 
@@ -88,7 +88,7 @@ class SaveQueue:
     def __init__(self, route: BlockRoute) -> None:
         self._route = route
         llm_args = route.store.llm_args
-        self._model = model_tag(llm_args.model_digest, llm_args.layouts)
+        self._model = model_tag(llm_args.model_digest, [one.layout_of(1) for one in route.heads])
         self._batch = max(1, min(256, CALL_NBYTES // route.staging.slot_nbytes))
         self._staged: deque[_Staged] = deque()
         self._writing = 0
@@ -165,9 +165,9 @@ class SaveQueue:
 
     def _stored_block(self, order: SaveOrder, block: BlockSave, slot: Slot) -> StoredBlock:
         return StoredBlock(
-            key=store_key(block.key, block.group, self._route.shard),
+            key=self._route.store_key(block.key, block.group),
             data=slot.frame,
-            parent=store_key(block.parent, block.group, self._route.shard),
+            parent=self._route.store_key(block.parent, block.group),
             tokens=block.tokens,
             priority=block.priority,
             namespace=order.namespace,

@@ -88,7 +88,8 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     def on_new_request(self, request: LlmRequest) -> None:
         """Start to look `request` up, unless the store is left alone for its failures."""
         store = self._store
-        query = Query.of(request, windows=self._windows, shard=self._llm_args.shard)
+        shared = store.backend.capabilities.shared
+        query = Query.of(request, heads=store.heads, shared=shared)
         plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
         lookup: Future[Hit]
         if store.backend.available:
@@ -295,7 +296,8 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                         f"from {number * size} on, which a load up to {end} fills; the cache "
                         "manager has to reserve it"
                     )
-                yield BlockLoad(keys[number], ids[number], group)
+                shares = hit.shares.get((group, number))
+                yield BlockLoad(keys[number], ids[number], group, shares)
 
     def _order_save(self, data: RequestData, saves: list[SaveOrder], valid: int) -> None:
         """Order what this step fills, if the first `valid` tokens are valid before it computes."""

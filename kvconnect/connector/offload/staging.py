@@ -59,12 +59,20 @@ class StagingPool:
         staging_bytes: upper bound of the region.
         payload_nbytes: of one block; the largest where pools differ.
         pin: page-lock the region (for copies from and to a GPU).
+        loads_only: there are no saves: loads may take all of it.
 
     Raises:
         ConfigurationError: `staging_bytes` is below one slot.
     """
 
-    def __init__(self, staging_bytes: int, payload_nbytes: int, *, pin: bool = False) -> None:
+    def __init__(
+        self,
+        staging_bytes: int,
+        payload_nbytes: int,
+        *,
+        pin: bool = False,
+        loads_only: bool = False,
+    ) -> None:
         slot_nbytes = frame.frame_nbytes(payload_nbytes)
         self.num_slots = staging_bytes // slot_nbytes
         if self.num_slots < 1:
@@ -76,7 +84,8 @@ class StagingPool:
         self.region = memory.memory
         self.slot_nbytes = slot_nbytes
         self._payload_nbytes = payload_nbytes
-        self._limit = max(1, self.num_slots - self.num_slots // 4)
+        reserved = 0 if loads_only else self.num_slots // 4
+        self._limit = max(1, self.num_slots - reserved)
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._used = dict.fromkeys(Direction, 0)
         self._changed = threading.Condition()

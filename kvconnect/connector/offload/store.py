@@ -8,20 +8,24 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from kvconnect.backend import Backend
 from kvconnect.backends.lanes import Lane
 from kvconnect.backends.registry import codecs_of, open_backend
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.offload.fetched import Fetched, fetched
+from kvconnect.connector.offload.head_reader import HeadReader
 from kvconnect.connector.offload.io_loop import IoLoop
 from kvconnect.connector.offload.messages import BlockLoad
 from kvconnect.connector.offload.staging import PoolCopier, Slot, StagingPool
-from kvconnect.errors import BackendTimeout, ConfigurationError, KvConnectError, RetryLater
-from kvconnect.keys import Shard, store_key
+from kvconnect.errors import ConfigurationError, RetryLater
+from kvconnect.keys import BlockKey, store_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.redaction import without_passwords
+from kvconnect.shards import StoredHeads
 from kvconnect.trace import warn_once
 
 __all__ = [
@@ -29,7 +33,6 @@ __all__ = [
     "LOADS_IN_FLIGHT",
     "SAVES_IN_FLIGHT",
     "BlockRoute",
-    "Fetched",
     "OffloadStore",
     "stored_as",
 ]
@@ -55,6 +58,7 @@ class OffloadStore:
     Attributes:
         llm_args: whose.
         backend: guarded; to be used on the loop only.
+        heads: of each pool group, which of the model's KV heads the rank has.
         inline, enumerable: as the backend says.
         io: the loop.
         copying: threads that copy into the pool.
@@ -66,6 +70,7 @@ class OffloadStore:
         if source is None:
             raise ConfigurationError("KvCacheConnectorConfig: url or backend is needed")
         self.llm_args = llm_args
+        self.heads = llm_args.stored_heads
         # Every operation may take as long as the longer of the two; each direction has its own
         # deadline on top, see the worker.
         deadline_s = max(config.load_timeout_s, config.save_timeout_s)
@@ -197,31 +202,26 @@ def stored_as(model_digest: bytes, config: KvCacheConnectorConfig | None) -> byt
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """What came of a call to the store.
-
-    Attributes:
-        filled: leading slots that hold their block.
-        reason: why not all of them do.
-        pending: the store may write into the slots until these are done.
-    """
-
-    filled: int
-    reason: str = ""
-    pending: tuple[Future[None], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class BlockRoute:
     """Store, staging memory and the copiers of a rank's pool groups. Thread-safe as those are.
 
-    The rank is `shard` of the model.
+    `heads` says for each group which part of the model's KV heads the rank has.
     """
 
     store: OffloadStore
     staging: StagingPool
     copiers: tuple[PoolCopier, ...]
-    shard: Shard
+    heads: tuple[StoredHeads, ...]
+    reader: HeadReader
+
+    @classmethod
+    def of(
+        cls, store: OffloadStore, staging: StagingPool, copiers: tuple[PoolCopier, ...]
+    ) -> BlockRoute:
+        """The route between `store` and the pools of `copiers`, through `staging`."""
+        heads = store.heads
+        reader = HeadReader(store.backend, store.copying, heads, staging)
+        return cls(store, staging, copiers, heads, reader)
 
     @property
     def layouts(self) -> tuple[KvCacheLayout, ...]:
@@ -232,6 +232,14 @@ class BlockRoute:
         """`slot` with just the room that a block of `group` takes."""
         return slot.sized(self.copiers[group].layout.block_nbytes)
 
+    def store_key(self, key: BlockKey, group: int) -> BlockKey:
+        """What the store knows the rank's block of `group` with this `key` by."""
+        return store_key(key, group, self.heads[group].own)
+
+    def saves(self, group: int) -> bool:
+        """Whether the rank saves its blocks of `group`: no other one saves the same heads."""
+        return self.heads[group].is_first or not self.store.backend.capabilities.shared
+
     def wait_for_copies_in(self, groups: Iterable[int] | None = None) -> None:
         """Block until the copies into the pools (of `groups`) enqueued so far are over."""
         for group in range(len(self.copiers)) if groups is None else groups:
@@ -241,13 +249,22 @@ class BlockRoute:
 
     async def fetch(self, blocks: Sequence[BlockLoad], slots: Sequence[Slot]) -> Fetched:
         """Read `blocks` from the store into `slots`, each of its block's size. On its loop."""
-        keys = [store_key(block.key, block.group, self.shard) for block in blocks]
-        try:
-            filled = await self.store.backend.load(keys, [slot.frame for slot in slots])
-        except BackendTimeout as error:
-            pending = () if error.pending is None else (error.pending,)
-            return Fetched(0, str(error), pending)
-        except KvConnectError as error:
-            return Fetched(0, str(error))
-        missing = filled < len(slots)
-        return Fetched(filled, "a block is gone from the store, or was damaged" if missing else "")
+        filled = 0
+        for shares, same in groupby(blocks, _other_shares):
+            run = list(same)
+            rooms = slots[filled : filled + len(run)]
+            if shares is None:
+                keys = [self.store_key(block.key, block.group) for block in run]
+                frames = [slot.frame for slot in rooms]
+                got = await fetched(self.store.backend.load(keys, frames), len(run))
+            else:
+                got = await self.reader.fetch(run, rooms, shares[1])
+            filled += got.filled
+            if got.filled < len(run):
+                return replace(got, filled=filled)
+        return Fetched(filled)
+
+
+def _other_shares(block: BlockLoad) -> tuple[int, int] | None:
+    """Pool group and number of shares of a block that no rank of this size saved, else ``None``."""
+    return None if block.shares is None else (block.group, block.shares)

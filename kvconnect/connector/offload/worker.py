@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -94,10 +94,11 @@ class OffloadWorker(KvCacheConnectorWorker):
         store.backend.register(staging.region)
         copiers = tuple(self.copier_class(one.tensor, one.layout, staging) for one in pools)
         self._staging = staging
-        self._route = BlockRoute(store, staging, copiers, self._llm_args.shard)
+        self._route = BlockRoute.of(store, staging, copiers)
         timeout_s = _OWN_SHARE * self._config.load_timeout_s
         self._loads = BackgroundLoads(self._route, self._load_ended, timeout_s=timeout_s)
         self._saves = SaveQueue(self._route)
+        self._saves_all = all(map(self._route.saves, range(len(pools))))
         staging.on_free(self._slots_freed)
         self._hide_gauges = metrics.add_gauges(staging.sizes)
 
@@ -114,8 +115,8 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._held.forget(request_id)
         timeout_s = _OWN_SHARE * self._config.save_timeout_s
         for end in metadata.ended:
-            if end.rest is not None:
-                self._held.add(end.rest)
+            if (rest := self._own(end.rest)) is not None:
+                self._held.add(rest)
             order = self._held.take(end.request_id, end.num_tokens)
             deadline = time.monotonic() + timeout_s if end.waits else 0.0
             self._leaving[end.request_id] = _Leaving(order, deadline)
@@ -172,7 +173,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         if isinstance(meta, OffloadMeta) and meta.saves:
             timeout_s = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
             deadline = time.monotonic() + timeout_s  # of all of them together
-            for order in meta.saves:
+            for order in filter(None, map(self._own, meta.saves)):
                 # What was computed behind a load that failed is not what its keys say.
                 if order.request_id in wrong:
                     continue
@@ -180,6 +181,13 @@ class OffloadWorker(KvCacheConnectorWorker):
                     self._held.add(order)
                 else:
                     self._stage(order, cuda_stream(stream), max(0.0, deadline - time.monotonic()))
+
+    def _own(self, order: SaveOrder | None) -> SaveOrder | None:
+        """What of `order` this rank saves; ranks before it save the heads that they hold, too."""
+        if order is None or self._saves_all:
+            return order
+        blocks = tuple(block for block in order.blocks if self._route.saves(block.group))
+        return replace(order, blocks=blocks) if blocks else None
 
     def _stage(self, order: SaveOrder, stream: torch.cuda.Stream | None, timeout_s: float) -> None:
         staged = self._queue.stage(order, stream=stream, timeout_s=timeout_s)

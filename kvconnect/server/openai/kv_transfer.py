@@ -29,6 +29,8 @@ class KvTransferParams(Settings):
         remote_host, remote_port: of the prefill server's control channel.
         remote_num_tokens: leading tokens that are handed out; ``None``: all of this prompt but the
             last one.
+        tp_size: tensor-parallel ranks of the prefill server, which listen one port after the other,
+            the first at `remote_port`; ``None``: one.
         remote_block_ids: vLLM's; block ids of other engines mean nothing here.
     """
 
@@ -39,6 +41,7 @@ class KvTransferParams(Settings):
     remote_host: Annotated[str | None, Field(min_length=1, max_length=255)] = None
     remote_port: Annotated[StrictInt | None, Field(ge=1, le=65535)] = None
     remote_num_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
+    tp_size: Annotated[StrictInt | None, Field(ge=1, le=1024)] = None
     remote_block_ids: None = None
 
     @model_validator(mode="after")
@@ -54,8 +57,14 @@ class KvTransferParams(Settings):
     @property
     def address(self) -> str:
         """Where the prompt is to be fetched, ``host:port``."""
-        host = self.remote_host or ""
-        return f"[{host}]:{self.remote_port}" if ":" in host else f"{host}:{self.remote_port}"
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where its ranks are reached, the first one first."""
+        host, port = self.remote_host or "", self.remote_port or 0
+        shown = f"[{host}]" if ":" in host else host
+        return tuple(f"{shown}:{port + rank}" for rank in range(self.tp_size or 1))
 
     def for_engine(self) -> dict[str, Any] | None:
         """The same as the engine's connector takes it; ``None``: there is nothing to do."""
@@ -64,8 +73,10 @@ class KvTransferParams(Settings):
             return {"do": "prefill"} | named
         if not self.do_remote_prefill:
             return None
-        given = {} if self.remote_num_tokens is None else {"tokens": self.remote_num_tokens}
-        return {"transfer_id": self.transfer_id, "address": self.address} | given
+        given = {"tokens": self.remote_num_tokens, "tp_size": self.tp_size}
+        return {"transfer_id": self.transfer_id, "address": self.address} | {
+            name: value for name, value in given.items() if value is not None
+        }
 
     @classmethod
     def handed_out(cls, result: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -85,4 +96,6 @@ class KvTransferParams(Settings):
                 "remote_port": port,
                 "remote_num_tokens": result["tokens"],
             }
+            if "tp_size" in result:
+                told["tp_size"] = result["tp_size"]
         return told

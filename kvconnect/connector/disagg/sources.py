@@ -1,0 +1,71 @@
+"""Which ranks of another engine a rank of this one reads from, and which heads of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvconnect.address import host_and_port
+from kvconnect.errors import ConfigurationError
+from kvconnect.shards import HeadSlice, StoredHeads
+
+__all__ = ["Source", "address_of_rank", "sources"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A rank of another engine.
+
+    Attributes:
+        rank: its tensor-parallel rank.
+        readers: ranks of this engine that read from it.
+        heads: by pool group, which of its heads are which of ours; not all groups, where several
+            ranks have the same.
+    """
+
+    rank: int
+    readers: int
+    heads: Mapping[int, HeadSlice]
+
+
+def sources(heads: Sequence[StoredHeads], tp_size: int) -> tuple[Source, ...]:
+    """Those of an engine of `tp_size` ranks that a rank with `heads` reads from, in order.
+
+    Heads that several of them hold are read from the first: the others hand out nothing.
+
+    Raises:
+        ConfigurationError: the heads cannot be spread over so many.
+    """
+    by_rank = _by_rank(heads, tp_size)
+    ours = heads[0].shard.tp_size
+    everyones = [
+        _by_rank([replace(one, shard=replace(one.shard, tp_rank=rank)) for one in heads], tp_size)
+        for rank in range(ours)
+    ]
+    return tuple(
+        Source(rank, sum(rank in one for one in everyones), by_rank[rank])
+        for rank in sorted(by_rank)
+    )
+
+
+def _by_rank(heads: Sequence[StoredHeads], tp_size: int) -> dict[int, dict[int, HeadSlice]]:
+    found: dict[int, dict[int, HeadSlice]] = {}
+    for group, own in enumerate(heads):
+        shares = min(tp_size, own.num_kv_heads)
+        if own.num_kv_heads % shares or tp_size % shares:
+            raise ConfigurationError(
+                f"kv_transfer_params['tp_size']: {tp_size}: {own.num_kv_heads} KV heads cannot be "
+                "spread evenly over so many ranks"
+            )
+        alike = tp_size // shares
+        for part in own.slices(shares):
+            found.setdefault(part.shard.tp_rank * alike, {})[group] = part
+    return found
+
+
+def address_of_rank(address: str, rank: int) -> str:
+    """Where rank `rank` listens, of an engine whose first one does at `address`: ports follow."""
+    host, port = host_and_port(address)
+    if port + rank >= 1 << 16:
+        raise ConfigurationError(f"address '{address}': there is no port for rank {rank}")
+    return f"[{host}]:{port + rank}" if ":" in host else f"{host}:{port + rank}"

@@ -1,0 +1,39 @@
+"""What came of a call that loads blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvconnect.errors import BackendTimeout, KvConnectError
+
+__all__ = ["Fetched", "fetched"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What came of a call to the store.
+
+    Attributes:
+        filled: leading slots that hold their block.
+        reason: why not all of them do.
+        pending: the store may write into the slots until these are done.
+    """
+
+    filled: int
+    reason: str = ""
+    pending: tuple[Future[None], ...] = ()
+
+
+async def fetched(loading: Awaitable[int], wanted: int) -> Fetched:
+    """What came of `loading`, a call to `Backend.load` for `wanted` blocks."""
+    try:
+        filled = await loading
+    except BackendTimeout as error:
+        pending = () if error.pending is None else (error.pending,)
+        return Fetched(0, str(error), pending)
+    except KvConnectError as error:
+        return Fetched(0, str(error))
+    missing = filled < wanted
+    return Fetched(filled, "a block is gone from the store, or was damaged" if missing else "")

@@ -1,0 +1,149 @@
+"""Reads blocks that were saved with another tensor parallelism, and cuts them to a rank's heads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.lanes import Lane
+from kvconnect.connector.data import Direction
+from kvconnect.connector.offload.fetched import Fetched, fetched
+from kvconnect.connector.offload.messages import BlockLoad
+from kvconnect.connector.offload.staging import Slot, StagingPool
+from kvconnect.frame import frame_nbytes
+from kvconnect.kernels.block_copy import copy_pairs
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.keys import store_key
+from kvconnect.shards import HeadSlice, StoredHeads
+
+__all__ = ["HeadReader"]
+
+_PART_OF_STAGING = 8
+_LOOK_S = 0.001
+
+
+class HeadReader:
+    """Fills a rank's staging slots from blocks whose heads are divided into other shares.
+
+    A wider block is read and the rank's heads are taken out of it; of narrower ones several are
+    read and joined. They arrive in memory of their own, made when the first such block is loaded:
+    for every number of shares that comes up an eighth of the staging memory, or what one block
+    needs if that is more. Belongs to the store's loop.
+
+    Args:
+        backend: the store.
+        copying: threads that cut and join.
+        heads: of each pool group.
+        staging: whose slots are filled.
+    """
+
+    def __init__(
+        self,
+        backend: GuardedBackend,
+        copying: Lane,
+        heads: Sequence[StoredHeads],
+        staging: StagingPool,
+    ) -> None:
+        self._backend = backend
+        self._copying = copying
+        self._heads = heads
+        self._staging = staging
+        self._arrivals: dict[int, StagingPool] = {}
+        self._copies: dict[tuple[int, int], list[tuple[PagedKv, PagedKv]]] = {}
+
+    async def fetch(
+        self, blocks: Sequence[BlockLoad], slots: Sequence[Slot], shares: int
+    ) -> Fetched:
+        """Read `blocks`, all of one pool group and stored in so many `shares`, into `slots`.
+
+        Waits for room to read into, at most as long as the store has for a call. What is filled is
+        the payload of a slot; its header stays as it was.
+        """
+        group = blocks[0].group
+        parts = self._heads[group].slices(shares)
+        arrivals = self._room(shares)
+        deadline = asyncio.get_running_loop().time() + self._backend.deadline_s
+        filled = 0
+        while filled < len(blocks):
+            wanted = blocks[filled : filled + arrivals.num_slots // len(parts)]
+            rooms = await self._take(arrivals, len(wanted) * len(parts), len(parts), deadline)
+            if not rooms:
+                return Fetched(filled, "no room for blocks of another tensor_parallel_size")
+            wanted = wanted[: len(rooms) // len(parts)]
+            got = Fetched(0)
+            try:
+                got = await self._read(wanted, rooms, parts, shares)
+                whole = got.filled // len(parts)
+                targets = slots[filled : filled + whole]
+                await self._copying.run(lambda: self._copy(group, shares, rooms, targets))  # noqa: B023  awaited here
+            finally:
+                arrivals.give_back(Direction.LOAD, rooms, got.pending)
+            filled += whole
+            if whole < len(wanted):
+                return Fetched(filled, got.reason)
+        return Fetched(filled)
+
+    async def _take(
+        self, arrivals: StagingPool, at_most: int, multiple_of: int, deadline: float
+    ) -> list[Slot]:
+        """Some room: none while it waits, so that two loads do not wait for each other."""
+        while True:
+            rooms = arrivals.take(Direction.LOAD, at_most)
+            spare = len(rooms) % multiple_of
+            arrivals.give_back(Direction.LOAD, rooms[len(rooms) - spare :])
+            if len(rooms) > spare or asyncio.get_running_loop().time() >= deadline:
+                return rooms[: len(rooms) - spare]
+            # Rare: other loads have all of it. They give some back within milliseconds.
+            await asyncio.sleep(_LOOK_S)
+
+    async def _read(
+        self,
+        blocks: Sequence[BlockLoad],
+        rooms: Sequence[Slot],
+        parts: Sequence[HeadSlice],
+        shares: int,
+    ) -> Fetched:
+        group = blocks[0].group
+        layout = self._heads[group].layout_of(shares)
+        keys = [store_key(block.key, group, part.shard) for block in blocks for part in parts]
+        frames = [room.sized(layout.block_nbytes).frame for room in rooms]
+        return await fetched(self._backend.load_as(keys, frames, layout), len(keys))
+
+    def _copy(
+        self, group: int, shares: int, rooms: Sequence[Slot], targets: Sequence[Slot]
+    ) -> None:
+        """On a copy thread: the heads of each part of a block from its room to the block's slot."""
+        copies = self._views(group, shares)
+        for number, (source, target) in enumerate(copies):
+            own = rooms[number :: len(copies)][: len(targets)]
+            copy_pairs(source, target, [one.index for one in own], [one.index for one in targets])
+
+    def _views(self, group: int, shares: int) -> list[tuple[PagedKv, PagedKv]]:
+        """For each part of a block, what is copied from where it arrives to where it goes."""
+        known = self._copies.get((group, shares))
+        if known is None:
+            heads = self._heads[group]
+            arriving = self._arrivals[shares].paged(heads.layout_of(shares))
+            staged = self._staging.paged(heads.layout)
+            known = self._copies[group, shares] = [
+                (_heads_of(arriving, part.source), _heads_of(staged, part.target))
+                for part in heads.slices(shares)
+            ]
+        return known
+
+    def _room(self, shares: int) -> StagingPool:
+        known = self._arrivals.get(shares)
+        if known is None:
+            heads = [one for one in self._heads if shares in one.sizes]
+            nbytes = max(one.layout_of(shares).block_nbytes for one in heads)
+            least = max(len(one.slices(shares)) for one in heads) * frame_nbytes(nbytes)
+            part = self._staging.region.numel() // _PART_OF_STAGING
+            known = StagingPool(max(least, part), nbytes, loads_only=True)
+            self._arrivals[shares] = known
+        return known
+
+
+def _heads_of(blocks: PagedKv, heads: slice) -> PagedKv:
+    views = [view[:, :, heads] for view in blocks.views]
+    return PagedKv.from_views(views, per_layer=blocks.per_layer)
