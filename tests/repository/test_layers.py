@@ -48,7 +48,7 @@ DOORS = {
     "connector.runtime": f"{CONTRACT} cache.resource_manager",
     "connector.disagg": f"{CONTRACT} connector.offload transfer",
     "connector.offload": f"{CONTRACT} backends kernels",
-    "transfer.tcp": TRANSFER,
+    "transfer.tcp": f"{TRANSFER} transfer.secret",
     "transfer.nixl": TRANSFER,
     "cache.tree": "",
     "cache.memory": "kernels",

@@ -53,6 +53,14 @@ def test_a_load_that_is_too_slow_on_one_rank_is_computed_on_all(tmp_path: Path) 
         assert job(rank.failed_loads) == [1, 1]
 
 
+def test_a_prefix_counts_as_far_as_all_ranks_have_it(tmp_path: Path) -> None:
+    with Job(4, tmp_path) as job:
+        filled(job, tmp_path)
+        job(rank.lose_block, PROMPT, 2, ranks=[3])
+        assert job(rank.answer, PROMPT, 3) == [(expected(PROMPT, 3, parts(4)), 2 * T)] * 4
+        assert job(rank.failed_loads) == [0] * 4
+
+
 def test_ranks_that_diverge_raise_at_once(tmp_path: Path) -> None:
     with Job(4, tmp_path) as job:
         job(rank.attach_recorder, parts(4), {})
@@ -101,3 +109,4 @@ def test_what_a_killed_rank_was_saving_counts_as_far_as_all_have_it(tmp_path: Pa
                 [first, second] = job(rank.answer, prompt, 2)
                 assert first == second
                 assert first[0] == expected(prompt, 2, ranks)
+            assert job(rank.failed_loads) == [0, 0]
