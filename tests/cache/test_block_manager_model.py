@@ -54,7 +54,7 @@ class NaiveMachine(BlockManagerMachine):
 
 
 QUICK = settings(
-    max_examples=70,
+    max_examples=45,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

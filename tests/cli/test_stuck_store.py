@@ -53,7 +53,9 @@ def test_the_command_ends_after_its_deadline(url: str) -> None:
     assert run.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_command(url: str, number: signal.Signals) -> None:
     command = [sys.executable, "-c", STUCK, "600", "-v", "stats", url]
     with subprocess.Popen(

@@ -55,8 +55,8 @@ def _run(model: Path, tmp_path: Path, requests: int, warm_up: int) -> None:
     assert os.getpid() == process.pid
 
 
-def test_five_hundred_requests(model: Path, tmp_path: Path) -> None:
-    _run(model, tmp_path, 500, 250)
+def test_three_hundred_requests(model: Path, tmp_path: Path) -> None:
+    _run(model, tmp_path, 300, 150)
 
 
 @pytest.mark.slow

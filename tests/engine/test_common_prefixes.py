@@ -123,10 +123,10 @@ def test_what_waits_holds_no_blocks(open_llm, llama):
     at_once(llm, 2)
     forward = llm._engine._forward
 
-    def look(requests):
+    def look(plan):
         holds = llm._engine._kv.blocks.holds
         held.extend((one.state, holds(one.request_id)) for one in llm._engine._scheduler.waiting)
-        return forward(requests)
+        return forward(plan)
 
     llm._engine._forward = look
     llm.generate([FIRST, SECOND], THREE)

@@ -43,10 +43,10 @@ def serve_until_it_fails(output: Path, arguments: list[str]) -> None:
 
     forward = Engine._forward
 
-    def failing(engine, requests):
-        if any(request.prompt_len == 77 for request in requests):
+    def failing(engine, plan):
+        if any(one.is_prompt and one.end == 77 for one in plan):
             raise RuntimeError("a secret of this machine")
-        return forward(engine, requests)
+        return forward(engine, plan)
 
     Engine._forward = failing
     serve(output, arguments)

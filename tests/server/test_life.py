@@ -166,7 +166,9 @@ def test_a_killed_server_answers_from_the_store_after_its_restart(model: Path, t
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_lets_what_runs_end_and_refuses_what_comes(
     model: Path, tmp_path: Path, number: signal.Signals
 ):
