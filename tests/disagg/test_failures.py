@@ -331,7 +331,7 @@ def test_the_reader_closes_while_it_reads(open_one, stop_at):
 
 def test_a_prefill_that_does_not_go_on_is_not_waited_for(open_one, answer_of, stop_at):
     prefill = open_one("prefill", max_num_tokens=48)
-    decode = open_one("decode", transfer={"claim_timeout_s": 0.3})
+    decode = open_one("decode", transfer={"claim_timeout_s": 1.0})
     gate = stop_at(5)
     _, reading = submit_both(prefill, decode, PROMPT, "stuck")
     assert gate.reached.wait(20)
