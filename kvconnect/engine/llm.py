@@ -134,7 +134,7 @@ class LLM(Generation):
                 dtype=_name(dtype),
                 device=rank_device(_name(device), 0, tensor_parallel_size),
                 revision=model_revision,
-                **({} if leader is None else {"ranks": leader.ranks}),
+                ranks=None if leader is None else leader.ranks,
             )
             self._model, self.tokenizer = loaded.model, loaded.tokenizer
             _check_dtype(config, self._model)
@@ -153,11 +153,7 @@ class LLM(Generation):
                 max_batch_size=max_batch_size,
                 policy=scheduling,
                 speculation=drafts,
-                # Connectors written for other engines may not know prompts in chunks (LMCache's
-                # saves all of a prompt with its first): nothing but the user's budget divides them
-                # there.
-                share_prefixes=connector_config is None
-                or connector_config.connector_module is None,
+                share_prefixes=_knows_chunks(connector_config),
                 divide_prompts=enable_chunked_prefill,
             )
             inbox: Inbox[Any] = Inbox()
@@ -170,17 +166,8 @@ class LLM(Generation):
                 max_logprobs=max_logprobs,
                 max_prompt=None if enable_chunked_prefill else max_num_tokens,
             )
-            args = None
-            if connector_config is not None:
-                args = LlmArgs(
-                    str(directory),
-                    config,
-                    connector_config,
-                    layouts=self.layouts,
-                    model_digest=digest,
-                    shard=Shard() if leader is None else shard_of(self._model, leader.ranks),
-                    num_kv_heads=geometry.num_kv_heads,
-                )
+            shard = Shard() if leader is None else shard_of(self._model, leader.ranks)
+            args = _args(directory, config, connector_config, geometry, digest, shard)
             attachment = _attached(args, kv, inbox.ring, leader)
         except BaseException:
             if leader is not None:
@@ -258,6 +245,34 @@ def _leader(
     kind = rank_device(_name(device), 0, size).partition(":")[0]
     return start_followers(
         RankSettings(size, directory, _name(dtype), kind, revision, config, connector)
+    )
+
+
+def _knows_chunks(connector: KvCacheConnectorConfig | None) -> bool:
+    # Those written for other engines may not (LMCache's saves all of a prompt with its first):
+    # nothing but the user's budget divides prompts there.
+    return connector is None or connector.connector_module is None
+
+
+def _args(
+    directory: Path,
+    config: KvCacheConfig,
+    connector: KvCacheConnectorConfig | None,
+    geometry: CacheGeometry,
+    digest: bytes,
+    shard: Shard,
+) -> LlmArgs | None:
+    """What the connector is made with; ``None``: there is none."""
+    if connector is None:
+        return None
+    return LlmArgs(
+        str(directory),
+        config,
+        connector,
+        layouts=geometry.layouts,
+        model_digest=digest,
+        shard=shard,
+        num_kv_heads=geometry.num_kv_heads,
     )
 
 
