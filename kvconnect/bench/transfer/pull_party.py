@@ -108,9 +108,12 @@ def _order(
 
 def _transport(name: str, settings: dict[str, Any]) -> Transport:
     if name == "tcp":
+        from kvconnect.transfer.secret import SharedSecret
         from kvconnect.transfer.tcp import TcpTransport
 
-        return TcpTransport(**settings)
+        secret = settings.get("secret")
+        secrets = {} if secret is None else {"secret": SharedSecret(secret)}
+        return TcpTransport(**settings | secrets)
     from kvconnect.transfer.nixl import NixlTransport
 
     return NixlTransport(**settings)
