@@ -36,7 +36,7 @@ class Sampler:
         """
         # As in transformers: the choice is made in float32, whatever the model computes in.
         scores = logits.float()
-        tokens: list[int | Exception] = scores.argmax(dim=-1).tolist()
+        tokens: list[int | Exception] = list(_best(scores))
         for row, request in enumerate(requests):
             params = request.sampling_params
             if params.temperature > 0 or params.adjusts_logits:
@@ -70,6 +70,15 @@ class Sampler:
             else:
                 generator.manual_seed(seed % (1 << 63))
         return generator
+
+
+def _best(scores: Tensor) -> list[int]:
+    """The first of the highest in each row of ``[rows, vocab]``."""
+    if scores.device.type != "cpu":
+        best: list[int] = scores.argmax(dim=-1).tolist()
+    else:  # torch's own takes 20 times as long here
+        best = scores.numpy().argmax(axis=-1).tolist()
+    return best
 
 
 def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
