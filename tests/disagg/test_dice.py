@@ -18,8 +18,8 @@ import psutil
 import pytest
 from engines import ANSWER, PREFILL, address_of, hands_out, leaks_nothing, node_of, prompt_of, until
 
-from kvconnect.connector.disagg.fetch import Fetch
-from kvconnect.connector.disagg.fetcher import Fetcher
+from kvconnect.connector.disagg.fetch.fetcher import Fetcher
+from kvconnect.connector.disagg.fetch.load import Fetch
 from kvconnect.errors import PullFailed
 from kvconnect.transfer.control.channel import Channel
 from kvconnect.transfer.leases.client import LeaseClient

@@ -30,7 +30,7 @@ from kvconnect import (
     PrefillConnector,
 )
 from kvconnect.config import TransferConfig
-from kvconnect.connector.disagg.fetcher import Fetcher
+from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.no_store import NoStoreScheduler
 from kvconnect.connector.runtime.ledger import TransferLedger
 

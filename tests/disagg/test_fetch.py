@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.connector.disagg.fetch.pieces import Coverage, FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.messages import FetchOrder
-from kvconnect.connector.disagg.pieces import Coverage, FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.leases.table import Mark

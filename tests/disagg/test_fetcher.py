@@ -8,8 +8,8 @@ import pytest
 import torch
 from engines import T, until
 
-from kvconnect.connector.disagg import fetcher as module
-from kvconnect.connector.disagg.fetcher import Fetcher
+from kvconnect.connector.disagg.fetch import fetcher as module
+from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control.messages import Unknown
@@ -89,7 +89,7 @@ def test_a_load_that_cannot_begin_has_failed(fetcher, links, monkeypatch, what):
     def planted(*args, **more):
         raise ValueError("planted")
 
-    place = module if what == "Fetch" else "kvconnect.connector.disagg.fetch"
+    place = module if what == "Fetch" else "kvconnect.connector.disagg.fetch.load"
     monkeypatch.setattr(*((place, what) if what == "Fetch" else (f"{place}.{what}",)), planted)
     fetcher.claim("host:1", "name")
     fetcher.expect(ORDER)

@@ -8,8 +8,8 @@ import threading
 import pytest
 from engines import until
 
-from kvconnect.connector.disagg import links as module
-from kvconnect.connector.disagg.links import Links
+from kvconnect.connector.disagg.fetch import links as module
+from kvconnect.connector.disagg.fetch.links import Links
 from kvconnect.errors import RetryLater
 from kvconnect.transfer.control.endpoint import Timing
 from kvconnect.transfer.leases.client import LeaseClient

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.connector.disagg.sources import address_of_rank, sources
-from kvconnect.connector.disagg.strided import BlockRun, strided_reads
+from kvconnect.connector.disagg.fetch.sources import address_of_rank, sources
+from kvconnect.connector.disagg.fetch.strided import BlockRun, strided_reads
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout

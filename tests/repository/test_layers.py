@@ -46,7 +46,10 @@ DOORS = {
     "backends.s3": STORE,
     "backends.tiered": "backends.url backends.guard backends.registry",
     "connector.runtime": f"{CONTRACT} cache.resource_manager",
-    "connector.disagg": f"{CONTRACT} connector.offload transfer",
+    "connector.disagg": f"{CONTRACT} connector.disagg.fetch connector.offload transfer",
+    "connector.disagg.fetch": (
+        f"{CONTRACT} connector.disagg.messages connector.offload.lookup transfer"
+    ),
     "connector.offload": f"{CONTRACT} backends kernels",
     "transfer.tcp": f"{TRANSFER} transfer.secret",
     "transfer.nixl": TRANSFER,

@@ -3,10 +3,8 @@
 Imports the contract beside it, `kvconnect.transfer`, the store's pair in `offload` and the
 vocabulary; never the runtime. Begin with `scheduler` (leader) and its two books, `prefill` and
 `decode`; `params` is what a router carries, `messages` what leader and workers tell each other.
-Then `worker` (every rank): `publisher` hands out what a step computes, with `offers`; `fetcher`
-runs each load, a `joined_fetch` of one `fetch` for each of its `sources` (ranks of the other
-side), whose `pieces` follow what that has computed, `strided` where its blocks are of another
-shape, over `links`, under `claims`.
+Then `worker` (every rank): `publisher` hands out what a step computes, with `offers`; what others
+hand out is read by the room `fetch`.
 `node` is what both halves share in a process. `connectors` are the pair's public names, by role.
 """
 

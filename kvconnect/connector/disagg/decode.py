@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
-from kvconnect.connector.disagg.claims import Claim
+from kvconnect.connector.disagg.fetch.claims import Claim
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode

@@ -13,10 +13,10 @@ from torch import Tensor
 from kvconnect.address import host_and_port
 from kvconnect.config import TransferConfig
 from kvconnect.connector.data import KvCachePool, LlmArgs
-from kvconnect.connector.disagg import claims
 from kvconnect.connector.disagg.device import DeviceOrder
-from kvconnect.connector.disagg.fetcher import Fetcher
-from kvconnect.connector.disagg.links import Links
+from kvconnect.connector.disagg.fetch import claims
+from kvconnect.connector.disagg.fetch.fetcher import Fetcher
+from kvconnect.connector.disagg.fetch.links import Links
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
 from kvconnect.errors import ConfigurationError, UsageError

@@ -8,8 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
+from kvconnect.connector.disagg.fetch.strided import BlockRun, strided_reads
 from kvconnect.connector.disagg.messages import FetchOrder
-from kvconnect.connector.disagg.strided import BlockRun, strided_reads
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import HeadSlice
 from kvconnect.transfer.leases.table import Mark

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvconnect.connector.disagg.links import Link
+from kvconnect.connector.disagg.fetch.links import Link
 from kvconnect.transfer.leases.client import Claimed
 
 __all__ = ["Claim"]

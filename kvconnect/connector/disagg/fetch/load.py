@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvconnect.connector.disagg.claims import Claim
-from kvconnect.connector.disagg.links import Link
+from kvconnect.connector.disagg.fetch.claims import Claim
+from kvconnect.connector.disagg.fetch.links import Link
+from kvconnect.connector.disagg.fetch.pieces import Coverage, FetchPlan, RemoteBlocks, cut_reads
+from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
-from kvconnect.connector.disagg.pieces import Coverage, FetchPlan, RemoteBlocks, cut_reads
-from kvconnect.connector.disagg.sources import Source
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control.messages import Hello

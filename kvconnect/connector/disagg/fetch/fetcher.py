@@ -11,12 +11,12 @@ from functools import partial
 
 from kvconnect.address import host_and_port
 from kvconnect.connector.data import Direction, TransferFailure
-from kvconnect.connector.disagg.claims import Claim
-from kvconnect.connector.disagg.fetch import Fetch
-from kvconnect.connector.disagg.joined_fetch import JoinedFetch
-from kvconnect.connector.disagg.links import Link, Links
+from kvconnect.connector.disagg.fetch.claims import Claim
+from kvconnect.connector.disagg.fetch.joined import JoinedFetch
+from kvconnect.connector.disagg.fetch.links import Link, Links
+from kvconnect.connector.disagg.fetch.load import Fetch
+from kvconnect.connector.disagg.fetch.sources import Source, address_of_rank, sources
 from kvconnect.connector.disagg.messages import FetchOrder
-from kvconnect.connector.disagg.sources import Source, address_of_rank, sources
 from kvconnect.errors import (
     ConfigurationError,
     DuplicateRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvconnect.connector.disagg.fetch import Fetch
+    from kvconnect.connector.disagg.fetch.load import Fetch
     from kvconnect.connector.disagg.messages import FetchOrder
 
 __all__ = ["JoinedFetch"]

@@ -1,0 +1,8 @@
+"""How an engine reads prompts that others hand out: claims, connections, and loads.
+
+Imports `messages` of the room above, the contract, `kvconnect.transfer`, and of the store's pair
+which blocks a window needs; never the books or the node. Begin with `fetcher`, the one thread:
+each load is a `joined` one of a part (`load`) for each of its `sources` (ranks of the other side),
+whose `pieces` follow what that has computed, `strided` where its blocks are of another shape, over
+`links`, under `claims`.
+"""
