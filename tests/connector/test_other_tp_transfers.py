@@ -276,7 +276,7 @@ def test_a_rank_that_is_gone_fails_the_load_of_those_that_need_it(
     assert "cannot be reached" in reason
     node = decode.workers[0]._open_node
     assert node.fetcher is not None
-    until(lambda: not (node.fetcher._fetches or node.fetcher._claims))
+    until(lambda: not (node.fetcher._fetches or node.fetcher.claims))
 
 
 def test_another_number_of_ranks_than_it_has_is_refused(engine: Callable[..., Engine]) -> None:

@@ -104,7 +104,7 @@ def held_by(llm: LLM) -> dict[str, int]:
         held |= {"leases": len(server.table), "leased bytes": server.table.total_nbytes}
         held |= {"waiting claims": len(server._waiting), "kept": len(node.offers._kept)}
     if (fetcher := node.fetcher) is not None:
-        held |= {"claims": len(fetcher._claims), "fetches": len(fetcher._fetches)}
+        held |= {"claims": len(fetcher.claims), "fetches": len(fetcher._fetches)}
         held |= {"expected": len(fetcher._expected), "by lease": len(fetcher._by_lease)}
         held |= {"quarantined": fetcher._quarantine.quarantined, "leases held": len(fetcher.client)}
         held |= {"handles": len(fetcher._handles), "flying bytes": fetcher._flying_nbytes}

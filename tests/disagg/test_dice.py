@@ -175,9 +175,7 @@ def nothing_is_left(prefill, decode):
     leaks_nothing(decode, prefill)
     ours, theirs = node_of(prefill), node_of(decode)
     fetcher, offers = theirs.fetcher, ours.offers
-    until(
-        lambda: not (fetcher._fetches or fetcher._claims or fetcher._expected or fetcher._handles)
-    )
+    until(lambda: not (fetcher._fetches or fetcher.claims or fetcher._expected or fetcher._handles))
     until(lambda: not len(fetcher.client))
     until(lambda: not len(offers.server.table))
     until(lambda: not (offers._kept or offers._newest or offers.server._waiting or offers._ended))

@@ -55,31 +55,31 @@ def fetcher(links):
         quarantine=Quarantine(4, lambda: None),
         wakeup=lambda: None,
     )
-    fetcher.attach(links)
+    fetcher.claims.attach(links)
     yield fetcher
     fetcher.close()
 
 
 def ends_nowhere(fetcher, links):
     """Nothing of any load is left."""
-    until(lambda: not (fetcher._fetches or fetcher._expected or fetcher._claims))
+    until(lambda: not (fetcher._fetches or fetcher._expected or fetcher.claims))
     assert (links.link.users, len(fetcher.client), fetcher._by_lease) == (0, 0, {})
 
 
 def test_a_prompt_is_claimed_for_one_request_until_that_lets_go_of_it(fetcher, links):
     """Also once the other side has refused: what the first drops would be the second's."""
-    first = fetcher.claim("host:1", "name")
+    first = fetcher.claims.claim("host:1", "name")
     seq = next(iter(first.claimed.lease._sent))
     fetcher.client.handle(Unknown(seq=seq, request="name"), "host:1")
     assert first.failed
-    second = fetcher.claim("host:1", "name")
+    second = fetcher.claims.claim("host:1", "name")
     assert second.failed
     assert links.link.users == 1
     first.drop()
     second.drop()
-    third = fetcher.claim("host:1", "name")
+    third = fetcher.claims.claim("host:1", "name")
     assert not third.failed
-    assert fetcher._claims["host:1", "name"] is third
+    assert fetcher.claims._claims["host:1", "name"] is third
     third.drop()
     ends_nowhere(fetcher, links)
 
@@ -91,7 +91,7 @@ def test_a_load_that_cannot_begin_has_failed(fetcher, links, monkeypatch, what):
 
     place = module if what == "Fetch" else "kvconnect.connector.disagg.fetch.load"
     monkeypatch.setattr(*((place, what) if what == "Fetch" else (f"{place}.{what}",)), planted)
-    fetcher.claim("host:1", "name")
+    fetcher.claims.claim("host:1", "name")
     fetcher.expect(ORDER)
     fetcher.begin(ORDER)
     failures = []
@@ -104,7 +104,7 @@ def test_a_load_that_cannot_begin_has_failed(fetcher, links, monkeypatch, what):
 
 
 def test_a_load_is_cancelled_before_it_begins(fetcher, links):
-    fetcher.claim("host:1", "name")
+    fetcher.claims.claim("host:1", "name")
     fetcher.expect(ORDER)
     assert fetcher.cancel(7)
     fetcher.begin(ORDER)

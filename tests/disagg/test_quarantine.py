@@ -150,5 +150,5 @@ def test_the_reader_is_preempted_while_it_loads(
     leaks_nothing(prefill)
     fetcher = node_of(decode).fetcher
     assert not fetcher._fetches
-    assert not fetcher._claims
+    assert not fetcher.claims
     assert not len(fetcher.client)

@@ -13,10 +13,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvconnect import prometheus
 from kvconnect import trace as trace_module
 from kvconnect.errors import ConfigurationError, MissingExtra
-from kvconnect.prometheus import METRICS, Collector, serve
+from kvconnect.prometheus import METRICS, Collector, serve, snapshot
 from kvconnect.trace import Metrics, count, trace
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +27,7 @@ REDIS = (("store", "RedisBackend"), ("place", "redis://host"))
 def metrics(monkeypatch) -> Metrics:
     fresh = Metrics()
     monkeypatch.setattr(trace_module, "metrics", fresh)
-    monkeypatch.setattr(prometheus, "metrics", fresh)
+    monkeypatch.setattr(snapshot, "metrics", fresh)
     return fresh
 
 

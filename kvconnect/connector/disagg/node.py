@@ -138,7 +138,7 @@ class TransferNode:
                 timing=Timing(),
                 num_kv_heads=[one.num_kv_heads for one in self._heads],
             )
-            fetcher.attach(self._links)
+            fetcher.claims.attach(self._links)
         self._hide_gauges = metrics.add_gauges(self._sizes)
 
     def _sizes(self) -> dict[str, float]:
@@ -251,10 +251,10 @@ class TransferNode:
         return self._device
 
     def claim(self, address: str, name: str, tp_size: int = 1) -> list[claims.Claim]:
-        """Ask the engine at `address` for a prompt; see `Fetcher.claim_all`."""
+        """Ask the engine at `address` for a prompt; see `ClaimBook.claim_all`."""
         if self._fetcher is None:
             return [claims.Claim(address, name, reason="this engine fetches nothing")]
-        return self._fetcher.claim_all(address, name, tp_size)
+        return self._fetcher.claims.claim_all(address, name, tp_size)
 
     def fetch(self, order: FetchOrder) -> None:
         """Begin a load, behind what the device still does with its blocks."""

@@ -9,17 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvconnect.address import host_and_port
 from kvconnect.connector.data import Direction, TransferFailure
-from kvconnect.connector.disagg.fetch.claims import Claim
+from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
 from kvconnect.connector.disagg.fetch.joined import JoinedFetch
-from kvconnect.connector.disagg.fetch.links import Link, Links
+from kvconnect.connector.disagg.fetch.links import Link
 from kvconnect.connector.disagg.fetch.load import Fetch
-from kvconnect.connector.disagg.fetch.sources import Source, address_of_rank, sources
+from kvconnect.connector.disagg.fetch.sources import Source, sources
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.errors import (
-    ConfigurationError,
-    DuplicateRequest,
     KvConnectError,
     PullFailed,
     RetryLater,
@@ -49,9 +46,8 @@ class _NotClaimedError(Exception):
 class Fetcher:
     """Claims, reads and releases other engines' blocks.
 
-    `claim` is the scheduler's, the other public methods the worker's; both on the engine's thread.
-    On ranks that have no scheduler a load is claimed when it begins.
-    What ended is posted, and the engine woken.
+    The public methods belong to the worker, on the engine's thread. What ended is posted, and the
+    engine woken.
 
     Args:
         transport: that blocks travel by.
@@ -62,6 +58,10 @@ class Fetcher:
         quarantine: of blocks that failed pulls may still write to.
         heads: of each pool group, which of the model's this rank has; by default all.
         wakeup: called when `take_ended` or `take_failed` has news.
+
+    Attributes:
+        client: of leases; what others say of them goes to it.
+        claims: what the scheduler has claimed, or a rank without one when its load begins.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Fetcher:
         heads: Sequence[StoredHeads] = (),
     ) -> None:
         self._transport = transport
-        self._heads = heads or stored_heads(layouts, Shard())
+        self._heads = tuple(heads or stored_heads(layouts, Shard()))
         self._layouts = layouts
         self._regions = regions
         self._load_s = load_s
@@ -88,9 +88,7 @@ class Fetcher:
         self._wakeup = wakeup
         self.client = LeaseClient(self._lease_changed)
         self.client.start()
-        self._links: Links | None = None
-        self._claims_lock = threading.Lock()
-        self._claims: dict[tuple[str, str], Claim] = {}
+        self.claims = ClaimBook(self.client, self._heads)
         self._mine: set[int] = set()  # the engine's thread: loads that are not reported yet
         self._ended: deque[int] = deque()
         self._failed: deque[TransferFailure] = deque()
@@ -104,59 +102,6 @@ class Fetcher:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvconnect-fetch", daemon=True)
         self._thread.start()
-
-    def attach(self, links: Links) -> None:
-        """The other engines are reached by `links`; once, first."""
-        self._links = links
-
-    # ------------------------------------------------------------------ the scheduler's
-
-    def claim_all(self, address: str, name: str, tp_size: int) -> list[Claim]:
-        """Claims on all ranks of the engine at `address` that this rank reads from.
-
-        Does not block.
-
-        Raises:
-            ConfigurationError: there cannot be so many.
-        """
-        wanted = [
-            (address_of_rank(address, one.rank), one.readers)
-            for one in sources(self._heads, tp_size)
-        ]
-        return [self.claim(where, name, readers) for where, readers in wanted]
-
-    def claim(self, address: str, name: str, readers: int = 1) -> Claim:
-        """Ask for `name` of the rank at `address`, which `readers` ranks of this engine do.
-
-        Does not block, and never raises.
-        """
-        links = self._links
-        if links is None:
-            return Claim(address, name, reason="this engine fetches nothing")
-        with self._claims_lock:  # a refused one is forgotten by the client before it is dropped
-            if (address, name) in self._claims:
-                return Claim(address, name, reason="it is fetched for another request")
-        try:
-            link = links.use(address)
-        except (ConfigurationError, RetryLater) as error:
-            return Claim(address, name, reason=str(error))
-        try:
-            claimed = self.client.claim(address, name, readers=readers)
-        except DuplicateRequest as error:
-            links.leave(link)
-            return Claim(address, name, reason=str(error))
-        claim = Claim(address, name, link=link, claimed=claimed, on_drop=self._dropped)
-        with self._claims_lock:
-            self._claims[address, name] = claim
-        return claim
-
-    def _dropped(self, claim: Claim) -> None:
-        if claim.claimed is not None:
-            self.client.abort(claim.claimed, "not needed")
-        with self._claims_lock:
-            del self._claims[claim.address, claim.name]
-        if self._links is not None and claim.link is not None:
-            self._links.leave(claim.link)
 
     # ------------------------------------------------------------------ the worker's
 
@@ -201,10 +146,7 @@ class Fetcher:
             self._closed = True
             self._changed.notify()
         self._thread.join()
-        with self._claims_lock:
-            claims = list(self._claims.values())
-        for claim in claims:
-            claim.drop()
+        self.claims.drop_all()
         self.client.close()
 
     def lost(self, link: Link, reason: str) -> None:
@@ -252,14 +194,6 @@ class Fetcher:
     def _expect(self, order: FetchOrder) -> None:
         self._expected[order.request_id] = order
 
-    def _claim_of(self, order: FetchOrder, source: Source) -> Claim | None:
-        address = address_of_rank(order.address, source.rank)
-        with self._claims_lock:
-            found = self._claims.get((address, order.name))
-        if found is None and self._heads[0].shard.tp_rank:
-            found = self.claim(address, order.name, source.readers)
-        return found
-
     def _begin(self, order: FetchOrder) -> None:
         if self._expected.pop(order.request_id, None) is None:
             return
@@ -268,11 +202,11 @@ class Fetcher:
             for source in sources(self._heads, order.tp_size):
                 load.parts.append(self._part(order, source))
         except _NotClaimedError as error:
-            self._drop_claims(order)
+            self.claims.drop(order)
             self._report_failure(order, str(error), writes_ended=True)
             return
         except Exception as error:
-            self._drop_claims(order)
+            self.claims.drop(order)
             self._report_failure(order, repr(error), writes_ended=True)
             raise
         self._fetches[order.request_id] = load
@@ -284,7 +218,7 @@ class Fetcher:
 
     def _part(self, order: FetchOrder, source: Source) -> Fetch:
         """What is read from one rank."""
-        claim = self._claim_of(order, source)
+        claim = self.claims.of(order, source)
         if claim is None or claim.link is None:
             raise _NotClaimedError((claim and claim.reason) or "it was never claimed")
         return Fetch(
@@ -303,25 +237,12 @@ class Fetcher:
         if load := self._fetches.get(request_id):
             load.cancel()
         elif order := self._expected.pop(request_id, None):
-            self._drop_claims(order)
+            self.claims.drop(order)
             self._ended.append(request_id)
             self._wakeup()
 
-    def _drop_claims(self, order: FetchOrder) -> None:
-        """Let go of what was claimed for `order`, of whichever rank."""
-        host, first = host_and_port(order.address)
-        with self._claims_lock:
-            every = list(self._claims.values())
-        for claim in every:
-            where, port = host_and_port(claim.address)
-            if (claim.name, where) == (order.name, host) and 0 <= port - first < order.tp_size:
-                claim.drop()
-
     def _lost(self, link: Link, reason: str) -> None:
-        with self._claims_lock:
-            claims = [claim for claim in self._claims.values() if claim.link is link]
-        for claim in claims:
-            claim.reason = claim.reason or f"the connection to {link.address} was lost: {reason}"
+        self.claims.lost(link, reason)
         for part in self._parts():
             if part.link is link:
                 part.advance()

@@ -1,25 +1,14 @@
-"""What `kvconnect.trace` counts, for Prometheus.
-
-``serve(9464)`` answers scrapes on a port of its own; ``registry.register(Collector())`` adds the
-same to a registry that the application has already. Nothing is counted twice, and nothing is done
-between scrapes.
-"""
+"""Every metric: its name, what it says, and which counters or gauges it is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import Literal, TypeAlias
 
-from kvconnect.errors import ConfigurationError, MissingExtra
-from kvconnect.trace import Gauge, Labels, metrics
+from kvconnect.prometheus.snapshot import Snapshot
 
-if TYPE_CHECKING:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
-
-__all__ = ["METRICS", "Collector", "Metric", "MetricsServer", "Snapshot", "serve"]
+__all__ = ["METRICS", "Metric"]
 
 _OPERATIONS = ("lookup", "load", "save", "delete", "children", "open", "close")
 _FAILURES = ("failure", "timeout", "refused", "bad_frame", "other_codec")
@@ -38,50 +27,6 @@ _STATES = ("up", "down")
 
 Sample: TypeAlias = tuple[tuple[str, ...], float]
 """Values of a metric's labels, in its order, and its own."""
-
-
-Store: TypeAlias = tuple[str, str]
-"""Its labels ``store`` and ``place``."""
-
-_NONE: Store = ("", "")
-
-
-def _store(labels: Labels) -> Store:
-    told = dict(labels)
-    return told.get("store", ""), told.get("place", "")
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All counters and gauges at one moment."""
-
-    counters: Mapping[Labels, Mapping[str, float]]
-    gauges: tuple[Gauge, ...]
-
-    @classmethod
-    def take(cls) -> Self:
-        """Of this process; may block for half a second for each store that is slow to tell."""
-        return cls(metrics.by_labels(), tuple(metrics.gauges()))
-
-    def total(self, name: str) -> float:
-        """A counter over all labels."""
-        return sum(counters.get(name, 0) for counters in self.counters.values())
-
-    def stores(self) -> Iterator[tuple[Store, Mapping[str, float]]]:
-        """The counters of each store."""
-        for labels, counters in self.counters.items():
-            store = _store(labels)
-            if store != _NONE:
-                yield store, counters
-
-    def gauge(self, name: str) -> dict[Store, float]:
-        """A gauge by store; those that are of none added up."""
-        found: dict[Store, float] = {}
-        for gauge in self.gauges:
-            if gauge.name == name:
-                store = _store(gauge.labels)
-                found[store] = found.get(store, 0) + gauge.value
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,82 +375,3 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 """All metrics, in the order of ``docs/metrics.md``."""
-
-
-class Collector:
-    """Gives `METRICS` to a Prometheus registry.
-
-    Raises:
-        MissingExtra: prometheus-client is not installed.
-    """
-
-    def __init__(self) -> None:
-        try:
-            from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-        except ImportError as error:
-            raise MissingExtra("metrics for Prometheus", "metrics") from error
-        self._families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
-
-    def describe(self) -> Iterable[Family]:
-        """The metrics without values; reads nothing."""
-        return [self._family(metric) for metric in METRICS]
-
-    def collect(self) -> Iterator[Family]:
-        """The metrics as they are now. Called on the thread of a scrape."""
-        now = Snapshot.take()
-        for metric in METRICS:
-            family = self._family(metric)
-            for values, value in metric.read(now):
-                family.add_metric(values, value)
-            yield family
-
-    def _family(self, metric: Metric) -> Family:
-        family: Family = self._families[metric.kind](metric.name, metric.help, labels=metric.labels)
-        return family
-
-
-class MetricsServer:
-    """Answers scrapes until it is closed; a context manager.
-
-    Attributes:
-        port: where.
-    """
-
-    def __init__(self, port: int, address: str) -> None:
-        collector = Collector()
-        from prometheus_client import CollectorRegistry, start_http_server
-
-        registry = CollectorRegistry()
-        registry.register(collector)
-        try:
-            self._server, self._thread = start_http_server(port, address, registry)
-        except (OSError, OverflowError) as error:
-            raise ConfigurationError(
-                f"metrics port {port}: cannot be listened to on {address}: {error}"
-            ) from error
-        self.port: int = self._server.server_port
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def serve(port: int, address: str = "127.0.0.1") -> MetricsServer:
-    """Answer Prometheus on `port` (0: any that is free), on a thread of its own.
-
-    Every client of `address` may read the metrics: by default programs of this machine only;
-    ``0.0.0.0`` and ``::`` are all of its addresses.
-
-    Raises:
-        ConfigurationError: the port cannot be had at `address`.
-        MissingExtra: prometheus-client is not installed.
-    """
-    return MetricsServer(port, address)

@@ -1,0 +1,122 @@
+"""The claims that requests of this engine hold on other engines' blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvconnect.address import host_and_port
+from kvconnect.connector.disagg.fetch.claims import Claim
+from kvconnect.connector.disagg.fetch.links import Link, Links
+from kvconnect.connector.disagg.fetch.sources import Source, address_of_rank, sources
+from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.errors import ConfigurationError, DuplicateRequest, RetryLater
+from kvconnect.shards import StoredHeads
+from kvconnect.transfer.leases.client import LeaseClient
+
+__all__ = ["ClaimBook"]
+
+
+class ClaimBook:
+    """One claim for each name and address at a time. Thread-safe; nothing here blocks.
+
+    Args:
+        client: that asks for leases.
+        heads: of each pool group, which of the model's this rank has.
+    """
+
+    def __init__(self, client: LeaseClient, heads: Sequence[StoredHeads]) -> None:
+        self._client = client
+        self._heads = heads
+        self._links: Links | None = None
+        self._lock = threading.Lock()
+        self._claims: dict[tuple[str, str], Claim] = {}
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def attach(self, links: Links) -> None:
+        """The other engines are reached by `links`; once, first."""
+        self._links = links
+
+    def claim_all(self, address: str, name: str, tp_size: int) -> list[Claim]:
+        """Claims on all ranks of the engine at `address` that this rank reads from.
+
+        Raises:
+            ConfigurationError: there cannot be so many.
+        """
+        wanted = [
+            (address_of_rank(address, one.rank), one.readers)
+            for one in sources(self._heads, tp_size)
+        ]
+        return [self.claim(where, name, readers) for where, readers in wanted]
+
+    def claim(self, address: str, name: str, readers: int = 1) -> Claim:
+        """Ask for `name` of the rank at `address`, which `readers` ranks of this engine do.
+
+        Never raises.
+        """
+        links = self._links
+        if links is None:
+            return Claim(address, name, reason="this engine fetches nothing")
+        with self._lock:  # a refused one is forgotten by the client before it is dropped
+            if (address, name) in self._claims:
+                return Claim(address, name, reason="it is fetched for another request")
+        try:
+            link = links.use(address)
+        except (ConfigurationError, RetryLater) as error:
+            return Claim(address, name, reason=str(error))
+        try:
+            claimed = self._client.claim(address, name, readers=readers)
+        except DuplicateRequest as error:
+            links.leave(link)
+            return Claim(address, name, reason=str(error))
+        claim = Claim(address, name, link=link, claimed=claimed, on_drop=self._dropped)
+        with self._lock:
+            self._claims[address, name] = claim
+        return claim
+
+    def of(self, order: FetchOrder, source: Source) -> Claim | None:
+        """The claim that a part of the load `order` goes by.
+
+        Ranks that have no scheduler claim it now.
+        """
+        address = address_of_rank(order.address, source.rank)
+        with self._lock:
+            found = self._claims.get((address, order.name))
+        if found is None and self._heads[0].shard.tp_rank:
+            found = self.claim(address, order.name, source.readers)
+        return found
+
+    def drop(self, order: FetchOrder) -> None:
+        """Let go of what was claimed for `order`, of whichever rank."""
+        host, first = host_and_port(order.address)
+        for claim in self._all():
+            where, port = host_and_port(claim.address)
+            if (claim.name, where) == (order.name, host) and 0 <= port - first < order.tp_size:
+                claim.drop()
+
+    def drop_all(self) -> None:
+        """Let go of everything."""
+        for claim in self._all():
+            claim.drop()
+
+    def lost(self, link: Link, reason: str) -> None:
+        """Nothing will come of what was claimed over `link`."""
+        for claim in self._all():
+            if claim.link is link:
+                claim.reason = (
+                    claim.reason or f"the connection to {link.address} was lost: {reason}"
+                )
+
+    def _all(self) -> list[Claim]:
+        with self._lock:
+            return list(self._claims.values())
+
+    def _dropped(self, claim: Claim) -> None:
+        if claim.claimed is not None:
+            self._client.abort(claim.claimed, "not needed")
+        with self._lock:
+            del self._claims[claim.address, claim.name]
+        if self._links is not None and claim.link is not None:
+            self._links.leave(claim.link)

@@ -1,0 +1,17 @@
+"""What `kvconnect.trace` counts, for Prometheus.
+
+``serve(9464)`` answers scrapes on a port of its own; ``registry.register(Collector())`` adds the
+same to a registry that the application has already. Nothing is counted twice, and nothing is done
+between scrapes.
+
+Imports the vocabulary. Begin with `table`, which lists every metric, as read from a `snapshot`;
+`server` hands them out.
+"""
+
+from __future__ import annotations
+
+from kvconnect.prometheus.server import Collector, MetricsServer, serve
+from kvconnect.prometheus.snapshot import Snapshot
+from kvconnect.prometheus.table import METRICS, Metric
+
+__all__ = ["METRICS", "Collector", "Metric", "MetricsServer", "Snapshot", "serve"]

@@ -1,0 +1,96 @@
+"""The metrics in a Prometheus registry, and a server for scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+from kvconnect.errors import ConfigurationError, MissingExtra
+from kvconnect.prometheus.snapshot import Snapshot
+from kvconnect.prometheus.table import METRICS, Metric
+
+if TYPE_CHECKING:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
+
+__all__ = ["Collector", "MetricsServer", "serve"]
+
+
+class Collector:
+    """Gives `METRICS` to a Prometheus registry.
+
+    Raises:
+        MissingExtra: prometheus-client is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        except ImportError as error:
+            raise MissingExtra("metrics for Prometheus", "metrics") from error
+        self._families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+
+    def describe(self) -> Iterable[Family]:
+        """The metrics without values; reads nothing."""
+        return [self._family(metric) for metric in METRICS]
+
+    def collect(self) -> Iterator[Family]:
+        """The metrics as they are now. Called on the thread of a scrape."""
+        now = Snapshot.take()
+        for metric in METRICS:
+            family = self._family(metric)
+            for values, value in metric.read(now):
+                family.add_metric(values, value)
+            yield family
+
+    def _family(self, metric: Metric) -> Family:
+        family: Family = self._families[metric.kind](metric.name, metric.help, labels=metric.labels)
+        return family
+
+
+class MetricsServer:
+    """Answers scrapes until it is closed; a context manager.
+
+    Attributes:
+        port: where.
+    """
+
+    def __init__(self, port: int, address: str) -> None:
+        collector = Collector()
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry()
+        registry.register(collector)
+        try:
+            self._server, self._thread = start_http_server(port, address, registry)
+        except (OSError, OverflowError) as error:
+            raise ConfigurationError(
+                f"metrics port {port}: cannot be listened to on {address}: {error}"
+            ) from error
+        self.port: int = self._server.server_port
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve(port: int, address: str = "127.0.0.1") -> MetricsServer:
+    """Answer Prometheus on `port` (0: any that is free), on a thread of its own.
+
+    Every client of `address` may read the metrics: by default programs of this machine only;
+    ``0.0.0.0`` and ``::`` are all of its addresses.
+
+    Raises:
+        ConfigurationError: the port cannot be had at `address`.
+        MissingExtra: prometheus-client is not installed.
+    """
+    return MetricsServer(port, address)

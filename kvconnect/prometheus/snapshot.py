@@ -1,0 +1,54 @@
+"""All that `kvconnect.trace` has counted, at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+from kvconnect.trace import Gauge, Labels, metrics
+
+__all__ = ["Snapshot"]
+
+Store: TypeAlias = tuple[str, str]
+"""Its labels ``store`` and ``place``."""
+
+_NONE: Store = ("", "")
+
+
+def _store(labels: Labels) -> Store:
+    told = dict(labels)
+    return told.get("store", ""), told.get("place", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All counters and gauges at one moment."""
+
+    counters: Mapping[Labels, Mapping[str, float]]
+    gauges: tuple[Gauge, ...]
+
+    @classmethod
+    def take(cls) -> Self:
+        """Of this process; may block for half a second for each store that is slow to tell."""
+        return cls(metrics.by_labels(), tuple(metrics.gauges()))
+
+    def total(self, name: str) -> float:
+        """A counter over all labels."""
+        return sum(counters.get(name, 0) for counters in self.counters.values())
+
+    def stores(self) -> Iterator[tuple[Store, Mapping[str, float]]]:
+        """The counters of each store."""
+        for labels, counters in self.counters.items():
+            store = _store(labels)
+            if store != _NONE:
+                yield store, counters
+
+    def gauge(self, name: str) -> dict[Store, float]:
+        """A gauge by store; those that are of none added up."""
+        found: dict[Store, float] = {}
+        for gauge in self.gauges:
+            if gauge.name == name:
+                store = _store(gauge.labels)
+                found[store] = found.get(store, 0) + gauge.value
+        return found
