@@ -5,7 +5,9 @@ import torch
 
 from kvconnect import KvCacheConfig
 from kvconnect.cache.block_manager import BlockManager
-from kvconnect.keys import BlockKey, KeyChain
+from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.residence import Residence
+from kvconnect.keys import BlockKey, KeyChain, Namespace
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenBuffer
 
@@ -62,6 +64,25 @@ def test_keys_find_what_was_joined():
         manager.check_invariants()
     pinned = manager.pin_keys(keys)
     assert len(pinned.block_ids) == 100
+
+
+def test_what_a_pool_gave_up_is_joined_where_its_first_block_stands_by_recency():
+    """Its parts may have been let go at different moments; its place is that of the first."""
+    tree = RadixTree(T, 1)
+    root = tree.root(Namespace())
+    long = bytearray(run(2, 0).tobytes())
+    lower = tree.insert(root, long, 2)
+    upper = tree.split(lower, 1)
+    upper.pools = [Residence()]
+    other = tree.insert(root, bytearray(run(1, 50).tobytes()), 1)
+    assert len(list(root.children.latest(b"", 9))) == 2  # from now on there is an order
+    for moment, segment in enumerate((lower, other, upper), 1):
+        segment.pools[0].stamp = moment
+        tree.let_go(segment)
+    tree.join(upper)
+    latest = list(root.children.latest(b"", 9))
+    assert latest == [lower, other]
+    assert [segment.pools[0].stamp for segment in latest] == [3, 2]
 
 
 def num_segments(manager, tokens):

@@ -87,6 +87,7 @@ class Residence:
 
     def absorb(self, upper: Residence) -> None:
         """Take in the blocks of `upper`, which stand before these and go on as these."""
+        self.stamp = upper.stamp  # of what is in neither, the moments may differ
         if self.ids is not None and upper.ids is not None:
             self.ids = upper.ids + self.ids
         if self.host_ids is not None and upper.host_ids is not None:
