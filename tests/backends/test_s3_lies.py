@@ -298,6 +298,20 @@ async def test_blocks_whose_payload_a_lie_took_away_are_saved_again_on_the_next_
     assert await use(open_backend(make_s3()), kit, blocks) == 4
 
 
+async def test_a_block_is_there_by_its_own_object_not_by_what_its_neighbours_tell(
+    make_s3, kit, s3_server
+):
+    keys = kit.keys("told", count=4)
+    blocks = frames(kit, keys)
+    for prefix in ("kv", "other"):
+        await use(open_backend(make_s3(prefix=prefix)), kit, blocks)
+    ours, others = (f"{prefix}/v1/k/{keys[1].hex()}" for prefix in ("kv", "other"))
+    s3_server.objects[ours] = s3_server.objects[others]  # points to what is not there
+    del s3_server.objects[f"kv/v1/k/{keys[0].hex()}"]
+    assert await use(open_backend(make_s3()), kit, blocks) == 0
+    assert await use(open_backend(make_s3()), kit, blocks) == 4
+
+
 async def use(store, kit, blocks):
     """What an engine does with a prompt: it loads what there is and saves the rest; how much."""
     keys = [block.key for block in blocks]
