@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,8 @@ _NBYTES_OF_VALUE = 4
 _LONG_LIST_NBYTES = 1 << 16
 _PIECE_NBYTES = 1 << 15
 _OF_NUMBERS = b"0123456789-, \t\r\n"
+_BEGINNING = re.compile(rb"\[[0-9\-, \t\r\n]{64}")
+_WINDOW_NBYTES = 1 << 17
 
 
 class TooManyValues(ValueError):
@@ -113,7 +116,7 @@ def _parse(text: bytes) -> Any:
 def _lists_of_integers(text: bytes) -> list[range]:
     """Where in `text` there is nothing but integers between two brackets, and much of it."""
     found: list[range] = []
-    start, quotes, counted = text.find(b"["), 0, 0
+    start, quotes, counted = _beginning(text, 0), 0, 0
     while start >= 0:
         end = _end_of_numbers(text, start + 1)
         is_list = text[end : end + 1] == b"]" and text.find(b",", start, end) >= 0
@@ -122,8 +125,19 @@ def _lists_of_integers(text: bytes) -> list[range]:
             quotes, counted = quotes + before.count(b'"'), start
             if quotes % 2 == 0:  # else it is a part of a string
                 found.append(range(start + 1, end))
-        start = text.find(b"[", end)
+        start = _beginning(text, end)
     return found
+
+
+def _beginning(text: bytes, start: int) -> int:
+    """Where from `start` on a list may begin that is long; -1: nowhere."""
+    # In windows, as a search is one call: a string may hold millions of brackets.
+    while start < len(text):
+        match = _BEGINNING.search(text, start, start + _WINDOW_NBYTES + 64)
+        if match is not None:
+            return match.start()
+        start += _WINDOW_NBYTES
+    return -1
 
 
 def _end_of_numbers(text: bytes, start: int) -> int:

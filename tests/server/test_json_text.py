@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -77,6 +78,8 @@ def short_pieces():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_text, "_LONG_LIST_NBYTES", 8)
         patch.setattr(json_text, "_PIECE_NBYTES", 5)
+        patch.setattr(json_text, "_BEGINNING", re.compile(rb"\[[0-9\-, \t\r\n]{7}"))
+        patch.setattr(json_text, "_WINDOW_NBYTES", 3)
         yield
 
 
@@ -121,3 +124,11 @@ def test_a_long_list_is_never_read_at_once(monkeypatch):
     text = json.dumps({"prompt": prompts, "note": str(prompts)[:400_000]})
     assert parse(text) == json.loads(text)
     assert sorted(lengths)[-2] < 40_000  # but the string is
+
+
+def test_brackets_of_a_string_cost_no_step_each(monkeypatch):
+    steps = []
+    monkeypatch.setattr(json_text, "_end_of_numbers", lambda *_: steps.append(1))
+    text = "[" * 500_000 + "[1,2]" * 1000
+    assert parse(json.dumps({"prompt": text})) == {"prompt": text}
+    assert not steps
