@@ -16,6 +16,7 @@ TokenArray: TypeAlias = npt.NDArray[np.int32]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 _INT32 = np.iinfo(np.int32)
+_AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
 
 
 def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
@@ -26,6 +27,11 @@ def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
     """
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
         return np.ascontiguousarray(tokens)
+    if isinstance(tokens, (list, tuple)) and len(tokens) > _AT_ONCE:
+        starts = range(0, len(tokens), _AT_ONCE)
+        return np.concatenate(
+            [as_token_array(tokens[start : start + _AT_ONCE], field=field) for start in starts]
+        )
     try:
         array = np.asarray(tokens)
     except (ValueError, OverflowError, TypeError, RuntimeError) as error:  # of tensors, the last

@@ -13,7 +13,7 @@ from kvconnect.backends.s3.format import BadRecord, Member, Record, record_nbyte
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.keys import BlockKey
 
-__all__ = ["Absent", "AnswerCache", "Found", "fetch_entry"]
+__all__ = ["Absent", "AnswerCache", "Found", "fetch_entry", "has_bytes"]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -84,6 +84,21 @@ def _entry(fetched: Fetched, nbytes: int, settings: S3Settings, key: BlockKey) -
     if left <= 0:
         return Absent(fetched.etag)
     return Found(record, member, start, fetched.etag, time.monotonic() + left)
+
+
+def has_bytes(bucket: S3Bucket, settings: S3Settings, found: Found) -> bool:
+    """Whether the payload that `found` points to is there. Blocks.
+
+    It may not be: a lifecycle rule removes objects one by one, and a service that for a while
+    answers with other objects lets a delete take a payload for one that no block needs.
+
+    Raises:
+        BackendUnavailable: the service cannot be asked.
+    """
+    if found.record.payload is None:
+        return True  # the bytes are in the object that was read
+    fetched = bucket.fetch(settings.name("g", found.record.payload), 1)
+    return fetched is not None and fetched.nbytes >= found.member.offset + found.member.nbytes
 
 
 class AnswerCache(Generic[K, V]):

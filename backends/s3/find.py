@@ -90,9 +90,11 @@ class S3Finder:
             BackendUnavailable: the service cannot be asked.
         """
         found = await self.present(keys)
+        own = {one.member.key: one for one in found if one.etag is not None}
         answers: dict[BlockKey, Found | Absent] = {}
         await self._ask([one.member.key for one in found if one.etag is None], answers)
-        each = (answers.get(one.member.key, one) for one in found)
+        # What these tell of their neighbours counts for none that was asked for itself.
+        each = (own.get(one.member.key, answers.get(one.member.key)) for one in found)
         return [one for one in each if isinstance(one, Found)]
 
     async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:

@@ -19,7 +19,7 @@ from functools import partial
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.lanes import Lanes, results_of, settled
-from kvconnect.backends.s3.answers import Absent, Found, fetch_entry
+from kvconnect.backends.s3.answers import Absent, Found, fetch_entry, has_bytes
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.children import S3Children
 from kvconnect.backends.s3.find import S3Finder
@@ -64,7 +64,7 @@ class S3Writer:
         unique = {block.key: block for block in reversed(blocks)}
         ordered = [unique[key] for key in dict.fromkeys(block.key for block in blocks)]
         # What this does not find, the conditions of the writes do.
-        found = await self._finder.standing([block.key for block in ordered])
+        found = await self._whole([block.key for block in ordered])
         stored = {one.member.key for one in found}
         missing = [block for block in ordered if block.key not in stored]
         error = None
@@ -88,6 +88,14 @@ class S3Writer:
         if error is not None:
             raise error
         return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
+
+    async def _whole(self, keys: Sequence[BlockKey]) -> list[Found]:
+        """Those of `keys` that are stored, also their bytes; perhaps not all."""
+        found = await self._finder.standing(keys)
+        payloads = {one.record.payload: one for one in found}
+        asked = [partial(has_bytes, self._bucket, self._settings, one) for one in payloads.values()]
+        there = dict(zip(payloads, results_of(await self._lane.run_all(asked)), strict=True))
+        return [one for one in found if there[one.record.payload]]
 
     def _objects(self, blocks: Sequence[StoredBlock]) -> Iterator[list[StoredBlock]]:
         """`blocks`, divided into those that share an object: neighbours of one chain."""
@@ -142,11 +150,12 @@ class S3Writer:
             except Conflict:
                 entry = fetch_entry(self._bucket, self._settings, member.key)
                 if isinstance(entry, Found):
-                    # Also if it is our own: the answer to the first attempt got lost.
-                    ours = entry.record.payload is not None
-                    ours = ours and entry.record.payload == record.payload
-                    return replace(entry, record=record, member=member) if ours else entry
-                etag = entry.etag
+                    # Our own: the answer to the first attempt got lost.
+                    if entry.record.payload is not None and entry.record.payload == record.payload:
+                        return replace(entry, record=record, member=member)
+                    if has_bytes(self._bucket, self._settings, entry):
+                        return entry
+                etag = entry.etag or ""
             else:
                 start = 0 if record.payload is not None else len(views[0])
                 ttl = math.inf if self._settings.ttl_s is None else self._settings.ttl_s

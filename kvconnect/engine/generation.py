@@ -152,7 +152,8 @@ class Generation:
                 f"{type(self).__name__}.chat_prompt: unknown argument '{name}'; "
                 f"{nearest(name, ChatOptions.__annotations__)}"
             )
-        return {"prompt_token_ids": ChatFormat(**how).tokens(messages, self.tokenizer)}
+        most = self._intake.most_prompt_tokens
+        return {"prompt_token_ids": ChatFormat(**how).tokens(messages, self.tokenizer, most=most)}
 
     @known_keywords
     def submit(

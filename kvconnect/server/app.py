@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -23,12 +22,13 @@ from kvconnect.server.openai.chat_request import ChatRequest
 from kvconnect.server.openai.completion_request import CompletionRequest
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.settings import ServerSettings
+from kvconnect.server.threads import ServerThreads
 
 __all__ = ["make_app"]
 
 
 def make_app(
-    llm: LLM, settings: ServerSettings, admission: Admission, threads: ThreadPoolExecutor
+    llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
 ) -> ASGIApp:
     """The ASGI application over `llm`.
 
@@ -36,7 +36,7 @@ def make_app(
         llm: answers; the caller closes it.
         settings: of the server.
         admission: of the generations that it answers.
-        threads: for what blocks; the caller shuts it down.
+        threads: for what blocks; the caller ends them.
     """
     model = _Model(llm, settings)
     monitor = _Monitor(llm, admission, threads)
@@ -81,7 +81,7 @@ class _Model:
 
 
 class _Monitor:
-    def __init__(self, llm: LLM, admission: Admission, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, llm: LLM, admission: Admission, threads: ServerThreads) -> None:
         self._llm = llm
         self._admission = admission
         self._threads = threads
@@ -96,8 +96,8 @@ class _Monitor:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """Slow stores may take half a second each to tell of themselves."""
+        """What Prometheus reads."""
         encode, kind = choose_encoder(request.headers.get("accept", ""))
         loop = asyncio.get_running_loop()
-        text = await loop.run_in_executor(self._threads, encode, self._registry)
+        text = await loop.run_in_executor(self._threads.telling, encode, self._registry)
         return Response(text, media_type=kind)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
 from email.message import Message
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -15,15 +17,32 @@ from kvconnect.text import shown
 
 __all__ = ["read_json"]
 
+T = TypeVar("T")
 
-async def read_json(request: Request, settings: HttpSettings) -> dict[str, Any]:
-    """The JSON object that `request` carries.
+_LONG_NBYTES = 1 << 14  # takes a millisecond
+
+
+async def read_json(
+    request: Request,
+    settings: HttpSettings,
+    thread: Executor,
+    make: Callable[[dict[str, Any]], T],
+) -> T:
+    """What `make` makes of the JSON object that `request` carries.
+
+    Args:
+        request: whose body is read.
+        settings: its limits.
+        thread: where long bodies are parsed, and `make` is called with them: one thread, since more
+            of them would only take turns.
+        make: does not block.
 
     Raises:
         RequestRefused: it is no JSON (400, also where it nests deeper than 200 or has a key twice),
             is not declared as such in UTF-8 and uncompressed (415), is too large or holds too many
             values for its size (413), or comes too slowly (408).
         ClientDisconnect: the client left.
+        Exception: what `make` raises.
     """
     _check_kind(request)
     length = request.headers.get("content-length", "")
@@ -36,6 +55,13 @@ async def read_json(request: Request, settings: HttpSettings) -> dict[str, Any]:
         raise RequestRefused(
             408, f"the body did not come within {settings.client_timeout_s:g} s"
         ) from error
+    if len(body) < _LONG_NBYTES:
+        return make(_parsed(body, settings))
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(thread, lambda: make(_parsed(body, settings)))
+
+
+def _parsed(body: bytes, settings: HttpSettings) -> dict[str, Any]:
     try:
         parsed = parse_json(body, max_nbytes=settings.max_body_bytes)
     except TooManyValues as error:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +23,7 @@ from kvconnect.server.generation import outputs_of, stream_of
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.settings import ServerSettings
+from kvconnect.server.threads import ServerThreads
 from kvconnect.server.trust import check_transfer
 from kvconnect.text import shown
 
@@ -40,7 +40,7 @@ class GenerationEndpoint:
         llm: answers.
         settings: of the server.
         admission: shared by all endpoints of `llm`.
-        threads: where text becomes tokens.
+        threads: where bodies are parsed, and text becomes tokens.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GenerationEndpoint:
         llm: LLM,
         settings: ServerSettings,
         admission: Admission,
-        threads: ThreadPoolExecutor,
+        threads: ServerThreads,
     ) -> None:
         self._kind = kind
         self._llm = llm
@@ -70,7 +70,7 @@ class GenerationEndpoint:
                         handle.abort()
 
     async def _wanted(self, request: Request, ticket: Ticket) -> GenerationRequest:
-        wanted = self._kind.parse(await read_json(request, self._settings))
+        wanted = await read_json(request, self._settings, self._threads.parsing, self._kind.parse)
         if wanted.kv_transfer_params is not None:
             check_transfer(self._settings, request.headers, wanted.kv_transfer_params)
         name = self._settings.model_name
@@ -107,7 +107,7 @@ class GenerationEndpoint:
         def submit() -> list[RequestHandle]:
             return [] if left.is_set() else wanted.submit(self._llm)
 
-        started = asyncio.get_running_loop().run_in_executor(self._threads, submit)
+        started = asyncio.get_running_loop().run_in_executor(self._threads.tokenizing, submit)
         try:
             return await asyncio.shield(started)
         except asyncio.CancelledError:

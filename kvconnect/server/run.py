@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
 
@@ -14,10 +13,9 @@ from kvconnect.server.app import make_app
 from kvconnect.server.http_server import HttpServer, uvicorn_config
 from kvconnect.server.listener import Listener
 from kvconnect.server.settings import ServerSettings
+from kvconnect.server.threads import ServerThreads
 
 __all__ = ["serve"]
-
-_THREADS = 4
 
 
 def serve(
@@ -35,7 +33,7 @@ def serve(
         EngineClosed: the engine failed; nothing can be answered any more.
     """
     admission = Admission(settings.max_completions)
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvconnect-server") as threads:
+    with ServerThreads() as threads:
         config = uvicorn_config(make_app(llm, settings, admission, threads), settings)
         listener.listen()
         server = _EngineServer(config, llm, admission, settings.shutdown_timeout_s, ready)

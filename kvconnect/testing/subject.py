@@ -50,6 +50,7 @@ class Subject(ABC):
     Attributes:
         seed: of everything random.
         long: run the long form: 200 kills instead of 20, and so on.
+        random_runs: of the group ``model``, 25 operations each; ten times as many in the long form.
         ttl_s: of the store that `make_expiring` is asked for; ``None``: a minute. Short, if time
             really has to pass (see `pass_time`).
         deadline_s: of calls while the network fails: longer than `open` takes, and not much more.
@@ -65,6 +66,7 @@ class Subject(ABC):
 
     seed: int = 0
     long: bool = False
+    random_runs: int = 30
     ttl_s: float | None = None
     patience_s: float = 10.0
     deadline_s: float = 0.7

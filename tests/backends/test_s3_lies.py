@@ -273,6 +273,45 @@ async def test_what_was_dropped_for_a_lie_is_found_or_saved_again_on_the_next_us
         assert await use(open_backend(make_s3()), kit, blocks) == len(keys)
 
 
+@pytest.mark.parametrize("left", [(1, 2, 3), (2,)])
+async def test_blocks_whose_payload_a_lie_took_away_are_saved_again_on_the_next_use(
+    make_s3, kit, s3_server, left
+):
+    """Whether a save has asked for their objects before, or finds them as it writes."""
+    keys = kit.keys("taken", count=4)
+    blocks = frames(kit, keys)
+    for prefix in ("kv", "other"):  # of which each has a payload of its own
+        await use(open_backend(make_s3(prefix=prefix)), kit, blocks)
+
+    def others(request):
+        if request.method != "GET" or request.kind != "k" or keys[0].hex() in request.name:
+            return None
+        return s3_server.stored(replace(request, name=request.name.replace("kv", "other", 1)))
+
+    s3_server.fault = others
+    await delete(open_backend(make_s3()), kit, keys[:1])
+    s3_server.fault = lambda _: None
+    assert not [name for name in s3_server.names("g") if name.startswith("kv/")]
+    for number in {1, 2, 3} - set(left):
+        del s3_server.objects[f"kv/v1/k/{keys[number].hex()}"]
+    assert await use(open_backend(make_s3()), kit, blocks) == 0
+    assert await use(open_backend(make_s3()), kit, blocks) == 4
+
+
+async def test_a_block_is_there_by_its_own_object_not_by_what_its_neighbours_tell(
+    make_s3, kit, s3_server
+):
+    keys = kit.keys("told", count=4)
+    blocks = frames(kit, keys)
+    for prefix in ("kv", "other"):
+        await use(open_backend(make_s3(prefix=prefix)), kit, blocks)
+    ours, others = (f"{prefix}/v1/k/{keys[1].hex()}" for prefix in ("kv", "other"))
+    s3_server.objects[ours] = s3_server.objects[others]  # points to what is not there
+    del s3_server.objects[f"kv/v1/k/{keys[0].hex()}"]
+    assert await use(open_backend(make_s3()), kit, blocks) == 0
+    assert await use(open_backend(make_s3()), kit, blocks) == 4
+
+
 async def use(store, kit, blocks):
     """What an engine does with a prompt: it loads what there is and saves the rest; how much."""
     keys = [block.key for block in blocks]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvconnect.connector.disagg.offers import Offers
-from kvconnect.transfer.control.messages import Claim, Grant, Unknown
+from kvconnect.transfer.control.messages import Abort, Claim, Grant, Unknown
 from kvconnect.transfer.leases.table import Mark
 
 
@@ -48,3 +50,37 @@ def test_what_was_handed_out_and_withdrawn_is_gone(offers):
     assert offers.is_gone("name")
     offers.refuse("name")
     assert not isinstance(answer(offers), Grant | Unknown)
+
+
+@pytest.mark.parametrize("ended", ["newer", "older"])
+def test_of_two_that_are_handed_out_under_one_name_either_can_be_claimed(offers, ended):
+    keys = {one: offers.offer("name", tokens=16, nbytes=40) for one in ("older", "newer")}
+    other = keys["older" if ended == "newer" else "newer"]
+    offers.withdraw(keys[ended])
+    offers.server.reap()
+    assert not offers.is_gone("name")
+    granted = answer(offers)
+    assert (type(granted), granted.epoch) == (Grant, other.epoch)
+    offers.server.handle(Abort(request="name", epoch=other.epoch), "reader", lambda _: True)
+    offers.server.reap()
+    assert offers.is_gone("name")
+
+
+def test_a_prompt_whose_reader_had_let_go_is_gone_once_it_is_offered(offers, monkeypatch):
+    """Its lease ends with its beginning, which another thread tells at once."""
+    offers.server.handle(Claim(seq=1, request="name"), "reader", lambda _: True)
+    offers.server.handle(Abort(request="name"), "reader", lambda _: True)
+    offer = offers.server.offer
+    reapers = []
+
+    def offer_and_reap(*args, **how):
+        made = offer(*args, **how)
+        reapers.append(threading.Thread(target=offers.server.reap))
+        reapers[0].start()
+        reapers[0].join(0.1)
+        return made
+
+    monkeypatch.setattr(offers.server, "offer", offer_and_reap)
+    offers.offer("name", tokens=16, nbytes=60)
+    reapers[0].join()
+    assert offers.is_gone("name")

@@ -18,7 +18,9 @@ COMPUTED = {("gemma3", 16): {71}}
         pytest.param("deepseek_v3", 64, 16, marks=pytest.mark.slow),
     ],
 )
-def test_the_answer_is_that_of_one_engine(arch, theirs, ours, model_of, open_one, answer_of):
+def test_the_answer_is_that_of_one_engine(
+    arch, theirs, ours, model_of, open_one, answer_of, counted
+):
     prefill = open_one("prefill", model_of(arch), max_num_tokens=48, tokens_per_block=theirs)
     decode = open_one("decode", model_of(arch), tokens_per_block=ours)
     handles = []
@@ -35,6 +37,8 @@ def test_the_answer_is_that_of_one_engine(arch, theirs, ours, model_of, open_one
             fetched,
             len(prompt) - fetched,
         )
+    computed = COMPUTED.get((arch, theirs), ())
+    assert counted["transfer.computed_instead.tokens"] == sum(length - 1 for length in computed)
     leaks_nothing(prefill, decode)
 
 

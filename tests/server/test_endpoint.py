@@ -50,7 +50,8 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
         await asyncio.gather(*clients)
         return len(done), held
 
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as thread:
+        threads = SimpleNamespace(parsing=thread, tokenizing=thread)
         endpoint = GenerationEndpoint(
             kind, "llm", ServerSettings(model_name="tiny"), admission, threads
         )

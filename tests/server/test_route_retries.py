@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -112,7 +113,8 @@ async def routed() -> AsyncIterator[Callable[..., Any]]:
             )
             client, fleet = InstanceClient(made), Fleet(made)
             stack.push_async_callback(client.close)
-            app = make_app(fleet, client, made, Admission(made.max_requests, "requests"))
+            parsing = stack.enter_context(ThreadPoolExecutor(1))
+            app = make_app(fleet, client, made, Admission(made.max_requests, "requests"), parsing)
             one = Routed(servers[: len(prefill)], servers[len(prefill) :], app)
             await stack.enter_async_context(one.client)
             return one

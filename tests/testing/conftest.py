@@ -6,12 +6,20 @@ import re
 
 import pytest
 
-# Each of these waits for deadlines, one after the other. On every network store the short form has
-# a server that refuses, one that is frozen, and answers that are wrong, late or cut off anywhere.
+# Most of these wait for deadlines, one after the other. Where the short form has what they demand:
+# - faults: the store beneath is not asked, or its answer is replaced. Memory, disk and Redis.
+# - network: Redis, all of it. S3 has a server that refuses, is frozen or cuts off anywhere; answers
+#   of a wrong length, of rubbish, and bytes that drip: backends/test_s3_lies.py, test_s3_faults.py.
+# - the toy server is there for the contract of a store that is written in an hour.
 LONG_FORM = {
-    "TestS3": re.compile(r"test_network_(black_hole|half_open|slow_answers)"),
-    # That the network's checks pass where they should is shown on Redis and S3.
-    "TestToyServer": re.compile(r"test_network_"),
+    "TestFolder": re.compile(r"test_faults_"),
+    "TestTiered": re.compile(r"test_faults_"),
+    "TestS3": re.compile(
+        r"test_faults_|test_network_(black_hole|breaker|garbage_answers|half_open"
+        r"|one_byte_per_second|slow_answers|wrong_length)"
+    ),
+    "TestS3Longer": re.compile(r"test_"),
+    "TestToyServer": re.compile(r"test_(?!contract_)"),
 }
 
 

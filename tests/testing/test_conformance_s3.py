@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import ClassVar
 
 import pytest
 from s3_server import BUCKET, S3Server
@@ -10,10 +11,12 @@ from s3_server import BUCKET, S3Server
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.s3.store import S3Backend
 from kvconnect.testing import Address, BackendConformance
+from kvconnect.testing.checks import all_checks
 
 
 class TestS3(BackendConformance):
     deadline_s = 1.5  # making a client takes boto3 half a second on a busy machine
+    random_runs = 8  # a run takes two thirds of a second
 
     @pytest.fixture(autouse=True)
     def server(self, monkeypatch: pytest.MonkeyPatch, tmp_path):
@@ -52,3 +55,12 @@ class TestS3(BackendConformance):
         self._server = S3Server(before.port)
         if not empty:
             self._server.objects.update(before.objects)
+
+
+class TestS3Longer(TestS3):
+    """As many random runs as other stores have, in the long form."""
+
+    random_runs = BackendConformance.random_runs
+    skip: ClassVar = {
+        one.id: "shown by TestS3" for one in all_checks() if one.name != "random_operations"
+    }

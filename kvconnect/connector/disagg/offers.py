@@ -38,7 +38,8 @@ class Offers:
         self._lock = threading.Lock()
         self._kept: dict[LeaseKey, int] = {}
         self._ended: list[int] = []
-        self._newest: dict[str, LeaseKey] = {}
+        # By name: more than one if its prompt is computed several times.
+        self._offered: dict[str, set[LeaseKey]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
         self.server = LeaseServer(
             self._unpinned,
@@ -52,15 +53,16 @@ class Offers:
     def offer(self, name: str, *, tokens: int, nbytes: int) -> LeaseKey | None:
         """`name` may be claimed from now on; ``None``: too much is handed out."""
         try:
-            offer = self.server.offer(name, tokens=tokens, nbytes=nbytes)
+            # It may end at once, and that must not be noted before its beginning is.
+            with self._lock:
+                offer = self.server.offer(name, tokens=tokens, nbytes=nbytes)
+                key = LeaseKey(name, offer.epoch)
+                self._offered.setdefault(name, set()).add(key)
+                self._gone.pop(name, None)
         except OutOfBlocks as error:
             warn_once("transfer.offer", f"a prompt is not handed out: {error}")
             self.refuse(name)
             return None
-        key = LeaseKey(name, offer.epoch)
-        with self._lock:
-            self._newest[name] = key
-            self._gone.pop(name, None)
         return key
 
     def is_gone(self, name: str) -> bool:
@@ -85,7 +87,7 @@ class Offers:
         Unless it is handed out for another request.
         """
         with self._lock:
-            if name in self._newest:
+            if name in self._offered:
                 return
             self._note_gone(name)
         offer = self.server.offer(name, tokens=1, nbytes=0)
@@ -116,9 +118,12 @@ class Offers:
         """On the lease server's thread."""
         with self._lock:
             for one in ended:
-                if self._newest.get(one.key.request) == one.key:
-                    del self._newest[one.key.request]
-                    self._note_gone(one.key.request)
+                same = self._offered.get(one.key.request, set())
+                if one.key in same:
+                    same.remove(one.key)
+                    if not same:
+                        del self._offered[one.key.request]
+                        self._note_gone(one.key.request)
         self._let_go([one.key for one in ended])
 
     def _note_gone(self, name: str) -> None:

@@ -61,8 +61,10 @@ class ChatFormat:
     tools: Sequence[Mapping[str, object]] | None = None
     chat_template_kwargs: Mapping[str, object] | None = None
 
-    def tokens(self, conversation: Conversation, tokenizer: Tokenizer | None) -> TokenArray:
-        """The prompt that `conversation` becomes.
+    def tokens(
+        self, conversation: Conversation, tokenizer: Tokenizer | None, *, most: int | None = None
+    ) -> TokenArray:
+        """The prompt that `conversation` becomes; `most` as of `Tokenizer.encode`.
 
         Raises:
             ConfigurationError: there is no tokenizer or no template, a message is wrong, or the
@@ -89,7 +91,7 @@ class ChatFormat:
         if not messages:
             raise ConfigurationError("messages: there are none; give at least one")
         try:
-            return tokenizer.encode_chat(
+            text = tokenizer.render_chat(
                 messages,
                 chat_template=self.chat_template,
                 add_generation_prompt=self.add_generation_prompt,
@@ -107,6 +109,8 @@ class ChatFormat:
             RecursionError,
         ) as error:  # a template is a program
             raise ConfigurationError(f"messages: the chat template failed: {error}") from error
+        check_text("messages", text)
+        return tokenizer.encode(text, most=most, special_tokens=False)
 
 
 def _checked(message: Message, number: int) -> dict[str, object]:

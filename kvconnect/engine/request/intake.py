@@ -99,6 +99,14 @@ class Intake:
         return min(limit.num_tokens, room) if self._grows_with_length else limit.num_tokens
 
     @property
+    def most_prompt_tokens(self) -> int | None:
+        """Tokens that no prompt may have more of; ``None``: there is no such limit."""
+        room = self._max_blocks * self._tokens_per_block if self._grows_with_length else None
+        limit = self._model.position_limit
+        limits = (self._max_prompt, None if limit is None else limit.num_tokens, room)
+        return min((one for one in limits if one is not None), default=None)
+
+    @property
     def _grows_with_length(self) -> bool:
         # Pools give each other memory, and a window needs the same for any length.
         return len(self._layouts) == 1 and self._layouts[0].window is None
@@ -142,7 +150,7 @@ class Intake:
                     "give token ids"
                 )
             check_text("prompt", prompt)
-            tokens = self._tokenizer.encode(prompt)
+            tokens = self._tokenizer.encode(prompt, most=self.most_prompt_tokens)
         elif isinstance(prompt, (bytes, bytearray)) or not hasattr(prompt, "__len__"):
             raise ConfigurationError(
                 f"prompt: {shown(prompt)} is a {type(prompt).__name__}; give text or token ids"

@@ -16,6 +16,11 @@ from kvconnect.tokens import TokenArray, as_token_array
 __all__ = ["Detokenizer", "Tokenizer"]
 
 _UNFINISHED = "\ufffd"
+_CHARACTERS_OF_TOKEN = 8
+"""More than a token has on average."""
+_FURTHER = 8
+_CUT_TOKENS = 64
+"""As many tokens may begin a text that is cut off, and not the whole text."""
 _MOST_PENDING = 8
 """More tokens than a character has bytes: the first of them cannot belong to an unfinished one."""
 _LONGEST_PART = 4
@@ -47,27 +52,56 @@ class Tokenizer:
         names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
         return Tokenizer(directory) if any((directory / name).exists() for name in names) else None
 
-    def encode(self, text: str) -> TokenArray:
-        """Token ids of `text`, with the special tokens that the model expects."""
-        # Lengths are checked by the engine, whose message says more.
+    def encode(
+        self, text: str, *, most: int | None = None, special_tokens: bool = True
+    ) -> TokenArray:
+        """Token ids of `text`.
+
+        Args:
+            text: without lone surrogates.
+            most: tokens that there is room for. A text that has more of them in its beginning is
+                not encoded to its end: a long one takes seconds. One that has only some more than
+                that is for the engine to refuse, whose message says more.
+            special_tokens: with those that the model expects.
+
+        Raises:
+            ConfigurationError: it begins with more than `most` tokens.
+        """
         with self._encoding:
-            return as_token_array(self._encoder.encode(text, verbose=False))
+            if most is not None:
+                self._check_beginnings(text, most)
+            return as_token_array(self._ids(text, special_tokens=special_tokens))
+
+    def _check_beginnings(self, text: str, most: int) -> None:
+        end = _CHARACTERS_OF_TOKEN * (most + _CUT_TOKENS)
+        while end < len(text):
+            found = len(self._ids(text[:end], special_tokens=False))
+            if found > most + _CUT_TOKENS:
+                raise ConfigurationError(
+                    f"prompt: the first {end} of its {len(text)} characters are {found} tokens, "
+                    f"and there is room for {most} in all; shorten it"
+                )
+            end *= _FURTHER
+
+    def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
+        ids: list[int] = self._encoder.encode(
+            text, add_special_tokens=special_tokens, verbose=False
+        )
+        return ids
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model says how conversations become prompts."""
         return bool(self._encoder.chat_template)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]], **how: Any) -> TokenArray:
-        """Token ids of a conversation; `how` as in ``apply_chat_template`` of transformers.
+    def render_chat(self, messages: Sequence[Mapping[str, object]], **how: Any) -> str:
+        """The text of a conversation; `how` as in ``apply_chat_template`` of transformers.
 
-        Special tokens are those of the template; none are added.
+        Special tokens are those of the template; none are to be added.
         """
         with self._encoding:
-            tokens = self._encoder.apply_chat_template(
-                list(messages), tokenize=True, return_dict=False, **how
-            )
-        return as_token_array(tokens)
+            text: str = self._encoder.apply_chat_template(list(messages), tokenize=False, **how)
+        return text
 
     def decode(self, tokens: list[int]) -> str:
         """The text of `tokens`, without special tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import PlainValidator
@@ -14,6 +13,8 @@ from kvconnect.server.openai.generation_request import GenerationRequest, Intege
 
 __all__ = ["CompletionRequest"]
 
+_AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
+
 
 def _prompt(given: object) -> object:
     # Pydantic would tell of each entry of a long list what it is not, for minutes, and take `true`
@@ -21,14 +22,20 @@ def _prompt(given: object) -> object:
     if isinstance(given, str):
         return given
     if isinstance(given, list):
-        kinds = set(map(type, given))
+        kinds = _kinds(given)
         if kinds == {list}:
-            kinds = set(map(type, chain.from_iterable(given)))
-            if kinds <= {int}:
+            if all(_kinds(each) <= {int} for each in given):
                 return given
         elif kinds <= {int} or kinds == {str}:
             return given
     raise ValueError("must be text, token ids, or a list of either")
+
+
+def _kinds(given: list[object]) -> set[type]:
+    found: set[type] = set()
+    for start in range(0, len(given), _AT_ONCE):
+        found.update(map(type, given[start : start + _AT_ONCE]))
+    return found
 
 
 class CompletionRequest(GenerationRequest):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Executor
 from typing import Any
 
 import httpx2
@@ -26,7 +27,11 @@ __all__ = ["make_app"]
 
 
 def make_app(
-    fleet: Fleet, client: InstanceClient, settings: RouteSettings, admission: Admission
+    fleet: Fleet,
+    client: InstanceClient,
+    settings: RouteSettings,
+    admission: Admission,
+    parsing: Executor,
 ) -> ASGIApp:
     """The ASGI application over `fleet`.
 
@@ -35,8 +40,9 @@ def make_app(
         client: asks them; the caller closes it.
         settings: of the router.
         admission: of the requests that are answered.
+        parsing: one thread, where long bodies are parsed; the caller ends it.
     """
-    endpoint = RouteEndpoint(fleet, client, settings, admission)
+    endpoint = RouteEndpoint(fleet, client, settings, admission, parsing)
     monitor = _Monitor(fleet, client, admission)
     routes = [
         Route("/v1/completions", endpoint, methods=["POST"]),

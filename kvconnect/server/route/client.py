@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx2
 
@@ -61,18 +60,25 @@ class InstanceClient:
 
     @asynccontextmanager
     async def post(
-        self, instance: Instance, path: str, body: Mapping[str, Any]
+        self, instance: Instance, path: str, body: bytes, *, transfers: bool
     ) -> AsyncIterator[httpx2.Response]:
         """The answer of `instance` with status 200, whose body is to be read; leaving it aborts.
+
+        Args:
+            instance: that is asked.
+            path: there.
+            body: a JSON object.
+            transfers: whether it has ``kv_transfer_params``, which a server takes from who knows
+                the secret.
 
         Raises:
             ServerAnswered: the request is wrong.
             InstanceFailed: another server may answer it.
         """
-        secret = self._secret if "kv_transfer_params" in body else {}
+        headers = {"Content-Type": "application/json"} | (self._secret if transfers else {})
         try:
             async with self._http.stream(
-                "POST", instance.url + path, json=body, headers=secret
+                "POST", instance.url + path, content=body, headers=headers
             ) as answer:
                 if answer.status_code != httpx2.codes.OK:
                     await self._refused(instance, answer)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from concurrent.futures import Executor
+from functools import partial
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -20,6 +20,7 @@ from kvconnect.server.route.fleet import Fleet
 from kvconnect.server.route.handover import Answering, Handover
 from kvconnect.server.route.instance import InstanceFailed
 from kvconnect.server.route.opened import Opened
+from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.route.settings import RouteSettings
 
 __all__ = ["RouteEndpoint"]
@@ -35,26 +36,34 @@ class RouteEndpoint:
         client: asks them.
         settings: of the router.
         admission: shared by all endpoints.
+        parsing: one thread, where long bodies are parsed.
     """
 
     def __init__(
-        self, fleet: Fleet, client: InstanceClient, settings: RouteSettings, admission: Admission
+        self,
+        fleet: Fleet,
+        client: InstanceClient,
+        settings: RouteSettings,
+        admission: Admission,
+        parsing: Executor,
     ) -> None:
         self._fleet = fleet
         self._client = client
         self._settings = settings
         self._admission = admission
+        self._parsing = parsing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         with contextlib.suppress(ClientDisconnect), self._admission.enter() as ticket:
-            body = await read_json(Request(scope, receive), self._settings)
-            if body.pop("kv_transfer_params", None) is not None:
-                raise RequestRefused(
-                    403, "kv_transfer_params: come from the router only", "not_the_router"
-                )
+            request = await read_json(
+                Request(scope, receive),
+                self._settings,
+                self._parsing,
+                partial(RoutedRequest.of, scope["path"]),
+            )
             running = _Running()
-            running.task = asyncio.create_task(self._answer(running, scope["path"], body, send))
+            running.task = asyncio.create_task(self._answer(running, request, send))
             self._admission.submitted(ticket, (running,))
             try:
                 await while_connected(receive, running.task)
@@ -63,10 +72,8 @@ class RouteEndpoint:
                     raise ShuttingDown from None
                 raise
 
-    async def _answer(
-        self, running: _Running, path: str, body: Mapping[str, Any], send: Send
-    ) -> None:
-        handover = Handover(self._fleet, self._client, self._settings, path, body)
+    async def _answer(self, running: _Running, request: RoutedRequest, send: Send) -> None:
+        handover = Handover(self._fleet, self._client, self._settings, request)
         try:
             async with handover.answer() as answering:
                 await self._pass_on(running, answering, handover.until, send)

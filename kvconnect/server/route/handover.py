@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Choice, Fleet
 from kvconnect.server.route.instance import Address, Instance, InstanceFailed
 from kvconnect.server.route.opened import Opened, begin
-from kvconnect.server.route.prompt import Prompt
+from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import count
 
@@ -51,8 +51,7 @@ class Handover:
         fleet: of the servers.
         client: asks them.
         settings: of the router.
-        path: of the request.
-        body: of the request, without ``kv_transfer_params``.
+        request: that is to be answered.
 
     Attributes:
         until: when the request is to have its whole answer, by the event loop's clock.
@@ -63,8 +62,7 @@ class Handover:
         fleet: Fleet,
         client: InstanceClient,
         settings: RouteSettings,
-        path: str,
-        body: Mapping[str, Any],
+        request: RoutedRequest,
     ) -> None:
         now = asyncio.get_running_loop().time()
         self.until = now + settings.request_timeout_s
@@ -72,9 +70,8 @@ class Handover:
         self._fleet = fleet
         self._client = client
         self._streams = settings.stream_layers
-        self._path = path
-        self._body = body
-        self._prompt = Prompt.of(path, body)
+        self._request = request
+        self._prompt = request.prompt
         self._failed: dict[Instance, InstanceFailed] = {}
 
     @asynccontextmanager
@@ -159,13 +156,11 @@ class Handover:
         """
         instance = choice.instance
         params = {"do_remote_decode": True, "transfer_id": transfer_id}
-        body = {name: value for name, value in self._body.items() if name not in _GENERATING}
+        body = self._request.body(params, without=_GENERATING)
         with instance.loaded(choice.load):
             async with (
                 instance.answering(self._prefill_until),
-                self._client.post(
-                    instance, self._path, body | {"kv_transfer_params": params}
-                ) as answer,
+                self._client.post(instance, self._request.path, body, transfers=True) as answer,
             ):
                 content = await answer.aread()
         carried = _carried(instance, content, answer)
@@ -215,9 +210,9 @@ class Handover:
             ServerAnswered: it was refused, as everywhere.
             InstanceFailed: it did not begin.
         """
-        body = self._body if carried is None else {**self._body, "kv_transfer_params": carried}
+        path, body = self._request.path, self._request.body(carried)
         async with instance.answering(self.until):
-            post = self._client.post(instance, self._path, body)
+            post = self._client.post(instance, path, body, transfers=carried is not None)
             answer = await stack.enter_async_context(post)
             try:
                 opened = await begin(answer)

@@ -15,6 +15,7 @@ _CHARACTERS = 256
 _TOKENS = 64
 _MAX_HASHED = 2048
 _HASH_NBYTES = 16
+_AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,12 @@ def _first(body: Mapping[str, Any]) -> tuple[str | array[int], bool]:
         first, single = given, True
     if isinstance(first, str):
         return first, single
+    if not isinstance(first, list):
+        return json.dumps(first), single
+    tokens = array("q")
     try:
-        return array("q", first), single
+        for start in range(0, len(first), _AT_ONCE):
+            tokens.extend(first[start : start + _AT_ONCE])
     except (TypeError, OverflowError):
         return json.dumps(first), single
+    return tokens, single

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
 
@@ -32,12 +33,14 @@ def route(settings: RouteSettings, listener: Listener, ready: Callable[[], None]
     """
     admission = Admission(settings.max_requests, "requests")
     fleet, client = Fleet(settings), InstanceClient(settings)
-    config = uvicorn_config(make_app(fleet, client, settings, admission), settings)
     remove = metrics.add_gauges(fleet.sizes)
     try:
-        listener.listen()
-        server = _RouteServer(config, admission, settings, ready, fleet, client)
-        server.run(sockets=list(listener.sockets))
+        with ThreadPoolExecutor(1, thread_name_prefix="kvconnect-route-parsing") as parsing:
+            app = make_app(fleet, client, settings, admission, parsing)
+            config = uvicorn_config(app, settings)
+            listener.listen()
+            server = _RouteServer(config, admission, settings, ready, fleet, client)
+            server.run(sockets=list(listener.sockets))
     finally:
         remove()
 

@@ -26,7 +26,7 @@ async def _explore(subject: Subject, *, bounded: bool) -> None:
             super().__init__(subject, next(numbers), bounded=bounded)
 
     chosen = settings(
-        max_examples=300 if subject.long else 30,
+        max_examples=subject.random_runs * (10 if subject.long else 1),
         stateful_step_count=25,
         deadline=None,
         derandomize=True,

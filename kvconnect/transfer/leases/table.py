@@ -155,7 +155,8 @@ class LeaseTable:
         # Begins anywhere: what a peer holds of an earlier incarnation is unknown to this one.
         self._next_epoch = secrets.randbits(62)
         self._live: dict[LeaseKey, _Lease] = {}
-        self._newest: dict[str, LeaseKey] = {}
+        # By name of the request, the newest last; more than one if it is computed several times.
+        self._offers: dict[str, list[LeaseKey]] = {}
         self._total = 0
         self._done: list[Ended] = []
         self._past: OrderedDict[LeaseKey, dict[str, float | _Holding]] = OrderedDict()
@@ -189,7 +190,7 @@ class LeaseTable:
             key = LeaseKey(request, self._next_epoch)
             self._next_epoch += 1
             self._live[key] = _Lease(key, tokens, blocks, nbytes, now + self.lease_s, now)
-            self._newest[request] = key
+            self._offers.setdefault(request, []).append(key)
             self._total += nbytes
         count("transfer.lease.offered", nbytes=nbytes)
         self._changed()
@@ -293,12 +294,12 @@ class LeaseTable:
         Args:
             request: as offered.
             holder: one incarnation of one reader.
-            epoch: ``None``: of the newest offer.
+            epoch: ``None``: of the newest offer that was not withdrawn.
             readers: as in the message.
         """
         now = self._clock()
         with self._lock:
-            key = self._newest.get(request) if epoch is None else LeaseKey(request, epoch)
+            key = self._offered(request, now) if epoch is None else LeaseKey(request, epoch)
             if key is None:
                 return Answer(Verdict.UNKNOWN)
             lease = self._live.get(key)
@@ -352,7 +353,7 @@ class LeaseTable:
         """
         now = self._clock()
         with self._lock:
-            key = self._newest.get(request) if epoch is None else LeaseKey(request, epoch)
+            key = self._offered(request, now) if epoch is None else LeaseKey(request, epoch)
             lease = self._live.get(key) if key is not None else None
             if lease is None:
                 return
@@ -363,6 +364,15 @@ class LeaseTable:
         self._changed()
 
     # ------------------------------------------------------------------ rules; the lock is held
+
+    def _offered(self, request: str, now: float) -> LeaseKey | None:
+        """The newest lease of `request` that may be claimed; else the newest, ``None``: none."""
+        keys = tuple(self._offers.get(request, ()))
+        for key in reversed(keys):
+            lease = self._live[key]
+            if self._is_held(lease, now) and not lease.withdrawn:
+                return key
+        return keys[-1] if keys else None
 
     def _may_grant(self, lease: _Lease, holder: str, now: float) -> bool:
         self._settle(lease, now)
@@ -398,8 +408,10 @@ class LeaseTable:
         if len(lease.holders) >= lease.readers and _Holding.BROKEN not in ways:
             why = "released" if _Holding.RELEASED in ways else "aborted"
         del self._live[lease.key]
-        if self._newest.get(lease.key.request) == lease.key:
-            del self._newest[lease.key.request]
+        same = self._offers[lease.key.request]
+        same.remove(lease.key)
+        if not same:
+            del self._offers[lease.key.request]
         self._done.append(Ended(lease.key, lease.nbytes, why))
         self._past[lease.key] = lease.holders
         while len(self._past) > _REMEMBERED:

@@ -216,6 +216,26 @@ def test_epochs_of_one_request_are_apart(table):
     assert [key for key, _ in ended(table)] == [first]
 
 
+@pytest.mark.parametrize("read_by", [None, "E"])
+def test_what_is_withdrawn_hides_no_older_offer_of_that_name(table, read_by):
+    first, second = offer(table), offer(table)
+    if read_by:
+        table.claim("r", read_by)
+    table.withdraw(second)
+    answer = table.claim("r", "D")
+    assert (answer.verdict, answer.epoch) == (Verdict.OK, first.epoch)
+    table.abort("r", "D")
+    assert first in [key for key, _ in ended(table)]
+
+
+def test_an_offer_that_expired_hides_no_older_one_of_that_name(table, clock):
+    first, _ = offer(table), offer(table)
+    clock.now += 9
+    table.advance(first, Mark(tokens=16))
+    clock.now += 9
+    assert table.claim("r", "D").epoch == first.epoch
+
+
 def test_epochs_of_two_incarnations_are_apart(clock):
     tables = [LeaseTable(max_lease_total=1, clock=clock) for _ in range(2)]
     first, second = (offer(table, nbytes=1) for table in tables)
@@ -258,7 +278,7 @@ def test_what_is_remembered_is_bounded(clock):
         table.abort("r", "D", offer(table, "r", nbytes=1).epoch)
         assert len(table.take_ended()) == 1
     assert len(table._past) <= 4096
-    assert not table._newest
+    assert not table._offers
 
 
 def test_changes_are_told_with_no_lock_held(clock):

@@ -1,0 +1,70 @@
+"""A request as the router passes it on: read once, and its parts encoded once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from kvconnect.server.errors import RequestRefused
+from kvconnect.server.route.prompt import Prompt
+
+__all__ = ["RoutedRequest"]
+
+_AT_ONCE = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """One request for the servers behind the router.
+
+    Attributes:
+        path: that it came to.
+        prompt: what it begins with.
+        fields: of the body's object each one's name and value, as JSON in UTF-8.
+    """
+
+    path: str
+    prompt: Prompt
+    fields: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, path: str, body: Mapping[str, Any]) -> Self:
+        """The request that `body`, a JSON object, asks for at `path`.
+
+        Raises:
+            RequestRefused: it has ``kv_transfer_params``.
+        """
+        if body.get("kv_transfer_params") is not None:
+            raise RequestRefused(
+                403, "kv_transfer_params: come from the router only", "not_the_router"
+            )
+        fields = {
+            name: b"%s:%s" % (_encoded(name), _encoded(value))
+            for name, value in body.items()
+            if name != "kv_transfer_params"
+        }
+        return cls(path, Prompt.of(path, body), fields)
+
+    def body(
+        self, carried: Mapping[str, Any] | None = None, *, without: Collection[str] = ()
+    ) -> bytes:
+        """The JSON object for a server, with `carried` as ``kv_transfer_params``."""
+        fields = [field for name, field in self.fields.items() if name not in without]
+        if carried is not None:
+            fields.append(b'"kv_transfer_params":' + _encoded(carried))
+        return b"{" + b",".join(fields) + b"}"
+
+
+def _encoded(value: object) -> bytes:
+    """`value` as JSON. Long lists in pieces: the interpreter does nothing else during one."""
+    if isinstance(value, list) and len(value) > _AT_ONCE:
+        return b"[" + b",".join(_pieces(value)) + b"]"
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode()
+
+
+def _pieces(values: list[object]) -> Iterator[bytes]:
+    for start in range(0, len(values), _AT_ONCE):
+        yield _encoded(values[start : start + _AT_ONCE])[1:-1]
