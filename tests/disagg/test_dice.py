@@ -178,7 +178,7 @@ def nothing_is_left(prefill, decode):
     until(lambda: not (fetcher._fetches or fetcher.claims or fetcher._expected or fetcher._handles))
     until(lambda: not len(fetcher.client))
     until(lambda: not len(offers.server.table))
-    until(lambda: not (offers._kept or offers._newest or offers.server._waiting or offers._ended))
+    until(lambda: not (offers._kept or offers._offered or offers.server._waiting or offers._ended))
     assert not fetcher._mine
     assert not fetcher._by_lease
     assert fetcher._flying_nbytes == 0
