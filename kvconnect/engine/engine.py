@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -65,6 +66,11 @@ class Engine:
         self._errors: dict[int, Exception] = {}  # what live requests are to end by
         self.stats = EngineStats(max_blocks=kv.get_max_resource_count())
         self._recount_blocks()
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of the ranks' processes, by rank."""
+        return (os.getpid(), *self._followers.process_ids)
 
     def step(self) -> bool:
         """One step of the engine; False if nothing came of it, so that there is time to sleep."""

@@ -25,10 +25,9 @@ from kvconnect.engine.engine import Engine
 from kvconnect.engine.generation import Generation
 from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.keywords import known_keywords
-from kvconnect.engine.model.model import Model
+from kvconnect.engine.model.model import Model, check_sharing
 from kvconnect.engine.model.pool_groups import CacheGeometry
 from kvconnect.engine.ranks.leader import Leader, start_followers
-from kvconnect.engine.ranks.parts import shard_of
 from kvconnect.engine.ranks.settings import (
     RankSettings,
     check_tensor_parallel_size,
@@ -166,7 +165,7 @@ class LLM(Generation):
                 max_logprobs=max_logprobs,
                 max_prompt=None if enable_chunked_prefill else max_num_tokens,
             )
-            shard = Shard() if leader is None else shard_of(self._model, leader.ranks)
+            shard = Shard(0, tensor_parallel_size)
             args = _args(directory, config, connector_config, geometry, digest, shard)
             attachment = _attached(args, kv, inbox.ring, leader)
         except BaseException:
@@ -188,6 +187,11 @@ class LLM(Generation):
     def max_seq_len(self) -> int:
         """Tokens of the longest sequence, prompt and answer, that model and cache have room for."""
         return self._intake.max_seq_len
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of the ranks' processes, by rank: this one first. For watching them, and for tests."""
+        return self._engine.process_ids
 
     def check_health(self) -> None:
         """Nothing, as long as requests are taken in; never blocks.
@@ -243,6 +247,7 @@ def _leader(
     if size == 1:
         return None
     kind = rank_device(_name(device), 0, size).partition(":")[0]
+    check_sharing(directory, size)
     return start_followers(
         RankSettings(size, directory, _name(dtype), kind, revision, config, connector)
     )

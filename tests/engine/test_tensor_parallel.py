@@ -56,8 +56,7 @@ def open_ranks(model_of) -> Iterator[Callable[..., LLM]]:
 
 def followers(llm: LLM) -> dict[int, int]:
     """Process ids of the other ranks."""
-    processes = llm._engine._followers._processes._processes
-    return {rank: process.pid for rank, process in processes.items()}
+    return dict(enumerate(llm.process_ids[1:], 1))
 
 
 def wait_until_gone(pids: list[int], limit_s: float) -> None:
@@ -135,7 +134,7 @@ def test_a_follower_ends_with_the_pipe_to_its_leader():
     with subprocess.Popen(
         [sys.executable, "-m", "kvconnect.engine.ranks", "1"], stdin=subprocess.PIPE
     ) as process:
-        start = {"sys_path": sys.path, "port": 1}
+        start = {"sys_path": sys.path, "port": 1, "prepare": []}
         process.stdin.write(f"{json.dumps(start)}\n{{}}\n".encode())
         process.stdin.close()
         assert process.wait(5) == 1

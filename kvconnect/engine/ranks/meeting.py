@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -34,12 +34,14 @@ class Loaded:
     Attributes:
         digest: of the model, in hexadecimal.
         free_nbytes: memory of its device that the cache may take; 0: no such limit.
+        pid: of its process.
         error: class and text of what it raised instead.
     """
 
     digest: str = ""
     free_nbytes: int = 0
     error: tuple[str, str] | None = None
+    pid: int = field(default_factory=os.getpid)
 
 
 class Meeting:
@@ -117,6 +119,40 @@ class Meeting:
         """All have loaded: the others may connect. The leader says it."""
         self.store.set("go", "")
 
+    def say_connecting(self) -> None:
+        """This rank begins to connect."""
+        self.store.set(f"connecting/{self._rank}", "")
+
+    def say_connected(self) -> None:
+        """This rank is connected to all others."""
+        self.store.set(f"connected/{self._rank}", "")
+
+    def wait_until_all_connect(self, check: Callable[[], None], timeout_s: float) -> None:
+        """Blocks until every rank begins to connect; the leader waits for it, so long at most.
+
+        Args:
+            check: raises if a rank cannot any more.
+            timeout_s: so long.
+
+        Raises:
+            RankLost: a rank did not come; names it.
+        """
+        until = time.monotonic() + timeout_s
+        while (rank := self._first_without("connecting")) is not None:
+            check()
+            if time.monotonic() > until:
+                raise _not_connected(rank, timeout_s)
+            time.sleep(_POLL_S)
+
+    def lost_rank(self, timeout_s: float) -> RankLost:
+        """What the leader raises when ranks began to connect and were not within `timeout_s`."""
+        rank = self._first_without("connected")
+        return _not_connected(self._size - 1 if rank is None else rank, timeout_s)
+
+    def _first_without(self, what: str) -> int | None:
+        others = range(1, self._size)
+        return next((one for one in others if not self.store.check([f"{what}/{one}"])), None)
+
     def call_off(self, why: str) -> None:
         """The leader ends, whatever the others wait for."""
         self.store.set("go", why)
@@ -130,6 +166,10 @@ class Meeting:
         self.store.wait(["go"], _LOADING)
         if why := self.store.get("go").decode():
             raise RankLost(0, f"rank 0 did not go on: {why}")
+
+
+def _not_connected(rank: int, timeout_s: float) -> RankLost:
+    return RankLost(rank, f"rank {rank} is lost: it did not connect within {timeout_s:g} s")
 
 
 def _read(said: bytes) -> Loaded:
