@@ -21,8 +21,11 @@ __all__ = ["CONNECT_S", "RankGroup"]
 
 T = TypeVar("T")
 
-CONNECT_S = 15.0
+CONNECT_S = 30.0
 """So long a rank may let the others wait when they connect: all have loaded their models then."""
+
+_GLOO_PATIENCE = 5
+"""gloo waits for a connection so many times as long as it is told."""
 
 _STEP_S = 120.0
 """So long one rank may compute longer than another, beyond what it waits for loads."""
@@ -66,7 +69,8 @@ class RankGroup:
     def connect(self, store: Store, device: torch.device) -> None:
         """Connect to the others, over the loopback; collective.
 
-        Blocks for `CONNECT_S` at most with each of three groups.
+        Blocks for `CONNECT_S` at most in each of three groups, and only for a rank that is stopped:
+        one that dies ends it at once.
 
         A default group of torch.distributed that the user made is used; else this makes it, and
         `close` ends it.
@@ -75,17 +79,25 @@ class RankGroup:
             ConfigurationError: there is one of another size.
             RuntimeError: of torch.distributed: a rank did not come.
         """
-        with _loopback():
-            self._connect(store, device)
+        try:
+            with _loopback():
+                self._connect(store, device)
+        except Exception:
+            if not dist.is_initialized():
+                # torch counts groups that failed, too, and names groups by that: ranks that are
+                # started anew begin with 0.
+                dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
+            raise
 
     def _connect(self, store: Store, device: torch.device) -> None:
+        connect_s = CONNECT_S / _GLOO_PATIENCE
         if not dist.is_initialized():
             dist.init_process_group(
                 "gloo",
                 store=store,
                 rank=self._rank,
                 world_size=self._size,
-                timeout=timedelta(seconds=CONNECT_S),
+                timeout=timedelta(seconds=connect_s),
             )
             self._owns_default = True
         elif (dist.get_rank(), dist.get_world_size()) != (self._rank, self._size):
@@ -95,9 +107,9 @@ class RankGroup:
                 "engine of several ranks at a time"
             )
         backend = "gloo" if device.type == "cpu" else "nccl"
-        self._sums = dist.new_group(backend=backend, timeout=timedelta(seconds=CONNECT_S))
+        self._sums = dist.new_group(backend=backend, timeout=timedelta(seconds=connect_s))
         self._communicator = DistributedCommunicator(
-            timeout_s=self._timeout_s, connect_timeout_s=CONNECT_S
+            timeout_s=self._timeout_s, connect_timeout_s=connect_s
         )
         self._communicator.end_with_ranks(self._sums)
 

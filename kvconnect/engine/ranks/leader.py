@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -162,11 +163,12 @@ class Leader:
 
     def _connect(self, device: torch.device) -> None:
         self._meeting.wait_until_all_connect(self._check, CONNECT_S)
+        began = time.monotonic()
         try:
             self.group.connect(self._meeting.store, device)
         except RuntimeError as error:
             self._check()
-            raise self._meeting.lost_rank(CONNECT_S) from error
+            raise self._meeting.lost_rank(time.monotonic() - began) from error
 
     @property
     def cache_factory(self) -> KVCacheManagerFactory:

@@ -144,10 +144,10 @@ class Meeting:
                 raise _not_connected(rank, timeout_s)
             time.sleep(_POLL_S)
 
-    def lost_rank(self, timeout_s: float) -> RankLost:
-        """What the leader raises when ranks began to connect and were not within `timeout_s`."""
+    def lost_rank(self, seconds: float) -> RankLost:
+        """What the leader raises when ranks began to connect, and did not within `seconds`."""
         rank = self._first_without("connected")
-        return _not_connected(self._size - 1 if rank is None else rank, timeout_s)
+        return _not_connected(self._size - 1 if rank is None else rank, seconds)
 
     def _first_without(self, what: str) -> int | None:
         others = range(1, self._size)
@@ -168,8 +168,8 @@ class Meeting:
             raise RankLost(0, f"rank 0 did not go on: {why}")
 
 
-def _not_connected(rank: int, timeout_s: float) -> RankLost:
-    return RankLost(rank, f"rank {rank} is lost: it did not connect within {timeout_s:g} s")
+def _not_connected(rank: int, seconds: float) -> RankLost:
+    return RankLost(rank, f"rank {rank} is lost: it did not connect within {seconds:.1f} s")
 
 
 def _read(said: bytes) -> Loaded:
