@@ -109,6 +109,8 @@ def test_equal_tokens_then_a_rank_is_killed_then_a_restart_from_disk(
 ):
     store = f"disk://{tmp_path}/store?capacity=64MiB"
     llm = open_ranks(connector=store, cache={"host_cache_size": 100_000})
+    with pytest.raises(ConfigurationError, match="one such engine at a time"):
+        open_ranks()
     check_equal(llm, "llama", reference, prompts, model_of)
     # A rank is killed while it computes.
     pids = followers(llm)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
@@ -28,7 +29,7 @@ from kvconnect.engine.ranks.memory import free_nbytes, limited
 from kvconnect.engine.ranks.messages import Close, LifeSign, PlanWriter, Setup, StepMessage
 from kvconnect.engine.ranks.settings import RankSettings
 from kvconnect.engine.ranks.told_connector import ToldConnector
-from kvconnect.errors import KvConnectError, ModelChanged
+from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
 
 __all__ = ["Followers", "Leader", "NoFollowers", "start_followers"]
 
@@ -256,11 +257,19 @@ def start_followers(settings: RankSettings) -> Leader:
     alone.
 
     Raises:
-        ConfigurationError: torchrun started another number of processes.
+        ConfigurationError: torchrun started another number of processes; this process has an engine
+            of several ranks already, or a default group of torch.distributed that new processes
+            are not in. Nothing was started.
         SystemExit: this process followed, and the engine was closed.
     """
     rank = torchrun_rank(settings.size)
     if rank is None:
+        if dist.is_initialized():
+            raise ConfigurationError(
+                f"tensor_parallel_size={settings.size}: torch.distributed is initialized in this "
+                "process, by an engine of several ranks or by its own code; a process has one such "
+                "engine at a time: close it, or run under torchrun"
+            )
         meeting = Meeting.opened(settings.size)
         return Leader(settings, meeting, FollowerProcesses(settings, meeting.port))
     meeting = Meeting.under_torchrun(next(_number))
