@@ -26,6 +26,7 @@ def test_what_one_rank_has_stored_two_ranks_answer_with(model, tmp_path):
     store = ("--store", f"disk://{tmp_path}/store?capacity=64MiB", "--lookup-timeout-ms", "5000")
     with running(model, tmp_path / "one", *store) as server, server.client() as client:
         expected = client.completions.create(**ASKED).choices[0].text
+        assert server.stop(signal.SIGTERM) == 0  # what is to be stored is
     with running(model, tmp_path / "two", *store, *TWO) as server, server.client() as client:
         answer = client.completions.create(**ASKED)
         assert answer.choices[0].text == expected
