@@ -17,6 +17,7 @@ import pytest
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.engine.ranks import group as group_module
 from kvconnect.engine.ranks import leader as leader_module
+from kvconnect.engine.ranks import meeting as meeting_module
 from kvconnect.engine.ranks.group import RankGroup
 from kvconnect.engine.ranks.meeting import Meeting
 from kvconnect.errors import (
@@ -191,6 +192,26 @@ def test_a_model_that_cannot_be_divided_starts_no_process(arch, size, reason, op
     with pytest.raises(UnsupportedModel, match=reason):
         open_ranks(arch, size)
     assert started == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_while_it_loads_is_named(open_ranks, started, monkeypatch):
+    monkeypatch.setattr(meeting_module, "_SILENT_S", 3.0)
+    beats = meeting_module._Beats
+    stopped_at = []
+
+    class Stopping(beats):
+        def check(self, rank):
+            super().check(rank)
+            if rank in self._heard and not stopped_at:
+                os.kill(started[0], signal.SIGSTOP)
+                stopped_at.append(time.monotonic())
+
+    monkeypatch.setattr(meeting_module, "_Beats", Stopping)
+    with pytest.raises(RankLost, match="rank 1 is lost: no sign of life for 3 s while it loaded"):
+        open_ranks()
+    assert time.monotonic() - stopped_at[0] < 2 * 3 + 1
+    wait_until_gone(started, 1)
 
 
 @pytest.mark.slow

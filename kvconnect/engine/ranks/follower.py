@@ -59,13 +59,14 @@ def follow(settings: RankSettings, meeting: Meeting, rank: int) -> None:
 
 def _load(settings: RankSettings, meeting: Meeting, group: RankGroup) -> LoadedModel:
     try:
-        loaded = load_model(
-            settings.directory,
-            dtype=settings.dtype,
-            device=rank_device(settings.device, group.rank, settings.size),
-            revision=settings.revision,
-            ranks=group,
-        )
+        with meeting.loading():
+            loaded = load_model(
+                settings.directory,
+                dtype=settings.dtype,
+                device=rank_device(settings.device, group.rank, settings.size),
+                revision=settings.revision,
+                ranks=group,
+            )
     except Exception as error:
         meeting.say_loaded(Loaded(error=(type(error).__name__, str(error))))
         raise
