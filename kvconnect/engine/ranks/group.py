@@ -106,8 +106,9 @@ class RankGroup:
                 f"{dist.get_world_size()} ranks, and {self._size} are needed; a process has one "
                 "engine of several ranks at a time"
             )
-        backend = "gloo" if device.type == "cpu" else "nccl"
-        self._sums = dist.new_group(backend=backend, timeout=timedelta(seconds=connect_s))
+        # NCCL connects when the first sum is asked for.
+        backend, wait_s = ("gloo", connect_s) if device.type == "cpu" else ("nccl", self._timeout_s)
+        self._sums = dist.new_group(backend=backend, timeout=timedelta(seconds=wait_s))
         self._communicator = DistributedCommunicator(
             timeout_s=self._timeout_s, connect_timeout_s=connect_s
         )
