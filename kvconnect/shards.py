@@ -2,7 +2,8 @@
 
 A block is stored once for every share of the KV heads, and its store key says which share of how
 many. With tensor parallelism up to the number of KV heads each rank has a share of its own; beyond
-that, and for a latent (MLA), several ranks hold the same heads, which are stored once.
+that, for a latent (MLA), and in models whose attention is not divided, several ranks hold the same
+heads, which are stored once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey, Shard, store_key
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["HeadSlice", "StoredHeads", "stored_heads", "whole_layouts"]
+__all__ = ["HeadSlice", "StoredHeads", "dividing_rank", "stored_heads", "whole_layouts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,7 @@ class StoredHeads:
     num_kv_heads: int
 
     def __post_init__(self) -> None:
-        heads, tp = self.num_kv_heads, self.shard.tp_size
-        size = min(tp, heads)
+        heads, tp, size = self.num_kv_heads, self.shard.tp_size, self.size
         if heads < 1 or heads % size or tp % size:
             raise ConfigurationError(
                 f"num_kv_heads: {heads} can be neither split nor repeated evenly over "
@@ -64,7 +64,9 @@ class StoredHeads:
 
     @property
     def size(self) -> int:
-        """Into so many shares this rank and its like divide the heads."""
+        """Into so many shares this rank and its like divide the heads; 1: each of them has all."""
+        if self.layout.num_kv_heads == self.num_kv_heads:
+            return 1
         return min(self.shard.tp_size, self.num_kv_heads)
 
     @property
@@ -173,6 +175,16 @@ def whole_layouts(
     Args and errors as of `stored_heads`.
     """
     return tuple(one.layout_of(1) for one in stored_heads(layouts, shard, num_kv_heads))
+
+
+def dividing_rank(heads: Sequence[StoredHeads]) -> tuple[int, int]:
+    """Which rank this is among those that divide the heads of any group, and how many these are.
+
+    ``(0, 1)`` on every rank where each has all heads.
+    """
+    if all(one.size == 1 for one in heads):
+        return 0, 1
+    return heads[0].shard.tp_rank, heads[0].shard.tp_size
 
 
 def _total(layout: KvCacheLayout, shard: Shard) -> int:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add_cache_options", "add_engine_options", "add_model", "open_llm"]
 
-_ENGINE = ("dtype", "device", "model_revision", "max_num_tokens", "max_batch_size", "scheduling")
+_ENGINE = (
+    *("dtype", "device", "model_revision", "max_num_tokens", "max_batch_size", "scheduling"),
+    "tensor_parallel_size",
+)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +99,14 @@ def add_engine_options(
         "they are not digested; no other weights may ever go by this name",
     )
     group.add_argument("--device", default="auto", metavar="D", help="cpu, cuda or auto")
+    add_number(
+        group,
+        "--tensor-parallel-size",
+        "ranks that each compute a part of every layer, on a GPU each or sharing the CPU's cores, "
+        "in processes that this one starts (default: 1)",
+        default=1,
+        metavar="RANKS",
+    )
     return group
 
 

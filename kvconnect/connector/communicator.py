@@ -13,6 +13,7 @@ __all__ = [
     "Instructions",
     "LoadOrder",
     "Report",
+    "RequestError",
     "SingleProcess",
     "agreed",
     "obeyed",
@@ -100,6 +101,14 @@ class Instructions:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestError:
+    """What a rank's worker raised for one request: class and text."""
+
+    request_id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The second exchange: what one rank saw of its transfers in this step.
 
@@ -109,6 +118,7 @@ class Report:
         failures: transfers that will not finish on this rank.
         expired_loads, expired_saves: past their deadline by this rank's clock.
         worker_meta: for the scheduler, from `build_worker_meta`.
+        request_errors: what this rank's worker raised for single requests; of the leader's none.
         error: how this rank's worker broke its contract. It travels here, so that all ranks raise
             together.
     """
@@ -120,6 +130,7 @@ class Report:
     expired_loads: tuple[int, ...] = ()
     expired_saves: tuple[int, ...] = ()
     worker_meta: object = None
+    request_errors: tuple[RequestError, ...] = ()
     error: str | None = None
 
 

@@ -72,11 +72,12 @@ class DistributedCommunicator:
             in `ranks` calls `take_part` instead.
         timeout_s: so long a rank may let the others wait in an exchange; longer than a step takes,
             and than ``load_timeout_s``.
+        connect_timeout_s: so long a rank may let the others wait here; `timeout_s` by default.
         silence_s: so long a rank may send no heartbeat, above 1.
 
     Raises:
         ConfigurationError: torch.distributed is not initialized, or an argument is wrong.
-        RuntimeError: of torch.distributed: the ranks did not come within `timeout_s`.
+        RuntimeError: of torch.distributed: the ranks did not come within `connect_timeout_s`.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class DistributedCommunicator:
         *,
         timeout_s: float = 120.0,
         silence_s: float = 4.0,
+        connect_timeout_s: float | None = None,
     ) -> None:
         for field, value, least in (("timeout_s", timeout_s, 0.0), ("silence_s", silence_s, 1.0)):
             if not value > least:
@@ -95,8 +97,9 @@ class DistributedCommunicator:
                 f"ranks: {members} are without this rank, {dist.get_rank()}; it calls take_part"
             )
         self._timeout_s = timeout_s
+        connect_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         self._group = dist.new_group(
-            members, timeout=timedelta(seconds=timeout_s), backend="gloo", group_desc="kvconnect"
+            members, timeout=timedelta(seconds=connect_s), backend="gloo", group_desc="kvconnect"
         )
         self._rank = int(self._group.rank())
         self._size = int(self._group.size())

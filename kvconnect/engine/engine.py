@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -9,19 +10,17 @@ from torch import Tensor
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.engine.attachment import Attachment
+from kvconnect.engine.live_requests import LiveRequests
 from kvconnect.engine.model.forward_step import CachedLayer, ForwardStep, sampled_rows
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.sequence_step import SequenceStep, first_scheduled_token, planned
 from kvconnect.engine.ranks.leader import Followers, NoFollowers
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
-from kvconnect.engine.request.output import EngineStats
-from kvconnect.engine.request.stops import FinishReason
 from kvconnect.engine.sampler import Sampler
 from kvconnect.engine.scheduler import Scheduler
 from kvconnect.errors import OutOfBlocks
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
-from kvconnect.trace import count
 
 __all__ = ["Engine"]
 
@@ -41,6 +40,9 @@ class Engine:
         scheduler: over the same `kv`.
         layers: memory of `kv`.
         followers: the other ranks; by default there are none.
+
+    Attributes:
+        stats: counts so far, and what the engine holds now.
     """
 
     def __init__(
@@ -61,16 +63,19 @@ class Engine:
         self._followers = followers or NoFollowers()
         self._num_groups = 1 + max(layer.group for layer in layers)
         self._sampler = Sampler(model.eos_token_ids)
-        self._live: dict[int, LiveRequest] = {}
-        self._errors: dict[int, Exception] = {}  # what live requests are to end by
-        self.stats = EngineStats(max_blocks=kv.get_max_resource_count())
-        self._recount_blocks()
+        self._live = LiveRequests(kv, connector, scheduler, self._sampler)
+        self.stats = self._live.stats
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of the ranks' processes, by rank."""
+        return (os.getpid(), *self._followers.process_ids)
 
     def step(self) -> bool:
         """One step of the engine; False if nothing came of it, so that there is time to sleep."""
         # schedule: admit what fits, allocate, share out the budget of tokens
         batch = self._schedule()
-        failed = self._end_failed(batch)
+        failed = self._live.end_failed(batch)
         plan = self._plan(batch.requests)
         # connect: tell the other ranks and the connector, start its loads
         scheduled = bool(batch.requests or batch.loading_requests)
@@ -81,7 +86,7 @@ class Engine:
             self._followers.begin_step((), is_idle=True)
         else:
             self._followers.wait()
-            self._recount_blocks()  # those of requests that were aborted are free
+            self._live.recount_blocks()  # those of requests that were aborted are free
             return failed or self._unblock()
         # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
         logits = self._forward(plan)
@@ -94,12 +99,12 @@ class Engine:
         for run in runs:
             self._emit(run)
         for live in prefilled:
-            self._finish(live, "length")
+            self._live.finish(live, "length")
         # settle: loaded requests resume, saved ones let go
         self._settle(outcome)
-        failed |= self._end_failed()
+        failed |= self._live.end_failed()
         ended = bool(failed or outcome.loaded or outcome.failed or outcome.saved)
-        if self._recount_blocks() or scheduled or ended:
+        if self._live.recount_blocks() or scheduled or ended:
             return True
         return self._connector.wait_seconds() is None and self._unblock()
 
@@ -107,28 +112,31 @@ class Engine:
 
     def admit(self, live: LiveRequest) -> None:
         """Queue `live` for the next steps."""
-        self._live[live.request.request_id] = live
+        self._live.add(live)
         self._scheduler.waiting.append(live.request)
         self._connector.on_new_request(live.request)
-        self._end_failed()
+        self._live.end_failed()
 
     def abort(self, request_id: int) -> None:
         """End a request now, if it has not ended yet."""
         if live := self._live.get(request_id):
-            self._finish(live, "abort")
+            self._live.finish(live, "abort")
 
     def abort_all(self) -> None:
         """End every request now."""
-        for request_id in list(self._live):
-            self.abort(request_id)
+        for live in self._live:
+            self.abort(live.request.request_id)
         if self._connector.expects_news():  # tell the workers what these have left to save
             self._followers.begin_step((), is_idle=True)
             self._settle(self._connector.end_step())
 
     def fail_all(self, error: BaseException) -> None:
         """End every request by `error`; nothing is given back, and no step may follow."""
-        for live in list(self._live.values()):  # from another thread, if this one is stuck
-            live.fail(error)
+        self._live.fail_all(error)  # from another thread, if this one is stuck
+
+    def sizes(self) -> dict[str, float]:
+        """Gauges, on any thread."""
+        return self._live.sizes()
 
     def wait_seconds(self) -> float | None:
         """How long to sleep after a step that brought nothing; ``None``: until there is news."""
@@ -237,7 +245,7 @@ class Engine:
             try:
                 runs.append(self._take(live, tokens[start:stop], wanted[start:stop]))
             except Exception as error:  # noqa: BLE001  of this request; it ends with the step
-                self._errors[live.request.request_id] = error
+                self._live.note_error(live, error)
             start = stop
         return runs
 
@@ -257,58 +265,7 @@ class Engine:
     def _emit(self, run: TokenRun) -> None:
         run.live.emit(run)
         if run.finish_reason is not None:
-            self._finish(run.live, run.finish_reason)
-
-    def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
-        """`live` is over: its waiter is told."""
-        self._let_go(live, aborted=reason == "abort")
-        self._count(live.request)
-        self._errors |= self._connector.take_errors()
-        try:
-            if error := self._errors.pop(live.request.request_id, None):
-                live.fail(error)
-            else:
-                live.finish(reason)
-        except Exception as error:  # noqa: BLE001  no output can be made of it
-            live.fail(error)
-        del self._live[live.request.request_id]  # last: what is in there is told of errors
-
-    def _fail(self, live: LiveRequest, error: Exception) -> None:
-        """`live` ends by an error of its own: its waiter is told."""
-        self._let_go(live, aborted=True)
-        live.fail(error)
-        del self._live[live.request.request_id]
-
-    def _end_failed(self, batch: ScheduledBatch | None = None) -> bool:
-        """End those that something went wrong for, also out of `batch`; whether there were any."""
-        self._errors |= self._scheduler.take_errors() | self._connector.take_errors()
-        errors, self._errors = self._errors, {}
-        failed = [live for one in errors if (live := self._live.get(one)) is not None]
-        for live in failed:
-            self._fail(live, errors[live.request.request_id])
-        if failed and batch is not None:
-            batch.drop({live.request.request_id for live in failed})
-        return bool(failed)
-
-    def _let_go(self, live: LiveRequest, *, aborted: bool) -> None:
-        """`live` leaves the engine: its blocks go, or stay until they are saved."""
-        request = live.request
-        holds_blocks = request.state is not RequestState.QUEUED
-        self._scheduler.remove(request)
-        self._sampler.forget(request)
-        keep = self._connector.request_finished(request, aborted=aborted)
-        request.kv_transfer_params = (
-            self._connector.get_kv_transfer_params(request) or request.kv_transfer_params
-        )
-        if keep:
-            self._kv.publish_ended(request)
-            request.state = RequestState.SAVING
-            self._scheduler.saving[request.request_id] = request
-        else:
-            request.state = RequestState.FINISHED
-            if holds_blocks:
-                self._kv.free_resources(request)
-        self._recount_blocks()  # its waiter may look as soon as it is told
+            self._live.finish(run.live, run.finish_reason)
 
     # ------------------------------------------------------------------ settle
 
@@ -350,13 +307,6 @@ class Engine:
         self._live[request.request_id].preemptions += 1
         self.stats.preemptions += 1
 
-    def _recount_blocks(self) -> bool:
-        """Whether more are free: those held for a transfer come back without any request."""
-        before = self.stats.free_blocks
-        self.stats.free_blocks = self._kv.get_num_free_blocks()
-        self.stats.max_blocks = self._kv.get_max_resource_count()
-        return self.stats.free_blocks > before
-
     def _unblock(self) -> bool:
         """Nothing runs and no transfer will give blocks back: what is next never fits."""
         scheduler = self._scheduler
@@ -369,40 +319,8 @@ class Engine:
             f"request {request.request_id} needs {' + '.join(map(str, needed))} KV blocks; "
             f"{self._kv.get_num_free_blocks()} are free though no other request holds any"
         )
-        self._fail(live, error)
+        self._live.fail(live, error)
         return True
-
-    # ------------------------------------------------------------------ account
-
-    def _count(self, request: LlmRequest) -> None:
-        stats = self.stats
-        stats.finished_requests += 1
-        stats.prompt_tokens += request.prompt_len
-        stats.generated_tokens += request.num_generated_tokens
-        stats.computed_tokens += request.computed_tokens
-        stats.reused_device_tokens += request.reused_device_tokens
-        stats.reused_host_tokens += request.reused_host_tokens
-        stats.reused_store_tokens += request.reused_store_tokens
-        count(
-            "engine.request",
-            prompt_tokens=request.prompt_len,
-            device_tokens=request.reused_device_tokens - request.reused_host_tokens,
-            host_tokens=request.reused_host_tokens,
-            store_tokens=request.reused_store_tokens,
-        )
-
-    def sizes(self) -> dict[str, float]:
-        """Gauges, on any thread: blocks as they were at the end of the last step."""
-        free, most = self.stats.free_blocks, self.stats.max_blocks
-        scheduler = self._scheduler
-        return {
-            "engine.blocks.free": free,
-            "engine.blocks.used": max(0, most - free),
-            "engine.requests.waiting": len(scheduler.waiting),
-            "engine.requests.running": len(scheduler.running),
-            "engine.requests.loading": len(scheduler.loading),
-            "engine.requests.saving": len(scheduler.saving),
-        }
 
 
 def _sampled(chosen: Sequence[int | Exception]) -> list[int]:

@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from kvconnect.cache.pool.events import KvCacheEvent
-from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
+from kvconnect.cache.resource_manager import KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
-from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload.store import stored_as
-from kvconnect.connector.runtime.manager import KvCacheConnectorManager
+from kvconnect.engine.assembly import assembled
 from kvconnect.engine.at_exit import close_at_exit
-from kvconnect.engine.attachment import Attachment, Connector, NoConnector, config_of
-from kvconnect.engine.checkpoint.hub_cache import model_directory
-from kvconnect.engine.checkpoint.loading import load_model
-from kvconnect.engine.drafts import NgramSpeculation, Speculation
-from kvconnect.engine.engine import Engine
+from kvconnect.engine.attachment import Connector
+from kvconnect.engine.drafts import Speculation
 from kvconnect.engine.generation import Generation
-from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.keywords import known_keywords
-from kvconnect.engine.model.model import Model
-from kvconnect.engine.model.pool_groups import CacheGeometry
-from kvconnect.engine.ranks.leader import Leader, start_followers
-from kvconnect.engine.ranks.parts import shard_of
-from kvconnect.engine.ranks.settings import (
-    RankSettings,
-    check_tensor_parallel_size,
-    rank_device,
-)
-from kvconnect.engine.request.intake import Intake
+from kvconnect.engine.options import EngineOptions
 from kvconnect.engine.request.output import EngineStats
-from kvconnect.engine.scheduler import Scheduler, SchedulingPolicy
+from kvconnect.engine.scheduler import SchedulingPolicy
 from kvconnect.engine.thread import EngineThread
-from kvconnect.errors import ConfigurationError
-from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
-from kvconnect.text import shown
 
 __all__ = ["LLM"]
 
@@ -115,67 +96,29 @@ class LLM(Generation):
         speculative: Speculation | None = None,
         tensor_parallel_size: int = 1,
     ) -> None:
-        _check_count("max_num_tokens", max_num_tokens)
-        _check_count("max_batch_size", max_batch_size)
-        _check_max_logprobs(max_logprobs)
-        _check_bool("enable_chunked_prefill", enable_chunked_prefill)
-        config = KvCacheConfig() if kv_cache is None else KvCacheConfig.given("kv_cache", kv_cache)
-        connector_config = config_of(connector)
-        drafts = NgramSpeculation.of(speculative)
-        factory = _manager_factory(kv_cache_manager)
-        check_tensor_parallel_size(tensor_parallel_size, kv_cache_manager)
-        directory = _directory(model)
-        leader = _leader(
-            tensor_parallel_size, directory, dtype, device, model_revision, config, connector_config
+        options = EngineOptions.checked(
+            model,
+            kv_cache=kv_cache,
+            connector=connector,
+            kv_cache_manager=kv_cache_manager,
+            dtype=dtype,
+            device=device,
+            model_revision=model_revision,
+            max_num_tokens=max_num_tokens,
+            enable_chunked_prefill=enable_chunked_prefill,
+            max_batch_size=max_batch_size,
+            max_logprobs=max_logprobs,
+            scheduling=scheduling,
+            speculative=speculative,
+            tensor_parallel_size=tensor_parallel_size,
         )
-        try:
-            loaded = load_model(
-                directory,
-                dtype=_name(dtype),
-                device=rank_device(_name(device), 0, tensor_parallel_size),
-                revision=model_revision,
-                ranks=None if leader is None else leader.ranks,
-            )
-            self._model, self.tokenizer = loaded.model, loaded.tokenizer
-            _check_dtype(config, self._model)
-            geometry = CacheGeometry.of(
-                self._model, config, window_pools=getattr(factory, "supports_window_pools", False)
-            )
-            self.layouts = geometry.layouts
-            digest = stored_as(geometry.digest(loaded.digest), connector_config)
-            if leader is not None:
-                config, factory = leader.meet(loaded), leader.cache_factory
-            self._kv = kv = factory(config, self.layouts, self._model.device)
-            layers = geometry.cached_layers(kv, self._model.dtype)
-            self._scheduler = Scheduler(
-                kv,
-                max_num_tokens=max_num_tokens,
-                max_batch_size=max_batch_size,
-                policy=scheduling,
-                speculation=drafts,
-                share_prefixes=_knows_chunks(connector_config),
-                divide_prompts=enable_chunked_prefill,
-            )
-            inbox: Inbox[Any] = Inbox()
-            self._intake = Intake(
-                self._model,
-                self.tokenizer,
-                geometry.whole_layouts,
-                digest,
-                kv.get_max_resource_count(),
-                max_logprobs=max_logprobs,
-                max_prompt=None if enable_chunked_prefill else max_num_tokens,
-            )
-            shard = Shard() if leader is None else shard_of(self._model, leader.ranks)
-            args = _args(directory, config, connector_config, geometry, digest, shard)
-            attachment = _attached(args, kv, inbox.ring, leader)
-        except BaseException:
-            if leader is not None:
-                leader.close(failed=True)
-            raise
-        self._engine = Engine(self._model, kv, attachment, self._scheduler, layers, leader)
+        parts = assembled(options)
+        self._model, self.tokenizer = parts.loaded.model, parts.loaded.tokenizer
+        self.layouts = parts.geometry.layouts
+        self._kv, self._scheduler, self._intake = parts.kv, parts.scheduler, parts.intake
+        self._engine = parts.engine
         self._ids = itertools.count()
-        self._thread = EngineThread(self._engine, inbox, close_s=_close_s(connector_config))
+        self._thread = EngineThread(self._engine, parts.inbox, close_s=_close_s(options.connector))
         weakref.finalize(self, self._thread.close, wait=False)
         close_at_exit(self)
 
@@ -188,6 +131,11 @@ class LLM(Generation):
     def max_seq_len(self) -> int:
         """Tokens of the longest sequence, prompt and answer, that model and cache have room for."""
         return self._intake.max_seq_len
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of the ranks' processes, by rank: this one first. For watching them, and for tests."""
+        return self._engine.process_ids
 
     def check_health(self) -> None:
         """Nothing, as long as requests are taken in; never blocks.
@@ -230,127 +178,5 @@ class LLM(Generation):
         self.close()
 
 
-def _leader(
-    size: int,
-    directory: Path,
-    dtype: object,
-    device: object,
-    revision: str | None,
-    config: KvCacheConfig,
-    connector: KvCacheConnectorConfig | None,
-) -> Leader | None:
-    """Starts the other ranks; ``None``: there are none. See `start_followers`."""
-    if size == 1:
-        return None
-    kind = rank_device(_name(device), 0, size).partition(":")[0]
-    return start_followers(
-        RankSettings(size, directory, _name(dtype), kind, revision, config, connector)
-    )
-
-
-def _knows_chunks(connector: KvCacheConnectorConfig | None) -> bool:
-    # Those written for other engines may not (LMCache's saves all of a prompt with its first):
-    # nothing but the user's budget divides prompts there.
-    return connector is None or connector.connector_module is None
-
-
-def _args(
-    directory: Path,
-    config: KvCacheConfig,
-    connector: KvCacheConnectorConfig | None,
-    geometry: CacheGeometry,
-    digest: bytes,
-    shard: Shard,
-) -> LlmArgs | None:
-    """What the connector is made with; ``None``: there is none."""
-    if connector is None:
-        return None
-    return LlmArgs(
-        str(directory),
-        config,
-        connector,
-        layouts=geometry.layouts,
-        model_digest=digest,
-        shard=shard,
-        num_kv_heads=geometry.num_kv_heads,
-    )
-
-
-def _attached(
-    args: LlmArgs | None,
-    kv: BaseKVCacheManager,
-    wakeup: Callable[[], None],
-    leader: Leader | None,
-) -> Attachment:
-    """The connector of `args`, on every rank."""
-    if leader is None:
-        return NoConnector() if args is None else KvCacheConnectorManager(args, kv, wakeup=wakeup)
-    leader.set_up(kv)
-    manager = None
-    if args is not None:
-        manager = KvCacheConnectorManager(args, kv, wakeup=wakeup, communicator=leader.communicator)
-    try:
-        attached = leader.attached(manager, kv)
-    except BaseException:
-        if manager is not None:
-            manager.shutdown()
-        raise
-    leader.on_lost(wakeup)
-    return attached or NoConnector()
-
-
 def _close_s(config: KvCacheConnectorConfig | None) -> float | None:
     return None if config is None else config.save_timeout_s + _CLOSE_S
-
-
-def _check_count(field: str, value: object) -> None:
-    if not isinstance(value, int):
-        raise ConfigurationError(f"{field}: {value!r} must be an integer, at least 1")
-    if value < 1:
-        raise ConfigurationError(f"{field}: {value} must be at least 1")
-
-
-def _check_bool(field: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{field}: {shown(value)} must be True or False")
-
-
-def _check_max_logprobs(value: object) -> None:
-    if not isinstance(value, int) or value < -1:
-        raise ConfigurationError(
-            f"max_logprobs: {shown(value)} must be at least 0, or -1: all; give an integer"
-        )
-
-
-def _directory(model: object) -> Path:
-    if isinstance(model, (str, os.PathLike)):
-        return model_directory(model if isinstance(model, str) else Path(model))
-    raise ConfigurationError(
-        f"model: {shown(model)} is a {type(model).__name__}; give the directory of a model"
-    )
-
-
-def _name(given: object) -> str:
-    """Of a dtype or a device; torch's own objects will do."""
-    return str(given).removeprefix("torch.")
-
-
-def _check_dtype(config: KvCacheConfig, model: Model) -> None:
-    if config.dtype not in {"auto", "fp8", str(model.dtype).removeprefix("torch.")}:
-        raise ConfigurationError(
-            f"kv_cache.dtype: '{config.dtype}' differs from the model's {model.dtype}; "
-            "use auto, or fp8"
-        )
-
-
-def _manager_factory(given: object) -> KVCacheManagerFactory:
-    if given is None:
-        from kvconnect.cache.kv_cache_manager import KVCacheManager
-
-        return KVCacheManager
-    if not callable(given):
-        raise ConfigurationError(
-            f"kv_cache_manager: {shown(given)} is a {type(given).__name__}; give a callable that "
-            "makes a cache manager"
-        )
-    return given

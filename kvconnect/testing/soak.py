@@ -8,7 +8,7 @@ import gc
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from kvconnect.testing.faults.tcp_proxy import TcpProxy
 from kvconnect.testing.processes.usage import descriptors, resident_nbytes
 from kvconnect.testing.subject import Address, Subject
 
-__all__ = ["SoakReport", "soak"]
+__all__ = ["SoakReport", "expect_no_leak", "soak"]
 
 _DEADLINE_S = 1.0
 _CLIENTS = 4
@@ -108,7 +108,7 @@ class _Soak:
         except Exception as error:
             what = str(error) if isinstance(error, Violation) else repr(error)
             raise Violation(f"seed {self._seed}, fault {self._fault}: {what}") from error
-        _expect_no_leak(used)
+        expect_no_leak(used)
         return SoakReport(self._seed, time.monotonic() - start, rounds, dict(self._counts))
 
     async def _opening(self, tools: ExitStack, end: float) -> int:
@@ -213,7 +213,15 @@ class _Soak:
         return loaded
 
 
-def _expect_no_leak(used: list[tuple[int, int]]) -> None:
+def expect_no_leak(used: Sequence[tuple[int, int]]) -> None:
+    """Nothing, if this process does not grow with the openings of a store.
+
+    Args:
+        used: file descriptors and bytes of memory after each opening.
+
+    Raises:
+        Violation: it grows.
+    """
     # The first openings fill caches and pools; after them nothing may grow with the rounds.
     if len(used) < 8:
         return

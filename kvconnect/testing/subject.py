@@ -53,6 +53,7 @@ class Subject(ABC):
         random_runs: of the group ``model``, 25 operations each; ten times as many in the long form.
         ttl_s: of the store that `make_expiring` is asked for; ``None``: a minute. Short, if time
             really has to pass (see `pass_time`).
+        ranks: tensor-parallel ranks of engines; of several, each opens the store by `store_url`.
         deadline_s: of calls while the network fails: longer than `open` takes, and not much more.
         patience_s: after so long a call of the backend alone counts as hanging.
         directory: where the store keeps its files; ``None``: it has none. Enables the checks that
@@ -68,6 +69,7 @@ class Subject(ABC):
     long: bool = False
     random_runs: int = 30
     ttl_s: float | None = None
+    ranks: int = 1
     patience_s: float = 10.0
     deadline_s: float = 0.7
     directory: Path | None = None
@@ -93,6 +95,14 @@ class Subject(ABC):
     def make_via(self, address: Address) -> Backend:
         """One that reaches the server through `address`, which forwards to `self.address`."""
         raise Unsupported("make_via() is not written: which network would be made to fail?")
+
+    def store_url(self) -> str:
+        """That other processes open the same medium by."""
+        raise Unsupported("store_url() is not written: how would other ranks open the store?")
+
+    def store_url_via(self, address: Address) -> str:
+        """The same, with the server reached through `address`, as by `make_via`."""
+        raise Unsupported("store_url_via() is not written: which network would be made to fail?")
 
     def make_in(self, directory: Path) -> Backend:
         """One that keeps its files in `directory`, which need not be there."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import quote
 
 from kvconnect.backend import Backend
 from kvconnect.backends.disk.format import INDEX_NAME
@@ -58,6 +59,10 @@ class UrlSubject(Subject):
         """The backend alone."""
         return open_backend(self.url).inner
 
+    def store_url(self) -> str:
+        """The URL."""
+        return self.url
+
     def make_guarded(self, deadline_s: float) -> GuardedBackend:
         """With everything around it that the URL asks for."""
         return open_backend(self.url, deadline_s=deadline_s)
@@ -82,6 +87,10 @@ class MemorySubject(Subject):
     def make_backend(self) -> Backend:
         """64 MiB, and room for the one large value."""
         return MemoryBackend(64 << 20)
+
+    def store_url(self) -> str:
+        """As `make_backend`; each process has its own."""
+        return "memory:?capacity=64MiB"
 
     def make_small(self, capacity: int) -> Backend:
         """So many bytes."""
@@ -112,6 +121,10 @@ class DiskSubject(Subject):
     def make_backend(self) -> Backend:
         """Of 4 GiB, which it never takes."""
         return DiskBackend(self.directory, capacity=4 << 30, durability=self.durability)
+
+    def store_url(self) -> str:
+        """As `make_backend`."""
+        return f"disk://{quote(str(self.directory))}?capacity=4GiB&durability={self.durability}"
 
     def make_small(self, capacity: int) -> Backend:
         """In a directory of its own."""

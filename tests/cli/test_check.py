@@ -41,6 +41,7 @@ def test_a_seed_is_chosen_and_printed(kvconnect):
         (["memoy:"], "did you mean 'memory'"),
         (["memory:?capactiy=1GiB"], "did you mean 'capacity'"),
         (["memory:", "--soak", "--minutes", "0"], "must be longer than nothing"),
+        (["memory:", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0: must be at least"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(kvconnect, arguments, message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from free_ports import free_ports
 from tp_ranks import DIGEST, LATENT, STREAM, UNEQUAL, T, heads_of, kv_of, layout, rows_of
 
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
@@ -34,27 +34,6 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.001)
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports that follow each other and were free just now."""
-    for _ in range(50):
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            held = []
-            try:
-                for number in range(1, count):
-                    held.append(socket.socket())
-                    held[-1].bind(("127.0.0.1", port + number))
-            except (OSError, OverflowError):
-                continue
-            else:
-                return port
-            finally:
-                for one in held:
-                    one.close()
-    raise AssertionError("no ports are free")
 
 
 class Engine:

@@ -181,41 +181,54 @@ def test_what_the_leaders_scheduler_raises_ends_the_step_on_all_ranks(idle: bool
         assert str(errors[1]) == "rank 0: RuntimeError: planted"
 
 
+def after_a_failed_load(ranks: Ranks, rank: int, method: str) -> list[Exception | None]:
+    """Two steps, in the first of which `method` of `rank` raises; what each rank raises."""
+    requests = ranks.submit()
+    broken = ranks.scripts[rank]
+    setattr(broken.worker if method == "cancel" else broken.scheduler, method, planted)
+    ranks.scripts[0].match = lambda *_: (2 * T, False)
+    for script in ranks.scripts:
+        failure = TransferFailure(requests[0].request_id, Direction.LOAD, writes_ended=False)
+        script.failures = [failure]
+
+    def two_steps(bench: BenchEngine) -> None:
+        [request] = bench.queue
+        if bench is ranks.benches[1]:
+            compute(bench)
+        else:
+            bench._raise_first = lambda: None  # type: ignore[method-assign]
+            bench.step()
+        assert request.num_tokens == len(PROMPT)
+        bench.manager.end_step()
+
+    return ranks.both(lambda bench: raised_by(lambda: two_steps(bench)))
+
+
+def test_what_is_raised_after_the_second_exchange_ends_all_ranks_in_the_next() -> None:
+    with Ranks() as ranks:
+        errors = after_a_failed_load(ranks, 0, "update_from_workers")
+        assert str(errors[0]) == "planted"
+        assert isinstance(errors[1], ConnectorContractError)
+        assert str(errors[1]) == "rank 0: RuntimeError: planted"
+
+
 @pytest.mark.parametrize(
     ("rank", "method"),
-    [
-        (0, "update_from_workers"),
-        (0, "load_failed"),
-        (0, "blocks_replaced"),
-        (0, "cancel"),
-        (1, "cancel"),
-    ],
+    [(0, "load_failed"), (0, "blocks_replaced"), (0, "cancel"), (1, "cancel")],
 )
-def test_what_is_raised_after_the_second_exchange_ends_all_ranks_in_the_next(
-    rank: int, method: str
-) -> None:
+def test_what_any_rank_raises_for_one_request_the_leader_takes(rank: int, method: str) -> None:
     with Ranks() as ranks:
-        requests = ranks.submit()
-        broken = ranks.scripts[rank]
-        setattr(broken.worker if method == "cancel" else broken.scheduler, method, planted)
-        ranks.scripts[0].match = lambda *_: (2 * T, False)
-        for script in ranks.scripts:
-            failure = TransferFailure(requests[0].request_id, Direction.LOAD, writes_ended=False)
-            script.failures = [failure]
-
-        def two_steps(bench: BenchEngine) -> None:
-            [request] = bench.queue
-            if bench is ranks.benches[1]:
-                compute(bench)
-            else:
-                bench.step()
-            assert request.num_tokens == len(PROMPT)
-            bench.manager.end_step()
-
-        errors = ranks.both(lambda bench: raised_by(lambda: two_steps(bench)))
-        assert str(errors[rank]) == "planted"
-        assert isinstance(errors[1 - rank], ConnectorContractError)
-        assert str(errors[1 - rank]) == f"rank {rank}: RuntimeError: planted"
+        assert after_a_failed_load(ranks, rank, method) == [None, None]
+        errors, none = ranks.both(lambda bench: bench.manager.take_errors())
+        assert none == {}
+        [error] = errors.values()
+        if rank == 0:
+            assert str(error) == "planted"
+        else:
+            assert isinstance(error, ConnectorContractError)
+            assert str(error) == "rank 1: RuntimeError: planted"
+        ranks.idle_step()  # each is told once
+        assert ranks.both(lambda bench: bench.manager.take_errors()) == [{}, {}]
 
 
 def test_reports_of_different_steps_are_refused() -> None:
@@ -248,7 +261,7 @@ def loading(bench: BenchEngine, *, num_ranks: int = 3) -> tuple[TransferLedger, 
         bench.kv,
         bench.manager._worker,
         {request.request_id: RequestRecord(request, holds_blocks=True)},
-        RequestErrors(alone=True),
+        RequestErrors(rank=0),
         recording.config(),
         rank=0,
         num_ranks=num_ranks,

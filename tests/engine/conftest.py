@@ -79,7 +79,7 @@ def open_llm(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         lent.append((key, loaded))
         return replace(loaded, model=copy.copy(loaded.model))  # tests change its methods
 
-    monkeypatch.setattr("kvconnect.engine.llm.load_model", lend)
+    monkeypatch.setattr("kvconnect.engine.assembly.load_model", lend)
 
     def open_one(model: Path, *, max_tokens: int = 1024, tokens_per_block: int = T, **more) -> LLM:
         config = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=max_tokens)

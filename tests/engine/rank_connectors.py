@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.worker import KvCacheConnectorWorker
 
@@ -42,6 +43,53 @@ class Worker(KvCacheConnectorWorker):
 
     def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
         return [], []
+
+
+class Picky(Scheduler):
+    """Raises for a request in the method that its ``kv_transfer_params`` name; loads for ever."""
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self._at("get_num_new_matched_tokens", request)
+        loads = (request.kv_transfer_params or {}).get("loads", False)
+        return (8, True) if loads else (0, False)
+
+    def request_finished(self, request, cache_block_ids):
+        self._at("request_finished", request)
+        return False
+
+    def request_reset(self, request):
+        self._at("request_reset", request)
+
+    def _at(self, method, request):
+        if (request.kv_transfer_params or {}).get("raise_in") == method:
+            raise RuntimeError(f"{method} of one request")
+
+
+class FollowerCannotLoad(Worker):
+    """The second rank fails every load, and raises for one that it did not end."""
+
+    def get_failed(self):
+        if self._llm_args.rank == 0:
+            return []
+        failed, self._loading = self._loading, []
+        return [
+            TransferFailure(one, Direction.LOAD, 0, "planted", writes_ended=False) for one in failed
+        ]
+
+    _loading = ()
+    _to_return = ()
+
+    def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
+        if self._llm_args.rank == 0:
+            return [], started_loading_req_ids
+        self._loading = started_loading_req_ids
+        returned, self._to_return = list(self._to_return), []
+        return [], returned
+
+    def cancel(self, request_id):
+        self._to_return = [request_id]
+        if self._llm_args.rank == 1:
+            raise RuntimeError("cancel of one request")
 
 
 class FollowerFails(Worker):

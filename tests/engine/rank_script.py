@@ -19,10 +19,7 @@ llm = LLM(
     kv_cache=KvCacheConfig(tokens_per_block=16, max_tokens=1024),
 )
 if what == "serve":
-    print(
-        json.dumps([one.pid for one in llm._engine._followers._processes._processes.values()]),
-        flush=True,
-    )
+    print(json.dumps(llm.process_ids[1:]), flush=True)
     while True:
         llm.generate([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
 (output,) = llm.generate(list(range(40)), SamplingParams(max_tokens=8))

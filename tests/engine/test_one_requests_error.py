@@ -110,7 +110,7 @@ def check_unharmed(llm):
     assert stats.free_blocks == stats.max_blocks
     if records := getattr(llm._engine._connector, "_records", None):
         assert records == {}
-    assert llm._engine._live == {}
+    assert not len(llm._engine._live)
 
 
 def submitted_in_one_batch(llm, prompts, broken, params):

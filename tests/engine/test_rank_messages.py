@@ -139,6 +139,24 @@ def test_settings_travel_whole(tmp_path):
     assert RankSettings.decode(settings.encode()) == settings
 
 
+def test_settings_with_more_fields_travel_as_what_they_are(tmp_path):
+    from kvconnect.integrations.trtllm_shim.settings import KvCacheConnectorConfig as Theirs
+
+    connector = Theirs(connector="lmcache-mp", server_url="tcp://here:5555")
+    settings = RankSettings(2, tmp_path, "auto", "cpu", None, KvCacheConfig(), connector)
+    arrived = RankSettings.decode(settings.encode()).connector
+    assert type(arrived) is Theirs
+    assert arrived == connector
+
+
+def test_settings_that_other_ranks_cannot_import_are_refused(tmp_path):
+    class Mine(KvCacheConfig):
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"kv_cache: other ranks cannot import .*Mine"):
+        RankSettings(2, tmp_path, "auto", "cpu", None, Mine(), None)
+
+
 def test_a_store_that_lives_in_one_process_is_refused(tmp_path):
     from kvconnect.backends.memory import MemoryBackend
 

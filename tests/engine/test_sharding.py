@@ -13,7 +13,7 @@ from torch import Tensor
 from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.engine.model import model as model_module
 from kvconnect.engine.model.attention import AttentionInput
-from kvconnect.engine.model.model import Model
+from kvconnect.engine.model.model import Model, check_sharing
 from kvconnect.errors import UnsupportedModel
 
 LESS_OFTEN = ["qwen2", "qwen3", "mistral", "phi", "gemma", "olmo"]
@@ -108,15 +108,26 @@ def test_fewer_kv_heads_than_ranks_are_held_by_several(model_of):
     ("arch", "size", "reason"),
     [
         ("gpt2", 2, "GPT2LMHeadModel has no tensor-parallel plan"),
-        ("llama", 3, "3 ranks cannot share 4 attention heads; use a divisor of 4"),
+        ("llama", 3, r"3 ranks cannot share 4 attention heads .*; sizes that work: 1, 2, 4$"),
+        ("gpt_neox", 8, r"8 ranks cannot share 4 attention heads .*; sizes that work: 1, 2, 4$"),
+        ("deepseek_v3", 3, r"3 ranks cannot share .*; sizes that work: 1, 2, 4, 8"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(arch, size, reason, model_of):
     with pytest.raises(UnsupportedModel, match=reason):
         parts(model_of(arch), size)
+    with pytest.raises(UnsupportedModel, match=reason):
+        check_sharing(model_of(arch), size)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_configuration_alone_tells_that_a_size_works(arch, model_of):
+    for size in (1, 2, 4):
+        check_sharing(model_of(arch), size)
 
 
 def test_kv_heads_that_ranks_can_neither_share_nor_repeat_are_refused(tmp_path):
     directory = make_model(tmp_path, num_heads=12, num_kv_heads=3, hidden_size=96, num_layers=1)
-    with pytest.raises(UnsupportedModel, match="4 ranks cannot share 3 KV heads"):
+    reason = "4 ranks cannot share 3 KV heads .*; sizes that work: 1$"
+    with pytest.raises(UnsupportedModel, match=reason):
         parts(directory, 4)

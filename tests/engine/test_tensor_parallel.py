@@ -15,6 +15,11 @@ import numpy as np
 import pytest
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect.engine.ranks import group as group_module
+from kvconnect.engine.ranks import leader as leader_module
+from kvconnect.engine.ranks import meeting as meeting_module
+from kvconnect.engine.ranks.group import RankGroup
+from kvconnect.engine.ranks.meeting import Meeting
 from kvconnect.errors import (
     ConfigurationError,
     ConnectorContractError,
@@ -56,8 +61,7 @@ def open_ranks(model_of) -> Iterator[Callable[..., LLM]]:
 
 def followers(llm: LLM) -> dict[int, int]:
     """Process ids of the other ranks."""
-    processes = llm._engine._followers._processes._processes
-    return {rank: process.pid for rank, process in processes.items()}
+    return dict(enumerate(llm.process_ids[1:], 1))
 
 
 def wait_until_gone(pids: list[int], limit_s: float) -> None:
@@ -106,6 +110,8 @@ def test_equal_tokens_then_a_rank_is_killed_then_a_restart_from_disk(
 ):
     store = f"disk://{tmp_path}/store?capacity=64MiB"
     llm = open_ranks(connector=store, cache={"host_cache_size": 100_000})
+    with pytest.raises(ConfigurationError, match="one such engine at a time"):
+        open_ranks()
     check_equal(llm, "llama", reference, prompts, model_of)
     # A rank is killed while it computes.
     pids = followers(llm)
@@ -135,7 +141,7 @@ def test_a_follower_ends_with_the_pipe_to_its_leader():
     with subprocess.Popen(
         [sys.executable, "-m", "kvconnect.engine.ranks", "1"], stdin=subprocess.PIPE
     ) as process:
-        start = {"sys_path": sys.path, "port": 1}
+        start = {"sys_path": sys.path, "port": 1, "prepare": []}
         process.stdin.write(f"{json.dumps(start)}\n{{}}\n".encode())
         process.stdin.close()
         assert process.wait(5) == 1
@@ -163,20 +169,83 @@ def test_equal_tokens(arch, size, open_ranks, reference, prompts, model_of, tmp_
     assert again.stats().reused_store_tokens > 0
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_be_divided_leaves_no_process(open_ranks, model_of, monkeypatch):
-    pids = []
-    started = subprocess.Popen.__init__
+@pytest.fixture
+def started(monkeypatch) -> list[int]:
+    """Process ids of the followers that are started, as they are."""
+    pids: list[int] = []
+    start = subprocess.Popen.__init__
 
     def note(self, *args, **kwargs):
-        started(self, *args, **kwargs)
+        start(self, *args, **kwargs)
         pids.append(self.pid)
 
     monkeypatch.setattr(subprocess.Popen, "__init__", note)
-    with pytest.raises(UnsupportedModel, match="no tensor-parallel plan"):
-        open_ranks("gpt2")
-    assert len(pids) == 1
-    wait_until_gone(pids, 1)
+    return pids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "size", "reason"),
+    [("gpt2", 2, "no tensor-parallel plan"), ("llama", 3, "sizes that work: 1, 2, 4")],
+)
+def test_a_model_that_cannot_be_divided_starts_no_process(arch, size, reason, open_ranks, started):
+    with pytest.raises(UnsupportedModel, match=reason):
+        open_ranks(arch, size)
+    assert started == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_while_it_loads_is_named(open_ranks, started, monkeypatch):
+    monkeypatch.setattr(meeting_module, "_SILENT_S", 3.0)
+    beats = meeting_module._Beats
+    stopped_at = []
+
+    class Stopping(beats):
+        def check(self, rank):
+            super().check(rank)
+            if rank in self._heard and not stopped_at:
+                os.kill(started[0], signal.SIGSTOP)
+                stopped_at.append(time.monotonic())
+
+    monkeypatch.setattr(meeting_module, "_Beats", Stopping)
+    with pytest.raises(RankLost, match="rank 1 is lost: no sign of life for 3 s while it loaded"):
+        open_ranks()
+    assert time.monotonic() - stopped_at[0] < 2 * 3 + 1
+    wait_until_gone(started, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "when", "error"),
+    [
+        (signal.SIGKILL, "go_on", "rank 1 is lost: process [0-9]+ ended by signal 9"),
+        (signal.SIGKILL, "connect", "rank 1 is lost"),
+        (signal.SIGSTOP, "go_on", "rank 1 is lost: it did not connect within"),
+        (signal.SIGSTOP, "connect", "rank 1 is lost: (it did not connect|no sign of life)"),
+    ],
+)
+def test_a_rank_that_is_lost_while_ranks_connect_is_named_in_time(
+    number, when, error, open_ranks, started, monkeypatch
+):
+    monkeypatch.setattr(leader_module, "CONNECT_S", 3.0)
+    monkeypatch.setattr(group_module, "CONNECT_S", 3.0)
+    owner = Meeting if when == "go_on" else RankGroup
+    call = getattr(owner, when)
+    lost_at = []
+
+    def lose(self, *args):
+        os.kill(started[0], number)
+        lost_at.append(time.monotonic())
+        return call(self, *args)
+
+    monkeypatch.setattr(owner, when, lose)
+    with pytest.raises(RankLost, match=error) as lost:
+        open_ranks()
+    assert time.monotonic() - lost_at[0] < 2 * 3 + 1
+    assert lost.value.rank == 1
+    wait_until_gone(started, 1)
+    monkeypatch.undo()
+    assert open_ranks().generate([1, 2, 3], GREEDY)
 
 
 @pytest.mark.slow
@@ -222,12 +291,38 @@ def test_followers_do_not_outlive_a_killed_leader(model_of):
         wait_until_gone(json.loads(line), 5)
 
 
-def failing(worker: str) -> KvCacheConnectorConfig:
+def failing(worker: str, scheduler: str = "Scheduler") -> KvCacheConnectorConfig:
     return KvCacheConnectorConfig(
         connector_module="rank_connectors",
-        connector_scheduler_class="Scheduler",
+        connector_scheduler_class=scheduler,
         connector_worker_class=worker,
     )
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_for_one_request_ends_that_one_alone(
+    open_ranks, reference, prompts, model_of
+):
+    llm = open_ranks(connector=failing("FollowerCannotLoad", "Picky"))
+    expected = reference(model_of("llama"), prompts, 20)
+    for params, error in [
+        ({"raise_in": "get_num_new_matched_tokens"}, "get_num_new_matched_tokens of one request"),
+        ({"raise_in": "request_finished"}, "request_finished of one request"),
+        ({"loads": True}, "rank 1: RuntimeError: cancel of one request"),
+    ]:
+        handles = [
+            llm.submit(prompt, GREEDY, kv_transfer_params=params if number == 1 else None)
+            for number, prompt in enumerate(prompts)
+        ]
+        with pytest.raises((RuntimeError, ConnectorContractError), match=error):
+            handles[1].result(30)
+        answered = [handle.result(30) for handle in (*handles[:1], *handles[2:])]
+        assert tokens(answered) == expected[:1] + expected[2:]
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
+    until = time.monotonic() + 5  # the last one's blocks go with the next step
+    while (stats := llm.stats()).free_blocks < stats.max_blocks:
+        assert time.monotonic() < until, stats
+        time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A connector as one is written for TensorRT-LLM, by its documentation: a file per block.
+"""A connector as one is written for TensorRT-LLM, by its documentation: a file per block and rank.
 
 Its imports, constructor, arguments and methods are TensorRT-LLM's; nothing of kvconnect is named.
 """
@@ -37,6 +37,10 @@ class PersistentWorker(KvCacheConnectorWorker):
     def __init__(self, llm_args: TorchLlmArgs):
         super().__init__(llm_args)
         self.pool = None
+        self.rank = llm_args.parallel_config.to_mapping().rank
+
+    def own(self, path: str) -> str:
+        return f"{path}.{self.rank}"
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor):
         assert self.pool is None
@@ -44,7 +48,7 @@ class PersistentWorker(KvCacheConnectorWorker):
 
     def start_load_kv(self, stream: torch.cuda.Stream):
         for path, block in self._metadata.load:
-            self.pool[block].copy_(torch.load(path), non_blocking=False)
+            self.pool[block].copy_(torch.load(self.own(path)), non_blocking=False)
             PersistentWorker.loaded += 1
 
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream):
@@ -56,8 +60,8 @@ class PersistentWorker(KvCacheConnectorWorker):
     def wait_for_save(self, stream: torch.cuda.Stream):
         stream.synchronize()
         for path, block in self._metadata.save:
-            if not Path(path).exists():
-                torch.save(self.pool[block].cpu(), path)
+            if not Path(self.own(path)).exists():
+                torch.save(self.pool[block].cpu(), self.own(path))
 
     def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
         return [], []
@@ -67,6 +71,7 @@ class PersistentLeader(KvCacheConnectorScheduler):
     def __init__(self, llm_args: TorchLlmArgs):
         super().__init__(llm_args)
         self.size = self._llm_args.kv_cache_config.tokens_per_block
+        self.world_size = llm_args.parallel_config.to_mapping().world_size
         self.pending: dict[int, list[str]] = {}
 
     def file(self, prefix: list[int]) -> str:
@@ -77,9 +82,10 @@ class PersistentLeader(KvCacheConnectorScheduler):
         found = self.pending[request.request_id] = []
         tokens = request.get_tokens(0)
         for end in range(num_computed_tokens + self.size, len(tokens) + 1, self.size):
-            if not Path(self.file(tokens[:end])).exists():
+            path = self.file(tokens[:end])
+            if not all(Path(f"{path}.{rank}").exists() for rank in range(self.world_size)):
                 break
-            found.append(self.file(tokens[:end]))
+            found.append(path)
         logger.info(f"matched {len(found)} blocks of request {request.request_id}")
         return len(found) * self.size, False
 

@@ -212,8 +212,9 @@ def test_after_shutdown_nothing_is_taken_in(llm):
 # ---------------------------------------------------------------- a connector
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_connector_of_tensorrt_llm_keeps_prompts_over_restarts(
-    installed, tiny, tmp_path, monkeypatch, caplog
+    ranks, installed, tiny, tmp_path, monkeypatch, caplog
 ):
     from tensorrt_llm import LLM, SamplingParams
     from tensorrt_llm.llmapi.llm_args import KvCacheConnectorConfig
@@ -233,6 +234,7 @@ def test_a_connector_of_tensorrt_llm_keeps_prompts_over_restarts(
                 cuda_graph_config=None,
                 kv_cache_config=CACHE,
                 kv_connector_config=config,
+                tensor_parallel_size=ranks,
             )
             outputs += llm.generate([TEXT], SamplingParams(max_tokens=8))
             llm.shutdown()
@@ -243,6 +245,7 @@ def test_a_connector_of_tensorrt_llm_keeps_prompts_over_restarts(
         16 * whole, len(first.prompt_token_ids) - 1
     )
     assert import_module("persistent_client").PersistentWorker.loaded == whole
+    assert len(list(tmp_path.iterdir())) == ranks * whole
     assert [record.message[:9] for record in caplog.records][-1:] == ["matched 9"]
 
 
@@ -277,7 +280,8 @@ def test_settings_may_be_dicts_and_none_is_the_default():
     ("given", "complaint"),
     [
         ({"kv_cache_confg": None}, "did you mean 'kv_cache_config'"),
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size=0"),
+        ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2"),
         ({"speculative_config": object()}, "speculative_config"),
         ({"trust_remote_code": True}, "trust_remote_code=True"),
         ({"kv_cache_config": {"tokens_per_blok": 32}}, "did you mean 'tokens_per_block'"),

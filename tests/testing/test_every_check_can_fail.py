@@ -142,6 +142,7 @@ WRONG = {
     "model.random_operations": wrong.memory(wrong.ForgetsAfterDelete),
     "model.random_operations_when_full": wrong.memory(wrong.RevivesDeleted),
     "end to end.same_tokens_and_reuse": wrong.files("NeverFinds"),
+    "end to end.same_tokens_on_several_ranks": wrong.ForgetsInOtherProcesses,
     "end to end.same_tokens_whatever_fails": TrustsFrames,
 }
 
@@ -151,7 +152,12 @@ def test_there_is_a_wrong_backend_for_every_check():
     assert named == {name for name in CHECKS if not name.startswith("network.")}
 
 
-@pytest.mark.parametrize("name", WRONG)
+SLOW = {"end to end.same_tokens_on_several_ranks"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in WRONG]
+)
 def test_wrong_backend_is_found(name, tmp_path, monkeypatch):
     make = WRONG[name]
     if hasattr(make, "plant"):

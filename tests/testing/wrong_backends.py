@@ -552,6 +552,15 @@ class FileSubject(Subject):
         return list(backend.folder.iterdir())
 
 
+class ForgetsInOtherProcesses(DiskSubject):
+    """The URL is of a store that each process has for itself."""
+
+    ranks = 2
+
+    def store_url(self):
+        return "memory:?capacity=16MiB"
+
+
 class InPlace(FileBackend):
     """Half a file is there for a while, and for ever if the process dies meanwhile."""
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey, Shard, store_key
 from kvconnect.layout import KvCacheLayout
-from kvconnect.shards import StoredHeads, stored_heads, whole_layouts
+from kvconnect.shards import StoredHeads, dividing_rank, stored_heads, whole_layouts
 
 KEY = BlockKey(bytes(range(32)))
 LATENT = KvCacheLayout(2, 1, 576, 0, 16, torch.bfloat16)
@@ -52,6 +52,21 @@ def test_a_latent_is_stored_once() -> None:
     assert [one.is_first for one in found] == [True, False, False, False]
     assert found[0].sizes == (1,)
     assert whole_layouts([LATENT], Shard(3, 4)) == (LATENT,)
+
+
+def test_heads_that_every_rank_holds_are_stored_once() -> None:
+    found = [stored_heads([layout(4)], Shard(rank, 2), [4])[0] for rank in range(2)]
+    assert {one.own for one in found} == {Shard()}
+    assert [one.is_first for one in found] == [True, False]
+    [part] = found[1].slices(2)[1:]
+    assert (part.shard, part.source, part.target) == (Shard(1, 2), slice(0, 2), slice(2, 4))
+
+
+def test_ranks_that_hold_the_same_heads_do_not_divide_them() -> None:
+    assert [dividing_rank([one]) for one in ranks(2, 4)] == [(rank, 4) for rank in range(4)]
+    whole = stored_heads([layout(4), LATENT], Shard(1, 2), [4, 1])
+    assert dividing_rank(whole) == (0, 1)
+    assert dividing_rank([whole[0], ranks(4, 2)[1]]) == (1, 2)
 
 
 def test_without_a_number_of_heads_none_are_on_several_ranks() -> None:

@@ -29,6 +29,7 @@ examples:
   kvconnect check disk:///var/cache/kv
   kvconnect check redis://localhost/9 --only contract --only integrity
   kvconnect check disk:///var/cache/kv --soak --minutes 30
+  kvconnect check redis://localhost/9 --only "end to end" --tensor-parallel-size 2
 
 exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage or configuration
 """
@@ -47,6 +48,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long", action="store_true", help="the long form: 200 kills, and so on")
     parser.add_argument("--soak", action="store_true", help="random faults, and nothing else")
     add_number(parser, "--minutes", "of --soak", default=30.0, type=float, metavar="M")
+    add_number(
+        parser,
+        "--tensor-parallel-size",
+        "ranks of the engines that the check of a model's tokens, and --soak, run; each rank is a "
+        "process that opens the store (default: 1; then --soak calls the store itself)",
+        default=1,
+        metavar="RANKS",
+    )
     parser.add_argument("--force", action="store_true", help="also if the store is not empty")
     parser.set_defaults(run=run)
 
@@ -57,8 +66,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.minutes <= 0:
         raise ConfigurationError(f"--minutes {arguments.minutes:g}: must be longer than nothing")
+    if arguments.tensor_parallel_size < 1:
+        raise ConfigurationError(
+            f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1"
+        )
     seed = secrets.randbelow(1 << 31) if arguments.seed is None else arguments.seed
     subject = subject_of(arguments.url)
+    subject.ranks = arguments.tensor_parallel_size
     if not arguments.force:
         _expect_empty(subject, arguments.url)
     print(f"seed {seed}", flush=True)
@@ -101,8 +115,10 @@ def _check(arguments: argparse.Namespace, subject: Subject, seed: int) -> bool:
 
 def _soak(arguments: argparse.Namespace, subject: Subject, seed: int) -> bool:
     from kvconnect.testing.check import Violation
+    from kvconnect.testing.rank_soak import soak_ranks
     from kvconnect.testing.soak import soak
 
+    run_soak = soak if subject.ranks == 1 else soak_ranks
     seconds = arguments.minutes * 60
     done = 0.0
     with Progress("soak", round(seconds), "s") as progress:
@@ -113,7 +129,7 @@ def _soak(arguments: argparse.Namespace, subject: Subject, seed: int) -> bool:
             progress.advance(round(done) - round(before))
 
         try:
-            report = soak(subject, seconds=seconds, seed=seed, told=told)
+            report = run_soak(subject, seconds=seconds, seed=seed, told=told)
         except Violation as error:
             print(f"failed: {error}")
             return False

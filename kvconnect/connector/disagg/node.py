@@ -20,6 +20,7 @@ from kvconnect.connector.disagg.fetch.links import Links
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
 from kvconnect.errors import ConfigurationError, UsageError
+from kvconnect.shards import dividing_rank
 from kvconnect.trace import metrics
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
@@ -269,6 +270,7 @@ class TransferNode:
     def _hello(self) -> Hello:
         transport = self._transport
         layouts = self._llm_args.layouts
+        rank, tp_size = dividing_rank(self._heads)
         return Hello(
             compat=Compat(
                 model=self._llm_args.model_digest.hex(),
@@ -282,8 +284,8 @@ class TransferNode:
             ),
             engine_id=self.engine_id,
             boot=self._boot,
-            rank=self._llm_args.shard.tp_rank,
-            tp_size=self._llm_args.shard.tp_size,
+            rank=rank,
+            tp_size=tp_size,
             local=b"" if transport is None else transport.local(),
             pools=self._pools,
         )

@@ -13,6 +13,7 @@ from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.disagg.params import PrefillParams
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.request import LlmRequest
+from kvconnect.shards import dividing_rank
 
 __all__ = ["PrefillBook"]
 
@@ -132,7 +133,8 @@ class PrefillBook:
                 "engine": self.node.engine_id,
                 "tokens": prompt.num_tokens,
             }
-            if (ranks := self.llm_args.tensor_parallel_size) > 1:
+            _, ranks = dividing_rank(self.llm_args.stored_heads)
+            if ranks > 1:
                 self._results[request.request_id]["tp_size"] = ranks
         return EndOrder(
             request.request_id,

@@ -150,8 +150,9 @@ class TransferLedger:
         saved, loaded = checked_finished(worker, worker.get_finished(list(saving), list(loading)))
         failures = checked_failures(worker, worker.get_failed())
         meta = worker.build_worker_meta()
+        request_errors = self._errors.take_report()
         if not (saved or loaded or failures or self.loads or self.saves or self.quarantine):
-            return Report(step, worker_meta=meta)
+            return Report(step, worker_meta=meta, request_errors=request_errors)
         now = time.monotonic()
         error = (
             self._unexpected(self.saves, saved)
@@ -166,6 +167,7 @@ class TransferLedger:
             expired_loads=self._expired(self.loads, loaded, now),
             expired_saves=self._expired(self.saves, saved, now),
             worker_meta=meta,
+            request_errors=request_errors,
             error=error,
         )
 

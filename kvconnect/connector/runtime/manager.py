@@ -39,8 +39,9 @@ class KvCacheConnectorManager:
     happens in it.
 
     What the connector raises for one request, or answers wrongly for it, is kept for `take_errors`
-    and ends that request; it is not asked to load or to place anything of that request any more.
-    What it raises for a step, and on several ranks all that it raises, is raised.
+    of the leader and ends that request, on whichever rank it is raised; the connector is not asked
+    to load or to place anything of that request any more. What it raises for a step is raised, on
+    all ranks.
 
     A load that did not succeed leaves its request with fewer valid tokens, and where its writes may
     still come, with fresh blocks: those are told with `blocks_replaced`, and the request is in
@@ -77,7 +78,7 @@ class KvCacheConnectorManager:
             raise
         tokens_per_block = llm_args.kv_cache_config.tokens_per_block
         self._records: dict[int, RequestRecord] = {}
-        self._errors = RequestErrors(alone=self._communicator.size == 1)
+        self._errors = RequestErrors(rank=self._communicator.rank)
         self._reporter = StepReporter(kv, tokens_per_block, len(llm_args.layouts))
         divisible = [layout.window for layout in llm_args.layouts] == [None]
         self._ledger = TransferLedger(
@@ -137,8 +138,10 @@ class KvCacheConnectorManager:
     def take_errors(self) -> dict[int, Exception]:
         """What the connector raised for single requests since the last call, by request id.
 
-        The engine ends these requests, `request_finished` included, before the next step begins;
-        some may have ended already. Of several ranks there are none: an error ends their step.
+        The leader's engine ends these requests on all ranks, `request_finished` included, before
+        the next step begins; some may have ended already. What another rank raised comes with the
+        report of its step, as a `ConnectorContractError` that names the rank; other ranks have none
+        to take.
         """
         return self._errors.take()
 
@@ -277,6 +280,8 @@ class KvCacheConnectorManager:
             self._worker.clear_connector_meta()
         reports = self._steps.end(report)
         with self._steps.telling:
+            for rank, one in enumerate(reports):
+                self._errors.hear(rank, one.request_errors)
             if self._scheduler is not None:
                 metas = [one.worker_meta for one in reports if one.worker_meta is not None]
                 self._scheduler.update_from_workers(metas)

@@ -21,12 +21,13 @@ from transformers import (
 from kvconnect.config import torch_dtype
 from kvconnect.engine.model.forward_step import ForwardStep
 from kvconnect.engine.model.lean_layers import make_lean
+from kvconnect.engine.model.rank_sizes import check_size
 from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, LayerShape
 from kvconnect.engine.model.sharding import ModelRanks, SingleRank, shard
 from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
-__all__ = ["Model", "PositionLimit"]
+__all__ = ["Model", "PositionLimit", "check_sharing"]
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -191,9 +192,32 @@ def _sharded(model: Any, ranks: ModelRanks) -> dict[int, int]:
     """Cut `model` down to the part of this rank; KV heads in all, by layer, where these are cut."""
     if ranks.size == 1:
         return {}
-    text = model.config.get_text_config()
-    plan = {} if text.base_model_tp_plan is None else model.tp_plan
-    return shard(model, plan, ranks, num_heads=text.num_attention_heads)
+    return shard(model, _plan(model), ranks, num_heads=_num_heads(model))
+
+
+def check_sharing(directory: Path, size: int) -> None:
+    """Nothing, if so many ranks can share the model, of which the configuration alone is read.
+
+    Raises:
+        ConfigurationError: the directory is wrong.
+        UnsupportedModel: they cannot; names the sizes that work.
+    """
+    config = _load_config(directory)
+    _refuse(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation=ATTENTION
+        )
+    check_size(model, _plan(model), size, num_heads=_num_heads(model))
+
+
+def _plan(model: Any) -> Mapping[str, str]:
+    plan: Mapping[str, str] | None = model.config.get_text_config().base_model_tp_plan
+    return {} if plan is None else model.tp_plan
+
+
+def _num_heads(model: Any) -> int:
+    return int(model.config.get_text_config().num_attention_heads)
 
 
 def _device(name: str) -> torch.device:

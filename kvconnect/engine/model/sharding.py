@@ -20,22 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from kvconnect.errors import ConfigurationError, UnsupportedModel
+from kvconnect.engine.model.rank_sizes import (
+    FUSED_KEYS,
+    KEYS_AND_VALUES,
+    check_size,
+    divided_parts,
+)
+from kvconnect.errors import UnsupportedModel
 
 __all__ = ["ModelRanks", "SingleRank", "shard"]
 
-_WHOLE = frozenset(
-    (
-        *("embedding_rowwise", "embedding_colwise", "colwise_gather_output", "colwise_rep"),
-        *("rowwise_split_input", "rowwise_rep", "replicated_with_grad_allreduce", "replicate"),
-        "mla_kv_a_proj",
-    )
-)
-"""Styles whose modules every rank may compute whole: the result is the same."""
-
-_KEYS_AND_VALUES = frozenset({"k_proj", "v_proj"})
-_FUSED_KEYS = frozenset({"query_key_value", "kv_b_proj"})
-_QUERIES = frozenset({"q_proj", "q_b_proj"})
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -71,18 +65,8 @@ class _Cut:
     index: int
     parts: int
 
-    def of(self, tensor: Tensor, dim: int, name: str) -> Tensor:
-        """A copy of the part.
-
-        Raises:
-            UnsupportedModel: the dimension has no such parts.
-        """
-        size = tensor.shape[dim]
-        if size % self.parts:
-            raise UnsupportedModel(
-                f"tensor_parallel_size: {name} has {size} rows or columns, which {self.parts} "
-                "ranks cannot share"
-            )
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        """A copy of the part."""
         return tensor.chunk(self.parts, dim)[self.index].clone(
             memory_format=torch.contiguous_format
         )
@@ -107,40 +91,19 @@ def shard(
 
     Raises:
         UnsupportedModel: the plan is empty or has an unknown style, or a dimension cannot be shared
-            by so many ranks. The model is of no use then.
+            by so many ranks; names the sizes that work. Nothing changed.
     """
-    if not any(style in {"colwise", "packed_colwise"} for style in plan.values()):
-        raise UnsupportedModel(
-            f"tensor_parallel_size: {type(model).__name__} has no tensor-parallel plan in "
-            "transformers (base_model_tp_plan); use 1"
-        )
+    check_size(model, plan, ranks.size, num_heads=num_heads)
     heads: dict[int, int] = {}
     modules = dict(model.named_modules())
-    parameters = dict(model.named_parameters())
-    for name in [*modules, *parameters]:
-        style = plan.get(_generic(name))
-        if style is None or style in _WHOLE:
-            continue
+    for name, style, _ in list(divided_parts(model, plan)):
         if name in modules:
-            _check_heads(name, num_heads, ranks)
             whole = _shard_module(name, modules, style, ranks)
-            if whole or name.endswith(tuple(_FUSED_KEYS)):
+            if whole or name.endswith(tuple(FUSED_KEYS)):
                 heads[_layer(name)] = whole or num_heads
         else:
             _shard_parameter(name, modules, style, ranks)
     return heads
-
-
-def _generic(name: str) -> str:
-    return _NUMBER.sub(".*.", name)
-
-
-def _check_heads(name: str, num_heads: int, ranks: ModelRanks) -> None:
-    if name.rpartition(".")[2] in _QUERIES | _FUSED_KEYS and num_heads % ranks.size:
-        raise UnsupportedModel(
-            f"tensor_parallel_size: {ranks.size} ranks cannot share {num_heads} attention heads; "
-            f"use a divisor of {num_heads}"
-        )
 
 
 def _shard_module(name: str, modules: Mapping[str, Any], style: str, ranks: ModelRanks) -> int:
@@ -149,27 +112,20 @@ def _shard_module(name: str, modules: Mapping[str, Any], style: str, ranks: Mode
     if style == "moe_tp_experts":
         module.forward = _Summed(module.forward, ranks)
         return 0
-    if not _is_plain_linear(module):
-        raise UnsupportedModel(
-            f"tensor_parallel_size: {name} is a {type(module).__name__}; only plain linear layers "
-            "are divided"
-        )
     if style == "rowwise":
         cut = _Cut(ranks.rank, ranks.size)
-        module.weight.data = cut.of(module.weight.data, 1, name)
+        module.weight.data = cut.of(module.weight.data, 1)
         module.in_features = module.weight.shape[1]
         module.forward = _Rowwise(module, ranks)
         return 0
-    if style != "colwise":
-        raise _unknown(style, name)
     parent, _, last = name.rpartition(".")
     cut, whole = _Cut(ranks.rank, ranks.size), 0
-    if last in _KEYS_AND_VALUES:
+    if last in KEYS_AND_VALUES:
         whole = module.out_features // int(modules[parent].head_dim)
         cut = _head_cut(whole, ranks)
-    module.weight.data = cut.of(module.weight.data, 0, name)
+    module.weight.data = cut.of(module.weight.data, 0)
     if module.bias is not None:
-        module.bias.data = cut.of(module.bias.data, 0, name)
+        module.bias.data = cut.of(module.bias.data, 0)
     module.out_features = module.weight.shape[0]
     return whole
 
@@ -180,32 +136,16 @@ def _shard_parameter(name: str, modules: Mapping[str, Any], style: str, ranks: M
     owner, _, last = name.rpartition(".")
     parameter = getattr(modules[owner], last)
     cut = _Cut(ranks.rank, ranks.size)
-    if parameter.ndim != 3:
-        raise UnsupportedModel(
-            f"tensor_parallel_size: {name} has {parameter.ndim} dimensions; only the weights of "
-            "experts, with 3, are divided as parameters"
-        )
     if style == "packed_colwise":
         halves = parameter.data.chunk(2, 1)
-        parameter.data = torch.cat([cut.of(half, 1, name) for half in halves], 1)
-    elif style == "rowwise":
-        parameter.data = cut.of(parameter.data, 2, name)
+        parameter.data = torch.cat([cut.of(half, 1) for half in halves], 1)
     else:
-        raise _unknown(style, name)
-
-
-def _is_plain_linear(module: object) -> bool:
-    return type(module) is nn.Linear  # not quantised, no adapter around it
+        parameter.data = cut.of(parameter.data, 2)
 
 
 def _head_cut(heads: int, ranks: ModelRanks) -> _Cut:
     if heads % ranks.size == 0:
         return _Cut(ranks.rank, ranks.size)
-    if ranks.size % heads:
-        raise UnsupportedModel(
-            f"tensor_parallel_size: {ranks.size} ranks cannot share {heads} KV heads; use a "
-            f"divisor or a multiple of {heads}"
-        )
     return _Cut(ranks.rank * heads // ranks.size, heads)
 
 
@@ -214,12 +154,6 @@ def _layer(name: str) -> int:
     if found is None:
         raise UnsupportedModel(f"tensor_parallel_size: {name} is in no numbered layer")
     return int(found[1])
-
-
-def _unknown(style: str, name: str) -> ConfigurationError:
-    return UnsupportedModel(
-        f"tensor_parallel_size: {name} is divided by the style '{style}', which is not served"
-    )
 
 
 class _Rowwise:

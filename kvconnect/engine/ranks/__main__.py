@@ -38,6 +38,9 @@ def main() -> NoReturn:
     threading.Thread(target=_end_with_leader, args=(pipe, leader), daemon=True).start()
     start = json.loads(lines[0])
     sys.path[:] = start["sys_path"]  # where a user's connector may lie
+    from kvconnect.engine.ranks.preparation import prepare
+
+    prepare(start["prepare"])
     from kvconnect.engine.ranks.follower import follow
     from kvconnect.engine.ranks.meeting import Meeting
     from kvconnect.engine.ranks.settings import RankSettings

@@ -15,6 +15,7 @@ from kvconnect.engine.model.pool_groups import CacheGeometry
 from kvconnect.engine.ranks.follower_cache import FollowerCache
 from kvconnect.engine.ranks.group import RankGroup
 from kvconnect.engine.ranks.meeting import Loaded, Meeting
+from kvconnect.engine.ranks.memory import free_nbytes
 from kvconnect.engine.ranks.messages import (
     Close,
     EventKind,
@@ -25,10 +26,9 @@ from kvconnect.engine.ranks.messages import (
     Setup,
     StepMessage,
 )
-from kvconnect.engine.ranks.parts import free_nbytes, shard_of
 from kvconnect.engine.ranks.settings import RankSettings, rank_device
 from kvconnect.errors import UsageError
-from kvconnect.keys import BlockKey
+from kvconnect.keys import BlockKey, Shard
 from kvconnect.request import LlmRequest, ScheduledBatch
 
 __all__ = ["follow"]
@@ -46,7 +46,9 @@ def follow(settings: RankSettings, meeting: Meeting, rank: int) -> None:
         loaded = _load(settings, meeting, group)
         if loaded.model.device.type == "cuda":
             torch.cuda.set_device(loaded.model.device)
+        meeting.say_connecting()
         group.connect(meeting.store, loaded.model.device)
+        meeting.say_connected()
         Follower(settings, loaded, group).run()
     except Exception as error:
         group.fail(error)
@@ -57,13 +59,14 @@ def follow(settings: RankSettings, meeting: Meeting, rank: int) -> None:
 
 def _load(settings: RankSettings, meeting: Meeting, group: RankGroup) -> LoadedModel:
     try:
-        loaded = load_model(
-            settings.directory,
-            dtype=settings.dtype,
-            device=rank_device(settings.device, group.rank, settings.size),
-            revision=settings.revision,
-            ranks=group,
-        )
+        with meeting.loading():
+            loaded = load_model(
+                settings.directory,
+                dtype=settings.dtype,
+                device=rank_device(settings.device, group.rank, settings.size),
+                revision=settings.revision,
+                ranks=group,
+            )
     except Exception as error:
         meeting.say_loaded(Loaded(error=(type(error).__name__, str(error))))
         raise
@@ -134,7 +137,7 @@ class Follower:
             settings.connector,
             layouts=geometry.layouts,
             model_digest=stored_as(geometry.digest(self._digest), settings.connector),
-            shard=shard_of(self._model, self._group),
+            shard=Shard(self._group.rank, self._group.size),
             num_kv_heads=geometry.num_kv_heads,
         )
         self._connector = KvCacheConnectorManager(

@@ -17,12 +17,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from kvconnect.connector.distributed import DistributedCommunicator
 from kvconnect.errors import ConfigurationError, EngineClosed, RankLost
 
-__all__ = ["RankGroup"]
+__all__ = ["CONNECT_S", "RankGroup"]
 
 T = TypeVar("T")
 
-_CONNECT = timedelta(seconds=60)
-"""The ranks have loaded their models when they connect."""
+CONNECT_S = 30.0
+"""So long a rank may let the others wait when they connect: all have loaded their models then."""
+
+_GLOO_PATIENCE = 5
+"""gloo waits for a connection so many times as long as it is told."""
 
 _STEP_S = 120.0
 """So long one rank may compute longer than another, beyond what it waits for loads."""
@@ -49,6 +52,8 @@ class RankGroup:
         self._timeout_s = _STEP_S + load_timeout_s
         self._communicator: DistributedCommunicator | None = None
         self._sums: dist.ProcessGroup | None = None
+        self._sum = dist.AllreduceOptions()
+        self._sum.timeout = timedelta(seconds=self._timeout_s)
         self._owns_default = False
 
     @property
@@ -62,7 +67,10 @@ class RankGroup:
         return self._size
 
     def connect(self, store: Store, device: torch.device) -> None:
-        """Connect to the others, over the loopback; collective. Blocks for a minute at most.
+        """Connect to the others, over the loopback; collective.
+
+        Blocks for `CONNECT_S` at most in each of three groups, and only for a rank that is stopped:
+        one that dies ends it at once.
 
         A default group of torch.distributed that the user made is used; else this makes it, and
         `close` ends it.
@@ -71,13 +79,25 @@ class RankGroup:
             ConfigurationError: there is one of another size.
             RuntimeError: of torch.distributed: a rank did not come.
         """
-        with _loopback():
-            self._connect(store, device)
+        try:
+            with _loopback():
+                self._connect(store, device)
+        except Exception:
+            if not dist.is_initialized():
+                # torch counts groups that failed, too, and names groups by that: ranks that are
+                # started anew begin with 0.
+                dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
+            raise
 
     def _connect(self, store: Store, device: torch.device) -> None:
+        connect_s = CONNECT_S / _GLOO_PATIENCE
         if not dist.is_initialized():
             dist.init_process_group(
-                "gloo", store=store, rank=self._rank, world_size=self._size, timeout=_CONNECT
+                "gloo",
+                store=store,
+                rank=self._rank,
+                world_size=self._size,
+                timeout=timedelta(seconds=connect_s),
             )
             self._owns_default = True
         elif (dist.get_rank(), dist.get_world_size()) != (self._rank, self._size):
@@ -86,9 +106,12 @@ class RankGroup:
                 f"{dist.get_world_size()} ranks, and {self._size} are needed; a process has one "
                 "engine of several ranks at a time"
             )
-        backend = "gloo" if device.type == "cpu" else "nccl"
-        self._sums = dist.new_group(backend=backend, timeout=timedelta(seconds=self._timeout_s))
-        self._communicator = DistributedCommunicator(timeout_s=self._timeout_s)
+        # NCCL connects when the first sum is asked for.
+        backend, wait_s = ("gloo", connect_s) if device.type == "cpu" else ("nccl", self._timeout_s)
+        self._sums = dist.new_group(backend=backend, timeout=timedelta(seconds=wait_s))
+        self._communicator = DistributedCommunicator(
+            timeout_s=self._timeout_s, connect_timeout_s=connect_s
+        )
         self._communicator.end_with_ranks(self._sums)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -101,7 +124,7 @@ class RankGroup:
         if self._sums is None:
             return
         try:
-            dist.all_reduce(tensor, group=self._sums)
+            self._sums.allreduce([tensor], self._sum).wait()
         except RuntimeError as error:
             self._connected().check(_FIND_OUT_S)
             raise RankLost(self._rank, f"rank {self._rank}: {error}") from error

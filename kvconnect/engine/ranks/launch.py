@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvconnect.engine.ranks.preparation import preparation
 from kvconnect.engine.ranks.settings import RankSettings
 from kvconnect.errors import RankLost
 
@@ -33,7 +34,7 @@ class FollowerProcesses:
         self._lost: RankLost | None = None
         self._on_lost: Callable[[], None] = _nothing
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        start = json.dumps({"sys_path": sys.path, "port": port})
+        start = json.dumps({"sys_path": sys.path, "port": port, "prepare": preparation()})
         try:
             for rank in range(1, settings.size):
                 self._processes[rank] = _started(rank, settings, start)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
+
+import torch
+import torch.distributed as dist
 
 from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
@@ -18,14 +22,14 @@ from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.engine.model.sharding import ModelRanks
 from kvconnect.engine.ranks.copies import CopyLog
 from kvconnect.engine.ranks.follower import follow
-from kvconnect.engine.ranks.group import RankGroup
+from kvconnect.engine.ranks.group import CONNECT_S, RankGroup
 from kvconnect.engine.ranks.launch import FollowerProcesses
 from kvconnect.engine.ranks.meeting import Loaded, Meeting, rank_error, torchrun_rank
+from kvconnect.engine.ranks.memory import free_nbytes, limited
 from kvconnect.engine.ranks.messages import Close, LifeSign, PlanWriter, Setup, StepMessage
-from kvconnect.engine.ranks.parts import free_nbytes, limited
 from kvconnect.engine.ranks.settings import RankSettings
 from kvconnect.engine.ranks.told_connector import ToldConnector
-from kvconnect.errors import KvConnectError, ModelChanged
+from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
 
 __all__ = ["Followers", "Leader", "NoFollowers", "start_followers"]
 
@@ -42,6 +46,10 @@ class Followers(Protocol):
     @property
     def longest_wait_s(self) -> float | None:
         """An engine without work calls `wait` at least so often; ``None``: it need not."""
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of the other ranks, by rank."""
 
     def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
         """A step begins: have the others compute their part of `plan`.
@@ -74,6 +82,7 @@ class NoFollowers:
     """There is one rank."""
 
     longest_wait_s = None
+    process_ids = ()
 
     def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
         """Nothing."""
@@ -98,6 +107,7 @@ class Leader:
 
     Attributes:
         group: of the ranks; connected by `meet`.
+        process_ids: of the followers, by rank; told by `meet`.
     """
 
     longest_wait_s = _LIFE_SIGN_S
@@ -111,6 +121,7 @@ class Leader:
         self._copies = CopyLog()
         self._plans = PlanWriter()
         self._connector: ToldConnector | None = None
+        self.process_ids: tuple[int, ...] = ()
         self.group = RankGroup(0, settings.size, load_timeout_s=settings.load_timeout_s)
 
     @property
@@ -134,6 +145,7 @@ class Leader:
         Raises:
             KvConnectError: what another rank raised instead.
             ModelChanged: it loaded other files.
+            RankLost: a rank did not connect; names it.
         """
         config, device = self._settings.kv_cache, loaded.model.device
         digest = loaded.digest.hex()
@@ -145,9 +157,19 @@ class Leader:
                     f"model: rank {rank} loaded other files of {self._settings.directory} than the "
                     "leader: they changed meanwhile; try again"
                 )
+        self.process_ids = tuple(one.pid for one in said[1:])
         self._meeting.go_on()
-        self.group.connect(self._meeting.store, device)
+        self._connect(device)
         return limited(config, min(one.free_nbytes for one in said))
+
+    def _connect(self, device: torch.device) -> None:
+        self._meeting.wait_until_all_connect(self._check, CONNECT_S)
+        began = time.monotonic()
+        try:
+            self.group.connect(self._meeting.store, device)
+        except RuntimeError as error:
+            self._check()
+            raise self._meeting.lost_rank(time.monotonic() - began) from error
 
     @property
     def cache_factory(self) -> KVCacheManagerFactory:
@@ -235,11 +257,19 @@ def start_followers(settings: RankSettings) -> Leader:
     alone.
 
     Raises:
-        ConfigurationError: torchrun started another number of processes.
+        ConfigurationError: torchrun started another number of processes; this process has an engine
+            of several ranks already, or a default group of torch.distributed that new processes
+            are not in. Nothing was started.
         SystemExit: this process followed, and the engine was closed.
     """
     rank = torchrun_rank(settings.size)
     if rank is None:
+        if dist.is_initialized():
+            raise ConfigurationError(
+                f"tensor_parallel_size={settings.size}: torch.distributed is initialized in this "
+                "process, by an engine of several ranks or by its own code; a process has one such "
+                "engine at a time: close it, or run under torchrun"
+            )
         meeting = Meeting.opened(settings.size)
         return Leader(settings, meeting, FollowerProcesses(settings, meeting.port))
     meeting = Meeting.under_torchrun(next(_number))

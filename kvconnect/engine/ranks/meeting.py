@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -24,6 +27,9 @@ __all__ = ["Loaded", "Meeting", "rank_error", "torchrun_rank"]
 
 _LOADING = timedelta(hours=2)
 _POLL_S = 0.02
+_BEAT_S = 1.0
+_SILENT_S = 60.0
+"""So long a rank that loads its model may give no sign of life."""
 _HERE = "127.0.0.1"
 
 
@@ -34,12 +40,14 @@ class Loaded:
     Attributes:
         digest: of the model, in hexadecimal.
         free_nbytes: memory of its device that the cache may take; 0: no such limit.
+        pid: of its process.
         error: class and text of what it raised instead.
     """
 
     digest: str = ""
     free_nbytes: int = 0
     error: tuple[str, str] | None = None
+    pid: int = field(default_factory=os.getpid)
 
 
 class Meeting:
@@ -87,6 +95,26 @@ class Meeting:
         store, rank, size = next(iter(rendezvous("env://", timeout=_LOADING)))
         return cls(PrefixStore(f"kvconnect/{number}", store), rank, size)
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """This rank loads its model meanwhile, and says every second that it lives."""
+        over = threading.Event()
+
+        def beat() -> None:
+            with suppress(RuntimeError):  # the leader ended, which another thread watches
+                for number in itertools.count():
+                    self.store.set(f"beat/{self._rank}", str(number))
+                    if over.wait(_BEAT_S):
+                        return
+
+        thread = threading.Thread(target=beat, name="kvconnect-loading", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def say_loaded(self, loaded: Loaded) -> None:
         """This rank's model is loaded, or is not."""
         self.store.set(f"loaded/{self._rank}", json.dumps(asdict(loaded)))
@@ -99,23 +127,61 @@ class Meeting:
 
         Raises:
             KvConnectError: what a rank raised instead of loading its model.
+            RankLost: a rank that loads gives no sign of life.
         """
-        missing = [f"loaded/{rank}" for rank in range(self._size)]
-        said: dict[str, Loaded] = {}
+        missing = [*range(self._size)]
+        said: dict[int, Loaded] = {}
+        beats = _Beats(self.store)
         while missing:
-            for key in [key for key in missing if self.store.check([key])]:
-                said[key] = _read(self.store.get(key))
-                missing.remove(key)
-                if (error := said[key].error) is not None:
-                    raise rank_error(int(key.rpartition("/")[2]), error)
+            for rank in [rank for rank in missing if self.store.check([f"loaded/{rank}"])]:
+                said[rank] = _read(self.store.get(f"loaded/{rank}"))
+                missing.remove(rank)
+                if (error := said[rank].error) is not None:
+                    raise rank_error(rank, error)
             if missing:
                 check()
+                for rank in missing:
+                    beats.check(rank)
                 time.sleep(_POLL_S)
-        return [said[f"loaded/{rank}"] for rank in range(self._size)]
+        return [said[rank] for rank in range(self._size)]
 
     def go_on(self) -> None:
         """All have loaded: the others may connect. The leader says it."""
         self.store.set("go", "")
+
+    def say_connecting(self) -> None:
+        """This rank begins to connect."""
+        self.store.set(f"connecting/{self._rank}", "")
+
+    def say_connected(self) -> None:
+        """This rank is connected to all others."""
+        self.store.set(f"connected/{self._rank}", "")
+
+    def wait_until_all_connect(self, check: Callable[[], None], timeout_s: float) -> None:
+        """Blocks until every rank begins to connect; the leader waits for it, so long at most.
+
+        Args:
+            check: raises if a rank cannot any more.
+            timeout_s: so long.
+
+        Raises:
+            RankLost: a rank did not come; names it.
+        """
+        until = time.monotonic() + timeout_s
+        while (rank := self._first_without("connecting")) is not None:
+            check()
+            if time.monotonic() > until:
+                raise _not_connected(rank, timeout_s)
+            time.sleep(_POLL_S)
+
+    def lost_rank(self, seconds: float) -> RankLost:
+        """What the leader raises when ranks began to connect, and did not within `seconds`."""
+        rank = self._first_without("connected")
+        return _not_connected(self._size - 1 if rank is None else rank, seconds)
+
+    def _first_without(self, what: str) -> int | None:
+        others = range(1, self._size)
+        return next((one for one in others if not self.store.check([f"{what}/{one}"])), None)
 
     def call_off(self, why: str) -> None:
         """The leader ends, whatever the others wait for."""
@@ -130,6 +196,34 @@ class Meeting:
         self.store.wait(["go"], _LOADING)
         if why := self.store.get("go").decode():
             raise RankLost(0, f"rank 0 did not go on: {why}")
+
+
+class _Beats:
+    """What the leader has heard of ranks that load; of one that has not begun, nothing yet."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._heard: dict[int, tuple[bytes, float]] = {}
+
+    def check(self, rank: int) -> None:
+        """Nothing, if the rank has said something new in the last minute.
+
+        Raises:
+            RankLost: it has not; names it.
+        """
+        if not self._store.check([key := f"beat/{rank}"]):
+            return
+        beat, now = self._store.get(key), time.monotonic()
+        before, since = self._heard.get(rank, (b"", now))
+        if beat != before:
+            self._heard[rank] = beat, now
+        elif now - since > _SILENT_S:
+            text = f"rank {rank} is lost: no sign of life for {_SILENT_S:g} s while it loaded"
+            raise RankLost(rank, f"{text} the model")
+
+
+def _not_connected(rank: int, seconds: float) -> RankLost:
+    return RankLost(rank, f"rank {rank} is lost: it did not connect within {seconds:.1f} s")
 
 
 def _read(said: bytes) -> Loaded:

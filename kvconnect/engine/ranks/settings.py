@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +15,7 @@ from pydantic import SecretStr
 
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.errors import ConfigurationError
+from kvconnect.settings import Settings
 
 __all__ = ["RankSettings", "check_tensor_parallel_size", "rank_device"]
 
@@ -31,7 +34,8 @@ class RankSettings:
         connector: attached on every rank; ``None``: none.
 
     Raises:
-        ConfigurationError: `connector` has a store that is an object of the leader's process.
+        ConfigurationError: `connector` has a store that is an object of the leader's process, or a
+            class of settings cannot be imported in another one.
     """
 
     size: int
@@ -48,6 +52,13 @@ class RankSettings:
                 f"connector.backend: with tensor_parallel_size={self.size} every rank opens the "
                 "store in its own process; give connector.url"
             )
+        for field, given in (("kv_cache", self.kv_cache), ("connector", self.connector)):
+            if given is not None and not _is_importable(type(given)):
+                raise ConfigurationError(
+                    f"{field}: other ranks cannot import {type(given).__qualname__} of "
+                    f"{type(given).__module__}; define it at the top of a module other than the "
+                    "script's"
+                )
 
     @property
     def load_timeout_s(self) -> float:
@@ -71,22 +82,36 @@ class RankSettings:
             ConfigurationError: a setting is wrong.
         """
         given: dict[str, Any] = json.loads(line)
-        connector: Mapping[str, object] | None = given.pop("connector")
+        connector = given["connector"]
         return cls(
             **given
             | {
                 "directory": Path(given["directory"]),
-                "kv_cache": KvCacheConfig.given("kv_cache", given["kv_cache"]),
-                "connector": None
-                if connector is None
-                else KvCacheConnectorConfig.given("connector", connector),
+                "kv_cache": _made("kv_cache", given["kv_cache"]),
+                "connector": None if connector is None else _made("connector", connector),
             }
         )
 
 
-def _given(settings: KvCacheConfig | KvCacheConnectorConfig) -> dict[str, Any]:
-    """What the user set; the rest has its defaults there, too."""
-    return settings.model_dump(exclude_unset=True)
+def _given(settings: Settings) -> dict[str, Any]:
+    """The class, which may be one with more fields, and what the user set of it."""
+    of = type(settings)
+    return {
+        "module": of.__module__,
+        "name": of.__qualname__,
+        "fields": settings.model_dump(exclude_unset=True),
+    }
+
+
+def _made(field: str, given: Mapping[str, Any]) -> Any:
+    """What `_given` was given, on another rank."""
+    made: type[Settings] = getattr(import_module(given["module"]), given["name"])
+    return made.given(field, given["fields"])
+
+
+def _is_importable(of: type) -> bool:
+    there = getattr(sys.modules.get(of.__module__), of.__qualname__, None)
+    return there is of and of.__module__ != "__main__"
 
 
 def _plain(value: object) -> object:

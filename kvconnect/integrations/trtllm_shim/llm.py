@@ -72,6 +72,7 @@ class LLM:
             dtype=chosen.dtype,
             max_num_tokens=steps,
             enable_chunked_prefill=bool(chosen.enable_chunked_prefill),
+            tensor_parallel_size=chosen.tensor_parallel_size,
             **more,
         )
 

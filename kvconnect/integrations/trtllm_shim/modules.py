@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from kvconnect.engine.ranks.preparation import in_followers
 from kvconnect.errors import ConfigurationError
 
 __all__ = ["ShimModule", "install"]
@@ -114,7 +115,9 @@ class ShimModule(ModuleType):
 
 
 def install() -> None:
-    """Answers imports of ``tensorrt_llm`` in this process from now on. Idempotent.
+    """Answers imports of ``tensorrt_llm`` from now on. Idempotent.
+
+    In this process, and in those of the ranks that engines of this process start.
 
     Raises:
         ConfigurationError: TensorRT-LLM itself is installed, or something else of its name is
@@ -137,6 +140,7 @@ def install() -> None:
             # by its whole name.
             if parent and child not in MODULES[parent]:
                 setattr(sys.modules[parent], child, module)
+        in_followers(f"{_HERE}:install")
 
 
 def _installed() -> str | None:

@@ -130,7 +130,8 @@ class LlmOptions(Settings):
         enable_chunked_prefill: divide prompts over several steps. If not, none is divided, and one
             of more than `max_num_tokens` is refused.
         tokenizer: the model's own is used; the model's directory, or ``None``.
-        tensor_parallel_size, pipeline_parallel_size, context_parallel_size, max_beam_width: 1.
+        tensor_parallel_size: ranks, in processes that the engine starts; see `kvconnect.LLM`.
+        pipeline_parallel_size, context_parallel_size, max_beam_width: 1.
         quant_config, lora_config, speculative_config, guided_decoding_backend, revision,
             trust_remote_code: they would change answers, and kvconnect's engine does not have them.
         backend and those after it: how TensorRT-LLM runs a model; without effect here.
@@ -146,7 +147,7 @@ class LlmOptions(Settings):
     max_num_tokens: int | None = None
     enable_chunked_prefill: bool | None = None
     tokenizer: str | None = None
-    tensor_parallel_size: Literal[1] = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     pipeline_parallel_size: Literal[1] = 1
     context_parallel_size: Literal[1] = 1
     max_beam_width: Literal[1] | None = None

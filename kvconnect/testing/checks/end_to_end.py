@@ -24,7 +24,12 @@ _MAX_TOKENS = 8
 
 
 @cache
-def _model() -> Path:
+def model() -> Path:
+    """The directory of a small random model, made once a process.
+
+    Raises:
+        Unsupported: the engine is not installed.
+    """
     try:
         from kvconnect.engine.checkpoint.random_model import make_model
     except ImportError as error:
@@ -34,14 +39,24 @@ def _model() -> Path:
     return make_model(directory / "model", num_layers=2)
 
 
-def _generate(store: Backend | None, prompts: Sequence[str]) -> list[RequestOutput]:
+def _generate(
+    store: Backend | str | None, prompts: Sequence[str], ranks: int = 1
+) -> list[RequestOutput]:
+    """What an engine answers with `store`, which other ranks than one open by its URL."""
     from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 
     connector = None
     if store is not None:
-        connector = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=10_000)
-    cache = KvCacheConfig(max_tokens=1024)
-    with LLM(_model(), kv_cache=cache, connector=connector, dtype="float64") as llm:
+        name = "url" if isinstance(store, str) else "backend"
+        connector = KvCacheConnectorConfig(**{name: store}, lookup_timeout_ms=10_000)
+    with LLM(
+        model(),
+        kv_cache=KvCacheConfig(max_tokens=1024),
+        connector=connector,
+        dtype="float64",
+        device="auto" if ranks == 1 else "cpu",  # there may be one GPU
+        tensor_parallel_size=ranks,
+    ) as llm:
         return llm.generate(list(prompts), SamplingParams(max_tokens=_MAX_TOKENS))
 
 
@@ -73,6 +88,26 @@ async def same_tokens_and_reuse(subject: Subject) -> None:
         if subject.capabilities().durable:
             reused = again[0].reused_store_tokens
             demand(reused, "a second engine on the same store reuses nothing")
+
+    await asyncio.to_thread(run)
+
+
+@check("end to end", limit_s=180)
+async def same_tokens_on_several_ranks(subject: Subject) -> None:
+    """What one rank saved several load, and the other way round, with the same tokens."""
+    if subject.ranks == 1:
+        raise Unsupported("the engine has one rank: set `ranks`, or --tensor-parallel-size")
+
+    def run() -> None:
+        url, kept = subject.store_url(), subject.capabilities()
+        for saved_by, loaded_by in ((1, subject.ranks), (subject.ranks, 1)):
+            prompts = _prompts(subject, f"{saved_by} ranks")
+            _compare(_generate(url, prompts, saved_by), prompts, f"{saved_by} ranks fill")
+            again = _generate(url, prompts, loaded_by)
+            _compare(again, prompts, f"{saved_by} ranks filled, on {loaded_by}")
+            if kept.durable and kept.shared:
+                reused = again[0].reused_store_tokens
+                demand(reused, f"{loaded_by} ranks reuse nothing of what {saved_by} saved")
 
     await asyncio.to_thread(run)
 

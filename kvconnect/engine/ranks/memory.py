@@ -1,16 +1,12 @@
-"""What part of the cache a rank has."""
+"""How much memory the cache may take on a rank."""
 
 from __future__ import annotations
 
 import torch
 
 from kvconnect.config import KvCacheConfig
-from kvconnect.connector.communicator import Communicator
-from kvconnect.engine.model.model import Model
-from kvconnect.engine.model.sharding import ModelRanks
-from kvconnect.keys import Shard
 
-__all__ = ["free_nbytes", "limited", "shard_of"]
+__all__ = ["free_nbytes", "limited"]
 
 
 def free_nbytes(config: KvCacheConfig, device: torch.device) -> int:
@@ -27,10 +23,3 @@ def limited(config: KvCacheConfig, nbytes: int) -> KvCacheConfig:
         return config
     given = config.max_gpu_total_bytes or nbytes
     return config.model_copy(update={"max_gpu_total_bytes": min(given, nbytes)})
-
-
-def shard_of(model: Model, ranks: ModelRanks | Communicator) -> Shard:
-    """Which part of the KV cache this rank has: the whole where the heads are not divided."""
-    if model.layers == model.whole_layers:
-        return Shard()
-    return Shard(ranks.rank, ranks.size)

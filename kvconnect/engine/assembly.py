@@ -1,0 +1,178 @@
+"""An engine is put together: ranks, model, cache, connector, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvconnect.cache.resource_manager import BaseKVCacheManager
+from kvconnect.config import KvCacheConfig
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.offload.store import stored_as
+from kvconnect.connector.runtime.manager import KvCacheConnectorManager
+from kvconnect.engine.attachment import Attachment, NoConnector
+from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
+from kvconnect.engine.engine import Engine
+from kvconnect.engine.inbox import Inbox
+from kvconnect.engine.model.model import Model, check_sharing
+from kvconnect.engine.model.pool_groups import CacheGeometry
+from kvconnect.engine.options import EngineOptions
+from kvconnect.engine.ranks.leader import Leader, start_followers
+from kvconnect.engine.ranks.settings import RankSettings, rank_device
+from kvconnect.engine.request.intake import Intake
+from kvconnect.engine.scheduler import Scheduler
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import Shard
+
+__all__ = ["Assembly", "assembled"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assembly:
+    """The parts of an engine that `LLM` needs.
+
+    Attributes:
+        loaded: the model, its tokenizer and digest.
+        geometry: how its layers lie in the cache.
+        kv: the cache manager.
+        scheduler: over `kv`.
+        intake: makes requests.
+        engine: steps; no thread owns it yet.
+        inbox: of the engine's thread; rung when a transfer ended.
+    """
+
+    loaded: LoadedModel
+    geometry: CacheGeometry
+    kv: BaseKVCacheManager
+    scheduler: Scheduler
+    intake: Intake
+    engine: Engine
+    inbox: Inbox[Any]
+
+
+def assembled(options: EngineOptions) -> Assembly:
+    """The parts of the engine that `options` describe; blocks until the model is loaded.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded or served, the store cannot be opened.
+        ModelChanged: a file of the model changed while it was loaded.
+        RankLost: the process of a rank ended meanwhile; names it.
+            Nothing is left running after any of them.
+    """
+    leader = _leader(options)
+    try:
+        return _assembled(options, leader)
+    except BaseException:
+        if leader is not None:
+            leader.close(failed=True)
+        raise
+
+
+def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
+    loaded = load_model(
+        options.directory,
+        dtype=options.dtype,
+        device=rank_device(options.device, 0, options.tensor_parallel_size),
+        revision=options.model_revision,
+        ranks=None if leader is None else leader.ranks,
+    )
+    model, config, manager = loaded.model, options.kv_cache, options.manager
+    _check_dtype(config, model)
+    window_pools = getattr(manager, "supports_window_pools", False)
+    geometry = CacheGeometry.of(model, config, window_pools=window_pools)
+    if leader is not None:
+        config, manager = leader.meet(loaded), leader.cache_factory
+    kv = manager(config, geometry.layouts, model.device)
+    layers = geometry.cached_layers(kv, model.dtype)
+    scheduler = Scheduler(
+        kv,
+        max_num_tokens=options.max_num_tokens,
+        max_batch_size=options.max_batch_size,
+        policy=options.scheduling,
+        speculation=options.speculation,
+        share_prefixes=options.knows_chunks,
+        divide_prompts=options.enable_chunked_prefill,
+    )
+    digest = stored_as(geometry.digest(loaded.digest), options.connector)
+    intake = Intake(
+        model,
+        loaded.tokenizer,
+        geometry.whole_layouts,
+        digest,
+        kv.get_max_resource_count(),
+        max_logprobs=options.max_logprobs,
+        max_prompt=None if options.enable_chunked_prefill else options.max_num_tokens,
+    )
+    inbox: Inbox[Any] = Inbox()
+    args = _connector_args(options, config, geometry, digest)
+    attachment = _attached(args, kv, inbox.ring, leader)
+    engine = Engine(model, kv, attachment, scheduler, layers, leader)
+    return Assembly(loaded, geometry, kv, scheduler, intake=intake, engine=engine, inbox=inbox)
+
+
+def _leader(options: EngineOptions) -> Leader | None:
+    """Starts the other ranks; ``None``: there are none. See `start_followers`."""
+    size = options.tensor_parallel_size
+    if size == 1:
+        return None
+    kind = rank_device(options.device, 0, size).partition(":")[0]
+    settings = RankSettings(
+        size,
+        options.directory,
+        options.dtype,
+        kind,
+        options.model_revision,
+        options.kv_cache,
+        options.connector,
+    )
+    check_sharing(options.directory, size)
+    return start_followers(settings)
+
+
+def _connector_args(
+    options: EngineOptions, config: KvCacheConfig, geometry: CacheGeometry, digest: bytes
+) -> LlmArgs | None:
+    """What the leader's connector is made with; ``None``: there is none."""
+    if options.connector is None:
+        return None
+    return LlmArgs(
+        str(options.directory),
+        config,
+        options.connector,
+        layouts=geometry.layouts,
+        model_digest=digest,
+        shard=Shard(0, options.tensor_parallel_size),
+        num_kv_heads=geometry.num_kv_heads,
+    )
+
+
+def _attached(
+    args: LlmArgs | None,
+    kv: BaseKVCacheManager,
+    wakeup: Callable[[], None],
+    leader: Leader | None,
+) -> Attachment:
+    """The connector of `args`, on every rank."""
+    if leader is None:
+        return NoConnector() if args is None else KvCacheConnectorManager(args, kv, wakeup=wakeup)
+    leader.set_up(kv)
+    manager = None
+    if args is not None:
+        manager = KvCacheConnectorManager(args, kv, wakeup=wakeup, communicator=leader.communicator)
+    try:
+        attached = leader.attached(manager, kv)
+    except BaseException:
+        if manager is not None:
+            manager.shutdown()
+        raise
+    leader.on_lost(wakeup)
+    return attached or NoConnector()
+
+
+def _check_dtype(config: KvCacheConfig, model: Model) -> None:
+    if config.dtype not in {"auto", "fp8", str(model.dtype).removeprefix("torch.")}:
+        raise ConfigurationError(
+            f"kv_cache.dtype: '{config.dtype}' differs from the model's {model.dtype}; "
+            "use auto, or fp8"
+        )

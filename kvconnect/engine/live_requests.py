@@ -1,0 +1,166 @@
+"""The requests that an engine has, how they leave it, and what is counted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvconnect.cache.resource_manager import BaseKVCacheManager
+from kvconnect.engine.attachment import Attachment
+from kvconnect.engine.request.live_request import LiveRequest
+from kvconnect.engine.request.output import EngineStats
+from kvconnect.engine.request.stops import FinishReason
+from kvconnect.engine.sampler import Sampler
+from kvconnect.engine.scheduler import Scheduler
+from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
+from kvconnect.trace import count
+
+__all__ = ["LiveRequests"]
+
+
+class LiveRequests:
+    """From a request's arrival until its waiter is told of its end; belongs to the engine's thread.
+
+    Args:
+        kv: of their blocks.
+        connector: told of each end, and asked what went wrong for single requests.
+        scheduler: of the same.
+        sampler: keeps something of each.
+
+    Attributes:
+        stats: counts so far, and blocks as they were counted last.
+    """
+
+    def __init__(
+        self,
+        kv: BaseKVCacheManager,
+        connector: Attachment,
+        scheduler: Scheduler,
+        sampler: Sampler,
+    ) -> None:
+        self._kv = kv
+        self._connector = connector
+        self._scheduler = scheduler
+        self._sampler = sampler
+        self._live: dict[int, LiveRequest] = {}
+        self._errors: dict[int, Exception] = {}  # what live requests are to end by
+        self.stats = EngineStats(max_blocks=kv.get_max_resource_count())
+        self.recount_blocks()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """Those there are now, whatever becomes of them meanwhile."""
+        return iter([*self._live.values()])
+
+    def __getitem__(self, request_id: int) -> LiveRequest:
+        return self._live[request_id]
+
+    def get(self, request_id: int) -> LiveRequest | None:
+        """The request of this id; ``None``: it has ended."""
+        return self._live.get(request_id)
+
+    def add(self, live: LiveRequest) -> None:
+        """`live` arrived."""
+        self._live[live.request.request_id] = live
+
+    # ------------------------------------------------------------------ their end
+
+    def finish(self, live: LiveRequest, reason: FinishReason) -> None:
+        """`live` is over: its waiter is told."""
+        self._let_go(live, aborted=reason == "abort")
+        self._count(live.request)
+        self._errors |= self._connector.take_errors()
+        try:
+            if error := self._errors.pop(live.request.request_id, None):
+                live.fail(error)
+            else:
+                live.finish(reason)
+        except Exception as error:  # noqa: BLE001  no output can be made of it
+            live.fail(error)
+        del self._live[live.request.request_id]  # last: what is in there is told of errors
+
+    def fail(self, live: LiveRequest, error: Exception) -> None:
+        """`live` ends by an error of its own: its waiter is told."""
+        self._let_go(live, aborted=True)
+        live.fail(error)
+        del self._live[live.request.request_id]
+
+    def note_error(self, live: LiveRequest, error: Exception) -> None:
+        """`live` ends by `error` when failed ones are ended next."""
+        self._errors[live.request.request_id] = error
+
+    def end_failed(self, batch: ScheduledBatch | None = None) -> bool:
+        """End those that something went wrong for, also out of `batch`; whether there were any."""
+        self._errors |= self._scheduler.take_errors() | self._connector.take_errors()
+        errors, self._errors = self._errors, {}
+        failed = [live for one in errors if (live := self._live.get(one)) is not None]
+        for live in failed:
+            self.fail(live, errors[live.request.request_id])
+        if failed and batch is not None:
+            batch.drop({live.request.request_id for live in failed})
+        return bool(failed)
+
+    def fail_all(self, error: BaseException) -> None:
+        """Tell every waiter of `error`; nothing is given back. On any thread."""
+        for live in self:
+            live.fail(error)
+
+    def _let_go(self, live: LiveRequest, *, aborted: bool) -> None:
+        """`live` leaves the engine: its blocks go, or stay until they are saved."""
+        request = live.request
+        holds_blocks = request.state is not RequestState.QUEUED
+        self._scheduler.remove(request)
+        self._sampler.forget(request)
+        keep = self._connector.request_finished(request, aborted=aborted)
+        request.kv_transfer_params = (
+            self._connector.get_kv_transfer_params(request) or request.kv_transfer_params
+        )
+        if keep:
+            self._kv.publish_ended(request)
+            request.state = RequestState.SAVING
+            self._scheduler.saving[request.request_id] = request
+        else:
+            request.state = RequestState.FINISHED
+            if holds_blocks:
+                self._kv.free_resources(request)
+        self.recount_blocks()  # its waiter may look as soon as it is told
+
+    # ------------------------------------------------------------------ what is counted
+
+    def recount_blocks(self) -> bool:
+        """Whether more are free: those held for a transfer come back without any request."""
+        before = self.stats.free_blocks
+        self.stats.free_blocks = self._kv.get_num_free_blocks()
+        self.stats.max_blocks = self._kv.get_max_resource_count()
+        return self.stats.free_blocks > before
+
+    def _count(self, request: LlmRequest) -> None:
+        stats = self.stats
+        stats.finished_requests += 1
+        stats.prompt_tokens += request.prompt_len
+        stats.generated_tokens += request.num_generated_tokens
+        stats.computed_tokens += request.computed_tokens
+        stats.reused_device_tokens += request.reused_device_tokens
+        stats.reused_host_tokens += request.reused_host_tokens
+        stats.reused_store_tokens += request.reused_store_tokens
+        count(
+            "engine.request",
+            prompt_tokens=request.prompt_len,
+            device_tokens=request.reused_device_tokens - request.reused_host_tokens,
+            host_tokens=request.reused_host_tokens,
+            store_tokens=request.reused_store_tokens,
+        )
+
+    def sizes(self) -> dict[str, float]:
+        """Gauges, on any thread: blocks as they were at the end of the last step."""
+        free, most = self.stats.free_blocks, self.stats.max_blocks
+        scheduler = self._scheduler
+        return {
+            "engine.blocks.free": free,
+            "engine.blocks.used": max(0, most - free),
+            "engine.requests.waiting": len(scheduler.waiting),
+            "engine.requests.running": len(scheduler.running),
+            "engine.requests.loading": len(scheduler.loading),
+            "engine.requests.saving": len(scheduler.saving),
+        }
