@@ -69,6 +69,7 @@ DOORS = {
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
     "engine.ranks": "engine.model engine.checkpoint engine.attachment connector cache",
+    "integrations.core": "connector kernels backends",
     "integrations.trtllm_shim": "engine connector cache",
     "server": "engine.llm engine.request server.openai",
     "server.openai": "engine.llm engine.request",
