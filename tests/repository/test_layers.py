@@ -71,6 +71,7 @@ DOORS = {
     "engine.ranks": "engine.model engine.checkpoint engine.attachment connector cache",
     "integrations.core": "connector kernels backends",
     "integrations.trtllm_shim": "engine connector cache",
+    "integrations.vllm": "integrations.core connector kernels",
     "server": "engine.llm engine.request server.openai",
     "server.openai": "engine.llm engine.request",
     "server.route": (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.errors import ConfigurationError, nearest
@@ -36,10 +38,13 @@ class OwnSettings(Settings):
             same layout load each other's: the last bits of K and V may then differ.
         model_revision: stands for the weights, which are then not read; for example
             ``org/name@commit``.
+        producer_timeout_s: how long a request waits for blocks that another engine told it of, and
+            that are not in the store yet.
     """
 
     namespace: Literal["engine", "shared"] = "engine"
     model_revision: str | None = None
+    producer_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +110,7 @@ class EngineSettings:
     def is_shared(self) -> bool:
         """Whether blocks of other engines may be loaded, and ours by them."""
         return self.own.namespace == "shared"
+
+    def without_saves(self) -> EngineSettings:
+        """The same, of an engine that only loads: blocks of priority 0 are not saved."""
+        return replace(self, connector=self.connector.model_copy(update={"min_priority": 1}))
