@@ -14,9 +14,7 @@ STORES: dict[str, FaultyBackend] = {}
 
 def from_url(url: Any) -> FaultyBackend:
     """A new one, in `STORES` by its host."""
-    made = STORES[url.host or "one"] = FaultyBackend(
-        memory(StoreUrl.parse("memory:?capacity=64MiB"))
-    )
+    made = STORES[url.location] = FaultyBackend(memory(StoreUrl.parse("memory:?capacity=64MiB")))
     return made
 
 
