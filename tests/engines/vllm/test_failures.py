@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
 
 import faulty_store
+import torch
 from vllm_engine import Engine, connector, engine, prompts_of
 
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, FaultyBackend
@@ -34,10 +35,28 @@ def served(request, make_vllm_model) -> Iterator[tuple[Engine, FaultyBackend]]:
         yield made, faulty_store.STORES["one"]
 
 
+def caches(made: Engine) -> list[torch.Tensor]:
+    return made.core.model_executor.driver_worker.worker.model_runner.kv_caches
+
+
 def poison(made: Engine) -> None:
-    """Blocks that no request holds are full of NaN: what is not loaded is not computed with."""
-    for cache in made.core.model_executor.driver_worker.worker.model_runner.kv_caches:
-        cache.fill_(float("nan"))
+    """Fill blocks that no request holds: what is not loaded is not what is computed with.
+
+    With numbers that are none only where a load failed: vLLM's kernel multiplies slots of a block
+    that are not written yet by zero.
+    """
+    for cache in caches(made):
+        cache.fill_(777.0)
+    half = made.worker._worker
+    take = type(half).take_invalid_blocks
+
+    def take_and_poison() -> set[int]:
+        invalid = take(half)
+        for cache in caches(made):
+            cache[sorted(invalid)] = float("nan")
+        return invalid
+
+    half.take_invalid_blocks = take_and_poison
 
 
 @pytest.mark.parametrize("fault", [one for one in BACKEND_FAULTS if one != "none"])
