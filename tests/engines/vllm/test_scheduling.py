@@ -38,7 +38,7 @@ def test_preempted_requests_answer_the_same(llama, store, save_on):
     with engine(llama, None) as plain:
         wanted = plain.tokens(prompts, 5 * BLOCK)
     transfer = connector(store, save_on=save_on)
-    with engine(llama, transfer, num_gpu_blocks_override=28) as made:
+    with engine(llama, transfer, num_gpu_blocks_override=28, max_model_len=800) as made:
         preempted = count_preemptions(made)
         assert made.tokens(prompts, 5 * BLOCK) == wanted
         assert preempted
@@ -140,7 +140,7 @@ def test_an_abort_during_a_load_gives_the_blocks_back(llama, fault):
     faulty_store.install()
     prompts = prompts_of(300, 260, 220)
     transfer = connector("faulty://abort", load_timeout_s=2.0)
-    with engine(llama, transfer) as made:
+    with engine(llama, transfer, async_scheduling=True) as made:
         store = faulty_store.STORES["abort"]
         store._operations = frozenset({"load"})
         wanted = made.tokens(prompts)
