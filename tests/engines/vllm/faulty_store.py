@@ -1,7 +1,11 @@
-"""A store in memory whose faults a test sets, by the URL ``faulty://NAME``."""
+"""A store in memory whose faults a test sets, by the URL ``faulty://NAME``.
+
+One whose name begins with ``background`` is too slow to load in the step that computes, it says.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvconnect.backends import registry
@@ -13,8 +17,10 @@ STORES: dict[str, FaultyBackend] = {}
 
 
 def from_url(url: Any) -> FaultyBackend:
-    """A new one, in `STORES` by its host."""
+    """A new one, in `STORES` by its name."""
     made = STORES[url.location] = FaultyBackend(memory(StoreUrl.parse("memory:?capacity=64MiB")))
+    if url.location.startswith("background"):
+        made.capabilities = replace(made.capabilities, inline=False)
     return made
 
 

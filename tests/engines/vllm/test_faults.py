@@ -21,16 +21,12 @@ PROMPTS = prompts_of(400, 200, 90)
 LIMITS = {"lookup_timeout_ms": 200.0, "load_timeout_s": 1.0, "save_timeout_s": 1.0}
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["overlapping steps", "one step"])
+@pytest.fixture(scope="module", params=["background", "one-step"])
 def served(request, make_vllm_model) -> Iterator[tuple[Engine, FaultyBackend]]:
-    """On a faulty store; loads are in the step that computes where steps do not overlap."""
+    """On a faulty store; with loads in the background, or in the step that computes."""
     faulty_store.install()
-    with engine(
-        make_vllm_model(),
-        connector("faulty://one", **LIMITS),
-        async_scheduling=request.param,
-    ) as made:
-        yield made, faulty_store.STORES["one"]
+    with engine(make_vllm_model(), connector(f"faulty://{request.param}", **LIMITS)) as made:
+        yield made, faulty_store.STORES[request.param]
 
 
 @pytest.fixture

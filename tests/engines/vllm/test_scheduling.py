@@ -139,9 +139,9 @@ def test_many_at_once_with_aborts_leave_nothing_behind(llama, store):
 def test_an_abort_during_a_load_gives_the_blocks_back(llama, fault):
     faulty_store.install()
     prompts = prompts_of(300, 260, 220)
-    transfer = connector("faulty://abort", load_timeout_s=2.0)
-    with engine(llama, transfer, async_scheduling=True) as made:
-        store = faulty_store.STORES["abort"]
+    transfer = connector("faulty://background-abort", load_timeout_s=2.0)
+    with engine(llama, transfer) as made:
+        store = faulty_store.STORES["background-abort"]
         store._operations = frozenset({"load"})
         wanted = made.tokens(prompts)
         made.flush()
