@@ -50,6 +50,7 @@ def run(model: Path, transfer: dict[str, Any], **more: Any) -> dict[str, Any]:
     job = {"model": str(model), "transfer": transfer, "prompts": PROMPTS} | more
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if more.get("core_process") else "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or two ranks want two NUMA nodes
         "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
     done = subprocess.run(
