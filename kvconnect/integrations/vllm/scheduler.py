@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvconnect.integrations.core.offload import EngineScheduler
 from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
 from kvconnect.integrations.vllm.prompts import contents_of, uncached_because
-from kvconnect.request import LlmRequest
+from kvconnect.integrations.vllm.tracked import Tracked
 from kvconnect.tokens import as_token_array
 from kvconnect.trace import count, warn_once
 
@@ -50,41 +49,6 @@ class Roles:
     producer_timeout_s: float = 2.0
 
 
-@dataclass(slots=True, eq=False)
-class _Tracked:
-    """A live request of vLLM.
-
-    Attributes:
-        request: vLLM's.
-        since: when it came.
-        llm: the pair's, ``None`` while `adapter` is being made.
-        adapter: the digest of its LoRA adapter.
-        preemptions: those of `request` that the pair knows of.
-        offered_at: its local tokens when it was asked for last.
-        external: tokens beyond `offered_at` that vLLM took, until their load is ordered.
-        in_step: they are loaded in the step that computes.
-        loading: a load in the background is under way.
-        computed: leading tokens that have KV after the last step it was in.
-        num_full: full blocks of them that the pair was told of.
-        told: leading tokens that a producer said it saved.
-        looked_at: when they were looked up last.
-    """
-
-    request: Any
-    since: float
-    llm: LlmRequest | None = None
-    adapter: Future[str] | None = None
-    preemptions: int = 0
-    offered_at: int = 0
-    external: int = 0
-    in_step: bool = False
-    loading: bool = False
-    computed: int = 0
-    num_full: int = 0
-    told: int = 0
-    looked_at: float = 0.0
-
-
 class SchedulerHalf:
     """Drives `EngineScheduler` from vLLM's scheduler. No method blocks or raises for the store.
 
@@ -103,9 +67,9 @@ class SchedulerHalf:
         self._scheduler = EngineScheduler(llm_args, loads_in_step=roles.loads_in_step)
         self._maker = RequestMaker(llm_args, extra_key)
         self._adapters = AdapterDigests()
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._names: dict[int, str] = {}  # of all that are tracked, by the pair's ids
-        self._starting: list[tuple[_Tracked, Sequence[Sequence[int]]]] = []
+        self._starting: list[tuple[Tracked, Sequence[Sequence[int]]]] = []
         self._ending: dict[int, str] = {}  # and the next for the next step's metadata
         self._cancelled: list[int] = []
         self._dropped: list[int] = []
@@ -131,10 +95,10 @@ class SchedulerHalf:
             return 0, False
         if tracked.llm is None and not self._has_started(tracked):
             return (None, False) if tracked.adapter is not None else (0, False)
-        llm = _started(tracked)
+        llm = tracked.started
         if tracked.preemptions != request.num_preemptions:
             self._reset(tracked)
-        _grow(tracked)
+        tracked.grow()
         tracked.offered_at, tracked.external = num_computed_tokens, 0
         found, is_async = self._scheduler.ask_num_new_matched_tokens(llm, num_computed_tokens)
         tracked.in_step = bool(found) and not is_async
@@ -142,7 +106,7 @@ class SchedulerHalf:
             return None, False
         return found, is_async
 
-    def _is_to_come(self, tracked: _Tracked, end: int) -> bool:
+    def _is_to_come(self, tracked: Tracked, end: int) -> bool:
         """Whether a producer told of more than `end` tokens, which may be there in a moment."""
         if not tracked.told:
             return False
@@ -153,7 +117,7 @@ class SchedulerHalf:
             return False
         if now - tracked.looked_at >= _LOOK_S:
             tracked.looked_at = now
-            self._scheduler.request_reset(_started(tracked))
+            self._scheduler.request_reset(tracked.started)
         return True
 
     def _track(self, request: Any) -> None:
@@ -161,7 +125,7 @@ class SchedulerHalf:
         if why is not None:
             self._refuse(why)
             return
-        tracked = _Tracked(request, time.monotonic(), preemptions=request.num_preemptions)
+        tracked = Tracked(request, time.monotonic(), preemptions=request.num_preemptions)
         params = getattr(request, "kv_transfer_params", None)
         if isinstance(params, dict) and isinstance(told := params.get(NUM_TOKENS), int):
             tracked.told = told
@@ -173,7 +137,7 @@ class SchedulerHalf:
         self._tracked[request.request_id] = tracked
         self._has_started(tracked)
 
-    def _has_started(self, tracked: _Tracked) -> bool:
+    def _has_started(self, tracked: Tracked) -> bool:
         """Whether the pair has the request; gives it to the pair as soon as its keys are known."""
         if tracked.llm is not None:
             return True
@@ -194,15 +158,15 @@ class SchedulerHalf:
                 adapter=adapter,
                 contents=contents_of(request),
             )
-        except ConfigurationError as error:
-            self._forget(tracked, str(error))
+        except ConfigurationError:  # which shows the salt
+            self._forget(tracked, "a salt, or tokens, that cannot be in keys")
             return False
         tracked.llm = llm
         self._names[llm.request_id] = request.request_id
         self._scheduler.on_new_request(llm)
         return True
 
-    def _forget(self, tracked: _Tracked, why: str) -> None:
+    def _forget(self, tracked: Tracked, why: str) -> None:
         tracked.adapter = None
         self._tracked.pop(tracked.request.request_id, None)
         self._refuse(why)
@@ -211,16 +175,16 @@ class SchedulerHalf:
         count("engine.request.uncached")
         warn_once(f"engine.uncached {why}", f"requests are not cached that have {why}")
 
-    def _reset(self, tracked: _Tracked) -> None:
+    def _reset(self, tracked: Tracked) -> None:
         """It was preempted: its blocks are gone, and it comes again."""
         tracked.preemptions = tracked.request.num_preemptions
         tracked.computed = tracked.num_full = 0
-        self._scheduler.request_reset(_started(tracked))
+        self._scheduler.request_reset(tracked.started)
 
     # ------------------------------------------------------------------ one step
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """VLLM gave `request` its `blocks`, and wants so many tokens loaded into them."""
+        """The `blocks` of `request`, and how many tokens are to be loaded into them."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.llm is None:
             return
@@ -267,14 +231,14 @@ class SchedulerHalf:
 
     def _admit(
         self,
-        tracked: _Tracked,
+        tracked: Tracked,
         block_ids: Sequence[Sequence[int]],
         computed: int,
         output: Any,
         step: SchedulerOutput,
     ) -> None:
         scheduled = output.num_scheduled_tokens[tracked.request.request_id]
-        _grow(tracked)
+        tracked.grow()
         tracked.computed = computed + scheduled
         tracked.num_full = 0
         if tracked.external:
@@ -304,17 +268,17 @@ class SchedulerHalf:
             if num_full == tracked.num_full and not new:
                 continue
             tracked.num_full = num_full
-            _grow(tracked)
+            tracked.grow()
             step.cached_requests.append(self._data(tracked, new or (), computed, scheduled))
 
-    def _certain(self, tracked: _Tracked) -> int:
+    def _certain(self, tracked: Tracked) -> int:
         """Full blocks that are valid after this step, with tokens that are known by now."""
         known: int = tracked.request.num_tokens
         return min(tracked.computed, known) // self._size
 
     def _data(
         self,
-        tracked: _Tracked,
+        tracked: Tracked,
         block_ids: Sequence[Sequence[int]],
         computed: int,
         scheduled: int,
@@ -322,7 +286,7 @@ class SchedulerHalf:
         by_group = tuple([-1 if one == _NULL_BLOCK else one for one in ids] for ids in block_ids)
         first = by_group[0] if by_group else []
         return RequestData(
-            request_id=_started(tracked).request_id,
+            request_id=tracked.started.request_id,
             new_tokens=[],
             new_block_ids=first,
             computed_position=computed,
@@ -355,7 +319,7 @@ class SchedulerHalf:
                 tracked = self._tracked.get(self._names.get(request_id, ""))
                 if tracked is not None:
                     count("connector.load.failed")
-                    self._scheduler.load_failed(_started(tracked), valid)
+                    self._scheduler.load_failed(tracked.started, valid)
                     tracked.computed, tracked.num_full = min(tracked.computed, valid), 0
         for name in output.finished_recving or ():
             if (tracked := self._tracked.get(name)) is not None:
@@ -381,7 +345,7 @@ class SchedulerHalf:
             self._scheduler.request_reset(llm)
             self._scheduler.request_aborted(llm)
             return False, None
-        _grow(tracked)
+        tracked.grow()
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         llm.num_computed_tokens = max(0, request.num_computed_tokens - in_flight)
         first = [-1 if one == _NULL_BLOCK else one for one in block_ids[0]] if block_ids else []
@@ -428,19 +392,3 @@ class SchedulerHalf:
         self._adapters.close()
         self._scheduler.shutdown()
         self._tracked.clear()
-
-
-def _started(tracked: _Tracked) -> LlmRequest:
-    if tracked.llm is None:
-        raise ConfigurationError(
-            f"request '{tracked.request.request_id}' was not given to the pair"
-        )
-    return tracked.llm
-
-
-def _grow(tracked: _Tracked) -> None:
-    """The pair's request gets the tokens that vLLM's has by now."""
-    llm, request = _started(tracked), tracked.request
-    known = llm.num_tokens
-    if request.num_tokens > known:
-        llm.append_tokens(as_token_array(request.all_token_ids[known : request.num_tokens]))

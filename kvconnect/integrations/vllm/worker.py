@@ -130,7 +130,7 @@ class WorkerHalf:
             return
         load, name = self._loads[request_id], self._names[request_id]
         warn_once(
-            f"vllm.load {failure.reason}",
+            "vllm.load",
             f"a load failed, its tokens are computed: {failure.reason}",
         )
         self._failed[request_id] = failure.num_valid_tokens
