@@ -189,6 +189,24 @@ def test_an_abort_during_a_load_gives_back_all_blocks_once(open_engine: Open, st
     engine.check_empty()
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_step_that_does_not_end_saves_nothing(open_engine: Open, monkeypatch, error):
+    """As when a worker gets SIGTERM in the middle of its forward pass."""
+    engine = open_engine()
+
+    def fail(*_: object) -> float:
+        raise error("in the forward pass")
+
+    engine.submit(PROMPT, wanted=len(PROMPT) + 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_compute", fail)
+        with pytest.raises(error):
+            engine.run()
+    engine.flush()
+    other = open_engine()
+    assert other.answer(PROMPT).cached == 0
+
+
 def test_an_abort_before_the_first_step(open_engine: Open):
     engine = open_engine()
     request = engine.submit(PROMPT, wanted=len(PROMPT) + 1)

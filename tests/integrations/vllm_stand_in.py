@@ -149,10 +149,12 @@ class StandIn:
         self.worker.bind(meta)
         if in_step:
             self.worker.start_load()
-        answers = {name: self._compute(self.requests[name], n) for name, n in scheduled.items()}
-        if not in_step:
-            self.worker.start_load()
-        self.worker.wait_for_save()
+        try:
+            answers = {name: self._compute(self.requests[name], n) for name, n in scheduled.items()}
+        finally:  # as in vLLM, whatever becomes of the forward pass
+            if not in_step:
+                self.worker.start_load()
+            self.worker.wait_for_save()
         results = self.worker.take_results()
         invalid = self.worker.take_invalid_blocks()
         report = pickle.loads(pickle.dumps(self.worker.build_report()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -101,7 +102,13 @@ class WorkerHalf:
                 self._worker.wait_for_layer_load(number, stream)
 
     def wait_for_save(self) -> None:
-        """Stage what the step filled, behind its work."""
+        """Stage what the step filled, behind its work.
+
+        vLLM calls this also when the step ends by an error, or by a signal that ends the process:
+        then its blocks are not what their keys say, and nothing is staged.
+        """
+        if sys.exc_info()[0] is not None:
+            self._worker.clear_connector_meta()
         self._worker.wait_for_save(self._current_stream())
 
     def take_results(self) -> StepResults:
