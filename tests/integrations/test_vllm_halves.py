@@ -49,7 +49,7 @@ def open_engine(store: FaultyBackend) -> Iterator[Open]:
             model="none",
             kv_cache_config=KvCacheConfig(tokens_per_block=T),
             kv_connector_config=KvCacheConnectorConfig(
-                backend=store, save_partial_tails=False, **settings
+                backend=None if "url" in settings else store, save_partial_tails=False, **settings
             ),
             layouts=(LAYOUT,),
             model_digest=b"d" * 32,
@@ -190,9 +190,10 @@ def test_an_abort_during_a_load_gives_back_all_blocks_once(open_engine: Open, st
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
-def test_a_step_that_does_not_end_saves_nothing(open_engine: Open, monkeypatch, error):
+def test_a_step_that_does_not_end_saves_nothing(open_engine: Open, monkeypatch, tmp_path, error):
     """As when a worker gets SIGTERM in the middle of its forward pass."""
-    engine = open_engine()
+    url = f"disk://{tmp_path}/store?capacity=16MiB"
+    engine = open_engine(url=url)
 
     def fail(*_: object) -> float:
         raise error("in the forward pass")
@@ -203,7 +204,7 @@ def test_a_step_that_does_not_end_saves_nothing(open_engine: Open, monkeypatch, 
         with pytest.raises(error):
             engine.run()
     engine.flush()
-    other = open_engine()
+    other = open_engine(url=url)
     assert other.answer(PROMPT).cached == 0
 
 
@@ -325,16 +326,23 @@ def test_salts_and_adapters_are_apart(open_engine: Open, tmp_path: Path):
     engine.check_empty()
 
 
-def test_a_producer_tells_how_far_and_a_consumer_waits_for_it(open_engine: Open, store):
-    producer = open_engine(Roles(loads=False, tells=True))
-    store.delay_s = 0.15
-    store._operations = frozenset({"save"})
-    store.set("late")
-    made = producer.answer(PROMPT)
-    assert made.params == {NUM_TOKENS: 5 * T}
-    consumer = open_engine(Roles(saves=False, producer_timeout_s=5.0), min_priority=1)
-    answer = consumer.answer(PROMPT, kv_transfer_params=made.params)
-    assert (answer.cached, answer.answer) == (5 * T, told(consumer))
+@pytest.fixture
+def shared(tmp_path: Path) -> str:
+    """A store that several engines use at once."""
+    return f"disk://{tmp_path}/store?capacity=16MiB"
+
+
+def test_a_producer_tells_how_far_and_a_consumer_waits_for_it(open_engine: Open, shared):
+    consumer = open_engine(Roles(saves=False, producer_timeout_s=15.0), min_priority=1, url=shared)
+    told_of = {NUM_TOKENS: 5 * T}
+    waiting = consumer.submit(PROMPT, wanted=len(PROMPT) + 1, kv_transfer_params=told_of)
+    until = time.monotonic() + 0.05
+    consumer.run(lambda: time.monotonic() > until)
+    assert waiting.state == "waiting"
+    producer = open_engine(Roles(loads=False, tells=True), url=shared)
+    assert producer.answer(PROMPT).params == told_of
+    consumer.run()
+    assert (waiting.cached, waiting.answer) == (5 * T, told(consumer))
 
 
 def test_a_consumer_waits_no_longer_than_it_was_told_to(open_engine: Open):
@@ -345,14 +353,14 @@ def test_a_consumer_waits_no_longer_than_it_was_told_to(open_engine: Open):
     assert (answer.cached, answer.answer) == (0, told(consumer))
 
 
-def test_a_consumer_saves_nothing_and_a_producer_loads_nothing(open_engine: Open):
-    consumer = open_engine(Roles(saves=False), min_priority=1)
+def test_a_consumer_saves_nothing_and_a_producer_loads_nothing(open_engine: Open, shared):
+    consumer = open_engine(Roles(saves=False), min_priority=1, url=shared)
     consumer.answer(PROMPT, 2 * T)
     consumer.flush()
-    both = open_engine()
+    both = open_engine(url=shared)
     assert both.answer(PROMPT).cached == 0
     both.flush()
-    producer = open_engine(Roles(loads=False))
+    producer = open_engine(Roles(loads=False), url=shared)
     assert producer.answer(PROMPT).cached == 0
     assert consumer.answer(PROMPT).cached == 5 * T
 
