@@ -69,7 +69,9 @@ DOORS = {
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.drafts",
     "engine.ranks": "engine.model engine.checkpoint engine.attachment connector cache",
+    "integrations.core": "connector kernels backends",
     "integrations.trtllm_shim": "engine connector cache",
+    "integrations.vllm": "integrations.core connector kernels",
     "server": "engine.llm engine.request server.openai",
     "server.openai": "engine.llm engine.request",
     "server.route": (

@@ -106,6 +106,15 @@ class BackgroundLoads:
         """No request waits for this load any more; it ends soon. On the engine's thread."""
         self._route.store.io.call_soon(lambda: self._cancel(request_id))
 
+    def abandon(self, request_id: int) -> None:
+        """Copy nothing more of this load, even if the loop does not run. On any thread.
+
+        A copy that is under way, 64 blocks at most, goes on to its end.
+        """
+        load = self._running.get(request_id)
+        if load is not None:
+            load.closed = True
+
     def _cancel(self, request_id: int) -> None:
         load = self._running.get(request_id)
         if load is not None:

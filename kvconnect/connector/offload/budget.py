@@ -69,6 +69,23 @@ class LookupBudget:
         else:
             self._left_s -= time.monotonic() - started
 
+    def leaves_time(self, lookup: Future[Any], asked_at: float) -> bool:
+        """Whether to ask for `lookup` again later; for callers that must not block.
+
+        Each lookup has the budget for itself, from when it was first asked for. One that is late
+        ends the waiting of all others, as with `wait`.
+
+        Args:
+            lookup: the question.
+            asked_at: when its answer was first asked for, on the monotonic clock.
+        """
+        if self.suspended or lookup.done():
+            return False
+        if time.monotonic() - asked_at < self._budget_s:
+            return True
+        self._suspend()
+        return False
+
     async def timed(self, lookup: Coroutine[Any, Any, T]) -> T:
         """The result of `lookup`; an answer in time ends the suspension."""
         started = time.monotonic()

@@ -60,6 +60,7 @@ class Query:
         windows: attention window of each pool group, ``None`` for full attention.
         heads: of each pool group, this rank's part of the model; by default all of it.
         shared: the ranks share the store: what counts must be there for all of them.
+        whole_blocks: a hit ends where a block does, as the engine cannot take up part of one.
     """
 
     keys: tuple[BlockKey, ...]
@@ -69,9 +70,17 @@ class Query:
     windows: tuple[int | None, ...] = (None,)
     heads: tuple[StoredHeads, ...] = ()
     shared: bool = False
+    whole_blocks: bool = False
 
     @classmethod
-    def of(cls, request: LlmRequest, *, heads: tuple[StoredHeads, ...], shared: bool) -> Query:
+    def of(
+        cls,
+        request: LlmRequest,
+        *,
+        heads: tuple[StoredHeads, ...],
+        shared: bool,
+        whole_blocks: bool = False,
+    ) -> Query:
         """A snapshot of `request`."""
         chain = request.key_chain
         return cls(
@@ -82,12 +91,14 @@ class Query:
             tuple(one.layout.window for one in heads),
             heads,
             shared,
+            whole_blocks,
         )
 
     @property
     def most(self) -> int:
         """So many leading tokens can be of use."""
-        return len(self.tokens) - 1
+        most = len(self.tokens) - 1
+        return most - most % self.tokens_per_block if self.whole_blocks else most
 
     def store_key(self, key: BlockKey, group: int = 0, shares: int | None = None) -> BlockKey:
         """What the store knows the block of `group` with this `key` by, or its first share."""
@@ -213,7 +224,7 @@ async def _find_tail(
     Among those that were saved as the last of `keys` was, or as the ranks do.
     """
     wanted = query.tokens[len(keys) * query.tokens_per_block : query.most]
-    if len(wanted) == 0 or not found.backend.capabilities.enumerable:
+    if query.whole_blocks or len(wanted) == 0 or not found.backend.capabilities.enumerable:
         return None, 0
     wanted = wanted[: query.tokens_per_block]
     own = query.sizes(0)[0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
 from kvconnect.connector.offload.budget import LookupBudget
@@ -39,6 +41,7 @@ class _State:
         promised: tokens ``start..end`` that the store has for this admission, until their load is
             ordered.
         num_held: blocks that the workers hold until the request's end.
+        asked_at: when an answer to `lookup` was first asked for without waiting.
     """
 
     request: LlmRequest
@@ -47,6 +50,7 @@ class _State:
     hit: Hit | None = None
     promised: tuple[int, int] | None = None
     num_held: int = 0
+    asked_at: float | None = None
 
 
 class OffloadScheduler(KvCacheConnectorScheduler):
@@ -62,7 +66,12 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     below ``min_priority`` ends its sequence's saves: without it, what follows cannot be found.
     Dropped ones are ordered again at the request's end, and by any other request that uses them.
     No record of what is stored outlives a request: the store itself is asked.
+
+    Attributes:
+        whole_blocks: of an engine that cannot take up part of a block: hits end where blocks do.
     """
+
+    whole_blocks: ClassVar[bool] = False
 
     def __init__(self, llm_args: LlmArgs) -> None:
         super().__init__(llm_args)
@@ -89,7 +98,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         """Start to look `request` up, unless the store is left alone for its failures."""
         store = self._store
         shared = store.backend.capabilities.shared
-        query = Query.of(request, heads=store.heads, shared=shared)
+        query = Query.of(request, heads=store.heads, shared=shared, whole_blocks=self.whole_blocks)
         plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
         lookup: Future[Hit]
         if store.backend.available:
@@ -104,19 +113,45 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     ) -> tuple[int, bool]:
         """What the store has beyond `num_computed_tokens`; waits within the step's budget."""
         state = self._states[request.request_id]
-        state.promised = None
-        # The last token is always computed.
-        most = request.num_tokens - 1 - num_computed_tokens
-        if most < self._min_tokens:
-            return 0, False
-        if state.hit is None:
+        if state.hit is None and self._could_load(state, num_computed_tokens):
             self._budget.wait(state.lookup)
+        return self._answer(state, num_computed_tokens)
+
+    def ask_num_new_matched_tokens(
+        self, request: LlmRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As `get_num_new_matched_tokens`, for engines that ask again instead of waiting.
+
+        Never blocks. May be called any number of times; only the last answer counts.
+
+        Returns:
+            ``None`` in place of the tokens while the lookup is under way and within its budget,
+            which counts from the first time that it is asked for.
+        """
+        state = self._states[request.request_id]
+        if state.hit is None and self._could_load(state, num_computed_tokens):
+            if state.asked_at is None:
+                state.asked_at = time.monotonic()
+            if self._budget.leaves_time(state.lookup, state.asked_at):
+                state.promised = None
+                return None, False
+        return self._answer(state, num_computed_tokens)
+
+    def _could_load(self, state: _State, num_computed_tokens: int) -> bool:
+        # The last token is always computed.
+        return state.request.num_tokens - 1 - num_computed_tokens >= self._min_tokens
+
+    def _answer(self, state: _State, num_computed_tokens: int) -> tuple[int, bool]:
+        state.promised = None
+        if not self._could_load(state, num_computed_tokens):
+            return 0, False
         hit = self._hit(state)
         if hit is None:
             count("connector.lookup.late")
             return 0, False
         # All of it or nothing: windows were looked up for just this end.
         num_tokens = hit.end - num_computed_tokens
+        most = state.request.num_tokens - 1 - num_computed_tokens
         if not self._min_tokens <= num_tokens <= most:
             return 0, False
         state.promised = (num_computed_tokens, hit.end)

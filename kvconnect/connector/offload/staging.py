@@ -176,14 +176,18 @@ class PoolCopier:
     On the CPU every copy is over when its method returns. On CUDA copies are enqueued, those into
     the pool on the device's load stream, those out of it on its store stream; slots must be
     page-locked for that to be concurrent. Methods may be called from several threads.
+
+    Args:
+        blocks: the pool, as planes of `layout`.
+        layout: of its blocks.
+        staging: the slots.
     """
 
-    def __init__(self, pool: Tensor, layout: KvCacheLayout, staging: StagingPool) -> None:
-        self.pool = pool
+    def __init__(self, blocks: PagedKv, layout: KvCacheLayout, staging: StagingPool) -> None:
         self.layout = layout
-        self._blocks = PagedKv.from_pool(pool, layout)
+        self._blocks = blocks
         self._slots = staging.paged(layout)
-        streams = copy_streams(pool.device) if pool.is_cuda else None
+        streams = copy_streams(blocks.device) if blocks.device.type == "cuda" else None
         self._in = None if streams is None else streams.load
         self._out = None if streams is None else streams.store
 
@@ -197,7 +201,7 @@ class PoolCopier:
         indices = [slot.index for slot in slots]
         if self._out is None:
             return copy_pairs(self._blocks, self._slots, block_ids, indices)
-        before = stream if stream is not None else torch.cuda.current_stream(self.pool.device)
+        before = stream if stream is not None else torch.cuda.current_stream(self._blocks.device)
         self._out.wait_stream(before)
         transfer = copy_pairs(self._blocks, self._slots, block_ids, indices, stream=self._out)
         transfer.wait_on(before)

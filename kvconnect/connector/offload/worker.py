@@ -18,9 +18,12 @@ from kvconnect.connector.offload.save_queue import HeldSaves, SaveQueue
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
 from kvconnect.connector.offload.step_load import StepLoad
 from kvconnect.connector.offload.store import BlockRoute, OffloadStore
+from kvconnect.connector.offload.strided import StridedCopier, StridedPlanes
 from kvconnect.connector.stream import ForwardStream, cuda_stream
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import UsageError
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count, metrics, warn_once
 
 __all__ = ["OffloadWorker"]
@@ -82,17 +85,38 @@ class OffloadWorker(KvCacheConnectorWorker):
         self.register_kv_cache_layout([KvCachePool(self._llm_args.layouts[0], kv_cache_tensor)])
 
     def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
-        """Take the pools, and reserve the staging memory: slots for the largest block of any.
+        """Take the pools; see `register_planes`."""
+        self.register_planes(
+            [PagedKv.from_pool(one.tensor, one.layout) for one in pools],
+            [one.layout for one in pools],
+        )
+
+    def register_planes(
+        self, pools: Sequence[PagedKv | StridedPlanes], layouts: Sequence[KvCacheLayout]
+    ) -> None:
+        """Take the pools, however their planes lie, and reserve the staging memory.
+
+        Its slots have room for the largest block of any pool. What is stored of a block is its
+        planes one after the other, tokens before heads, whatever the order in the pool.
+
+        Args:
+            pools: the planes of each pool group, tokens before heads (NHD).
+            layouts: of their blocks.
 
         Raises:
             ConfigurationError: ``staging_bytes`` is below one block.
         """
         store = self._store
-        self._on_cuda = pools[0].tensor.is_cuda
-        largest = max(pool.layout.block_nbytes for pool in pools)
+        self._on_cuda = pools[0].device.type == "cuda"
+        largest = max(layout.block_nbytes for layout in layouts)
         staging = StagingPool(self._config.staging_bytes, largest, pin=self._on_cuda)
         store.backend.register(staging.region)
-        copiers = tuple(self.copier_class(one.tensor, one.layout, staging) for one in pools)
+        copiers = tuple(
+            StridedCopier(one, layout, staging)
+            if isinstance(one, StridedPlanes)
+            else self.copier_class(one, layout, staging)
+            for one, layout in zip(pools, layouts, strict=True)
+        )
         self._staging = staging
         self._route = BlockRoute.of(store, staging, copiers)
         timeout_s = _OWN_SHARE * self._config.load_timeout_s

@@ -1,0 +1,14 @@
+"""What the adapters of several engines share; none of it knows an engine.
+
+Stands above the connector and may import everything up to it. An adapter drives the built-in pair
+(`kvconnect.connector.offload`): it makes the pair's `LlmArgs` from the engine's configuration
+(`settings`, `models`, `arguments`), an `LlmRequest` from the engine's request (`requests`, with
+`adapters` for the digests of LoRA adapters), and shows it the engine's memory (`memory`). Engines
+that call for blocks by themselves, page by page, use `access`. Begin with `settings`.
+"""
+
+from __future__ import annotations
+
+from kvconnect.integrations.core.settings import EngineSettings
+
+__all__ = ["EngineSettings"]

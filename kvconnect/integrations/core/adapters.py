@@ -1,0 +1,137 @@
+"""Digests of LoRA adapters: of their files, since an engine's numbers mean nothing elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconnect.digest.content import Content, content_digests
+from kvconnect.digest.identity import FileIdentity
+from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
+from kvconnect.trace import count, warn_once
+
+__all__ = ["AdapterDigests", "adapter_digest", "digest_now"]
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_SETTINGS = ("adapter_config.json", "new_embeddings.safetensors")
+
+_Files = tuple[tuple[str, FileIdentity], ...]
+
+
+@dataclass(slots=True)
+class _Known:
+    files: _Files
+    digest: Future[str]
+
+
+class AdapterDigests:
+    """The digest of each adapter that a request names, made once, on a thread.
+
+    An engine keeps an adapter that it has loaded. So one whose files change afterwards has no
+    digest any more: what is computed with it could be either. Belongs to one thread.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int | str, str], _Known] = {}
+        self._changed: set[tuple[int | str, str]] = set()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def find(self, adapter: int | str, directory: str) -> Future[str] | None:
+        """The digest of `adapter` in `directory`, perhaps still being made; never blocks for long.
+
+        ``None`` if there is none: the directory has no adapter in it, or has changed. The future
+        ends with a `KvConnectError` if the files cannot be read.
+
+        Args:
+            adapter: what the engine knows it by.
+            directory: where its files are.
+        """
+        place = (adapter, directory)
+        if place in self._changed:
+            return None
+        try:
+            files = _files(Path(directory))
+        except OSError:
+            files = ()
+        known = self._known.get(place)
+        if known is None:
+            if not files:
+                self._refuse(f"'{directory}' is no directory with a LoRA adapter in it")
+                return None
+            known = self._known[place] = _Known(files, self._start(Path(directory)))
+        elif known.files != files:
+            self._changed.add(place)
+            self._refuse(f"'{directory}' changed after the engine had loaded it")
+            return None
+        return known.digest
+
+    def close(self) -> None:
+        """Let go of the thread. Idempotent."""
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, directory: Path) -> Future[str]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, "kvconnect-adapter")
+        return self._threads.submit(adapter_digest, directory)
+
+    def _refuse(self, why: str) -> None:
+        count("adapter.refused")
+        warn_once(f"adapter {why}", f"LoRA adapter {why}: its prompts are not cached")
+
+
+def adapter_digest(directory: Path) -> str:
+    """64 hexadecimal digits that differ between any two adapters.
+
+    Covers the adapter's settings and the whole content of its weights. Blocks on file I/O.
+
+    Raises:
+        ConfigurationError: there is no adapter in `directory`, or it cannot be read.
+        ModelChanged: it changed meanwhile.
+    """
+    try:
+        before = _files(directory)
+        if not before:
+            raise ConfigurationError(f"adapter: '{directory}' has no files of a LoRA adapter")
+        digest = _digest(directory, before)
+        if _files(directory) != before:
+            raise ModelChanged(f"adapter: '{directory}' changed while it was read")
+    except OSError as error:
+        raise ConfigurationError(
+            f"adapter: '{directory}' cannot be read ({error.strerror})"
+        ) from error
+    return digest
+
+
+def digest_now(pending: Future[str]) -> str | None:
+    """What `pending` ended with; ``None`` if that was an error. Of a future that is done."""
+    error = pending.exception()
+    if isinstance(error, KvConnectError):
+        warn_once("adapter", f"prompts of a LoRA adapter are not cached: {error}")
+        return None
+    return pending.result()
+
+
+def _files(directory: Path) -> _Files:
+    names = sorted(
+        entry.name
+        for entry in os.scandir(directory)
+        if entry.is_file() and (entry.name in _SETTINGS or entry.name.endswith(_WEIGHTS))
+    )
+    return tuple((name, FileIdentity.of((directory / name).stat())) for name in names)
+
+
+def _digest(directory: Path, files: _Files) -> str:
+    state = hashlib.blake2b(digest_size=32, person=b"kvc-adapter")
+    for name, identity in files:
+        descriptor = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            [content] = content_digests([Content(descriptor, identity.size)])
+        finally:
+            os.close(descriptor)
+        state.update(len(name.encode()).to_bytes(8, "little") + name.encode() + content)
+    return state.hexdigest()

@@ -1,0 +1,91 @@
+"""The pair's arguments from an engine's settings, shared by all of a process that are alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+from kvconnect.config import KvCacheConfig
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.offload.store import stored_as
+from kvconnect.integrations.core.settings import EngineSettings
+from kvconnect.keys import Shard
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["SharedArguments", "make_arguments"]
+
+
+def make_arguments(
+    settings: EngineSettings,
+    directory: Path,
+    model_digest: bytes,
+    layouts: Sequence[KvCacheLayout],
+    *,
+    shard: Shard = Shard(),
+    num_kv_heads: Sequence[int] = (),
+) -> LlmArgs:
+    """What the built-in pair is made with.
+
+    Args:
+        settings: of the adapter.
+        directory: of the model.
+        model_digest: of that; see `digest_of_model`.
+        layouts: of this rank's pool groups.
+        shard: this rank.
+        num_kv_heads: of each group in the whole model.
+
+    Raises:
+        ConfigurationError: a codec or its key cannot be used; heads do not fit the ranks.
+    """
+    args = LlmArgs(
+        model=str(directory),
+        kv_cache_config=KvCacheConfig(tokens_per_block=layouts[0].tokens_per_block),
+        kv_connector_config=settings.connector,
+        layouts=tuple(layouts),
+        model_digest=stored_as(model_digest, settings.connector),
+        shard=shard,
+        num_kv_heads=tuple(num_kv_heads),
+    )
+    _ = args.stored_heads  # refuses what does not fit
+    return args
+
+
+class SharedArguments:
+    """Arguments that a scheduler and a worker in one process have in common, and so their store.
+
+    Thread-safe. `take` and `give_back` come in pairs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: dict[Hashable, tuple[LlmArgs, int]] = {}
+
+    def take(self, engine: Hashable, args: LlmArgs) -> LlmArgs:
+        """`args`, or those equal to them that were taken for the same `engine` before."""
+        key = (engine, _key(args))
+        with self._lock:
+            known, users = self._taken.get(key, (args, 0))
+            self._taken[key] = (known, users + 1)
+            return known
+
+    def give_back(self, engine: Hashable, args: LlmArgs) -> None:
+        """One user less."""
+        key = (engine, _key(args))
+        with self._lock:
+            known, users = self._taken[key]
+            if users > 1:
+                self._taken[key] = (known, users - 1)
+            else:
+                del self._taken[key]
+
+
+def _key(args: LlmArgs) -> Hashable:
+    config = args.kv_connector_config
+    return (
+        config.model_dump_json(),
+        args.layouts,
+        args.model_digest,
+        args.shard,
+        args.num_kv_heads,
+    )

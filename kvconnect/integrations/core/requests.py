@@ -1,0 +1,183 @@
+"""An engine's requests as the built-in pair sees them: tokens, and what else shapes their KV."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvconnect.config import DEFAULT_RETENTION_PRIORITY
+from kvconnect.connector.data import LlmArgs
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.settings import EngineSettings
+from kvconnect.keys import KEY_NBYTES, BlockKey, KeyChain, Namespace, chain_keys, root_key
+from kvconnect.request import LlmRequest
+from kvconnect.shards import whole_layouts
+from kvconnect.tokens import TokenArray, TokenBuffer
+
+__all__ = ["MixedKeyChain", "PromptContent", "RequestMaker", "extra_key_of"]
+
+PRIORITY = DEFAULT_RETENTION_PRIORITY
+"""Of every block: engines say nothing about which ones are worth more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptContent:
+    """Something in a prompt that its tokens do not tell: a picture behind placeholder tokens.
+
+    Attributes:
+        start: its first token.
+        length: in tokens.
+        digest: of the whole content; not empty.
+    """
+
+    start: int
+    length: int
+    digest: bytes
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.length < 1 or not self.digest:
+            raise ConfigurationError(
+                f"PromptContent: start={self.start}, length={self.length}, {len(self.digest)} "
+                "bytes of digest; a start of at least 0, a length of at least 1 and a digest are "
+                "needed"
+            )
+
+
+class MixedKeyChain(KeyChain):
+    """Keys that also stand for contents, from the first block on that one touches.
+
+    A block without any has the key that its tokens give it after its parent.
+    """
+
+    __slots__ = ("_mixed",)
+
+    def __init__(
+        self,
+        root: BlockKey,
+        tokens_per_block: int,
+        tokens: TokenBuffer,
+        contents: Sequence[PromptContent],
+    ) -> None:
+        super().__init__(root, tokens_per_block, tokens)
+        self._mixed = _by_block(contents, tokens_per_block)
+
+    def tail(self, num_tokens: int) -> BlockKey:
+        """As in `KeyChain`, with the contents that the partial block has."""
+        key = super().tail(num_tokens)
+        mixed = self._mixed.get(num_tokens // self.tokens_per_block)
+        return key if mixed is None else BlockKey(_with_content(key, mixed))
+
+    def _hash_up_to(self, stop: int) -> None:
+        known, size = self.num_hashed, self.tokens_per_block
+        while known < stop:
+            mixed = self._mixed.get(known)
+            # Blocks of text alone in one go, up to the next that is touched.
+            end = known + 1 if mixed else min((n for n in self._mixed if n > known), default=stop)
+            end = min(end, stop)
+            tokens = self._tokens.view[known * size : end * size].tobytes()
+            keys = chain_keys(self._key_before(known), tokens, size)
+            self._digests += keys if mixed is None else _with_content(keys, mixed)
+            known = end
+
+
+def _by_block(contents: Sequence[PromptContent], tokens_per_block: int) -> Mapping[int, bytes]:
+    """For each block that a content touches a digest of those contents, and where they begin."""
+    states: dict[int, list[bytes]] = {}
+    for one in sorted(contents, key=lambda one: (one.start, one.length, one.digest)):
+        first, last = (
+            one.start // tokens_per_block,
+            (one.start + one.length - 1) // tokens_per_block,
+        )
+        for number in range(first, last + 1):
+            place = f"{one.start - number * tokens_per_block},{one.length},{len(one.digest)};"
+            states.setdefault(number, []).append(place.encode() + one.digest)
+    return {
+        number: hashlib.blake2b(
+            b"".join(parts), digest_size=KEY_NBYTES, person=b"kvc-content"
+        ).digest()
+        for number, parts in states.items()
+    }
+
+
+def _with_content(key: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(key + content, digest_size=KEY_NBYTES, person=b"kvc-mixed").digest()
+
+
+def extra_key_of(settings: EngineSettings, variant: Mapping[str, str] | None = None) -> str | None:
+    """What separates an engine's blocks from those of others in `Namespace.extra_key`.
+
+    Args:
+        settings: say whether the namespace is shared.
+        variant: what changes KV besides model and layout, by name: quantisation, overridden
+            settings of the model. Separates in a shared namespace as well.
+    """
+    parts = [] if settings.is_shared else [f"engine={settings.engine}"]
+    parts += [f"{name}={value}" for name, value in sorted((variant or {}).items())]
+    return ";".join(parts) or None
+
+
+@dataclass(slots=True)
+class RequestMaker:
+    """Makes the pair's requests.
+
+    Args:
+        llm_args: of the pair; layouts of a rank will do.
+        extra_key: see `extra_key_of`.
+    """
+
+    llm_args: LlmArgs
+    extra_key: str | None
+    _next_id: int = 0
+    _roots: dict[Namespace, BlockKey] = field(default_factory=dict)
+
+    def make(
+        self,
+        tokens: TokenArray,
+        *,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        contents: Sequence[PromptContent] = (),
+    ) -> LlmRequest:
+        """A request with an id of its own.
+
+        Args:
+            tokens: of the prompt, int32; not changed.
+            cache_salt: the tenant's.
+            adapter: digest of the LoRA adapter's files.
+            contents: what tokens do not tell.
+
+        Raises:
+            ConfigurationError: there are no tokens, or the salt is none.
+        """
+        namespace = Namespace(cache_salt=cache_salt, lora_id=adapter, extra_key=self.extra_key)
+        size = self.llm_args.tokens_per_block
+        root = self._root(namespace)
+        request = LlmRequest(
+            self._next_id,
+            tokens,
+            chain_root=root,
+            tokens_per_block=size,
+            namespace=namespace,
+        )
+        self._next_id += 1
+        if contents:
+            request.key_chain = MixedKeyChain(root, size, request.tokens, contents)
+        return request
+
+    def separate(self, name: str) -> None:
+        """From now on no key is one of those before: `name` is part of them all."""
+        self.extra_key = name if self.extra_key is None else f"{self.extra_key};{name}"
+        self._roots.clear()
+
+    def _root(self, namespace: Namespace) -> BlockKey:
+        if namespace.cache_salt is not None:
+            return self._new_root(namespace)  # as many as there are tenants
+        if (known := self._roots.get(namespace)) is None:
+            known = self._roots[namespace] = self._new_root(namespace)
+        return known
+
+    def _new_root(self, namespace: Namespace) -> BlockKey:
+        args = self.llm_args
+        layouts = whole_layouts(args.layouts, args.shard, args.num_kv_heads)
+        return root_key(args.model_digest, layouts, namespace)

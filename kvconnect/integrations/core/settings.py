@@ -1,0 +1,116 @@
+"""What a user writes into an engine's own configuration: one flat dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvconnect.config import KvCacheConnectorConfig
+from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.settings import Settings
+from kvconnect.text import shown
+
+__all__ = ["EngineSettings", "OwnSettings"]
+
+_CONNECTOR_FIELDS = (
+    "url",
+    "codec",
+    "key_file",
+    "lookup_timeout_ms",
+    "load_timeout_s",
+    "save_timeout_s",
+    "min_load_tokens",
+    "save_on",
+    "on_backlog",
+    "staging_bytes",
+    "verify_frames",
+)
+
+
+class OwnSettings(Settings):
+    """What stands beside the fields of `KvCacheConnectorConfig`.
+
+    Attributes:
+        namespace: ``engine`` keeps each engine's blocks apart, ``shared`` lets those that store the
+            same layout load each other's: the last bits of K and V may then differ.
+        model_revision: stands for the weights, which are then not read; for example
+            ``org/name@commit``.
+        producer_timeout_s: how long a request waits for blocks that another engine told it of, and
+            that are not in the store yet.
+    """
+
+    namespace: Literal["engine", "shared"] = "engine"
+    model_revision: str | None = None
+    producer_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Parsed settings of an adapter.
+
+    Attributes:
+        engine: whose: ``vllm``, ``sglang``, …
+        connector: what drives the store.
+        own: the others.
+    """
+
+    engine: str
+    connector: KvCacheConnectorConfig
+    own: OwnSettings
+
+    @classmethod
+    def of(
+        cls,
+        engine: str,
+        given: Mapping[str, Any],
+        *,
+        where: str,
+        passed_over: Collection[str] = (),
+    ) -> EngineSettings:
+        """The settings that `given` holds.
+
+        Args:
+            engine: the engine's name, as it stands in namespaces and metrics.
+            given: field names and values, as the user wrote them.
+            where: what the engine calls `given`, for errors.
+            passed_over: names in `given` that the engine put there for itself.
+
+        Raises:
+            ConfigurationError: ``url`` is missing, a field is unknown or has a bad value; names it.
+        """
+        valid = (*_CONNECTOR_FIELDS, *OwnSettings.model_fields)
+        fields = {name: value for name, value in given.items() if name not in passed_over}
+        for name in fields:
+            if name not in valid:
+                raise ConfigurationError(
+                    f"{where}: unknown field {shown(name)}; {nearest(str(name), valid)}"
+                )
+        if not fields.get("url"):
+            raise ConfigurationError(
+                f"{where}.url: is missing; name a store, for example "
+                "'disk:///var/cache/kv?capacity=200GiB'"
+            )
+        try:
+            connector = KvCacheConnectorConfig(
+                # Engines take up whole blocks only.
+                save_partial_tails=False,
+                **{name: value for name, value in fields.items() if name in _CONNECTOR_FIELDS},
+            )
+            own = OwnSettings(
+                **{name: value for name, value in fields.items() if name not in _CONNECTOR_FIELDS}
+            )
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}") from error
+        return cls(engine, connector, own)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether blocks of other engines may be loaded, and ours by them."""
+        return self.own.namespace == "shared"
+
+    def without_saves(self) -> EngineSettings:
+        """The same, of an engine that only loads: blocks of priority 0 are not saved."""
+        return replace(self, connector=self.connector.model_copy(update={"min_priority": 1}))

@@ -1,0 +1,25 @@
+"""vLLM: `KvConnect`, a KV connector that keeps prompts in kvconnect's stores.
+
+Named in vLLM's own configuration: ``--kv-transfer-config '{"kv_connector": "KvConnect",
+"kv_connector_module_path": "kvconnect.integrations.vllm", …}'``. May import
+`kvconnect.integrations.core`, the connector below it and kernels. Begin with `connector`; it and
+`exports` are all that imports vLLM. The scheduler's half of its work is in `scheduler`, a worker's
+in `worker`, and what they tell each other in `messages`. `identity` says what of the engine's
+configuration shapes KV, and refuses what cannot be told apart; `layouts`, `caches` and `packing`
+describe the engine's memory; `prompts` says what of a request shapes KV; `stats` counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["KvConnect"]
+
+
+def __getattr__(name: str) -> Any:
+    """`KvConnect`, imported when it is asked for: vLLM is no dependency."""
+    if name == "KvConnect":
+        from kvconnect.integrations.vllm.connector import KvConnect
+
+        return KvConnect
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

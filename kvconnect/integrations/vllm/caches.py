@@ -1,0 +1,105 @@
+"""vLLM's KV cache tensors as planes of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from kvconnect.connector.offload.strided import StridedPlanes
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.memory import planes_of, split_blocks
+from kvconnect.integrations.vllm.layouts import CacheGroup
+from kvconnect.kernels.blocks.paged import PagedKv
+
+__all__ = ["Packing", "group_planes"]
+
+Packing: TypeAlias = Literal["rows", "transposed", "opaque"] | None
+"""How vLLM's CPU kernels hold the keys of one head of a block: token by token, dimension by
+dimension, or in an order of their own. ``None``: these kernels are not used."""
+
+
+def group_planes(
+    groups: Sequence[CacheGroup],
+    kv_caches: Mapping[str, Tensor],
+    num_blocks: int,
+    *,
+    packing: Packing = None,
+) -> list[PagedKv | StridedPlanes]:
+    """The planes of each group, in its order, as views of the tensors.
+
+    Args:
+        groups: what vLLM's configuration describes.
+        kv_caches: what vLLM registers: by layer name ``[num_blocks, heads, tokens, keys|values]``
+            of any strides, ``[2, num_blocks, tokens, heads, dim]``, or of a latent
+            ``[num_blocks, tokens, dim]``.
+        num_blocks: of the pool.
+        packing: of the CPU's kernels, which hold all keys of a head before all its values.
+
+    Raises:
+        ConfigurationError: a layer has no tensor, or its shape or strides are others.
+    """
+    found = []
+    for group in groups:
+        layers = []
+        for name in group.layer_names:
+            if name not in kv_caches:
+                raise ConfigurationError(f"KvConnect: layer '{name}' has no KV cache tensor")
+            layers.append(_layer(kv_caches[name], group, num_blocks, packing, f"layer '{name}'"))
+        found.append(
+            planes_of(layers, group.layout, num_blocks, name=f"KvConnect: {group.layer_names[0]} …")
+        )
+    return found
+
+
+def _layer(
+    cache: Tensor, group: CacheGroup, num_blocks: int, packing: Packing, name: str
+) -> tuple[Tensor, Tensor] | tuple[Tensor]:
+    if group.is_latent:
+        return (_latent(cache, num_blocks, name),)
+    if cache.ndim == 5 and 2 in cache.shape[:2] and cache.shape[:2] != (2, 2):
+        keys, values = cache.unbind(0 if cache.shape[0] == 2 else 1)
+        return split_blocks(keys, num_blocks, name=name), split_blocks(
+            values, num_blocks, name=name
+        )
+    layout = group.layout
+    width = layout.key_dim + layout.value_dim
+    if cache.ndim != 4 or cache.shape[3] != width:
+        raise ConfigurationError(
+            f"KvConnect: {name}: a KV cache of shape {tuple(cache.shape)} and strides "
+            f"{cache.stride()}; [num_blocks, heads, tokens, {width}] is served"
+        )
+    if packing is not None:
+        return _of_cpu(cache, layout.tokens_per_block, packing, name)
+    by_token = split_blocks(cache.transpose(1, 2), num_blocks, name=name)
+    return by_token[..., : layout.key_dim], by_token[..., layout.key_dim :]
+
+
+def _latent(cache: Tensor, num_blocks: int, name: str) -> Tensor:
+    if cache.ndim == 4 and cache.shape[1] == 1:
+        cache = cache.squeeze(1)
+    if cache.ndim != 3:
+        raise ConfigurationError(
+            f"KvConnect: {name}: a latent KV cache of shape {tuple(cache.shape)}; "
+            "[num_blocks, tokens, dim] is served"
+        )
+    return split_blocks(cache, num_blocks, name=name).unsqueeze(2)
+
+
+def _of_cpu(
+    cache: Tensor, tokens_per_block: int, packing: Packing, name: str
+) -> tuple[Tensor, Tensor]:
+    blocks, heads, tokens, width = cache.shape
+    dim = width // 2
+    if tokens != tokens_per_block or cache.stride()[2:] != (width, 1):
+        raise ConfigurationError(
+            f"KvConnect: {name}: a KV cache of shape {tuple(cache.shape)} and strides "
+            f"{cache.stride()}; the CPU's kernels hold each head of a block in one piece"
+        )
+    halves = cache.view(blocks, heads, 2, tokens * dim)
+    keys, values = halves.unbind(2)
+    by_head = values.view(blocks, heads, tokens, dim)
+    if packing == "transposed":
+        return keys.view(blocks, heads, dim, tokens).permute(0, 3, 1, 2), by_head.transpose(1, 2)
+    return keys.view(blocks, heads, tokens, dim).transpose(1, 2), by_head.transpose(1, 2)

@@ -1,0 +1,331 @@
+"""`KvConnect`: the class that vLLM makes, one of it for its scheduler and one for each worker."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kvconnect.connector.data import LlmArgs
+from kvconnect.errors import ConfigurationError, UsageError
+from kvconnect.integrations.core.arguments import SharedArguments, make_arguments
+from kvconnect.integrations.core.models import digest_of_model, directory_of
+from kvconnect.integrations.core.requests import extra_key_of
+from kvconnect.integrations.core.settings import EngineSettings
+from kvconnect.integrations.vllm.caches import group_planes
+from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
+from kvconnect.integrations.vllm.identity import refuse_unserved, variant_of
+from kvconnect.integrations.vllm.layouts import CacheGroup, cache_groups, total_heads
+from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
+from kvconnect.integrations.vllm.packing import cpu_packing
+from kvconnect.integrations.vllm.scheduler import Roles, SchedulerHalf
+from kvconnect.integrations.vllm.stats import CounterSteps
+from kvconnect.integrations.vllm.worker import WorkerHalf
+from kvconnect.keys import Shard
+
+__all__ = ["KvConnect"]
+
+_log = logging.getLogger("kvconnect")
+
+_arguments = SharedArguments()
+_steps = CounterSteps()
+
+
+class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there
+    """Keeps the KV cache of vLLM in kvconnect's stores.
+
+    ``kv_connector_extra_config`` holds ``url`` and the other fields of `EngineSettings`. Each half
+    does what its method names say at the same time as vLLM's connectors; none waits for the store,
+    nor raises for it.
+
+    Raises:
+        ConfigurationError: a setting is wrong, the store cannot be opened, or the model has a cache
+            that cannot be served; names the field.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = EngineSettings.of(
+            "vllm", transfer.kv_connector_extra_config, where="kv_connector_extra_config"
+        )
+        if not transfer.is_kv_producer:
+            settings = settings.without_saves()
+        refuse_unserved(vllm_config)
+        self._groups = cache_groups(kv_cache_config)
+        self._packing = cpu_packing(self._groups[0].layout)
+        variant = variant_of(
+            vllm_config, packing=self._packing if self._packing == "opaque" else None
+        )
+        if settings.is_shared and variant:
+            raise ConfigurationError(
+                f"kv_connector_extra_config.namespace='shared': {', '.join(sorted(variant))} "
+                "changes what this engine stores; use namespace='engine'"
+            )
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        shard = _shard(vllm_config, is_scheduler=is_scheduler)
+        args = _arguments_of(settings, vllm_config, self._groups, shard)
+        _refuse_apart(args, vllm_config)
+        self._engine = transfer.engine_id
+        self._args = _arguments.take(self._engine, args)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        try:
+            if is_scheduler:
+                _warn_of_policy(transfer)
+                extra_key = extra_key_of(settings, variant)
+                roles = _roles(settings, vllm_config, self._groups)
+                self._scheduler = SchedulerHalf(self._args, extra_key, roles)
+            else:
+                self._worker = WorkerHalf(self._args)
+        except BaseException:
+            _arguments.give_back(self._engine, self._args)
+            raise
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a cache, of which a save that is dropped is a miss to come."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003  vLLM's
+        """False: nothing is done between layers."""
+        return False
+
+    def shutdown(self) -> None:
+        """Write what is staged, up to ``save_timeout_s``, and close the store. Idempotent."""
+        scheduler, worker = self._scheduler, self._worker
+        if scheduler is None and worker is None:
+            return
+        self._scheduler = self._worker = None
+        if scheduler is not None:
+            scheduler.shutdown()
+        if worker is not None:
+            worker.shutdown()
+        _arguments.give_back(self._engine, self._args)
+
+    # ------------------------------------------------------------------ the workers' half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The pool's memory, by layer.
+
+        Raises:
+            ConfigurationError: its shape or strides cannot be served.
+        """
+        num_blocks = self._kv_cache_config.num_blocks
+        self._own_worker.register(
+            group_planes(self._groups, kv_caches, num_blocks, packing=self._packing)
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Before blocks are overwritten."""
+        self._own_worker.handle_preemptions(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """The instructions of this step."""
+        super().bind_connector_metadata(connector_metadata)
+        self._own_worker.bind(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        super().clear_connector_metadata()
+        self._own_worker.clear()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the step's loads."""
+        self._own_worker.start_load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: what a step needs is there when `start_load_kv` returns."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: whole blocks are staged at the end of the step."""
+
+    def wait_for_save(self) -> None:
+        """Stage what the step filled."""
+        self._own_worker.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """As `get_transfer_results`, without what failed."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Which saves and loads are over."""
+        results = self._own_worker.take_results()
+        return KVConnectorTransferResults(
+            finished_sending=results.saved,
+            finished_recving=results.loaded,
+            failed_recving=results.failed,
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that did not load."""
+        return self._own_worker.take_invalid_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What the scheduler is to know."""
+        return self._own_worker.build_report()
+
+    def get_kv_connector_stats(self) -> KvConnectStats | None:
+        """What was counted in this process since the last call."""
+        moved = _steps.take()
+        return KvConnectStats(moved) if moved else None
+
+    # ------------------------------------------------------------------ the scheduler's half
+
+    def on_new_request(self, request: Any) -> None:
+        """Start to look it up."""
+        self._own_scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """What the store has beyond; ``None``: ask again."""
+        return self._own_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The blocks of a request, and what is to be loaded into them."""
+        self._own_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
+        """The instructions of a step."""
+        return self._own_scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What workers told."""
+        self._own_scheduler.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, of the only group."""
+        return self._own_scheduler.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether its blocks are kept until they are saved; what to tell its consumer."""
+        return self._own_scheduler.request_finished(request, block_ids)
+
+    def reset_cache(self) -> bool:
+        """Find nothing that was saved before. False while a load is under way."""
+        return self._own_scheduler.reset_cache()
+
+    # ------------------------------------------------------------------ what vLLM exports
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvConnectStats:
+        """Statistics of another process."""
+        return KvConnectStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvConnectPromMetrics:
+        """The counters that the API server exports."""
+        return KvConnectPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def num_tracked(self) -> int:
+        """Requests that the scheduler's half knows of; 0 once all have ended."""
+        return self._own_scheduler.num_tracked
+
+    @property
+    def _own_scheduler(self) -> SchedulerHalf:
+        if self._scheduler is None:
+            raise UsageError("KvConnect: this is a worker's, or was shut down")
+        return self._scheduler
+
+    @property
+    def _own_worker(self) -> WorkerHalf:
+        if self._worker is None:
+            raise UsageError("KvConnect: this is the scheduler's, or was shut down")
+        return self._worker
+
+
+def _arguments_of(
+    settings: EngineSettings,
+    vllm_config: Any,
+    groups: tuple[CacheGroup, ...],
+    shard: Shard,
+) -> LlmArgs:
+    model = vllm_config.model_config
+    directory = directory_of(
+        model.model,
+        revision=getattr(model, "revision", None),
+        cache_dir=getattr(vllm_config.load_config, "download_dir", None),
+    )
+    digest = digest_of_model(directory, revision=settings.own.model_revision)
+    layouts = tuple(group.layout for group in groups)
+    heads = total_heads(groups, shard, model.get_total_num_kv_heads())
+    return make_arguments(settings, directory, digest, layouts, shard=shard, num_kv_heads=heads)
+
+
+def _shard(vllm_config: Any, *, is_scheduler: bool) -> Shard:
+    size = vllm_config.parallel_config.tensor_parallel_size
+    if is_scheduler or size == 1:
+        return Shard(0, size)
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return Shard(get_tensor_model_parallel_rank(), size)
+
+
+def _roles(settings: EngineSettings, vllm_config: Any, groups: tuple[CacheGroup, ...]) -> Roles:
+    transfer = vllm_config.kv_transfer_config
+    # Two steps at once: what is computed behind a load that fails cannot be taken back.
+    overlaps = bool(vllm_config.scheduler_config.async_scheduling)
+    return Roles(
+        saves=transfer.is_kv_producer,
+        loads=transfer.is_kv_consumer,
+        loads_in_step=len(groups) == 1 and groups[0].layout.window is None and not overlaps,
+        tells=transfer.is_kv_producer and not transfer.is_kv_consumer,
+        producer_timeout_s=settings.own.producer_timeout_s,
+    )
+
+
+def _refuse_apart(args: LlmArgs, vllm_config: Any) -> None:
+    """A store in the memory of one process is of no use to several."""
+    parallel = vllm_config.parallel_config
+    url = args.kv_connector_config.url or ""
+    if url.startswith("memory:") and (
+        parallel.world_size > 1 or parallel.distributed_executor_backend not in {None, "uni"}
+    ):
+        raise ConfigurationError(
+            f"kv_connector_extra_config.url='{url}': lives in one process, and this engine has "
+            "several; use disk: on /dev/shm instead"
+        )
+
+
+def _warn_of_policy(transfer: Any) -> None:
+    if transfer.kv_load_failure_policy == "fail":
+        _log.warning(
+            "kv_load_failure_policy='fail': a request whose load fails ends with an error; set "
+            "'recompute' in kv_transfer_config, and its tokens are computed"
+        )
+
+
+def _register() -> None:
+    """Make the class known by name: vLLM's statistics look it up so."""
+    name = KvConnect.__name__
+    try:
+        KVConnectorFactory.register_connector(name, "kvconnect.integrations.vllm", name)
+    except ValueError:  # this module was imported before, by another name
+        _log.debug("%s is registered already", name)
+
+
+_register()

@@ -1,0 +1,49 @@
+"""What the scheduler's half and the workers' tell each other in a step. Picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvconnect.connector.offload.messages import OffloadMeta, WorkerMeta
+
+__all__ = ["StepMeta", "WorkerReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeta:
+    """What the workers are to do.
+
+    Attributes:
+        offload: loads and saves, as the pair orders them.
+        names: vLLM's ids of the requests in `offload` that will be reported, by ours.
+        cancelled: loads that no request waits for any more.
+        preempted: requests whose blocks go before this step computes, and their valid tokens.
+        is_idle: the step computes nothing.
+    """
+
+    offload: OffloadMeta | None = None
+    names: Mapping[int, str] = field(default_factory=dict)
+    cancelled: tuple[int, ...] = ()
+    preempted: tuple[tuple[int, int], ...] = ()
+    is_idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What workers tell the scheduler; vLLM joins those of all ranks with `aggregate`.
+
+    Attributes:
+        ranks: of each rank that has something to tell.
+        failed: for requests whose load failed, leading tokens that are valid all the same.
+    """
+
+    ranks: tuple[WorkerMeta, ...] = ()
+    failed: Mapping[int, int] = field(default_factory=dict)
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        """Both; of a load that failed on several ranks what is valid on all of them."""
+        failed = dict(self.failed)
+        for request_id, valid in other.failed.items():
+            failed[request_id] = min(valid, failed.get(request_id, valid))
+        return WorkerReport((*self.ranks, *other.ranks), failed)

@@ -1,0 +1,394 @@
+"""The scheduler's half: vLLM's calls as those of the built-in pair."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.adapters import AdapterDigests, digest_now
+from kvconnect.integrations.core.offload import EngineScheduler
+from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
+from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
+from kvconnect.integrations.vllm.prompts import contents_of, uncached_because
+from kvconnect.integrations.vllm.tracked import Tracked
+from kvconnect.tokens import as_token_array
+from kvconnect.trace import count, warn_once
+
+__all__ = ["NUM_TOKENS", "Roles", "SchedulerHalf"]
+
+NUM_TOKENS = "kvconnect_num_tokens"
+"""In ``kv_transfer_params``: leading tokens of the prompt that the producer has saved, or will."""
+
+# Between two looks at whether a producer has saved what it told, and for an adapter's digest.
+_LOOK_S = 0.01
+_ADAPTER_S = 5.0
+# In a step that computes nothing, vLLM's loop turns at once: it waits so long for a lookup's end.
+_IDLE_S = 0.001
+_NULL_BLOCK = 0  # vLLM's place holder, where a window holds no block
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What ``kv_role`` and the engine allow.
+
+    Attributes:
+        saves, loads: a ``kv_consumer`` does not save, a ``kv_producer`` does not load.
+        loads_in_step: the engine takes loads in the step that computes.
+        tells: results say in ``kv_transfer_params`` how far the prompt is saved.
+        producer_timeout_s: how long a request waits for what its producer told.
+    """
+
+    saves: bool = True
+    loads: bool = True
+    loads_in_step: bool = False
+    tells: bool = False
+    producer_timeout_s: float = 2.0
+
+
+class SchedulerHalf:
+    """Drives `EngineScheduler` from vLLM's scheduler. No method blocks or raises for the store.
+
+    Args:
+        llm_args: of the pair.
+        extra_key: see `kvconnect.integrations.core.requests.extra_key_of`.
+        roles: what is allowed.
+    """
+
+    def __init__(self, llm_args: LlmArgs, extra_key: str | None, roles: Roles) -> None:
+        self._roles = roles
+        self._size = llm_args.tokens_per_block
+        self._holds = llm_args.kv_connector_config.save_on == "finish"
+        # Below the lowest priority of `EngineSettings.without_saves`, a consumer's.
+        self._priority = PRIORITY if roles.saves else 0
+        self._scheduler = EngineScheduler(llm_args, loads_in_step=roles.loads_in_step)
+        self._maker = RequestMaker(llm_args, extra_key)
+        self._adapters = AdapterDigests()
+        self._tracked: dict[str, Tracked] = {}
+        self._names: dict[int, str] = {}  # of all that are tracked, by the pair's ids
+        self._starting: list[tuple[Tracked, Sequence[Sequence[int]]]] = []
+        self._ending: dict[int, str] = {}  # and the next for the next step's metadata
+        self._cancelled: list[int] = []
+        self._dropped: list[int] = []
+        self._num_resets = 0
+
+    @property
+    def num_tracked(self) -> int:
+        """Requests that something is known of; 0 once all have ended."""
+        return len(self._tracked)
+
+    # ------------------------------------------------------------------ finding
+
+    def on_new_request(self, request: Any) -> None:
+        """Start to look `request` up."""
+        self._track(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens beyond `num_computed_tokens`; ``None``: ask again. May be called at any time."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not self._roles.loads or request.skip_reading_prefix_cache:
+            return 0, False
+        if tracked.llm is None and not self._has_started(tracked):
+            return (None, False) if tracked.adapter is not None else (0, False)
+        llm = tracked.started
+        if tracked.preemptions != request.num_preemptions:
+            self._reset(tracked)
+        tracked.grow()
+        tracked.offered_at, tracked.external = num_computed_tokens, 0
+        found, is_async = self._scheduler.ask_num_new_matched_tokens(llm, num_computed_tokens)
+        tracked.in_step = bool(found) and not is_async
+        if found is not None and self._is_to_come(tracked, num_computed_tokens + found):
+            return None, False
+        return found, is_async
+
+    def _is_to_come(self, tracked: Tracked, end: int) -> bool:
+        """Whether a producer told of more than `end` tokens, which may be there in a moment."""
+        if not tracked.told:
+            return False
+        most = min(tracked.told, tracked.request.num_tokens - 1)
+        now = time.monotonic()
+        if end >= most - most % self._size or now - tracked.since > self._roles.producer_timeout_s:
+            tracked.told = 0
+            return False
+        if now - tracked.looked_at >= _LOOK_S:
+            tracked.looked_at = now
+            self._scheduler.request_reset(tracked.started)
+        return True
+
+    def _track(self, request: Any) -> None:
+        why = uncached_because(request)
+        if why is not None:
+            self._refuse(why)
+            return
+        tracked = Tracked(request, time.monotonic(), preemptions=request.num_preemptions)
+        params = getattr(request, "kv_transfer_params", None)
+        if isinstance(params, dict) and isinstance(told := params.get(NUM_TOKENS), int):
+            tracked.told = told
+        lora = getattr(request, "lora_request", None)
+        if lora is not None:
+            tracked.adapter = self._adapters.find(lora.lora_int_id, lora.lora_path)
+            if tracked.adapter is None:
+                return
+        self._tracked[request.request_id] = tracked
+        self._has_started(tracked)
+
+    def _has_started(self, tracked: Tracked) -> bool:
+        """Whether the pair has the request; gives it to the pair as soon as its keys are known."""
+        if tracked.llm is not None:
+            return True
+        request, adapter = tracked.request, None
+        if tracked.adapter is not None:
+            if not tracked.adapter.done():
+                if time.monotonic() - tracked.since > _ADAPTER_S:
+                    self._forget(tracked, "a LoRA adapter that takes long to read")
+                return False
+            adapter = digest_now(tracked.adapter)
+            if adapter is None:
+                self._forget(tracked, "a LoRA adapter that cannot be read")
+                return False
+        try:
+            llm = self._maker.make(
+                as_token_array(request.all_token_ids[: request.num_tokens]),
+                cache_salt=request.cache_salt,
+                adapter=adapter,
+                contents=contents_of(request),
+            )
+        except ConfigurationError:  # which shows the salt
+            self._forget(tracked, "a salt, or tokens, that cannot be in keys")
+            return False
+        tracked.llm = llm
+        self._names[llm.request_id] = request.request_id
+        self._scheduler.on_new_request(llm)
+        return True
+
+    def _forget(self, tracked: Tracked, why: str) -> None:
+        tracked.adapter = None
+        self._tracked.pop(tracked.request.request_id, None)
+        self._refuse(why)
+
+    def _refuse(self, why: str) -> None:
+        count("engine.request.uncached")
+        warn_once(f"engine.uncached {why}", f"requests are not cached that have {why}")
+
+    def _reset(self, tracked: Tracked) -> None:
+        """It was preempted: its blocks are gone, and it comes again."""
+        tracked.preemptions = tracked.request.num_preemptions
+        tracked.computed = tracked.num_full = 0
+        self._scheduler.request_reset(tracked.started)
+
+    # ------------------------------------------------------------------ one step
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The `blocks` of `request`, and how many tokens are to be loaded into them."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.llm is None:
+            return
+        llm = tracked.llm
+        llm.num_connector_matched_tokens = tracked.external = num_external_tokens
+        self._scheduler.update_state_after_alloc(llm, [])
+        if num_external_tokens and not tracked.in_step:
+            tracked.loading = True
+            tracked.computed = tracked.offered_at + num_external_tokens
+            self._starting.append((tracked, blocks.get_block_ids()))
+
+    def build_connector_meta(self, output: Any) -> StepMeta:
+        """What the workers are to do in the step of vLLM's ``SchedulerOutput``."""
+        is_idle = output.total_num_scheduled_tokens == 0
+        if is_idle:
+            self._scheduler.wait_for_answer(_IDLE_S)
+        step = SchedulerOutput()
+        for tracked, block_ids in self._starting:
+            step.loading_requests.append(self._data(tracked, block_ids, tracked.offered_at, 0))
+            tracked.external = 0
+        self._starting.clear()
+        self._new_requests(output, step)
+        self._cached_requests(output, step)
+        offload = self._scheduler.build_connector_meta(step)
+        names = self._ending
+        self._ending = {}
+        if offload is not None:
+            for load in offload.loads:
+                names[load.request_id] = self._names[load.request_id]
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        return StepMeta(
+            offload,
+            names,
+            cancelled,
+            self._preempted(output),
+            is_idle=is_idle,
+        )
+
+    def _new_requests(self, output: Any, step: SchedulerOutput) -> None:
+        for data in output.scheduled_new_reqs:
+            tracked = self._tracked.get(data.req_id)
+            if tracked is not None and tracked.llm is not None:
+                self._admit(tracked, data.block_ids, data.num_computed_tokens, output, step)
+
+    def _admit(
+        self,
+        tracked: Tracked,
+        block_ids: Sequence[Sequence[int]],
+        computed: int,
+        output: Any,
+        step: SchedulerOutput,
+    ) -> None:
+        scheduled = output.num_scheduled_tokens[tracked.request.request_id]
+        tracked.grow()
+        tracked.computed = computed + scheduled
+        tracked.num_full = 0
+        if tracked.external:
+            # A load in this very step: what it brings is not there yet.
+            computed, tracked.external = tracked.offered_at, 0
+        elif getattr(output, "has_sync_kv_loads", False):
+            # Perhaps another connector's, which may fail: what stands on it waits for the next.
+            step.new_requests.append(self._data(tracked, block_ids, 0, 0))
+            return
+        tracked.num_full = self._certain(tracked)
+        step.new_requests.append(self._data(tracked, block_ids, computed, scheduled))
+
+    def _cached_requests(self, output: Any, step: SchedulerOutput) -> None:
+        cached = output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
+        for index, name in enumerate(cached.req_ids):
+            tracked = self._tracked.get(name)
+            if tracked is None or tracked.llm is None:
+                continue
+            computed, new = cached.num_computed_tokens[index], cached.new_block_ids[index]
+            if name in resumed:
+                self._admit(tracked, new or ((),), computed, output, step)
+                continue
+            scheduled = output.num_scheduled_tokens[name]
+            tracked.computed = computed + scheduled
+            num_full = self._certain(tracked)
+            if num_full == tracked.num_full and not new:
+                continue
+            tracked.num_full = num_full
+            tracked.grow()
+            step.cached_requests.append(self._data(tracked, new or (), computed, scheduled))
+
+    def _certain(self, tracked: Tracked) -> int:
+        """Full blocks that are valid after this step, with tokens that are known by now."""
+        known: int = tracked.request.num_tokens
+        return min(tracked.computed, known) // self._size
+
+    def _data(
+        self,
+        tracked: Tracked,
+        block_ids: Sequence[Sequence[int]],
+        computed: int,
+        scheduled: int,
+    ) -> RequestData:
+        by_group = tuple([-1 if one == _NULL_BLOCK else one for one in ids] for ids in block_ids)
+        first = by_group[0] if by_group else []
+        return RequestData(
+            request_id=tracked.started.request_id,
+            new_tokens=[],
+            new_block_ids=first,
+            computed_position=computed,
+            num_scheduled_tokens=scheduled,
+            new_block_ids_by_group=by_group,
+            priorities=[self._priority] * len(first),
+        )
+
+    def _preempted(self, output: Any) -> tuple[tuple[int, int], ...]:
+        """Requests that lose their blocks; only what workers hold until a request ends cares."""
+        if not self._holds:
+            self._dropped.clear()
+            return ()
+        known = map(self._tracked.get, output.preempted_req_ids or ())
+        found = [(request_id, 0) for request_id in self._dropped]
+        self._dropped.clear()
+        found += [
+            (one.llm.request_id, one.computed)
+            for one in known
+            if one is not None and one.llm is not None
+        ]
+        return tuple(found)
+
+    def update_connector_output(self, output: Any) -> None:
+        """What the workers told of the last step."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._scheduler.update_from_workers(report.ranks)
+            for request_id, valid in report.failed.items():
+                tracked = self._tracked.get(self._names.get(request_id, ""))
+                if tracked is not None:
+                    count("connector.load.failed")
+                    self._scheduler.load_failed(tracked.started, valid)
+                    tracked.computed, tracked.num_full = min(tracked.computed, valid), 0
+        for name in output.finished_recving or ():
+            if (tracked := self._tracked.get(name)) is not None:
+                tracked.loading = False
+
+    # ------------------------------------------------------------------ the end
+
+    def request_finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`request` ended: whether its blocks are kept until they are saved, and what to tell."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None or tracked.llm is None:
+            return False, None
+        llm = tracked.llm
+        del self._names[llm.request_id]
+        if tracked.loading:
+            # The blocks stay until the load is reported, and only until then.
+            self._scheduler.request_aborted(llm)
+            self._cancelled.append(llm.request_id)
+            return False, None
+        if tracked.preemptions != request.num_preemptions:
+            self._scheduler.request_reset(llm)
+            self._scheduler.request_aborted(llm)
+            return False, None
+        tracked.grow()
+        in_flight = getattr(request, "num_in_flight_tokens", 0)
+        llm.num_computed_tokens = max(0, request.num_computed_tokens - in_flight)
+        first = [-1 if one == _NULL_BLOCK else one for one in block_ids[0]] if block_ids else []
+        is_kept = self._scheduler.request_finished(llm, first)
+        if is_kept:
+            self._ending[llm.request_id] = request.request_id
+        if not self._roles.tells:
+            return is_kept, None
+        saved = min(llm.num_computed_tokens, llm.prompt_len)
+        return is_kept, {NUM_TOKENS: saved - saved % self._size}
+
+    def reset_cache(self) -> bool:
+        """Nothing that was saved before is found any more, as after a change of the weights.
+
+        Returns:
+            Whether it was done: not while a load is under way.
+        """
+        if any(one.loading for one in self._tracked.values()):
+            return False
+        self._num_resets += 1
+        self._maker.separate(f"reset={time.time_ns():x}-{id(self):x}-{self._num_resets}")
+        for tracked in list(self._tracked.values()):
+            if tracked.llm is None:
+                continue
+            is_running = tracked.computed > 0 and (
+                tracked.preemptions == tracked.request.num_preemptions
+            )
+            self._scheduler.request_reset(tracked.llm)
+            self._scheduler.request_aborted(tracked.llm)
+            del self._names[tracked.llm.request_id]
+            self._dropped.append(tracked.llm.request_id)
+            tracked.llm = None
+            if is_running:
+                # Computed with what was before: neither saved nor looked up.
+                self._tracked.pop(tracked.request.request_id)
+            else:
+                tracked.preemptions = tracked.request.num_preemptions
+                tracked.computed = tracked.num_full = 0
+                self._has_started(tracked)
+        return True
+
+    def shutdown(self) -> None:
+        """Let go of the store. Idempotent."""
+        self._adapters.close()
+        self._scheduler.shutdown()
+        self._tracked.clear()

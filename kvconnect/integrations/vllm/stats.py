@@ -1,0 +1,48 @@
+"""What vLLM logs and exports of the connector: how far kvconnect's own counters went."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from kvconnect.trace import metrics
+
+__all__ = ["COUNTERS", "CounterSteps"]
+
+COUNTERS: Mapping[str, tuple[str, str]] = {
+    "connector.load.blocks.blocks": ("loaded_blocks", "Blocks loaded from the store."),
+    "connector.load.failed": ("failed_loads", "Loads that failed; their tokens were computed."),
+    "connector.lookup.late": ("late_lookups", "Admissions that did not wait for the store."),
+    "connector.lookup.failed": ("failed_lookups", "Lookups that failed."),
+    "connector.save.dropped.blocks": ("dropped_blocks", "Blocks that there was no room to stage."),
+    "connector.save.lost.blocks": ("lost_blocks", "Blocks that the store did not take."),
+    "engine.request.uncached": ("uncached_requests", "Requests whose KV cannot be told apart."),
+    "store.load.loaded": ("store_loaded_blocks", "Blocks read from the store and found sound."),
+    "store.load.bytes": ("store_loaded_bytes", "Bytes of these, before codecs."),
+    "store.save.saved": ("store_saved_blocks", "Blocks written to the store."),
+    "store.save.bytes": ("store_saved_bytes", "Bytes of these, before codecs."),
+}
+"""kvconnect's counters by name: what vLLM calls them, and what they count."""
+
+
+class CounterSteps:
+    """How far `COUNTERS` of this process went since they were asked for last. Thread-safe.
+
+    One for a process: scheduler and worker may be in the same one, and nothing counts twice.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told: dict[str, float] = {}
+
+    def take(self) -> dict[str, float]:
+        """By the names of `COUNTERS`; without those that did not move."""
+        with self._lock:
+            now = metrics.snapshot()
+            moved = {}
+            for counter, (name, _) in COUNTERS.items():
+                value = now.get(counter, 0.0)
+                if value != self._told.get(counter, 0.0):
+                    moved[name] = value - self._told.get(counter, 0.0)
+                    self._told[counter] = value
+            return moved

@@ -1,0 +1,66 @@
+"""What the scheduler's half knows of a live request."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from kvconnect.errors import UsageError
+from kvconnect.request import LlmRequest
+from kvconnect.tokens import as_token_array
+
+__all__ = ["Tracked"]
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """A live request of vLLM.
+
+    Attributes:
+        request: vLLM's.
+        since: when it came.
+        llm: the pair's, ``None`` while `adapter` is being made.
+        adapter: the digest of its LoRA adapter.
+        preemptions: those of `request` that the pair knows of.
+        offered_at: its local tokens when it was asked for last.
+        external: tokens beyond `offered_at` that vLLM took, until their load is ordered.
+        in_step: they are loaded in the step that computes.
+        loading: a load in the background is under way.
+        computed: leading tokens that have KV after the last step it was in.
+        num_full: full blocks of them that the pair was told of.
+        told: leading tokens that a producer said it saved.
+        looked_at: when they were looked up last.
+    """
+
+    request: Any
+    since: float
+    llm: LlmRequest | None = None
+    adapter: Future[str] | None = None
+    preemptions: int = 0
+    offered_at: int = 0
+    external: int = 0
+    in_step: bool = False
+    loading: bool = False
+    computed: int = 0
+    num_full: int = 0
+    told: int = 0
+    looked_at: float = 0.0
+
+    @property
+    def started(self) -> LlmRequest:
+        """The pair's request.
+
+        Raises:
+            UsageError: there is none yet.
+        """
+        if self.llm is None:
+            raise UsageError(f"request '{self.request.request_id}' was not given to the pair")
+        return self.llm
+
+    def grow(self) -> None:
+        """The pair's request gets the tokens that vLLM's has by now."""
+        llm, request = self.started, self.request
+        known = llm.num_tokens
+        if request.num_tokens > known:
+            llm.append_tokens(as_token_array(request.all_token_ids[known : request.num_tokens]))

@@ -1,0 +1,173 @@
+"""A worker's half: vLLM's calls in a step as those of the built-in pair."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvconnect.connector.data import Direction, LlmArgs, TransferFailure
+from kvconnect.connector.offload.messages import LoadBlocks
+from kvconnect.connector.offload.strided import StridedPlanes
+from kvconnect.connector.offload.worker import OffloadWorker
+from kvconnect.connector.stream import CpuStream, ForwardStream
+from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.trace import warn_once
+
+__all__ = ["StepResults", "WorkerHalf"]
+
+# In a step that computes nothing, vLLM's loop turns at once: it waits so long for a load's end.
+_IDLE_S = 0.001
+
+
+@dataclass(slots=True)
+class StepResults:
+    """What ended since the last step, by vLLM's ids.
+
+    Attributes:
+        saved, loaded: transfers that are over; loads that failed, too.
+        failed: loads that failed and of which nothing counts.
+    """
+
+    saved: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class WorkerHalf:
+    """Drives `OffloadWorker` from vLLM's model runner. No method raises for the store.
+
+    Args:
+        llm_args: of the pair, for this rank.
+    """
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        self._worker = OffloadWorker(llm_args)
+        self._layers = sorted(n for one in llm_args.layouts for n in one.layer_numbers)
+        self._layouts = llm_args.layouts
+        self._stream: ForwardStream = CpuStream()
+        self._on_cuda = False
+        self._meta = StepMeta()
+        self._names: dict[int, str] = {}
+        self._loads: dict[int, LoadBlocks] = {}
+        self._invalid: set[int] = set()
+        self._failed: dict[int, int] = {}
+        self._news = threading.Event()
+        self._worker.set_wakeup(self._news.set)
+
+    def register(self, pools: Sequence[PagedKv | StridedPlanes]) -> None:
+        """Take the planes of each pool group.
+
+        Raises:
+            ConfigurationError: ``staging_bytes`` is below one block.
+        """
+        self._on_cuda = pools[0].device.type == "cuda"
+        self._worker.register_planes(pools, self._layouts)
+
+    # ------------------------------------------------------------------ one step
+
+    def handle_preemptions(self, meta: StepMeta) -> None:
+        """Save what is held of requests that lose their blocks; they have them still."""
+        for request_id, num_committed in meta.preempted:
+            self._worker.request_reset(request_id, num_committed)
+
+    def bind(self, meta: StepMeta) -> None:
+        """The instructions of this step."""
+        self._meta = meta
+        self._names.update(meta.names)
+        if meta.offload is not None:
+            self._loads.update((load.request_id, load) for load in meta.offload.loads)
+        self._worker.bind_connector_meta(meta.offload)
+        for request_id in meta.cancelled:
+            self._worker.cancel(request_id)
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._worker.clear_connector_meta()
+        self._meta = StepMeta()
+
+    def start_load(self) -> None:
+        """Start this step's loads; waits for those that the step itself needs."""
+        offload = self._meta.offload
+        if offload is None or not offload.loads:
+            return
+        stream = self._current_stream()
+        self._worker.start_load_kv(stream)
+        if any(not load.is_async for load in offload.loads):
+            for number in self._layers:
+                self._worker.wait_for_layer_load(number, stream)
+
+    def wait_for_save(self) -> None:
+        """Stage what the step filled, behind its work.
+
+        vLLM calls this also when the step ends by an error, or by a signal that ends the process:
+        then its blocks are not what their keys say, and nothing is staged.
+        """
+        if sys.exc_info()[0] is not None:
+            self._worker.clear_connector_meta()
+        self._worker.wait_for_save(self._current_stream())
+
+    def take_results(self) -> StepResults:
+        """What ended since the last call. In a step that computes nothing, waits a millisecond."""
+        if self._meta.is_idle and self._loads:
+            self._news.wait(_IDLE_S)
+        self._news.clear()
+        results = StepResults()
+        saved, loaded = self._worker.get_finished([], [])
+        results.saved.update(self._names.pop(request_id) for request_id in saved)
+        for request_id in loaded:
+            del self._loads[request_id]
+            results.loaded.add(self._names.pop(request_id))
+        for failure in self._worker.get_failed():
+            self._take_failure(failure, results)
+        for load in [one for one in self._loads.values() if not one.is_async]:
+            # Over with the step that it was for.
+            del self._loads[load.request_id]
+            del self._names[load.request_id]
+        return results
+
+    def _take_failure(self, failure: TransferFailure, results: StepResults) -> None:
+        request_id = failure.request_id
+        if failure.direction is Direction.SAVE:
+            results.saved.add(self._names.pop(request_id))
+            return
+        load, name = self._loads[request_id], self._names[request_id]
+        warn_once(
+            "vllm.load",
+            f"a load failed, its tokens are computed: {failure.reason}",
+        )
+        self._failed[request_id] = failure.num_valid_tokens
+        if load.is_async:
+            del self._loads[request_id]
+            del self._names[request_id]
+            results.loaded.add(name)
+        if load.divisible:
+            size = self._layouts[0].tokens_per_block
+            first = max(0, failure.num_valid_tokens - load.start) // size
+            self._invalid.update(block.block_id for block in load.blocks[first:])
+        else:
+            results.failed.add(name)
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Ids of blocks that did not load, since the last call."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def build_report(self) -> WorkerReport | None:
+        """What the scheduler is to know of this step."""
+        meta = self._worker.build_worker_meta()
+        if meta is None and not self._failed:
+            return None
+        failed, self._failed = self._failed, {}
+        return WorkerReport(() if meta is None else (meta,), failed)
+
+    def shutdown(self) -> None:
+        """Write what is staged, up to ``save_timeout_s``. Idempotent."""
+        self._worker.shutdown()
+
+    def _current_stream(self) -> ForwardStream:
+        return torch.cuda.current_stream() if self._on_cuda else self._stream

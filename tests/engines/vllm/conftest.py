@@ -1,0 +1,46 @@
+"""Models for a real vLLM engine."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+# vLLM reads these when it is imported.
+for _name, _value in {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+
+@pytest.fixture(scope="session")
+def make_vllm_model(tmp_path_factory: pytest.TempPathFactory):
+    """The directory of a small random model that vLLM runs on the CPU; not to be changed."""
+    root = tmp_path_factory.mktemp("vllm-models")
+
+    @cache
+    def directory(arch: str = "llama", seed: int = 0, **size: int) -> Path:
+        from vllm_engine import SIZE
+
+        from kvconnect.engine.checkpoint.random_model import make_model
+
+        name = f"{arch}-{seed}-{len(size)}"
+        return make_model(root / name, arch, seed=seed, **(SIZE | size))
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def llama(make_vllm_model) -> Path:
+    return make_vllm_model()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    return f"disk://{tmp_path}/store?capacity=256MiB"

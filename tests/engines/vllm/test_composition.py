@@ -1,0 +1,121 @@
+"""Beside other connectors, over several processes, with several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
+
+from vllm_engine import BLOCK, connector, engine, prompts_of
+
+pytestmark = pytest.mark.engines
+
+PROMPTS = prompts_of(500, 320, 33)
+HERE = Path(__file__).parent
+
+
+def test_as_a_child_of_multi_connector(llama, store, tmp_path):
+    """Beside a connector of vLLM's own, and with a second store: the first that has it loads."""
+    second = connector(f"disk://{tmp_path}/second?capacity=64MiB")
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [connector(store), second]},
+    }
+    with engine(llama, transfer) as made:
+        cold = made.answer(PROMPTS)
+        for child in made.worker._connectors:
+            assert child._worker._worker._queue.flush(30)
+        made.forget_device()
+        loaded = made.answer(PROMPTS)
+        made.settle()
+        for child in made.connector._connectors:
+            assert child.num_tracked == 0
+    assert [one.tokens for one in loaded] == [one.tokens for one in cold]
+    assert [one.cached for one in loaded] == [480, 288, 32]
+    with engine(llama, second) as other:  # both have it
+        assert [one.cached for one in other.answer(PROMPTS)] == [480, 288, 32]
+
+
+def run(model: Path, transfer: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What an engine in a process of its own answers to `PROMPTS`, or to those in `more`."""
+    job = {"model": str(model), "transfer": transfer, "prompts": PROMPTS} | more
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if more.get("core_process") else "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or two ranks want two NUMA nodes
+        "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "vllm_child.py")],
+        input=json.dumps(job),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_core_in_a_process_of_its_own(llama, store):
+    """The default of ``vllm serve``."""
+    cold = run(llama, connector(store), core_process=True)
+    again = run(llama, connector(store), core_process=True)
+    assert again["tokens"] == cold["tokens"]
+    assert (cold["cached"], again["cached"]) == ([0, 0, 0], [480, 288, 32])
+
+
+def test_prefill_and_decode_in_two_processes(llama, store):
+    prefill = run(llama, connector(store, KV_ROLE="kv_producer"), num_tokens=1)
+    assert prefill["params"] == [{"kvconnect_num_tokens": n} for n in (480, 320, 32)]
+    decode = run(
+        llama, connector(store, KV_ROLE="kv_consumer"), params=prefill["params"], num_tokens=8
+    )
+    with engine(llama, None) as plain:
+        assert decode["tokens"] == plain.tokens(PROMPTS)
+    assert decode["cached"] == [480, 288, 32]
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_and_one_read_each_others_blocks(llama, store):
+    one = run(llama, connector(store))
+    two = run(llama, connector(store), tensor_parallel_size=2)
+    assert two["cached"] == [480, 288, 32]
+    assert two["tokens"] == one["tokens"]
+    own = connector(store.replace("/store", "/other"))
+    run(llama, own, tensor_parallel_size=2)
+    assert run(llama, own, tensor_parallel_size=2)["cached"] == [480, 288, 32]
+    assert run(llama, own)["cached"] == [480, 288, 32]
+
+
+@pytest.mark.timeout(240)
+def test_memory_of_one_process_is_refused_by_several(llama):
+    transfer = connector("memory:")
+    with pytest.raises(AssertionError, match="lives in one process"):
+        run(llama, transfer, tensor_parallel_size=2)
+
+
+def test_what_vllm_saved_our_own_engine_loads(llama, store):
+    from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+
+    with engine(llama, connector(store, namespace="shared")) as made:
+        wanted = made.tokens(PROMPTS[:2])
+    with LLM(
+        str(llama),
+        dtype="float32",
+        kv_cache=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=4096),
+        connector=KvCacheConnectorConfig(url=store, lookup_timeout_ms=5000),
+    ) as own:
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        outputs = own.generate(PROMPTS[:2], params)
+        assert [one.reused_store_tokens for one in outputs] == [480, 288]
+        assert [list(one.token_ids) for one in outputs] == wanted

@@ -1,0 +1,51 @@
+"""Wrong settings say so when the engine starts."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm_engine import connector, engine, prompts_of
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.vllm import KvConnect
+
+pytestmark = pytest.mark.engines
+
+
+@pytest.mark.parametrize(
+    ("transfer", "options", "says"),
+    [
+        (connector(""), {}, r"kv_connector_extra_config\.url: is missing"),
+        (connector("disk:/tmp/x", urls=1), {}, "unknown field 'urls'"),
+        (connector("memory:", namespace="everyone"), {}, "namespace='everyone'"),
+        (connector("memory:"), {"hf_overrides": lambda one: one}, "hf_overrides"),
+        (connector("memory:", namespace="shared"), {"hf_overrides": {"x": 1}}, "hf_overrides"),
+        (connector("redis://127.0.0.1:1"), {}, "cannot be opened"),
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_what_is_wrong_is_said_at_start(llama, transfer, options, says):
+    with pytest.raises(ConfigurationError, match=says), engine(llama, transfer, **options):
+        pass
+
+
+def test_the_class_is_known_by_name():
+    assert KVConnectorFactory.get_connector_class_by_name("KvConnect") is KvConnect
+    config = KVTransferConfig(**connector("memory:"))
+    assert KVConnectorFactory.get_connector_class(config) is KvConnect
+    assert KVConnectorFactory.supports_hma_config(config)
+    assert not KvConnect.requires_piecewise_for_cudagraph({})
+
+
+def test_the_policy_to_fail_is_warned_of(llama, caplog):
+    logging.getLogger("kvconnect").propagate = True
+    transfer = connector("memory:", KV_LOAD_FAILURE_POLICY="fail")
+    with caplog.at_level(logging.WARNING, "kvconnect"), engine(llama, transfer) as made:
+        made.answer(prompts_of(40))
+    assert any("kv_load_failure_policy='fail'" in one.getMessage() for one in caplog.records)

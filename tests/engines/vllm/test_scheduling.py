@@ -1,0 +1,197 @@
+"""Preemption, aborts, resets: the connector follows vLLM's scheduler, and keeps nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
+
+import faulty_store
+import vllm
+from vllm_engine import BLOCK, Engine, connector, engine, prompts_of
+
+from kvconnect.trace import metrics
+
+pytestmark = pytest.mark.engines
+
+
+def count_preemptions(made: Engine) -> list[str]:
+    preempted: list[str] = []
+    scheduler = made.scheduler
+    real = scheduler._preempt_request
+
+    def preempt(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return real(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    return preempted
+
+
+@pytest.mark.parametrize("save_on", ["full", "finish"])
+def test_preempted_requests_answer_the_same(llama, store, save_on):
+    prompts = prompts_of(6 * BLOCK, 6 * BLOCK + 5, 6 * BLOCK + 9, 5 * BLOCK)
+    with engine(llama, None) as plain:
+        wanted = plain.tokens(prompts, 5 * BLOCK)
+    transfer = connector(store, save_on=save_on)
+    with engine(llama, transfer, num_gpu_blocks_override=28, max_model_len=800) as made:
+        preempted = count_preemptions(made)
+        assert made.tokens(prompts, 5 * BLOCK) == wanted
+        assert preempted
+        made.check_empty()
+        made.flush()
+        made.forget_device()
+        again = made.answer(prompts, 5 * BLOCK)
+    assert [one.tokens for one in again] == wanted
+    assert all(one.cached for one in again)
+
+
+def test_reset_of_the_connector_finds_nothing_that_was_saved_before(llama, store):
+    prompts = prompts_of(300, 200)
+    with engine(llama, connector(store)) as made:
+        cold = made.answer(prompts)
+        made.flush()
+        assert made.llm.reset_prefix_cache(reset_connector=True)
+        after = made.answer(prompts)
+        made.flush()
+        made.forget_device()
+        again = made.answer(prompts)
+    assert [one.cached for one in after] == [0, 0]
+    assert [one.cached for one in again] == [288, 192]  # what was saved since then
+    assert [one.tokens for one in again] == [one.tokens for one in cold]
+
+
+def test_reset_while_requests_run(llama, store):
+    prompts = prompts_of(300, 200)
+    with engine(llama, connector(store)) as made:
+        wanted = made.tokens(prompts, 40)
+        made.flush()
+        made.forget_device()
+        ids = submit(made, prompts, 40)
+        for _ in range(8):
+            made.llm.llm_engine.step()
+        made.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        assert run(made, ids) == wanted
+        made.check_empty()
+
+
+def submit(made: Engine, prompts, num_tokens: int) -> list[str]:
+    params = vllm.SamplingParams(
+        max_tokens=num_tokens, temperature=0, detokenize=False, ignore_eos=True
+    )
+    ids = []
+    for prompt in prompts:
+        made._numbers += 1
+        name = f"test-{made._numbers}"
+        made.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        ids.append(name)
+    return ids
+
+
+def run(made: Engine, ids) -> list[list[int]]:
+    """The tokens of requests; those that were aborted have none."""
+    found: dict[str, list[int]] = {}
+    until = time.monotonic() + 90
+    while made.llm.llm_engine.has_unfinished_requests() and time.monotonic() < until:
+        for output in made.llm.llm_engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+    return [found.get(name, []) for name in ids]
+
+
+def test_many_at_once_with_aborts_leave_nothing_behind(llama, store):
+    rng = random.Random(3)
+    common = prompts_of(5 * BLOCK)[0]
+    prompts = [
+        common[: rng.randrange(20, 5 * BLOCK)] + prompts_of(rng.randrange(1, 200), seed=n)[0]
+        for n in range(64)
+    ]
+    with engine(llama, connector(store), num_gpu_blocks_override=200) as made:
+        wanted = made.tokens(prompts, 12)
+        made.flush()
+        for _turn in range(2):
+            made.forget_device()
+            ids = submit(made, prompts, 12)
+            found: dict[str, list[int]] = {}
+            aborted = set()
+            for _ in range(400):
+                if not made.llm.llm_engine.has_unfinished_requests():
+                    break
+                for output in made.llm.llm_engine.step():
+                    if output.finished:
+                        found[output.request_id] = list(output.outputs[0].token_ids)
+                if rng.random() < 0.5 and (left := [one for one in ids if one not in found]):
+                    victim = rng.choice(left)
+                    aborted.add(victim)
+                    made.llm.llm_engine.abort_request([victim])
+            for name, expected in zip(ids, wanted, strict=True):
+                if name in found and name not in aborted:
+                    assert found[name] == expected
+            assert aborted
+            made.check_empty()
+
+
+@pytest.mark.parametrize("fault", ["hang", "late"])
+def test_an_abort_during_a_load_gives_the_blocks_back(llama, fault):
+    faulty_store.install()
+    prompts = prompts_of(300, 260, 220)
+    transfer = connector("faulty://background-abort", load_timeout_s=2.0)
+    with engine(llama, transfer) as made:
+        store = faulty_store.STORES["background-abort"]
+        store._operations = frozenset({"load"})
+        wanted = made.tokens(prompts)
+        made.flush()
+        made.forget_device()
+        store.set(fault)
+        store.delay_s = 0.5
+        ids = submit(made, prompts, 4)
+        half = made.connector._scheduler
+        until = time.monotonic() + 10
+        while not any(one.loading for one in half._tracked.values()):
+            made.llm.llm_engine.step()
+            assert time.monotonic() < until
+        made.llm.llm_engine.abort_request(ids)
+        made.check_empty()
+        store.heal()
+        made.forget_device()
+        assert made.tokens(prompts) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_thousands_of_requests_do_not_make_it_grow(llama, store):
+    rng = random.Random(5)
+    sizes = []
+    with engine(llama, connector(store)) as made:
+        for turn in range(100):
+            prompts = [
+                prompts_of(rng.randrange(1, 150), seed=rng.randrange(200))[0] for _ in range(50)
+            ]
+            made.answer(prompts, 2)
+            made.check_empty()
+            if turn % 10 == 9:
+                made.flush()
+                made.forget_device()
+                sizes.append(resident_bytes())
+        half = made.connector._scheduler
+        assert not half._names
+        assert len(half._maker._roots) <= 1
+    assert max(sizes[5:]) - sizes[4] < 32 << 20, sizes
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
+
+
+def test_what_is_counted_can_be_seen(llama, store):
+    before = metrics.snapshot().get("store.save.saved", 0)
+    with engine(llama, connector(store)) as made:
+        made.answer(prompts_of(200))
+        made.flush()
+        stats = made.connector.get_kv_connector_stats()
+    assert metrics.snapshot()["store.save.saved"] - before == 6
+    assert stats is None or not stats.is_empty()

@@ -1,0 +1,107 @@
+"""`vllm serve`, killed with -9 and started again, answers a long prompt from disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
+
+from vllm_engine import BLOCK, connector, prompts_of
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+
+[PROMPT] = prompts_of(4096)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextmanager
+def served(model: Path, url: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "8192", "--block-size", str(BLOCK)]
+    command += ["--kv-transfer-config", json.dumps(connector(url))]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """The server and its engine: -9, and nothing is said to either."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait(30)
+
+
+def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + 300
+    while True:
+        assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+        assert time.monotonic() < until
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (URLError, ConnectionError, TimeoutError):
+            time.sleep(0.2)
+
+
+def complete(url: str) -> str:
+    body = {"model": "", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        body["model"] = json.load(answer)["data"][0]["id"]
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def counted(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(one.rsplit(" ", 1)[1]) for one in lines if one.startswith(f"vllm:{name}"))
+
+
+def test_a_killed_server_answers_from_disk(llama, store, tmp_path):
+    with served(llama, store, tmp_path / "first.log") as (url, process):
+        wait_until_up(url, process, tmp_path / "first.log")
+        wanted = complete(url)
+        until = time.monotonic() + 60
+        while counted(url, "kvconnect_store_saved_blocks_total") < 4096 // BLOCK:
+            complete(url)  # statistics come with steps
+            assert time.monotonic() < until
+        kill(process)
+    with served(llama, store, tmp_path / "second.log") as (url, process):
+        wait_until_up(url, process, tmp_path / "second.log")
+        assert complete(url) == wanted
+        assert counted(url, "kvconnect_loaded_blocks_total") == 4096 // BLOCK - 1
+        assert "corrupt" not in (tmp_path / "second.log").read_text(errors="replace")

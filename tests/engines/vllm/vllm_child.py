@@ -1,0 +1,48 @@
+"""An engine in a process of its own: a job comes by stdin, what it answered goes to stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import vllm
+
+
+def main() -> None:
+    """Answer the prompts of the job, and end as a user's script does."""
+    job = json.load(sys.stdin)
+    llm = vllm.LLM(
+        job["model"],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        block_size=32,
+        tensor_parallel_size=job.get("tensor_parallel_size", 1),
+        kv_transfer_config=job["transfer"],
+    )
+    given = job.get("params") or [None] * len(job["prompts"])
+    sampling = [
+        vllm.SamplingParams(
+            max_tokens=job.get("num_tokens", 8),
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args=None if one is None else {"kv_transfer_params": one},
+        )
+        for one in given
+    ]
+    prompts: list[Any] = [{"prompt_token_ids": one} for one in job["prompts"]]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    answer = {
+        "tokens": [list(one.outputs[0].token_ids) for one in outputs],
+        "cached": [one.num_cached_tokens or 0 for one in outputs],
+        "params": [one.kv_transfer_params for one in outputs],
+    }
+    llm.llm_engine.engine_core.shutdown()
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""What adapters of several engines share: settings, keys, adapters' digests, memory, access."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.backends.memory import from_url
+from kvconnect.backends.url import StoreUrl
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.connector.data import Direction, LlmArgs
+from kvconnect.connector.offload.budget import LookupBudget
+from kvconnect.connector.offload.messages import BlockSave
+from kvconnect.connector.offload.staging import PoolCopier, StagingPool
+from kvconnect.connector.offload.strided import StridedCopier, StridedPlanes
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core import EngineSettings
+from kvconnect.integrations.core.access import StoreAccess
+from kvconnect.integrations.core.adapters import AdapterDigests, adapter_digest
+from kvconnect.integrations.core.memory import planes_of
+from kvconnect.integrations.core.models import directory_of
+from kvconnect.integrations.core.requests import (
+    MixedKeyChain,
+    PromptContent,
+    RequestMaker,
+    extra_key_of,
+)
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.keys import BlockKey, KeyChain, Namespace, root_key
+from kvconnect.layout import KvCacheLayout
+from kvconnect.testing.faults.faulty_backend import FaultyBackend
+from kvconnect.tokens import TokenBuffer, as_token_array
+
+T = 4
+LAYOUT = KvCacheLayout(2, 2, 8, 8, T, torch.float32)
+ROOT = BlockKey(b"r" * 32)
+WHERE = "kv_connector_extra_config"
+
+
+def settings(**given: object) -> EngineSettings:
+    return EngineSettings.of("test", {"url": "memory:", **given}, where=WHERE)
+
+
+# ------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, r"extra_config\.url: is missing.*disk:///"),
+        ({"url": ""}, r"extra_config\.url: is missing"),
+        ({"url": "memory:", "urls": 1}, r"extra_config: unknown field 'urls'.*'url'"),
+        ({"url": "memory:", "namespaces": 1}, "'namespaces'.*'namespace'"),
+        ({"url": "memory:", "namespace": "all"}, "namespace='all'"),
+        ({"url": "memory:", "load_timeout_s": -1}, "load_timeout_s=-1"),
+        ({"url": "memory:", "backend": 3}, "unknown field 'backend'"),
+    ],
+)
+def test_wrong_settings_name_the_field(given, says):
+    with pytest.raises(ConfigurationError, match=says):
+        EngineSettings.of("test", given, where=WHERE)
+
+
+def test_settings_of_the_engine_itself_are_passed_over():
+    made = EngineSettings.of(
+        "test", {"url": "memory:", "backend_name": "x"}, where=WHERE, passed_over=["backend_name"]
+    )
+    assert made.connector.url == "memory:"
+    assert not made.connector.save_partial_tails
+    assert made.without_saves().connector.min_priority == 1
+
+
+def test_namespaces_are_the_engines_own_unless_shared():
+    assert extra_key_of(settings()) == "engine=test"
+    assert extra_key_of(settings(namespace="shared")) is None
+    assert extra_key_of(settings(), {"b": "2", "a": "1"}) == "engine=test;a=1;b=2"
+
+
+def arguments(backend: object = None) -> LlmArgs:
+    return LlmArgs(
+        model="none",
+        kv_cache_config=KvCacheConfig(tokens_per_block=T),
+        kv_connector_config=KvCacheConnectorConfig(
+            backend=backend, lookup_timeout_ms=2000, load_timeout_s=0.5
+        ),
+        layouts=(LAYOUT,),
+        model_digest=b"d" * 32,
+    )
+
+
+def test_keys_of_a_shared_namespace_are_those_of_our_own_engine():
+    maker = RequestMaker(arguments(), extra_key_of(settings(namespace="shared")))
+    tokens = as_token_array(range(10))
+    own = KeyChain(root_key(b"d" * 32, [LAYOUT], Namespace()), T, TokenBuffer(tokens))
+    assert maker.make(tokens).block_keys() == own.keys()
+
+
+def test_everything_that_shapes_kv_separates_keys():
+    maker = RequestMaker(arguments(), "engine=test")
+    tokens = as_token_array(range(10))
+    kinds = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"adapter": "a"},
+        {"contents": [PromptContent(0, 1, b"a")]},
+    ]
+    first = [maker.make(tokens, **kind).block_keys()[0] for kind in kinds]
+    assert len(set(first)) == len(first)
+    maker.separate("reset=1")
+    assert maker.make(tokens).block_keys()[0] not in first
+
+
+# ------------------------------------------------------------------ contents in keys
+
+contents = st.lists(
+    st.builds(
+        PromptContent, st.integers(0, 30), st.integers(1, 12), st.binary(min_size=1, max_size=3)
+    ),
+    max_size=4,
+)
+
+
+def chain(given: list[PromptContent], length: int = 40) -> MixedKeyChain:
+    return MixedKeyChain(ROOT, T, TokenBuffer(as_token_array(range(length))), given)
+
+
+@given(contents, contents)
+def test_blocks_have_equal_keys_exactly_up_to_where_contents_differ(one, other):
+    def touching(given: list[PromptContent], block: int) -> list[PromptContent]:
+        low, high = block * T, (block + 1) * T
+        return sorted(
+            (each for each in given if each.start < high and each.start + each.length > low),
+            key=repr,
+        )
+
+    equal = next((n for n in range(10) if touching(one, n) != touching(other, n)), 10)
+    left, right = chain(one).keys(), chain(other).keys()
+    assert left[:equal] == right[:equal]
+    assert not set(left[equal:]) & set(right[equal:])
+
+
+@given(contents, st.lists(st.integers(0, 10), max_size=5))
+def test_keys_are_the_same_in_whatever_pieces_they_are_hashed(given, stops):
+    lazily = chain(given)
+    for stop in stops:
+        lazily.keys(0, stop)
+    assert lazily.keys() == chain(list(reversed(given))).keys()
+
+
+def test_without_contents_keys_are_the_plain_ones():
+    plain = KeyChain(ROOT, T, TokenBuffer(as_token_array(range(40))))
+    assert chain([]).keys() == plain.keys()
+    touched = chain([PromptContent(9, 2, b"x")])
+    assert touched.keys()[:2] == plain.keys()[:2]
+    assert touched.tail(38) != plain.tail(38)
+
+
+# ------------------------------------------------------------------ adapters
+
+
+def adapter(folder: Path, weights: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_an_adapters_digest_is_of_its_content(tmp_path):
+    one, same = adapter(tmp_path / "a", b"1" * 100), adapter(tmp_path / "b", b"1" * 100)
+    other = adapter(tmp_path / "c", b"2" * 100)
+    assert adapter_digest(one) == adapter_digest(same) != adapter_digest(other)
+    (same / "adapter_config.json").write_text('{"r": 9}')
+    assert adapter_digest(one) != adapter_digest(same)
+    with pytest.raises(ConfigurationError, match="no files"):
+        adapter_digest(tmp_path)
+
+
+def test_an_adapter_that_changed_has_no_digest_any_more(tmp_path):
+    folder = adapter(tmp_path / "a", b"1" * 100)
+    digests = AdapterDigests()
+    found = digests.find(1, str(folder))
+    assert found is not None
+    assert found.result(5) == adapter_digest(folder)
+    before = (folder / "adapter_model.safetensors").stat().st_ctime_ns
+    while (folder / "adapter_model.safetensors").stat().st_ctime_ns == before:
+        adapter(folder, b"2" * 100)
+    assert digests.find(1, str(folder)) is None
+    adapter(folder, b"1" * 100)
+    assert digests.find(1, str(folder)) is None
+    digests.close()
+
+
+def test_a_model_that_is_nowhere_is_refused(tmp_path):
+    assert directory_of(str(tmp_path)) == tmp_path
+    with pytest.raises(ConfigurationError, match="'no/model' is neither"):
+        directory_of("no/model", cache_dir=str(tmp_path))
+
+
+# ------------------------------------------------------------------ memory
+
+
+def pools() -> tuple[torch.Tensor, StridedPlanes]:
+    """The same planes: keys and values of 9 blocks, by token, and with keys transposed."""
+    values = torch.randn(LAYOUT.num_layers, 2, 9, T, 2, 8)
+    transposed = values[:, 0].permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+    views = [view for layer in range(2) for view in (transposed[layer], values[layer, 1].clone())]
+    return values, StridedPlanes(tuple(views))
+
+
+def test_rows_that_are_not_contiguous_are_stored_as_others_are():
+    values, strided = pools()
+    plain = PagedKv.from_views([view for layer in values for view in layer], per_layer=2)
+    staging = [StagingPool(1 << 20, LAYOUT.block_nbytes) for _ in range(2)]
+    copiers = (PoolCopier(plain, LAYOUT, staging[0]), StridedCopier(strided, LAYOUT, staging[1]))
+    slots = [pool.take(Direction.SAVE, 3) for pool in staging]
+    for copier, own in zip(copiers, slots, strict=True):
+        copier.copy_out([5, 1, 7], own, None)
+    for one, other in zip(*slots, strict=True):
+        assert torch.equal(one.payload, other.payload)
+    for view in strided.views:
+        view.fill_(0)
+    copiers[1].copy_in(slots[1], [2, 3, 4])
+    copiers[1].copy_in(slots[1][:1], [8], range(1, 2))
+    for view, expected in zip(strided.views, plain.views, strict=True):
+        assert torch.equal(view[[2, 3, 4]], expected[[5, 1, 7]])
+    assert not strided.views[0][8].any()
+    assert torch.equal(strided.views[2][8], plain.views[2][5])
+
+
+def test_planes_of_another_shape_are_refused():
+    keys, values = torch.zeros(2, 9, T, 2, 8)
+    assert isinstance(planes_of([(keys, values)] * 2, LAYOUT, 9, name="m"), PagedKv)
+    for planes, says in (
+        ([(keys, values)], "1 layers"),
+        ([(keys,)] * 2, "1 planes"),
+        ([(keys, values[..., :4])] * 2, "values.*cannot be served"),
+        ([(keys.double(), values)] * 2, "float64"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            planes_of(planes, LAYOUT, 9, name="m")
+
+
+# ------------------------------------------------------------------ access, page by page
+
+
+@pytest.fixture
+def store() -> FaultyBackend:
+    return FaultyBackend(from_url(StoreUrl.parse("memory:?capacity=16MiB")))
+
+
+@pytest.fixture
+def access(store: FaultyBackend) -> Iterator[tuple[StoreAccess, torch.Tensor]]:
+    values = torch.randn(LAYOUT.num_layers, 2, 9, T, 2, 8)
+    planes = PagedKv.from_views([view for layer in values for view in layer], per_layer=2)
+    made = StoreAccess(arguments(store), [planes])
+    yield made, values
+    store.heal()
+    made.close()
+    made.close()
+
+
+def blocks(keys: list[BlockKey], ids: list[int]) -> list[BlockSave]:
+    tokens = np.arange(T, dtype=np.int32)
+    parents = [ROOT, *keys]
+    return [
+        BlockSave(key, parent, number, block, tokens, 35)
+        for number, (key, parent, block) in enumerate(zip(keys, parents, ids, strict=False))
+    ]
+
+
+def test_blocks_are_saved_found_and_loaded(access):
+    made, values = access
+    keys = chain([]).keys()[:3]
+    expected = values[:, :, [1, 2, 3]].clone()
+    assert made.lookup(keys) == 0
+    assert made.save(blocks(keys, [1, 2, 3])) == 3
+    values[:, :, [1, 2, 3]] = 0  # they may be handed on
+    assert made.flush(5)
+    assert made.lookup([*keys, BlockKey(b"x" * 32)]) == 3
+    assert made.load([*keys, BlockKey(b"x" * 32)], [5, 6, 7, 8]) == 3
+    assert torch.equal(values[:, :, [5, 6, 7]], expected)
+
+
+@pytest.mark.parametrize("fault", ["raise", "hang", "swap", "miscount", "lie"])
+def test_faults_are_misses(access, store, fault):
+    made, values = access
+    keys = chain([]).keys()[:3]
+    made.save(blocks(keys, [1, 2, 3]))
+    made.flush(5)
+    before = values.clone()
+    store._operations = frozenset({"load"})
+    store.set(fault)
+    started = time.monotonic()
+    assert made.load(keys, [5, 6, 7]) == 0
+    assert time.monotonic() - started < 2 * 0.5 + 1
+    assert torch.equal(values, before)
+
+
+def test_a_late_lookup_is_asked_for_again_until_its_budget_is_over():
+    class Backend:
+        name = "test"
+
+    def submit(coroutine):
+        coroutine.close()
+        return Future()
+
+    budget = LookupBudget(0.05, Backend(), submit)
+    lookup: Future[int] = Future()
+    now = time.monotonic()
+    assert budget.leaves_time(lookup, now)
+    assert not budget.leaves_time(lookup, now - 0.06)
+    assert budget.suspended
+    assert not budget.leaves_time(Future(), time.monotonic())
+    lookup.set_result(1)
+    assert not budget.leaves_time(lookup, time.monotonic())

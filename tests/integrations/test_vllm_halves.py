@@ -1,0 +1,551 @@
+"""Both halves of `KvConnect` under a stand-in for vLLM, which is not needed for these."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm_stand_in import BACKGROUND, LAYOUT, StandIn, T
+
+from kvconnect.backends.memory import from_url
+from kvconnect.backends.url import StoreUrl
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.offload.messages import WorkerMeta
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.vllm.caches import group_planes
+from kvconnect.integrations.vllm.identity import refuse_unserved, variant_of
+from kvconnect.integrations.vllm.layouts import cache_groups, total_heads
+from kvconnect.integrations.vllm.messages import WorkerReport
+from kvconnect.integrations.vllm.scheduler import NUM_TOKENS, Roles
+from kvconnect.integrations.vllm.stats import CounterSteps
+from kvconnect.keys import Shard
+from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, FaultyBackend
+from kvconnect.trace import count
+
+PROMPT = list(range(3, 3 + 5 * T + 2))
+Open = Callable[..., StandIn]
+
+
+@pytest.fixture
+def store() -> FaultyBackend:
+    return FaultyBackend(from_url(StoreUrl.parse("memory:?capacity=16MiB")))
+
+
+@pytest.fixture
+def open_engine(store: FaultyBackend) -> Iterator[Open]:
+    made: list[StandIn] = []
+
+    def make(
+        roles: Roles = BACKGROUND, *, num_blocks: int = 40, chunk: int = 100, **config
+    ) -> StandIn:
+        settings = {"lookup_timeout_ms": 2000, "load_timeout_s": 2.0} | config
+        args = LlmArgs(
+            model="none",
+            kv_cache_config=KvCacheConfig(tokens_per_block=T),
+            kv_connector_config=KvCacheConnectorConfig(
+                backend=None if "url" in settings else store, save_partial_tails=False, **settings
+            ),
+            layouts=(LAYOUT,),
+            model_digest=b"d" * 32,
+        )
+        made.append(StandIn(args, roles, num_blocks=num_blocks, chunk=chunk))
+        return made[-1]
+
+    yield make
+    store.heal()
+    for one in made:
+        one.close()
+
+
+def told(engine: StandIn, prompt: list[int] = PROMPT) -> float:
+    """What an engine without a store would answer."""
+    before = 1.0
+    for token in prompt:
+        before = (before * 31 + token) % 1000003
+    return before
+
+
+# ------------------------------------------------------------------ saved, and loaded
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("chunk", [100, 6])
+def test_what_was_computed_is_loaded(open_engine: Open, in_step, chunk):
+    engine = open_engine(Roles(loads_in_step=in_step), chunk=chunk)
+    first = engine.answer(PROMPT)
+    engine.flush()
+    second = engine.answer(PROMPT)
+    assert first.answer == second.answer == told(engine)
+    assert (first.cached, second.cached) == (0, 5 * T)
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_token_is_left_to_compute(open_engine: Open, in_step):
+    engine = open_engine(Roles(loads_in_step=in_step))
+    prompt = PROMPT[: 4 * T]
+    engine.answer(prompt)
+    engine.flush()
+    again = engine.answer(prompt)
+    assert (again.cached, again.answer) == (3 * T, told(engine, prompt))
+
+
+def test_generated_tokens_are_saved_when_they_fill_a_block(open_engine: Open):
+    engine = open_engine()
+    first = engine.answer(PROMPT, 2 * T)
+    engine.flush()
+    again = engine.answer(first.all_token_ids[:-1])
+    assert again.cached == (len(PROMPT) + 2 * T - 1) // T * T
+
+
+@pytest.mark.parametrize("save_on", ["full", "finish"])
+def test_a_preempted_request_is_loaded_again(open_engine: Open, save_on):
+    engine = open_engine(save_on=save_on)
+    plain = engine.answer(PROMPT, 3 * T)
+    engine.scheduler.reset_cache()
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 3 * T)
+    engine.run(lambda: request.num_tokens == len(PROMPT) + T)
+    engine.preempt(request)
+    engine.step()
+    engine.flush()
+    engine.run()
+    assert request.all_token_ids == plain.all_token_ids
+    if save_on == "full":  # else it is staged when it loses its blocks, and came back at once
+        assert request.cached > len(PROMPT) - T
+    engine.check_empty()
+
+
+def test_nothing_is_asked_twice_for_one_answer(open_engine: Open, store):
+    """VLLM asks as often as it likes; an answer that it does not take changes nothing."""
+    engine = open_engine()
+    engine.answer(PROMPT)
+    engine.flush()
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 1)
+    answers = [poll(engine, request) for _ in range(3)]
+    assert answers == [(5 * T, True)] * 3
+    engine.scheduler.update_state_after_alloc(request, request, 0)  # another connector's
+    engine.requests[request.request_id].num_computed_tokens = 0
+    engine.run()
+    assert request.answer == told(engine)
+    engine.check_empty()
+
+
+def poll(engine: StandIn, request) -> tuple[int | None, bool]:
+    deadline = time.monotonic() + 5
+    while True:
+        answer = engine.scheduler.get_num_new_matched_tokens(request, 0)
+        if answer[0] is not None:
+            return answer
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("fault", [one for one in BACKEND_FAULTS if one not in {"none", "late"}])
+def test_no_fault_changes_an_answer(open_engine: Open, store, fault, in_step):
+    engine = open_engine(
+        Roles(loads_in_step=in_step), lookup_timeout_ms=50, load_timeout_s=0.2, save_timeout_s=0.2
+    )
+    engine.answer(PROMPT)
+    engine.flush()
+    store.set(fault)
+    assert engine.answer(PROMPT).answer == told(engine)
+    store._operations = frozenset({"load"})
+    assert engine.answer(PROMPT).answer == told(engine)
+    engine.check_empty()
+
+
+def test_a_late_lookup_is_not_waited_for(open_engine: Open, store):
+    engine = open_engine(lookup_timeout_ms=30)
+    engine.answer(PROMPT)
+    engine.flush()
+    store.set("hang")
+    started = time.monotonic()
+    answers = [engine.answer(PROMPT) for _ in range(5)]
+    assert time.monotonic() - started < 2 * 0.03 + 1
+    assert [one.cached for one in answers] == [0] * 5
+
+
+@pytest.mark.parametrize("fault", ["hang", "late"])
+def test_an_abort_during_a_load_gives_back_all_blocks_once(open_engine: Open, store, fault):
+    engine = open_engine()
+    engine.answer(PROMPT)
+    engine.flush()
+    store._operations = frozenset({"load"})
+    store.set(fault)
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 1)
+    engine.run(lambda: request.state == "loading")
+    engine.abort(request)
+    engine.run()
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_step_that_does_not_end_saves_nothing(open_engine: Open, monkeypatch, tmp_path, error):
+    """As when a worker gets SIGTERM in the middle of its forward pass."""
+    url = f"disk://{tmp_path}/store?capacity=16MiB"
+    engine = open_engine(url=url)
+
+    def fail(*_: object) -> float:
+        raise error("in the forward pass")
+
+    engine.submit(PROMPT, wanted=len(PROMPT) + 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_compute", fail)
+        with pytest.raises(error):
+            engine.run()
+    engine.flush()
+    other = open_engine(url=url)
+    assert other.answer(PROMPT).cached == 0
+
+
+def test_an_abort_before_the_first_step(open_engine: Open):
+    engine = open_engine()
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 1)
+    engine.abort(request)
+    engine.run()
+    engine.check_empty()
+
+
+def test_an_abort_of_a_preempted_request(open_engine: Open):
+    engine = open_engine()
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 9)
+    engine.run(lambda: request.num_tokens > len(PROMPT) + 1)
+    engine.preempt(request)
+    engine.abort(request)
+    engine.run()
+    engine.check_empty()
+
+
+def test_a_reset_finds_nothing_and_saves_nothing_of_what_ran(open_engine: Open):
+    engine = open_engine()
+    running = engine.submit(PROMPT, wanted=len(PROMPT) + 9)
+    engine.run(lambda: running.num_tokens > len(PROMPT))
+    assert engine.scheduler.reset_cache()
+    engine.run()
+    engine.flush()
+    assert engine.answer(PROMPT).cached == 0  # not even what `running` went on to compute
+    engine.flush()
+    assert engine.answer(PROMPT).cached == 5 * T
+    engine.check_empty()
+
+
+def test_no_reset_during_a_load(open_engine: Open, store):
+    engine = open_engine()
+    engine.answer(PROMPT)
+    engine.flush()
+    store.delay_s = 0.1
+    store.set("late")
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 1)
+    engine.run(lambda: request.state == "loading")
+    assert not engine.scheduler.reset_cache()
+    engine.run()
+    assert engine.answer(PROMPT).cached == 5 * T
+
+
+# ------------------------------------------------------------------ apart, and together
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt_embeds": object()},
+        {"prompt_token_ids": None},
+        {"resumable": True},
+        {"cache_salt": ""},
+        {"cache_salt": "\ud800"},
+        {"mm_features": [SimpleNamespace(mm_hash=None, identifier="cat.png", modality="image")]},
+        {"lora_request": SimpleNamespace(lora_int_id=1, lora_path="/no/where", load_inplace=False)},
+        {"lora_request": SimpleNamespace(lora_int_id=1, lora_path="/", load_inplace=True)},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_told_apart_is_not_cached(open_engine: Open, store, more):
+    engine = open_engine()
+    for _ in range(2):
+        assert engine.answer(PROMPT, **more).cached == 0
+    engine.flush()
+    assert engine.answer(PROMPT).cached == 0
+    engine.check_empty()
+
+
+def picture(name: str, offset: int = 6, length: int = 3) -> SimpleNamespace:
+    return SimpleNamespace(
+        mm_hash=name * 64,
+        identifier=name * 64,
+        modality="image",
+        mm_position=SimpleNamespace(offset=offset, length=length),
+    )
+
+
+def test_pictures_count_from_the_block_that_they_touch(open_engine: Open):
+    engine = open_engine()
+    engine.answer(PROMPT, mm_features=[picture("a")])
+    engine.flush()
+    assert engine.answer(PROMPT, mm_features=[picture("a")]).cached == 5 * T
+    assert engine.answer(PROMPT, mm_features=[picture("b")]).cached == T
+    assert engine.answer(PROMPT).cached == T
+
+
+def test_salts_and_adapters_are_apart(open_engine: Open, tmp_path: Path):
+    def lora(name: str, number: int) -> SimpleNamespace:
+        folder = tmp_path / name
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text("{}")
+            (folder / "adapter_model.safetensors").write_bytes(name.encode() * 50)
+        return SimpleNamespace(lora_int_id=number, lora_path=str(folder), load_inplace=False)
+
+    engine = open_engine()
+    kinds = [
+        {},
+        {"cache_salt": "one"},
+        {"cache_salt": "two"},
+        {"lora_request": lora("a", 1)},
+        {"lora_request": lora("b", 2)},
+    ]
+    for kind in kinds:
+        assert engine.answer(PROMPT, **kind).cached == 0
+        engine.flush()
+    for kind in kinds:
+        assert engine.answer(PROMPT, **kind).cached == 5 * T
+    # The engine's number means nothing; another file does.
+    assert engine.answer(PROMPT, lora_request=lora("a", 7)).cached == 5 * T
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"new" * 50)
+    assert engine.answer(PROMPT, lora_request=lora("a", 1)).cached == 0
+    assert engine.answer(PROMPT, lora_request=lora("a", 9)).cached == 0
+    engine.check_empty()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> str:
+    """A store that several engines use at once."""
+    return f"disk://{tmp_path}/store?capacity=16MiB"
+
+
+def test_a_producer_tells_how_far_and_a_consumer_waits_for_it(open_engine: Open, shared):
+    consumer = open_engine(Roles(saves=False, producer_timeout_s=15.0), min_priority=1, url=shared)
+    told_of = {NUM_TOKENS: 5 * T}
+    waiting = consumer.submit(PROMPT, wanted=len(PROMPT) + 1, kv_transfer_params=told_of)
+    until = time.monotonic() + 0.05
+    consumer.run(lambda: time.monotonic() > until)
+    assert waiting.state == "waiting"
+    producer = open_engine(Roles(loads=False, tells=True), url=shared)
+    assert producer.answer(PROMPT).params == told_of
+    consumer.run()
+    assert (waiting.cached, waiting.answer) == (5 * T, told(consumer))
+
+
+def test_a_consumer_waits_no_longer_than_it_was_told_to(open_engine: Open):
+    consumer = open_engine(Roles(saves=False, producer_timeout_s=0.1), min_priority=1)
+    started = time.monotonic()
+    answer = consumer.answer(PROMPT, kv_transfer_params={NUM_TOKENS: 5 * T})
+    assert 0.1 <= time.monotonic() - started < 2 * 0.1 + 1
+    assert (answer.cached, answer.answer) == (0, told(consumer))
+
+
+def test_a_consumer_saves_nothing_and_a_producer_loads_nothing(open_engine: Open, shared):
+    consumer = open_engine(Roles(saves=False), min_priority=1, url=shared)
+    consumer.answer(PROMPT, 2 * T)
+    consumer.flush()
+    both = open_engine(url=shared)
+    assert both.answer(PROMPT).cached == 0
+    both.flush()
+    producer = open_engine(Roles(loads=False), url=shared)
+    assert producer.answer(PROMPT).cached == 0
+    assert consumer.answer(PROMPT).cached == 5 * T
+
+
+# ------------------------------------------------------------------ what vLLM describes
+
+
+def spec(kind: str = "FullAttentionSpec", **more):
+    values = {
+        "block_size": 16,
+        "num_kv_heads": 2,
+        "head_size": 8,
+        "head_size_v": 8,
+        "dtype": torch.float32,
+        "sliding_window": None,
+    }
+    return type(kind, (), values | more)()
+
+
+def config(*groups) -> SimpleNamespace:
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=names, kv_cache_spec=one) for names, one in groups
+        ]
+    )
+
+
+def test_groups_become_layouts_with_the_layers_in_order():
+    groups = cache_groups(
+        config(
+            (["model.layers.10.attn", "model.layers.2.attn"], spec()),
+            (["model.layers.1.attn"], spec("SlidingWindowSpec", sliding_window=64)),
+        )
+    )
+    assert [one.layout.layers for one in groups] == [(2, 10), (1,)]
+    assert [one.layout.window for one in groups] == [None, 64]
+    assert groups[0].layer_names == ("model.layers.2.attn", "model.layers.10.attn")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (spec("MambaSpec"), "MambaSpec"),
+        (spec("ChunkedLocalAttentionSpec"), "ChunkedLocal"),
+        (spec(kv_quant_mode=1), "quantised"),
+        (spec(state_content_bytes=100), "packed"),
+        (spec(num_head_slots=1), "packed"),
+        (spec(non_causal=True), "causal"),
+        (spec(block_size=24), "tokens_per_block: 24"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_a_sentence(wrong, says):
+    with pytest.raises(ConfigurationError, match=says):
+        cache_groups(config((["model.layers.0.attn"], wrong)))
+
+
+def test_blocks_of_different_sizes_are_refused():
+    groups = config((["layers.0"], spec()), (["layers.1"], spec(block_size=32)))
+    with pytest.raises(ConfigurationError, match="must have the same"):
+        cache_groups(groups)
+
+
+@pytest.mark.parametrize(
+    ("rank_heads", "size", "model_heads", "total"),
+    [(2, 2, 4, 4), (1, 8, 4, 4), (4, 1, 4, 4), (3, 2, 5, 6)],
+)
+def test_heads_of_the_whole_model(rank_heads, size, model_heads, total):
+    groups = cache_groups(config((["layers.0"], spec(num_kv_heads=rank_heads))))
+    assert total_heads(groups, Shard(0, size), model_heads) == (total,)
+
+
+def engine_config(**more) -> SimpleNamespace:
+    values = {
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
+        "speculative_config": None,
+        "load_config": SimpleNamespace(load_format="auto"),
+        "model_config": SimpleNamespace(quantization=None, hf_overrides={}),
+    }
+    return SimpleNamespace(**(values | more))
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (
+            {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)},
+            "pipeline_parallel_size=2",
+        ),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "method='eagle'"),
+        ({"load_config": SimpleNamespace(load_format="dummy")}, "load_format='dummy'"),
+        ({"model_config": SimpleNamespace(hf_overrides=lambda one: one)}, "hf_overrides"),
+    ],
+)
+def test_settings_that_would_give_wrong_hits_are_refused(more, says):
+    refuse_unserved(engine_config())
+    refuse_unserved(engine_config(speculative_config=SimpleNamespace(method="ngram")))
+    with pytest.raises(ConfigurationError, match=says):
+        refuse_unserved(engine_config(**more))
+
+
+def test_settings_that_change_kv_are_in_the_namespace():
+    plain = engine_config()
+    scaled = engine_config(model_config=SimpleNamespace(hf_overrides={"rope_theta": 5.0}))
+    other = engine_config(model_config=SimpleNamespace(hf_overrides={"rope_theta": 6.0}))
+    assert variant_of(plain) == {}
+    assert variant_of(scaled) != variant_of(other)
+    assert variant_of(plain, packing="opaque") == {"packing": "opaque"}
+
+
+# ------------------------------------------------------------------ memory
+
+
+def group(num_kv_heads: int = 2, block_size: int = 16):
+    return cache_groups(
+        config((["layers.0"], spec(num_kv_heads=num_kv_heads, block_size=block_size)))
+    )
+
+
+def test_keys_and_values_are_found_in_every_form():
+    keys, values = torch.randn(2, 3, 16, 2, 8)  # [num_blocks, tokens, heads, dim] of each
+    packed = torch.cat([keys, values], 3).transpose(1, 2).contiguous()
+    smaller = torch.cat([keys, values], 3).reshape(6, 8, 2, 16).transpose(1, 2)
+    pair = torch.stack([keys, values])
+    transposed = torch.stack(
+        [keys.permute(0, 2, 3, 1).reshape(3, 2, 128), values.transpose(1, 2).reshape(3, 2, 128)], 2
+    ).view(3, 2, 16, 16)
+    for cache, packing in (
+        (packed, None),
+        (smaller, None),
+        (pair, None),
+        (transposed, "transposed"),
+    ):
+        [planes] = group_planes(group(), {"layers.0": cache}, 3, packing=packing)
+        assert torch.equal(planes.views[0], keys)
+        assert torch.equal(planes.views[1], values)
+        assert planes.views[0].untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("cache", "packing", "says"),
+    [
+        (torch.zeros(3, 2, 16, 20), None, "shape"),
+        (torch.zeros(3, 4, 16, 16), None, "cannot be served"),
+        (torch.zeros(6, 2, 8, 16), None, "block size to 8"),
+        (torch.zeros(3, 2, 32, 16)[:, :, ::2], "transposed", "strides"),
+        (torch.zeros(3, 2, 16, 16, dtype=torch.float16), None, "float16"),
+    ],
+)
+def test_memory_of_another_shape_is_refused(cache, packing, says):
+    with pytest.raises(ConfigurationError, match=says):
+        group_planes(group(), {"layers.0": cache}, 3, packing=packing)
+
+
+def test_a_layer_without_memory_is_refused():
+    with pytest.raises(ConfigurationError, match=r"layers\.0"):
+        group_planes(group(), {}, 3)
+
+
+# ------------------------------------------------------------------ reports, counters
+
+
+def test_reports_of_ranks_are_joined():
+    one = WorkerReport((WorkerMeta({1: 2}),), {5: 8, 6: 4})
+    other = WorkerReport((WorkerMeta({1: 1}),), {5: 4})
+    joined = one.aggregate(other)
+    assert joined.failed == {5: 4, 6: 4}
+    assert len(joined.ranks) == 2
+
+
+def test_counters_are_told_once():
+    steps = CounterSteps()
+    steps.take()
+    count("connector.lookup.late")
+    assert steps.take()["late_lookups"] == 1
+    assert "late_lookups" not in steps.take()
+
+
+def test_an_adapter_that_is_still_read_is_asked_for_again(open_engine: Open, monkeypatch):
+    engine = open_engine()
+    pending: Future[str] = Future()
+    monkeypatch.setattr(engine.scheduler._adapters, "find", lambda *_: pending)
+    lora = SimpleNamespace(lora_int_id=1, lora_path="here", load_inplace=False)
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 1, lora_request=lora)
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    pending.set_result("d" * 64)
+    engine.run()
+    assert request.answer == told(engine)
+    engine.check_empty()
