@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
 from kvconnect.integrations.transformers import PromptCache, StoredCache
 from kvconnect.integrations.transformers.cached_row import CachedRow
+from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.rows import PromptRow
 from kvconnect.keys import BlockKey, Namespace, chain_key
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, BackendFault, FaultyBackend
@@ -508,3 +510,23 @@ def test_a_block_that_was_rejected_is_saved_again_by_its_new_name():
     assert again[0].key != first[2].key
     assert again[0].parent == first[1].key
     assert again[0].key == chain_key(first[1].key, again[0].tokens)
+
+
+def test_a_destructor_inside_of_a_lock_does_not_wait_for_it():
+    class Cache:
+        def __init__(self) -> None:
+            self.saved = False
+
+        def save(self) -> None:
+            with lock:
+                self.saved = True
+
+    lock, cache, ended = threading.Lock(), Cache(), EndedCaches()
+    with lock:
+        ended.put(cache)  # as the garbage collector does it, on the thread that holds the lock
+        assert not cache.saved
+    assert ended.wait(10)
+    assert cache.saved
+    ended.close(10)
+    ended.put(cache)
+    assert ended.wait(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from typing import Any, Self
@@ -19,6 +20,7 @@ from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.transformers.cached_row import CachedRow
+from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.geometry import ModelGeometry
 from kvconnect.integrations.transformers.identity import WeightVersions, digest_of_loaded
 from kvconnect.integrations.transformers.restoring import restore
@@ -29,6 +31,9 @@ from kvconnect.text import shown
 from kvconnect.trace import count, warn_once
 
 __all__ = ["PromptCache"]
+
+_open: set[PromptCache] = set()
+"""All that were not closed: they live until the process exits, and are closed then."""
 
 _ENGINE = "transformers"
 _LABELS = (("engine", _ENGINE),)
@@ -98,11 +103,13 @@ class PromptCache:
             geometry.layouts,
             None if limit is None else limit.num_tokens,
             config.save_on == "finish",
+            EndedCaches(),
         )
         self._live: weakref.WeakSet[StoredCache] = weakref.WeakSet()
         self._closing = threading.Lock()
         self._closed = False
         self._hooks = _Hooks(model, self._live)
+        _open.add(self)
         close_at_exit(self)
 
     def prefill(
@@ -172,9 +179,11 @@ class PromptCache:
         Returns:
             Whether it was all stored, or given up, in time.
         """
+        until = time.monotonic() + (self._config.save_timeout_s if timeout_s is None else timeout_s)
         for cache in list(self._live):
             cache.save()
-        return self._store.flush(self._config.save_timeout_s if timeout_s is None else timeout_s)
+        saved = self._saving.ended.wait(max(0.0, until - time.monotonic()))
+        return self._store.flush(max(0.0, until - time.monotonic())) and saved
 
     def close(self) -> None:
         """Save what is left, up to ``save_timeout_s``; let go of model and store. Idempotent."""
@@ -185,7 +194,9 @@ class PromptCache:
         self._hooks.remove()
         for cache in list(self._live):
             cache.save()
+        self._saving.ended.close(self._config.save_timeout_s)
         self._store.close()
+        _open.discard(self)
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,17 +14,16 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvconnect.connector.offload.messages import SaveOrder
-from kvconnect.errors import KvConnectError, UsageError
+from kvconnect.errors import UsageError
 from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.transformers.cached_row import CachedRow
+from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.restoring import Restored
 from kvconnect.integrations.transformers.tensors import LayerTensors, as_blocks, tail_block
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import warn_once
 
 __all__ = ["SavingTo", "StoredCache"]
-
-_log = logging.getLogger("kvconnect")
 
 # Saved as soon as so many tokens wait for it: each time costs about as much as a few blocks.
 _SAVE_TOKENS = 256
@@ -40,12 +38,14 @@ class SavingTo:
         layouts: of its pool groups.
         max_tokens: sequences beyond that are not saved any more; ``None``: no limit.
         at_end: save only at the end.
+        ended: takes caches in that no one refers to any more.
     """
 
     store: StoreAccess
     layouts: tuple[KvCacheLayout, ...]
     max_tokens: int | None
     at_end: bool
+    ended: EndedCaches
 
 
 class StoredCache(DynamicCache):
@@ -268,11 +268,10 @@ class StoredCache(DynamicCache):
         self._end()
 
     def __del__(self) -> None:
-        try:
-            self.save()
-        except (KvConnectError, RuntimeError, AttributeError) as error:
-            # Half made, or at the end of the interpreter.
-            _log.debug("a prompt cache was not saved at its end: %r", error)
+        # The saving happens elsewhere: this may run inside of any lock, on any thread.
+        saving = getattr(self, "_saving", None)
+        if saving is not None and getattr(self, "_rows", None):
+            saving.ended.put(self)
 
     # ------------------------------------------------------------------ what generate() does to it
 
