@@ -28,6 +28,7 @@ from kvconnect.backend import DEFAULT_RETENTION_PRIORITY, Backend
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.redaction import without_passwords
 from kvconnect.settings import Settings
+from kvconnect.text import check_text
 
 if TYPE_CHECKING:
     import torch
@@ -295,6 +296,9 @@ class KvCacheConnectorConfig(Settings):
             and ``int8`` (lossy), one of ``zstd`` and ``lz4``, ``aes-gcm``, joined by ``+``.
         key_file: file with the secret key of ``aes-gcm``. Blocks rounded by another codec or
             encrypted with another key are not found, as those of another model.
+        namespace: engines find each other's blocks only under the same name; ``shared`` is the
+            usual one for engines of several kinds. By default each kind has its own: kernels differ
+            in the last bits of keys and values.
         lookup_timeout_ms: what all lookups of one engine step together may delay it by.
         load_timeout_s: deadline of a load; past it the tokens are computed. A load that is under
             way when its store freezes waits for this at most: less if the store gives up sooner
@@ -324,6 +328,7 @@ class KvCacheConnectorConfig(Settings):
     transfer: TransferConfig | None = None
     codec: str | None = None
     key_file: str | None = None
+    namespace: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     lookup_timeout_ms: Annotated[float, Field(ge=0)] = 20.0
     load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     save_timeout_s: Annotated[float, Field(gt=0)] = 30.0
@@ -347,6 +352,13 @@ class KvCacheConnectorConfig(Settings):
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             yield name, without_passwords(value) if name == "url" and value is not None else value
+
+    @field_validator("namespace")
+    @classmethod
+    def _encodable(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_text("namespace", value)
+        return value
 
     @model_validator(mode="after")
     def _one_way_in(self) -> Self:

@@ -70,6 +70,12 @@ DOORS = {
     "engine.request": "engine.model engine.drafts",
     "engine.ranks": "engine.model engine.checkpoint engine.attachment connector cache",
     "integrations.core": "connector kernels backends",
+    "integrations.transformers": (
+        "integrations.core engine.model engine.checkpoint.hub_cache engine.attachment"
+        " engine.at_exit connector kernels"
+    ),
+    "integrations.sglang": "integrations.core engine.at_exit connector kernels",
+    "integrations.trtllm": "integrations.core engine.at_exit connector kernels",
     "integrations.trtllm_shim": "engine connector cache",
     "integrations.vllm": "integrations.core connector kernels",
     "server": "engine.llm engine.request server.openai",

@@ -76,7 +76,8 @@ class BlockSave:
         parent: chained key of the block before it, or of the namespace's root.
         number: which block of its request it is.
         block_id: where it is in the pool of `group`.
-        tokens: its own; fewer than a whole block's for a tail.
+        tokens: its own; fewer than a whole block's for a tail. ``None``: a whole block's, which
+            are not known.
         priority: retention priority.
         group: pool group.
     """
@@ -85,7 +86,7 @@ class BlockSave:
     parent: BlockKey
     number: int
     block_id: int
-    tokens: TokenArray
+    tokens: TokenArray | None
     priority: int
     group: int = 0
 

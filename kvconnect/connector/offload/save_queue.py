@@ -59,7 +59,8 @@ class HeldSaves:
             for order in orders
             for block in order.blocks
             if block.number >= first[block.group]
-            and block.number * size + len(block.tokens) <= num_tokens
+            and block.number * size + (size if block.tokens is None else len(block.tokens))
+            <= num_tokens
         }
         if not blocks:
             return None

@@ -182,17 +182,31 @@ _open_stores: dict[int, _Entry] = {}
 _lock = threading.Lock()
 
 
-def stored_as(model_digest: bytes, config: KvCacheConnectorConfig | None) -> bytes:
-    """`model_digest`, or another one where blocks come back from the store rounded, or encrypted.
+def stored_as(
+    model_digest: bytes, config: KvCacheConnectorConfig | None, *, engine: str | None = None
+) -> bytes:
+    """What stands for the model of `model_digest` in the keys of blocks of this configuration.
 
-    So engines with another codec or another encryption key do not find these blocks at all, rather
-    than find and refuse them. Lossless compression makes no difference.
+    Another digest where blocks come back from the store rounded, or encrypted: engines with another
+    codec or another encryption key do not find these blocks at all, rather than find and refuse
+    them. Lossless compression makes no difference. And another one for each namespace.
+
+    Args:
+        model_digest: 32 bytes.
+        config: ``None``: there is no store.
+        engine: the kind of engine, whose namespace it is unless `config` names another; ``None``:
+            kvconnect's own.
 
     Raises:
         ConfigurationError, MissingExtra: the codec, or its key file, cannot be used.
     """
     if config is None:
         return model_digest
+    namespace = config.namespace or engine
+    if namespace is not None:
+        state = hashlib.blake2b(model_digest, digest_size=32, person=b"kvc-engines")
+        state.update(namespace.encode())
+        model_digest = state.digest()
     codecs = codecs_of(config.backend or config.url, codec=config.codec, key_file=config.key_file)
     if not codecs.identity:
         return model_digest

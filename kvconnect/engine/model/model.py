@@ -27,7 +27,7 @@ from kvconnect.engine.model.sharding import ModelRanks, SingleRank, shard
 from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
-__all__ = ["Model", "PositionLimit", "check_sharing"]
+__all__ = ["Model", "PositionLimit", "check_sharing", "position_limit"]
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -79,7 +79,7 @@ class Model:
         self.config = config
         self.dtype: torch.dtype = self._model.dtype
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
-        self.position_limit = _position_limit(config)
+        self.position_limit = position_limit(config)
         self.eos_token_ids = _eos_token_ids(self._model)
         self.layers = self._probe()
         self.whole_layers = [
@@ -238,7 +238,12 @@ def _rope_parameters(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
     yield from nested or [parameters]
 
 
-def _position_limit(config: PreTrainedConfig) -> PositionLimit | None:
+def position_limit(config: PreTrainedConfig) -> PositionLimit | None:
+    """How long a sequence may get; ``None``: no limit is known.
+
+    Raises:
+        UnsupportedModel: its RoPE changes with the length of a sequence, at an unknown length.
+    """
     limits = []
     longest = getattr(config, "max_position_embeddings", None)
     if longest:

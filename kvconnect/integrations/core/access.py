@@ -1,49 +1,70 @@
-"""Blocks between an engine's memory and a store, for engines that ask for them page by page."""
+"""Blocks between an engine's memory and a store, for engines that ask for them by themselves."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
 
 from kvconnect.connector.data import LlmArgs, TransferFailure
 from kvconnect.connector.offload.background_load import BackgroundLoads
 from kvconnect.connector.offload.budget import LookupBudget
+from kvconnect.connector.offload.lookup import Hit, Query, look_up
 from kvconnect.connector.offload.messages import BlockLoad, BlockSave, LoadBlocks, SaveOrder
 from kvconnect.connector.offload.save_queue import SaveQueue
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
 from kvconnect.connector.offload.store import BlockRoute, OffloadStore
 from kvconnect.connector.offload.strided import StridedCopier, StridedPlanes
 from kvconnect.errors import KvConnectError, UsageError
+from kvconnect.integrations.core.attached_memory import AttachedCopier
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey
-from kvconnect.trace import count, warn_once
+from kvconnect.layout import KvCacheLayout
+from kvconnect.shards import StoredHeads
+from kvconnect.trace import Labels, count, metrics, warn_once
 
 __all__ = ["StoreAccess"]
+
+T = TypeVar("T")
 
 # A load gives up by itself before the one that waits for it does.
 _SPARE_S = 1.0
 
 
 class StoreAccess:
-    """A store and the pools that its blocks go to and come from. No method raises for the store.
+    """A store and the memory that its blocks go to and come from. No method raises for the store.
 
     Calls block, each within its deadline, and may come from several threads. Everything between
-    pools and store goes through staging memory, so a store that answers too late writes nowhere.
+    memory and store goes through staging memory, so a store that answers too late writes nowhere.
+    In a process that was forked from the one that made it nothing is found, and nothing saved.
 
     Args:
         llm_args: of this rank; ``kv_connector_config`` names the store.
-        pools: the planes of each pool group, see `kvconnect.integrations.core.memory`.
+        pools: the planes of each pool group, see `kvconnect.integrations.core.memory`; or the
+            device of memory that is attached for each call, see `attached`.
+        labels: of what is counted.
 
     Raises:
         ConfigurationError: the store cannot be opened, ``staging_bytes`` is below one block.
     """
 
-    def __init__(self, llm_args: LlmArgs, pools: Sequence[PagedKv | StridedPlanes]) -> None:
+    def __init__(
+        self,
+        llm_args: LlmArgs,
+        pools: Sequence[PagedKv | StridedPlanes] | torch.device,
+        *,
+        labels: Labels = (),
+    ) -> None:
         self._config = llm_args.kv_connector_config
         self._tokens_per_block = llm_args.tokens_per_block
+        self._labels = labels
+        self._process = os.getpid()
         self._open: OffloadStore | None = OffloadStore.acquire(llm_args)
         try:
             self._take(self._open, llm_args, pools)
@@ -52,18 +73,26 @@ class StoreAccess:
             raise
 
     def _take(
-        self, store: OffloadStore, llm_args: LlmArgs, pools: Sequence[PagedKv | StridedPlanes]
+        self,
+        store: OffloadStore,
+        llm_args: LlmArgs,
+        pools: Sequence[PagedKv | StridedPlanes] | torch.device,
     ) -> None:
-        on_cuda = pools[0].device.type == "cuda"
-        largest = max(layout.block_nbytes for layout in llm_args.layouts)
-        staging = StagingPool(self._config.staging_bytes, largest, pin=on_cuda)
+        layouts = llm_args.layouts
+        device = pools if isinstance(pools, torch.device) else pools[0].device
+        largest = max(layout.block_nbytes for layout in layouts)
+        staging = StagingPool(self._config.staging_bytes, largest, pin=device.type == "cuda")
         store.backend.register(staging.region)
-        copiers = tuple(
-            StridedCopier(one, layout, staging)
-            if isinstance(one, StridedPlanes)
-            else PoolCopier(one, layout, staging)
-            for one, layout in zip(pools, llm_args.layouts, strict=True)
-        )
+        self._attached: tuple[AttachedCopier, ...] = ()
+        copiers: tuple[PoolCopier, ...]
+        if isinstance(pools, torch.device):
+            copiers = self._attached = tuple(
+                AttachedCopier(layout, staging, device) for layout in layouts
+            )
+        else:
+            copiers = tuple(
+                _copier(one, layout, staging) for one, layout in zip(pools, layouts, strict=True)
+            )
         self._route = BlockRoute.of(store, staging, copiers)
         self._budget = LookupBudget(
             self._config.lookup_timeout_ms / 1000, store.backend, store.io.submit
@@ -75,86 +104,172 @@ class StoreAccess:
         self._numbers = itertools.count()
         self._asking = threading.Lock()
         self._saving = threading.Lock()
+        self._closing = threading.Lock()
         self._waiting: dict[int, Future[TransferFailure | None]] = {}
+        self._hide_gauges = metrics.add_gauges(staging.sizes, self._labels)
+
+    @property
+    def attached(self) -> tuple[AttachedCopier, ...]:
+        """For each pool group what memory is attached to, and gives it its block ids."""
+        return self._attached
+
+    @property
+    def heads(self) -> tuple[StoredHeads, ...]:
+        """Of each pool group, which of the model's KV heads this rank has."""
+        return self._route.heads
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes may have the store open, too."""
+        return self._route.store.backend.capabilities.shared
+
+    @property
+    def saves_tails(self) -> bool:
+        """Whether partly filled blocks can be found, and are wanted."""
+        return self._route.store.enumerable and self._config.save_partial_tails
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls reach the store now: its breaker is closed, and this is its process.
+
+        Raises:
+            UsageError: it was closed.
+        """
+        return self._store.backend.available and os.getpid() == self._process
+
+    # ------------------------------------------------------------------ finding
+
+    def find(self, queries: Sequence[Query]) -> list[Hit]:
+        """What the store has of each prompt; partial tails count, and any tensor parallelism.
+
+        Blocks within ``lookup_timeout_ms`` for all of them together; what is late, or failed,
+        counts as nothing.
+        """
+        if not self.usable:
+            return [Hit()] * len(queries)
+        store = self._store
+        asked = [
+            store.io.submit(self._budget.timed(look_up(store.backend, query))) for query in queries
+        ]
+        self._wait(asked)
+        return [self._answer(one, Hit()) for one in asked]
 
     def lookup(self, keys: Sequence[BlockKey], group: int = 0) -> int:
         """How many leading blocks with these chained `keys` the store has, for all ranks.
 
         Blocks within ``lookup_timeout_ms``; what is late, or failed, counts as 0.
         """
-        store = self._store
-        if not keys or not store.backend.available:
+        if not keys or not self.usable:
             return 0
+        store = self._store
         heads = self._route.heads[group]
-        shared = store.backend.capabilities.shared
         wanted = [
             one
             for key in keys
             for one in (
                 heads.store_keys(key, group, heads.size)
-                if shared
+                if self.shared
                 else (self._route.store_key(key, group),)
             )
         ]
+        asked = store.io.submit(self._budget.timed(store.backend.lookup(wanted)))
+        self._wait([asked])
+        return self._answer(asked, 0) // (len(wanted) // len(keys))
+
+    def _wait(self, asked: Sequence[Future[Any]]) -> None:
         with self._asking:
             self._budget.start_step()
-            asked = store.io.submit(self._budget.timed(store.backend.lookup(wanted)))
-            self._budget.wait(asked)
+            for one in asked:
+                self._budget.wait(one)
+
+    def _answer(self, asked: Future[T], nothing: T) -> T:
         if not asked.done():
             asked.cancel()
-            count("connector.lookup.late")
-            return 0
+            count("connector.lookup.late", self._labels)
+            return nothing
         error = asked.exception()
         if isinstance(error, KvConnectError):
-            count("connector.lookup.failed")
+            count("connector.lookup.failed", self._labels)
             warn_once("connector.lookup", f"lookup failed, the prompt is computed: {error}")
-            return 0
-        return asked.result() // (len(wanted) // len(keys))
+            return nothing
+        return asked.result()
+
+    # ------------------------------------------------------------------ loading
 
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], group: int = 0) -> int:
-        """Fill `block_ids` of the pool with the blocks of these chained `keys`.
-
-        Blocks up to ``load_timeout_s``. Blocks beyond the returned number may hold anything, and
-        nothing writes to them any more.
+        """Fill `block_ids` of the pool with the blocks of these chained `keys`; see `load_all`.
 
         Returns:
             How many leading ones are there.
         """
-        if not keys:
-            return 0
-        number = next(self._numbers)
-        blocks = tuple(
+        blocks = [
             BlockLoad(key, block_id, group) for key, block_id in zip(keys, block_ids, strict=True)
-        )
-        size = self._tokens_per_block
-        ended = self._waiting[number] = Future()
-        self._loads.start(LoadBlocks(number, 0, len(blocks) * size, blocks))
+        ]
+        return self.load_all([blocks])[0]
+
+    def load_all(self, orders: Sequence[Sequence[BlockLoad]]) -> list[int]:
+        """Load several runs of blocks; each ends at the first block that cannot be had.
+
+        Blocks up to ``load_timeout_s``. Blocks beyond the returned numbers may hold anything, and
+        nothing writes to them any more.
+
+        Returns:
+            For each order, how many of its leading blocks are there.
+        """
+        if not self.usable:
+            return [0] * len(orders)
+        numbers = [self._start(blocks) for blocks in orders]
+        until = time.monotonic() + self._config.load_timeout_s + _SPARE_S
         try:
-            failure = ended.result(self._config.load_timeout_s + _SPARE_S)
+            return [
+                self._wait_for_load(number, len(blocks), until)
+                for number, blocks in zip(numbers, orders, strict=True)
+            ]
+        finally:
+            for number in numbers:
+                del self._waiting[number]
+
+    def _start(self, blocks: Sequence[BlockLoad]) -> int:
+        number = next(self._numbers)
+        ended = self._waiting[number] = Future()
+        if blocks:
+            size = self._tokens_per_block
+            self._loads.start(LoadBlocks(number, 0, len(blocks) * size, tuple(blocks)))
+        else:
+            ended.set_result(None)
+        return number
+
+    def _wait_for_load(self, number: int, wanted: int, until: float) -> int:
+        try:
+            failure = self._waiting[number].result(max(0.0, until - time.monotonic()))
         except TimeoutError:
             # A store blocks the loop. Nothing is copied from now on but what is under way.
             self._loads.abandon(number)
             warn_once("connector.load.stuck", f"{self._store.backend.name}: blocks its loop")
             time.sleep(_SPARE_S)
             return 0
-        finally:
-            del self._waiting[number]
-        return len(blocks) if failure is None else failure.num_valid_tokens // size
+        return wanted if failure is None else failure.num_valid_tokens // self._tokens_per_block
+
+    def _loaded(self, number: int, failure: TransferFailure | None) -> None:
+        """On the store's thread."""
+        if (waiting := self._waiting.get(number)) is not None:
+            waiting.set_result(failure)
+
+    # ------------------------------------------------------------------ saving
 
     def save(self, blocks: Sequence[BlockSave], *, namespace: bytes = b"") -> int:
-        """Copy `blocks` out of the pool, and write them in the background.
+        """Copy `blocks` out of the memory, and write them in the background.
 
-        The blocks may be handed on when this returns. What there is no room for is dropped, or
+        The memory may be handed on when this returns. What there is no room for is dropped, or
         with ``on_backlog="wait"`` waited for up to ``save_timeout_s``.
 
         Returns:
             How many leading ones are on their way to the store.
         """
-        store = self._store
         if not blocks:
             return 0
-        if not store.backend.available:
-            count("connector.save.lost", blocks=len(blocks))
+        if not self.usable:
+            count("connector.save.lost", self._labels, blocks=len(blocks))
             return 0
         order = SaveOrder(next(self._numbers), tuple(blocks), namespace)
         waits = self._config.on_backlog == "wait"
@@ -164,29 +279,43 @@ class StoreAccess:
             )
             self._saves.take_lost()  # counted already; no request lives to save them again
         if staged < len(blocks):
-            count("connector.save.dropped", blocks=len(blocks) - staged)
+            count("connector.save.dropped", self._labels, blocks=len(blocks) - staged)
+            warn_once(
+                "connector.save.dropped",
+                f"{len(blocks) - staged} blocks were not saved: the store is slower than the model "
+                "and staging_bytes are used up",
+            )
         return staged
 
     def flush(self, timeout_s: float) -> bool:
         """Block until what was saved is written or lost, at most `timeout_s`; whether it is."""
-        return self._saves.flush(timeout_s)
+        return os.getpid() == self._process and self._saves.flush(timeout_s)
+
+    # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
         """Write what is staged, up to ``save_timeout_s``, and close the store. Idempotent."""
-        store, self._open = self._open, None
-        if store is None:
+        with self._closing:
+            store, self._open = self._open, None
+        if store is None or os.getpid() != self._process:
             return
         until = store.begin_close()
-        self._saves.flush(max(0.0, until - time.monotonic()))
+        if not self._saves.flush(max(0.0, until - time.monotonic())):
+            warn_once("connector.drain", f"{store.backend.name}: not everything staged was saved")
         self._budget.end()
+        self._hide_gauges()
         store.release()
-
-    def _loaded(self, number: int, failure: TransferFailure | None) -> None:
-        if (waiting := self._waiting.get(number)) is not None:
-            waiting.set_result(failure)
 
     @property
     def _store(self) -> OffloadStore:
         if self._open is None:
             raise UsageError("StoreAccess: was closed")
         return self._open
+
+
+def _copier(
+    planes: PagedKv | StridedPlanes, layout: KvCacheLayout, staging: StagingPool
+) -> PoolCopier:
+    if isinstance(planes, StridedPlanes):
+        return StridedCopier(planes, layout, staging)
+    return PoolCopier(planes, layout, staging)

@@ -43,7 +43,7 @@ def make_arguments(
         kv_cache_config=KvCacheConfig(tokens_per_block=layouts[0].tokens_per_block),
         kv_connector_config=settings.connector,
         layouts=tuple(layouts),
-        model_digest=stored_as(model_digest, settings.connector),
+        model_digest=stored_as(model_digest, settings.connector, engine=settings.engine),
         shard=shard,
         num_kv_heads=tuple(num_kv_heads),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -19,6 +19,7 @@ _CONNECTOR_FIELDS = (
     "url",
     "codec",
     "key_file",
+    "namespace",
     "lookup_timeout_ms",
     "load_timeout_s",
     "save_timeout_s",
@@ -34,15 +35,12 @@ class OwnSettings(Settings):
     """What stands beside the fields of `KvCacheConnectorConfig`.
 
     Attributes:
-        namespace: ``engine`` keeps each engine's blocks apart, ``shared`` lets those that store the
-            same layout load each other's: the last bits of K and V may then differ.
         model_revision: stands for the weights, which are then not read; for example
             ``org/name@commit``.
         producer_timeout_s: how long a request waits for blocks that another engine told it of, and
             that are not in the store yet.
     """
 
-    namespace: Literal["engine", "shared"] = "engine"
     model_revision: str | None = None
     producer_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
 
@@ -83,6 +81,14 @@ class EngineSettings:
         """
         valid = (*_CONNECTOR_FIELDS, *OwnSettings.model_fields)
         fields = {name: value for name, value in given.items() if name not in passed_over}
+        namespace = fields.pop("namespace", "engine")
+        if namespace not in ("engine", "shared"):
+            raise ConfigurationError(
+                f"{where}: namespace={shown(namespace)}: give 'engine', the engine's own and the "
+                "default, or 'shared'"
+            )
+        if namespace == "shared":
+            fields["namespace"] = namespace
         for name in fields:
             if name not in valid:
                 raise ConfigurationError(
@@ -109,7 +115,7 @@ class EngineSettings:
     @property
     def is_shared(self) -> bool:
         """Whether blocks of other engines may be loaded, and ours by them."""
-        return self.own.namespace == "shared"
+        return self.connector.namespace is not None
 
     def without_saves(self) -> EngineSettings:
         """The same, of an engine that only loads: blocks of priority 0 are not saved."""

@@ -1,0 +1,59 @@
+"""What SGLang's storage configuration says, checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvconnect.errors import ConfigurationError, UnsupportedModel
+from kvconnect.integrations.core.settings import EngineSettings
+from kvconnect.keys import Shard
+from kvconnect.text import shown
+
+__all__ = ["ENGINE", "WHERE", "rank_of", "storage_settings"]
+
+ENGINE = "sglang"
+WHERE = "hicache-storage-backend-extra-config"
+
+# What SGLang reads there for itself.
+_ITS_OWN = (
+    *("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size"),
+    *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
+    *("prefetch_timeout_max", "hicache_storage_pass_prefix_keys", "head_group", "layer_partition"),
+)
+# SGLang asks and saves on threads of its own: these may wait.
+_PATIENT = {"lookup_timeout_ms": 1000.0, "on_backlog": "wait"}
+
+
+def storage_settings(storage_config: Any) -> EngineSettings:
+    """The settings in a ``HiCacheStorageConfig``.
+
+    Raises:
+        ConfigurationError: ``url`` or ``interface_v1`` is missing, or a field is wrong; names it.
+    """
+    given = getattr(storage_config, "extra_config", None) or {}
+    if not isinstance(given, dict):
+        raise ConfigurationError(f"{WHERE}: {shown(given)} must be an object of settings")
+    if not given.get("interface_v1"):
+        raise ConfigurationError(
+            f"{WHERE}.interface_v1: {shown(given.get('interface_v1'))} must be 1: pages are moved "
+            "by SGLang's batch_get_v1 and batch_set_v1"
+        )
+    settings = EngineSettings.of(ENGINE, _PATIENT | given, where=WHERE, passed_over=_ITS_OWN)
+    if settings.is_shared:
+        raise ConfigurationError(
+            f"{WHERE}.namespace: 'shared' is not possible: SGLang tells its storage hashes instead "
+            "of tokens, which no other engine makes keys of; leave it out"
+        )
+    return settings
+
+
+def rank_of(storage_config: Any) -> Shard:
+    """This rank's share of the heads; of pipeline stages the layers of its pages tell.
+
+    Raises:
+        UnsupportedModel: tokens of one page are spread over ranks.
+    """
+    for name in ("attn_cp_size", "dcp_size"):
+        if (size := getattr(storage_config, name, 1) or 1) > 1:
+            raise UnsupportedModel(f"{name}={size}: context parallelism is not served")
+    return Shard(tp_rank=storage_config.tp_rank, tp_size=storage_config.tp_size)

@@ -1,0 +1,242 @@
+"""The storage backend that SGLang's cache controller calls."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvconnect.backend import DEFAULT_RETENTION_PRIORITY
+from kvconnect.connector.offload.messages import BlockSave
+from kvconnect.engine.at_exit import close_at_exit
+from kvconnect.errors import ConfigurationError, UnsupportedModel
+from kvconnect.integrations.core.access import StoreAccess
+from kvconnect.integrations.core.arguments import make_arguments
+from kvconnect.integrations.core.models import digest_of_model, directory_of
+from kvconnect.integrations.core.requests import extra_key_of
+from kvconnect.integrations.sglang.host_pool import HostPool
+from kvconnect.integrations.sglang.settings import ENGINE, rank_of, storage_settings
+from kvconnect.keys import BlockKey, Namespace, root_key
+from kvconnect.shards import whole_layouts
+from kvconnect.trace import Labels, count, warn_once
+
+__all__ = ["KvConnectStorage"]
+
+_LABELS: Labels = (("engine", ENGINE),)
+
+
+def _base() -> Any:
+    """SGLang's abstract class; without SGLang, nothing."""
+    try:
+        return import_module("sglang.srt.mem_cache.hicache_storage").HiCacheStorage
+    except ImportError:
+        return object
+
+
+if TYPE_CHECKING:
+    _Base = object
+else:
+    _Base = _base()
+
+
+class KvConnectStorage(_Base):
+    """Pages of SGLang's host pool in a store; called by its prefetch and backup threads.
+
+    Keys are made of SGLang's page hashes (a chain over tokens, salt and extra key), the model's
+    content, dtype, shape and this rank's share of the heads. Nothing raises for a fault of the
+    store: pages that are not loaded are computed, pages that are not stored are not there later.
+
+    Args:
+        storage_config: SGLang's ``HiCacheStorageConfig``; ``extra_config`` holds the settings.
+        kwargs: of SGLang, without effect.
+
+    Raises:
+        ConfigurationError: a setting is missing or wrong, or the model cannot be identified.
+        UnsupportedModel: the ranks divide pages in a way that is not served.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        self._settings = storage_settings(storage_config)
+        self._rank = rank_of(storage_config)
+        self._is_mla = bool(storage_config.is_mla_model)
+        self._directory = directory_of(str(storage_config.model_name))
+        self._digest = digest_of_model(self._directory, revision=self._settings.own.model_revision)
+        self._access: StoreAccess | None = None
+
+    # ------------------------------------------------------------------ start and end
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take the host pool, and open the store.
+
+        Raises:
+            ConfigurationError: the store cannot be opened, or a page is no power of two of tokens.
+            UnsupportedModel: the pool is of another form.
+        """
+        self.mem_pool_host = mem_pool_host
+        self._pool = HostPool.of(mem_pool_host, is_mla=self._is_mla)
+        layout = self._pool.layout
+        heads = 1 if self._is_mla else layout.num_kv_heads * self._rank.tp_size
+        args = make_arguments(
+            self._settings,
+            self._directory,
+            self._digest,
+            [layout],
+            shard=self._rank,
+            num_kv_heads=[heads],
+        )
+        variant = {"kv_dtype": _kv_dtype(layout.dtype)}
+        namespace = Namespace(extra_key=extra_key_of(self._settings, variant))
+        whole = whole_layouts([layout], self._rank, [heads])
+        self._root = root_key(args.model_digest, whole, namespace)
+        self._namespace = namespace.encode()
+        self._access = StoreAccess(args, [self._pool.planes], labels=_LABELS)
+        close_at_exit(self)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """The pool of keys and values is known already; others are refused.
+
+        Raises:
+            UnsupportedModel: the model keeps something else beside keys and values.
+        """
+        if str(host_pool_name) != "kv":
+            raise UnsupportedModel(
+                f"host pool '{host_pool_name}': models that keep more than keys and values of all "
+                "tokens (hybrid, sparse, draft models) are not served"
+            )
+
+    def close(self) -> None:
+        """Write what is staged, up to ``save_timeout_s``, and let go of the store. Idempotent."""
+        if self._access is not None:
+            self._access.close()
+            self._access = None
+
+    # ------------------------------------------------------------------ pages
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """How many leading pages are stored, for all ranks; late answers count as none."""
+        return 0 if self._access is None else self._access.lookup(self._keys(keys))
+
+    def batch_get_v1(
+        self, keys: Sequence[str], host_indices: Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Load pages into the host pool; True for the leading ones that are there, and sound.
+
+        Of the others the memory is undefined, and nothing writes to it any more.
+        """
+        if self._access is None:
+            return [False] * len(keys)
+        loaded = self._access.load(self._keys(keys), self._pool.pages(host_indices))
+        count("engine.loaded", _LABELS, blocks=loaded)
+        return [number < loaded for number in range(len(keys))]
+
+    def batch_set_v1(
+        self, keys: Sequence[str], host_indices: Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Copy pages out of the host pool, to be written in the background.
+
+        Blocks for room up to ``save_timeout_s``. True for the leading ones that are on their way;
+        of a latent, ranks behind the first save nothing, and say True.
+        """
+        access = self._access
+        if access is None:
+            return [False] * len(keys)
+        if not access.heads[0].is_first:
+            return [True] * len(keys)
+        prefix = getattr(extra_info, "prefix_keys", None) or ()
+        names = self._keys([*prefix[-1:], *keys])
+        parents = names if prefix else [self._root, *names]
+        blocks = [
+            BlockSave(
+                key=key,
+                parent=parent,
+                number=len(prefix) + number,
+                block_id=page,
+                tokens=None,
+                priority=DEFAULT_RETENTION_PRIORITY,
+            )
+            for number, (key, parent, page) in enumerate(
+                zip(
+                    names[len(prefix[-1:]) :],
+                    parents,
+                    self._pool.pages(host_indices),
+                    strict=False,
+                )
+            )
+        ]
+        staged = access.save(blocks, namespace=self._namespace)
+        return [number < staged for number in range(len(keys))]
+
+    def exists(self, key: str) -> bool:
+        """Whether one page is stored."""
+        return self.batch_exists([key]) == 1
+
+    def clear(self) -> None:
+        """Nothing: pages stay right as long as the model is the same.
+
+        ``kvconnect prune`` empties a store.
+        """
+        warn_once("sglang.clear", "the store keeps its blocks; `kvconnect prune URL` drops them")
+
+    def get_stats(self) -> None:
+        """Nothing; kvconnect's own metrics tell."""
+
+    # ------------------------------------------------------------------ what only others call
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Nothing: pages are moved by the batch."""
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        """Nothing; see `batch_get_v1`."""
+        return [None] * len(keys)
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Nothing is stored: pages are moved by the batch."""
+        return False
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Nothing is stored; see `batch_set_v1`."""
+        return False
+
+    def _keys(self, hashes: Sequence[str]) -> list[BlockKey]:
+        """Chained keys: a page's hash stands for all tokens before it."""
+        return [
+            BlockKey(
+                hashlib.blake2b(
+                    self._root + one.encode(), digest_size=32, person=b"kvc-sglang"
+                ).digest()
+            )
+            for one in hashes
+        ]
+
+
+def _kv_dtype(dtype: torch.dtype) -> str:
+    """The dtype that the elements of the pool mean: SGLang holds several 8-bit ones as bytes.
+
+    Raises:
+        ConfigurationError: they are bytes, and SGLang does not say of what.
+    """
+    if dtype.is_floating_point:
+        return str(dtype).removeprefix("torch.")
+    try:
+        arguments: Any = import_module("sglang.srt.server_args")
+        given = arguments.get_global_server_args().kv_cache_dtype
+    except (ImportError, AttributeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"kv-cache-dtype: the host pool holds {dtype}, and SGLang does not say what that "
+            "stands for; use auto or bfloat16"
+        ) from error
+    return str(given)

@@ -1,0 +1,13 @@
+"""A prompt cache for ``model.generate()`` of plain transformers.
+
+May import the engine's knowledge of models (geometry, position limits), the shared core, and what
+that drives. Begin with `prompt_cache`; then `stored_cache` (the `transformers.Cache` of one call),
+`rows` (a batch's prompts), `geometry` and `identity` (what stands for the model in keys).
+"""
+
+from __future__ import annotations
+
+from kvconnect.integrations.transformers.prompt_cache import PromptCache
+from kvconnect.integrations.transformers.stored_cache import StoredCache
+
+__all__ = ["PromptCache", "StoredCache"]

@@ -1,0 +1,103 @@
+"""What a store has of a batch of prompts, brought into tensors of transformers' shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from kvconnect.connector.offload.lookup import Hit, blocks_needed
+from kvconnect.connector.offload.messages import BlockLoad
+from kvconnect.integrations.core.access import StoreAccess
+from kvconnect.integrations.transformers.cached_row import CachedRow
+from kvconnect.integrations.transformers.tensors import LayerTensors, as_blocks, new_layers
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["Restored", "restore"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Restored:
+    """Keys and values of the first tokens of a batch.
+
+    Attributes:
+        num_tokens: leading tokens of every row, padding included.
+        layers: by number; ``[batch, num_tokens, heads, dim]``. Zeros where there is padding, and
+            where a window does not reach any more.
+    """
+
+    num_tokens: int = 0
+    layers: tuple[LayerTensors, ...] = ()
+
+
+def restore(
+    store: StoreAccess,
+    layouts: Sequence[KvCacheLayout],
+    rows: Sequence[CachedRow],
+    *,
+    device: torch.device,
+    min_tokens: int,
+) -> Restored:
+    """Look `rows` up and load what all of them together have; blocks as the store's calls do.
+
+    transformers keeps one length for all rows of a batch: so far counts what each has, or its
+    padding reaches.
+
+    Args:
+        store: where to look.
+        layouts: of its pool groups.
+        rows: told what the store has of them.
+        device: of the tensors.
+        min_tokens: load only if some row gets at least so many.
+    """
+    hits = store.find([row.query(store.heads, shared=store.shared) for row in rows])
+    for row, hit in zip(rows, hits, strict=True):
+        row.note_hit(hit)
+    num_tokens = min(row.offset + hit.end for row, hit in zip(rows, hits, strict=True))
+    ends = [max(0, num_tokens - row.offset) for row in rows]
+    if max(ends) < max(1, min_tokens):
+        return Restored()
+    size = layouts[0].tokens_per_block
+    whole = [-(-end // size) * size for end in ends]
+    has_windows = any(layout.window is not None for layout in layouts)
+    layers = new_layers(
+        layouts,
+        batch=len(rows),
+        num_tokens=max(row.offset + length for row, length in zip(rows, whole, strict=True)),
+        device=device,
+        zeroed=has_windows or any(row.offset for row in rows),
+    )
+    divisible = len(layouts) == 1 and not has_windows
+    with ExitStack() as attached:
+        orders: list[list[BlockLoad]] = []
+        for number, (row, hit) in enumerate(zip(rows, hits, strict=True)):
+            order: list[BlockLoad] = []
+            tokens = range(row.offset, row.offset + whole[number])
+            for group, layout in enumerate(layouts if tokens else ()):
+                blocks = as_blocks(layers, layout, number, tokens)
+                first = attached.enter_context(store.attached[group].attached(blocks))
+                order += _loads(hit, group, layout, ends[number], first)
+            orders.append(order)
+        loaded = store.load_all(orders)
+    reached = num_tokens
+    for row, end, order, count in zip(rows, ends, orders, loaded, strict=True):
+        if count < len(order):
+            valid = min(end, count * size) if divisible else 0
+            row.note_missing(valid)
+            reached = min(reached, row.offset + valid)
+    # A window was loaded for the end that was planned, and for no other.
+    if reached < num_tokens and has_windows:
+        return Restored()
+    if max(reached - row.offset for row in rows) <= 0:
+        return Restored()
+    return Restored(reached, tuple((k[:, :reached], v[:, :reached]) for k, v in layers))
+
+
+def _loads(hit: Hit, group: int, layout: KvCacheLayout, end: int, first_id: int) -> list[BlockLoad]:
+    keys = hit.all_keys
+    return [
+        BlockLoad(keys[number], first_id + number, group, hit.shares.get((group, number)))
+        for number in blocks_needed(layout.window, end, layout.tokens_per_block)
+    ]

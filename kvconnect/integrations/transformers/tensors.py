@@ -1,0 +1,70 @@
+"""Keys and values as transformers holds them, seen as blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["LayerTensors", "as_blocks", "new_layers", "tail_block"]
+
+LayerTensors = tuple[Tensor, Tensor]
+"""A layer's keys and values, ``[batch, tokens, heads, dim]`` each, of any strides."""
+
+
+def new_layers(
+    layouts: Sequence[KvCacheLayout],
+    *,
+    batch: int,
+    num_tokens: int,
+    device: torch.device,
+    zeroed: bool,
+) -> list[LayerTensors]:
+    """Memory for so many tokens of each layer, by the model's number of the layer.
+
+    A block is one contiguous piece of it for each layer, which is what copies like best.
+    """
+    made = torch.zeros if zeroed else torch.empty
+    layers: dict[int, LayerTensors] = {}
+    for layout in layouts:
+        for number in layout.layer_numbers:
+            keys, values = (
+                made(
+                    (batch, num_tokens, layout.num_kv_heads, dim),
+                    dtype=layout.dtype,
+                    device=device,
+                )
+                for dim in (layout.key_dim, layout.value_dim)
+            )
+            layers[number] = (keys, values)
+    return [layers[number] for number in sorted(layers)]
+
+
+def as_blocks(
+    layers: Sequence[LayerTensors], layout: KvCacheLayout, row: int, tokens: range
+) -> PagedKv:
+    """The blocks of a pool group that these `tokens` of a `row` fill; whole blocks."""
+    size = layout.tokens_per_block
+    views = [
+        torch.unflatten(tensor[row, tokens.start : tokens.stop], 0, (len(tokens) // size, size))
+        for number in layout.layer_numbers
+        for tensor in layers[number]
+    ]
+    return PagedKv.from_views(views, per_layer=2)
+
+
+def tail_block(
+    layers: Sequence[LayerTensors], layout: KvCacheLayout, row: int, tokens: range
+) -> PagedKv:
+    """One block that begins with a copy of these `tokens`, fewer than fill it, and zeros."""
+    views = []
+    for number in layout.layer_numbers:
+        for tensor in layers[number]:
+            block = tensor.new_zeros((1, layout.tokens_per_block, *tensor.shape[2:]))
+            block[0, : len(tokens)] = tensor[row, tokens.start : tokens.stop]
+            views.append(block)
+    return PagedKv.from_views(views, per_layer=2)

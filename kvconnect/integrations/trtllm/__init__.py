@@ -1,0 +1,33 @@
+"""kvconnect's stores inside TensorRT-LLM: a connector for its KV cache, of one rank.
+
+``KvCacheConnectorConfig(connector_module="kvconnect.integrations.trtllm",
+connector_scheduler_class="KvConnectScheduler", connector_worker_class="KvConnectWorker")``, and the
+settings in the environment variable ``KVCONNECT_CONFIG``, as JSON. The other way round,
+TensorRT-LLM's connectors in kvconnect's engine, is `kvconnect.integrations.trtllm_shim`.
+
+TensorRT-LLM is imported when one of the two classes is asked for. May import the shared core and
+what that drives. Begin with `scheduler` and `worker`; `attachment` is what both share, `requests`
+what is known of each request, `bases` finds TensorRT-LLM's own classes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvconnect.integrations.trtllm.scheduler import KvConnectScheduler
+    from kvconnect.integrations.trtllm.worker import KvConnectWorker
+
+__all__ = ["KvConnectScheduler", "KvConnectWorker"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KvConnectScheduler":
+        from kvconnect.integrations.trtllm.scheduler import KvConnectScheduler
+
+        return KvConnectScheduler
+    if name == "KvConnectWorker":
+        from kvconnect.integrations.trtllm.worker import KvConnectWorker
+
+        return KvConnectWorker
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,216 @@
+"""What scheduler and worker of one TensorRT-LLM process share: store, pool, fetched blocks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvconnect.connector.offload.messages import BlockLoad, SaveOrder
+from kvconnect.connector.stream import ForwardStream, cuda_stream
+from kvconnect.engine.at_exit import close_at_exit
+from kvconnect.errors import ConfigurationError, UnsupportedModel
+from kvconnect.integrations.core.access import StoreAccess
+from kvconnect.integrations.core.arguments import make_arguments
+from kvconnect.integrations.core.models import digest_of_model, directory_of
+from kvconnect.integrations.core.requests import RequestMaker, extra_key_of
+from kvconnect.integrations.trtllm.settings import (
+    ENGINE,
+    check_engine,
+    engine_settings,
+    variant_of,
+)
+from kvconnect.kernels.block_copy import copy_pairs
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.cuda.driver.streams import copy_streams
+from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import Labels, count, warn_once
+
+__all__ = ["Attachment"]
+
+LABELS: Labels = (("engine", ENGINE),)
+
+# After a load that took all of its time none is tried for so many times that: the engine stands
+# still while one is waited for.
+_PAUSE = 10
+
+
+class Attachment:
+    """A store beside TensorRT-LLM's pool.
+
+    TensorRT-LLM cannot be told that a load failed. So what is promised to it is fetched, and
+    checked, before: into host memory, ``staging_bytes`` of it at most, in addition to the staging
+    memory itself. The step's load is a copy from there, which cannot fail.
+
+    Belongs to TensorRT-LLM's executor thread, which waits for each lookup (``lookup_timeout_ms``)
+    and each load (``load_timeout_s``, by default 2 s).
+    """
+
+    _made: ClassVar[dict[int, Attachment]] = {}
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def of(cls, llm_args: Any) -> Attachment:
+        """The one of these arguments; made by the first that asks.
+
+        Raises:
+            ConfigurationError: a setting is wrong, or the model cannot be identified.
+        """
+        with cls._making:
+            known = cls._made.get(id(llm_args))
+            if known is None:
+                known = cls._made[id(llm_args)] = cls(llm_args)
+            return known
+
+    def __init__(self, llm_args: Any) -> None:
+        check_engine(llm_args)
+        self.llm_args = llm_args  # keeps its id from being given to another
+        self.settings = engine_settings(llm_args)
+        self._directory = directory_of(
+            str(llm_args.model), revision=getattr(llm_args, "revision", None)
+        )
+        self._digest = digest_of_model(self._directory, revision=self.settings.own.model_revision)
+        self._access: StoreAccess | None = None
+        self._maker: RequestMaker | None = None
+        self._pool: PagedKv | None = None
+        self._first_id = 0
+        self._attached = ExitStack()
+        self._fetched: dict[int, PagedKv] = {}
+        self._room = self.settings.connector.staging_bytes
+        self._paused_until = 0.0
+        self.dropped: dict[int, int] = {}
+
+    # ------------------------------------------------------------------ start and end
+
+    def register(self, pool: Tensor) -> None:
+        """Take the pool, ``[num_blocks, num_layers, kv_factor, elements]``, and open the store.
+
+        Raises:
+            ConfigurationError: the store cannot be opened.
+            UnsupportedModel: the pool is of another form.
+        """
+        pool = pool.as_subclass(Tensor)
+        size = int(self.llm_args.kv_cache_config.tokens_per_block)
+        layout = _opaque_layout(pool, size)
+        args = make_arguments(self.settings, self._directory, self._digest, [layout])
+        self._access = StoreAccess(args, pool.device, labels=LABELS)
+        self._pool = PagedKv.from_pool(pool, layout)
+        copier = self._access.attached[0]
+        self._first_id = self._attached.enter_context(copier.attached(self._pool))
+        self._layout = layout
+        variant = {**variant_of(self.llm_args), "pool": str(tuple(pool.shape[1:]))}
+        self._maker = RequestMaker(args, extra_key_of(self.settings, variant))
+        close_at_exit(self)
+
+    def close(self) -> None:
+        """Write what is staged, up to ``save_timeout_s``, and let go of the store. Idempotent."""
+        with self._making:
+            self._made.pop(id(self.llm_args), None)
+        access, self._access = self._access, None
+        if access is not None:
+            access.close()
+            self._attached.close()
+        self._fetched.clear()
+
+    @property
+    def maker(self) -> RequestMaker | None:
+        """Makes requests; ``None`` before the pool is known."""
+        return self._maker if self._access is not None else None
+
+    @property
+    def first_id(self) -> int:
+        """What to add to TensorRT-LLM's block ids in a save."""
+        return self._first_id
+
+    # ------------------------------------------------------------------ the scheduler's
+
+    def count_stored(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks of these chained `keys` the store has; see `StoreAccess`."""
+        return 0 if self._access is None else self._access.lookup(keys)
+
+    def fetch(self, request_id: int, keys: Sequence[BlockKey]) -> int:
+        """Bring blocks into host memory for `request_id`; how many leading ones are there now."""
+        self.forget(request_id)
+        access = self._access
+        nbytes = self._layout.block_nbytes
+        keys = keys[: self._room // nbytes]
+        if access is None or not keys or time.monotonic() < self._paused_until:
+            return 0
+        started = time.monotonic()
+        memory = self._host_blocks(len(keys))
+        with access.attached[0].attached(memory) as first:
+            blocks = [BlockLoad(key, first + number) for number, key in enumerate(keys)]
+            loaded = access.load_all([blocks])[0]
+        took = time.monotonic() - started
+        if loaded < len(keys) and took >= self.settings.connector.load_timeout_s / 2:
+            self._paused_until = time.monotonic() + _PAUSE * took
+            warn_once("trtllm.pause", f"loads took {took:.1f} s; none is tried for a while")
+        if loaded:
+            self._fetched[request_id] = memory
+            self._room -= memory.num_blocks * nbytes
+        return loaded
+
+    def forget(self, request_id: int) -> None:
+        """What was fetched for it is not needed any more."""
+        memory = self._fetched.pop(request_id, None)
+        if memory is not None:
+            self._room += memory.num_blocks * self._layout.block_nbytes
+
+    def _host_blocks(self, count: int) -> PagedKv:
+        pinned = self._pool is not None and self._pool.device.type == "cuda"
+        memory = torch.empty(
+            self._layout.flat_shape(count), dtype=self._layout.dtype, pin_memory=pinned
+        )
+        return PagedKv.from_pool(memory, self._layout)
+
+    # ------------------------------------------------------------------ the worker's
+
+    def copy_in(self, request_id: int, block_ids: Sequence[int], stream: Any) -> None:
+        """Blocks that were fetched go into the pool; `stream` waits for that."""
+        memory, pool = self._fetched.get(request_id), self._pool
+        if memory is None or pool is None:
+            raise ConfigurationError(
+                f"request {request_id}: nothing was fetched for it in this process; scheduler and "
+                "worker of rank 0 must be in one"
+            )
+        forward = _forward_stream(stream)
+        own = None if forward is None else copy_streams(pool.device).load
+        if own is not None and forward is not None:
+            own.wait_stream(forward)
+        moved = copy_pairs(memory, pool, range(len(block_ids)), block_ids, stream=own)
+        if forward is not None:
+            moved.wait_on(forward)
+        count("engine.loaded", LABELS, blocks=len(block_ids))
+        self.forget(request_id)
+
+    def save(self, order: SaveOrder, stream: Any) -> None:
+        """Stage blocks behind `stream`; what there is no room for is noted in `dropped`."""
+        if self._access is None:
+            return
+        forward = _forward_stream(stream)
+        with torch.cuda.stream(forward) if forward is not None else ExitStack():
+            staged = self._access.save(order.blocks, namespace=order.namespace)
+        if staged < len(order.blocks):
+            self.dropped[order.request_id] = order.blocks[staged].number
+
+
+def _forward_stream(stream: ForwardStream | None) -> torch.cuda.Stream | None:
+    return cuda_stream(stream) if isinstance(stream, torch.cuda.Stream) else None
+
+
+def _opaque_layout(pool: Tensor, tokens_per_block: int) -> KvCacheLayout:
+    """Blocks whose inner order is TensorRT-LLM's own: moved whole, and back into the same place."""
+    if pool.ndim != 4 or pool.shape[2] not in {1, 2} or pool.shape[3] % tokens_per_block:
+        raise UnsupportedModel(
+            f"KV pool of shape {tuple(pool.shape)}: [num_blocks, num_layers, 1 or 2, elements] is "
+            f"needed, elements a multiple of tokens_per_block={tokens_per_block}"
+        )
+    dim = pool.shape[3] // tokens_per_block
+    value_dim = dim if pool.shape[2] == 2 else 0
+    return KvCacheLayout(pool.shape[1], 1, dim, value_dim, tokens_per_block, pool.dtype)

@@ -1,0 +1,27 @@
+"""TensorRT-LLM's abstract classes, wherever the installed version has them (1.2 to 1.4)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["connector_class"]
+
+_PLACES = (
+    "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
+    "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
+)
+_OWN = {
+    "KvCacheConnectorScheduler": "kvconnect.connector.scheduler",
+    "KvCacheConnectorWorker": "kvconnect.connector.worker",
+}
+
+
+def connector_class(name: str) -> Any:
+    """The class of this name; where TensorRT-LLM is not installed, kvconnect's own, of its form."""
+    for place in _PLACES:
+        try:
+            return getattr(import_module(place), name)
+        except (ImportError, AttributeError):
+            continue
+    return getattr(import_module(_OWN[name]), name)

@@ -1,0 +1,100 @@
+"""TensorRT-LLM's requests as kvconnect's keys see them, and what is saved of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvconnect.connector.offload.messages import SaveOrder
+from kvconnect.connector.offload.save_plan import SavePlan
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
+from kvconnect.request import LlmRequest
+from kvconnect.trace import Labels, count, warn_once
+
+__all__ = ["TrackedRequest", "tracked"]
+
+# Of a request: what changes keys and values, and is not in its tokens. None of it is told apart.
+_UNTOLD = (
+    *("lora_id", "lora_task_id", "lora_weights", "lora_config", "prompt_embedding_table"),
+    *("multimodal_hashes", "multimodal_embedding", "py_multimodal_data", "mrope_rotary_cos_sin"),
+    *("encoder_tokens", "input_token_extra_ids", "position_ids", "prompt_adapter_id"),
+)
+
+
+class TrackedRequest:
+    """One request while TensorRT-LLM runs it.
+
+    Attributes:
+        request: its tokens and keys.
+        first: number of the first block that was fetched for its next admission.
+        promised: how many were.
+        reported: whether its blocks are known.
+    """
+
+    def __init__(self, request: LlmRequest) -> None:
+        self.request = request
+        self.first = 0
+        self.promised = 0
+        self.reported = False
+        self._plan = SavePlan(request)
+
+    def note_stored(self, num_blocks: int) -> None:
+        """The store has so many leading blocks of it."""
+        self._plan.note_stored((num_blocks,))
+
+    def note_gone(self, block: int) -> None:
+        """That block could not be had, although it was found: it is saved anew."""
+        self._plan.note_missing(block)
+
+    def note_missing(self, block: int) -> None:
+        """That block could not be staged; what is behind it would not be found."""
+        self._plan.note_missing(block, until_end=True)
+
+    def extend(self, data: Any, first_id: int) -> None:
+        """It got what `data`, a ``RequestData``, reports; block ids count from `first_id`."""
+        known = self.request.num_tokens if not self.reported else None
+        tokens = np.asarray(data.new_tokens, dtype=np.int32)
+        # The prompt is known from its admission; the first report repeats it.
+        new = tokens if known is None else tokens[known:]
+        if len(new):
+            self.request.tokens.extend(new)
+        self.reported = True
+        ids = [first_id + block_id for block_id in data.new_block_ids]
+        priorities = getattr(data, "priorities", None) or [PRIORITY] * len(ids)
+        self._plan.extend((ids,), list(priorities)[: len(ids)])
+
+    def order(self, num_computed: int, num_scheduled: int) -> SaveOrder | None:
+        """What a forward pass fills that computes `num_scheduled` tokens behind `num_computed`."""
+        end = min(num_computed + num_scheduled, self.request.num_tokens)
+        num_full = end // self.request.key_chain.tokens_per_block
+        return self._plan.order(num_full, num_computed) if self._plan.is_due(num_full) else None
+
+
+def tracked(request: Any, maker: RequestMaker, labels: Labels) -> TrackedRequest | None:
+    """A record of TensorRT-LLM's `request`; ``None``: it is not cached, and that is counted."""
+    untold = [name for name in _UNTOLD if _is_given(getattr(request, name, None))]
+    if untold:
+        count("engine.request.uncached", labels)
+        warn_once(
+            f"trtllm.{untold}", f"requests with {', '.join(untold)} are computed and not cached"
+        )
+        return None
+    salt = getattr(request, "cache_salt", None)
+    number = getattr(request, "cache_salt_id", None)
+    if salt is None and number is not None:
+        salt = f"id:{number}"
+    try:
+        tokens = np.asarray(request.get_tokens(0), dtype=np.int32)
+        made = maker.make(tokens, cache_salt=salt)
+    except (ConfigurationError, OverflowError) as error:
+        count("engine.request.uncached", labels)
+        warn_once("trtllm.request", f"a request is computed and not cached: {error}")
+        return None
+    made.request_id = request.request_id
+    return TrackedRequest(made)
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)

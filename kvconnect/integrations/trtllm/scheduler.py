@@ -1,0 +1,151 @@
+"""The leader's half, called by TensorRT-LLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvconnect.connector.offload.messages import SaveOrder
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.trtllm.attachment import LABELS, Attachment
+from kvconnect.integrations.trtllm.bases import connector_class
+from kvconnect.integrations.trtllm.messages import CopyIn, StepOrders
+from kvconnect.integrations.trtllm.requests import TrackedRequest, tracked
+from kvconnect.request import LlmRequest
+
+if TYPE_CHECKING:
+    from kvconnect.connector.scheduler import KvCacheConnectorScheduler as _Base
+else:
+    _Base = connector_class("KvCacheConnectorScheduler")
+
+__all__ = ["KvConnectScheduler"]
+
+
+class KvConnectScheduler(_Base):
+    """Finds prompts in a store, and orders into it what is computed.
+
+    Promises only what is in host memory already, and checked: see `Attachment`. So all its loads
+    are synchronous, and no request is ever parked. Blocks are staged in the step that fills them:
+    no request keeps its blocks beyond its end.
+
+    Args:
+        llm_args: TensorRT-LLM's.
+
+    Raises:
+        ConfigurationError: ``KVCONNECT_CONFIG`` is missing or wrong, or there are several ranks.
+    """
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self._attachment = Attachment.of(llm_args)
+        self._requests: dict[int, TrackedRequest | None] = {}
+        self._loads: dict[int, CopyIn] = {}  # for the next step
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Whole blocks beyond `num_computed_tokens` that are fetched now; never the last token.
+
+        Blocks up to ``lookup_timeout_ms`` and ``load_timeout_s``.
+        """
+        maker = self._attachment.maker
+        self._attachment.forget(request.request_id)
+        self._loads.pop(request.request_id, None)
+        if maker is None:
+            return 0, False
+        known = tracked(request, maker, LABELS)
+        # Once more: it was preempted, and its blocks are others.
+        self._requests[request.request_id] = known
+        if known is None:
+            return 0, False
+        size = known.request.key_chain.tokens_per_block
+        keys = known.request.block_keys()
+        num_stored = self._attachment.count_stored(keys)
+        known.note_stored(num_stored)
+        first = num_computed_tokens // size
+        stop = min(num_stored, (known.request.num_tokens - 1) // size)
+        wanted = (stop - first) * size
+        least = max(1, self._attachment.settings.connector.min_load_tokens)
+        if num_computed_tokens % size or wanted < least:
+            return 0, False
+        fetched = self._attachment.fetch(request.request_id, keys[first:stop])
+        if fetched < stop - first:
+            known.note_gone(first + fetched)
+        if fetched * size < least:
+            self._attachment.forget(request.request_id)
+            return 0, False
+        known.first, known.promised = first, fetched
+        return fetched * size, False
+
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+        """What was promised goes into these blocks in the next step.
+
+        All of it that there are blocks for: what the engine does not take it computes, with the
+        same result.
+
+        Raises:
+            ConfigurationError: there are fewer blocks than tokens that were taken; to go on would
+                make wrong tokens.
+        """
+        known = self._requests.get(request.request_id)
+        if known is None or not known.promised:
+            return
+        taken = _num_taken(request)
+        if taken == 0:
+            known.promised = 0  # the blocks may be shared with other requests
+        ids = block_ids[known.first : known.first + known.promised]
+        ids = ids[: next((at for at, one in enumerate(ids) if one < 0), len(ids))]
+        if taken is not None and len(ids) * known.request.key_chain.tokens_per_block < taken:
+            raise ConfigurationError(
+                f"request {request.request_id}: {taken} tokens of what was promised were taken, "
+                f"and there are {len(ids)} blocks for them"
+            )
+        known.promised = len(ids)
+        if ids:
+            self._loads[request.request_id] = CopyIn(request.request_id, tuple(ids))
+        else:
+            self._attachment.forget(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders | None:
+        """What this step loads and saves; ``None``: nothing."""
+        for request_id, block in self._attachment.dropped.items():
+            if (known := self._requests.get(request_id)) is not None:
+                known.note_missing(block)
+        self._attachment.dropped.clear()
+        loads = tuple(self._loads.values())
+        self._loads.clear()
+        saves: list[SaveOrder] = []
+        for data in scheduler_output.new_requests:
+            known = self._requests.get(data.request_id)
+            if known is None:
+                continue
+            known.extend(data, self._attachment.first_id)
+            computed = data.computed_position
+            if known.promised:  # which is not counted in the first report
+                size = known.request.key_chain.tokens_per_block
+                computed = max(computed, (known.first + known.promised) * size)
+                known.promised = 0
+            if (order := known.order(computed, data.num_scheduled_tokens)) is not None:
+                saves.append(order)
+        for data in scheduler_output.cached_requests:
+            known = self._requests.get(data.request_id)
+            if known is None or not known.reported:
+                continue  # preempted: its blocks are not known any more
+            known.extend(data, self._attachment.first_id)
+            order = known.order(data.computed_position, data.num_scheduled_tokens)
+            if order is not None:
+                saves.append(order)
+        return StepOrders(loads, tuple(saves)) if loads or saves else None
+
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+        """False: all that is saved of it was staged in its steps."""
+        self._attachment.forget(request.request_id)
+        self._loads.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
+        return False
+
+
+def _num_taken(request: Any) -> int | None:
+    """Tokens of the promise that are taken; ``None``: not known, as TensorRT-LLM's 0 is."""
+    if isinstance(request, LlmRequest):
+        return request.num_connector_matched_tokens
+    return getattr(request, "py_num_connector_matched_tokens", None) or None

@@ -1,0 +1,156 @@
+"""Host pools as SGLang 0.5.23 describes them, and what both they and the real ones must do.
+
+A stand-in written from the interface: the shapes of ``kv_buffer`` in each layout, and pointers and
+sizes of a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+
+import torch
+
+PAGE = 4
+PAGES = 12
+LAYERS, HEADS, DIM, LATENT = 3, 2, 8, 24
+
+MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+
+
+class StandInPool:
+    """Keys and values in the host's memory, or latents."""
+
+    def __init__(self, layout, *, is_mla=False, dtype=torch.float32, heads=HEADS):
+        self.layout, self.dtype = layout, dtype
+        self.page_size, self.page_num = PAGE, PAGES
+        self.size = PAGE * PAGES
+        self.layer_num = self.target_layer_num = LAYERS
+        self.start_layer, self.end_layer = 0, LAYERS
+        self.head_num, self.head_dim, self.v_head_dim = heads, DIM, DIM
+        self.kv_cache_dim = LATENT
+        self.is_mla = is_mla
+        row = (1, LATENT) if is_mla else (heads, DIM)
+        shape = {
+            "layer_first": (LAYERS, self.size, *row),
+            "page_first": (self.size, LAYERS, *row),
+            "page_first_direct": (PAGES, LAYERS, PAGE, *row),
+            "page_head": (PAGES, row[0], PAGE, LAYERS, row[1]),
+        }[layout]
+        self.kv_buffer = torch.zeros(shape if is_mla else (2, *shape), dtype=dtype)
+
+    @property
+    def k_buffer(self):
+        return self.kv_buffer[0]
+
+    @property
+    def v_buffer(self):
+        return self.kv_buffer[1]
+
+    def get_page_buffer_meta(self, indices):
+        parts = [self.kv_buffer] if self.is_mla else [self.kv_buffer[0], self.kv_buffer[1]]
+        pointers, sizes = [], []
+        for index in indices.tolist()[:: self.page_size]:
+            for layer in range(LAYERS if self.layout == "layer_first" else 1):
+                for part in parts:
+                    block = part.numel() // self.size * self.page_size
+                    if self.layout == "layer_first":
+                        block //= LAYERS
+                        at = layer * part[0].numel() + index * part[0, 0].numel()
+                    else:
+                        at = index // self.page_size * block
+                    pointers.append(part.data_ptr() + at * part.element_size())
+                    sizes.append(block * part.element_size())
+        return pointers, sizes
+
+
+def page_content(pool, page):
+    """A copy of all that SGLang would move for a page, in an order that no layout changes."""
+    planes = [pool.kv_buffer] if pool.is_mla else [pool.k_buffer, pool.v_buffer]
+    start, size = page * PAGE, PAGE
+    found = []
+    for plane in planes:
+        if pool.layout == "layer_first":
+            part = plane[:, start : start + size]
+        elif pool.layout == "page_first":
+            part = plane[start : start + size].transpose(0, 1)
+        elif pool.layout == "page_first_direct":
+            part = plane[page]
+        else:
+            part = plane[page].permute(2, 1, 0, 3)
+        found.append(part.contiguous().flatten())
+    return torch.cat(found).clone()
+
+
+def fill(pool, seed=0):
+    """Random content in all pages."""
+    generator = torch.Generator().manual_seed(seed)
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=generator).to(pool.dtype))
+
+
+def hashes(count, seed="a"):
+    """A chain of page hashes."""
+    found, last = [], seed
+    for number in range(count):
+        last = hashlib.sha256(f"{last}{number}".encode()).hexdigest()
+        found.append(last)
+    return found
+
+
+def indices(pages):
+    """Of all tokens of these pages."""
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def storage_config(model, url, *, is_mla=False, make=SimpleNamespace, **more):
+    """SGLang's settings of a storage backend."""
+    extra = {
+        "backend_name": "kvconnect",
+        "module_path": "kvconnect.integrations.sglang",
+        "class_name": "KvConnectStorage",
+        "interface_v1": 1,
+        "url": url,
+        "lookup_timeout_ms": 5000,
+        "staging_bytes": 1 << 20,
+    }
+    ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1}
+    ranks |= {name: more.pop(name) for name in list(more) if name in ranks}
+    return make(
+        **ranks,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=is_mla,
+        enable_storage_metrics=False,
+        is_page_first_layout=False,
+        model_name=str(model),
+        extra_config=extra | more,
+    )
+
+
+def round_trip(storage, source, target, *, make_storage):
+    """Pages of `source` are saved, and come into other places of `target`, byte for byte."""
+    fill(source, 1)
+    fill(target, 2)
+    names, pages = hashes(6), [3, 0, 7, 9, 1, 4]
+    storage.register_mem_pool_host(source)
+    prefix = SimpleNamespace(prefix_keys=names[:4])
+    assert storage.batch_exists(names) == 0
+    assert storage.batch_set_v1(names[:4], indices(pages[:4])) == [True] * 4
+    assert storage.batch_set_v1(names[4:], indices(pages[4:]), prefix) == [True] * 2
+    saved = [page_content(source, page) for page in pages]
+    fill(source, 3)  # others' from now on
+    storage.close()
+    storage = make_storage()
+    storage.register_mem_pool_host(target)
+    assert storage.batch_exists(names) == 6
+    assert storage.batch_exists([*names[:3], *hashes(2, "b"), *names[3:]]) == 3
+    elsewhere = [11, 5, 6, 2, 8, 10]
+    before = {page: page_content(target, page) for page in range(PAGES)}
+    asked = [*names, *hashes(1, "b")]
+    assert storage.batch_get_v1(asked, indices([*elsewhere, 0])) == [True] * 6 + [False]
+    for page, content in zip(elsewhere, saved, strict=True):
+        assert torch.equal(page_content(target, page), content)
+    for page in (1, 3, 4, 7, 9):
+        assert torch.equal(page_content(target, page), before[page])
+    storage.close()

@@ -1,0 +1,532 @@
+"""`PromptCache`: ``generate()`` of plain transformers answers as without it, cold and restored."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvconnect import LLM, Backend, KvCacheConfig
+from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
+from kvconnect.integrations.transformers import PromptCache, StoredCache
+from kvconnect.integrations.transformers.cached_row import CachedRow
+from kvconnect.integrations.transformers.ended_caches import EndedCaches
+from kvconnect.integrations.transformers.rows import PromptRow
+from kvconnect.keys import BlockKey, Namespace, chain_key
+from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, BackendFault, FaultyBackend
+
+T = 16
+# Full attention, windows in some layers, a latent.
+KINDS = ["llama", "gemma3", "deepseek_v3"]
+OTHERS = ["gpt2", "qwen2", "qwen3", "mistral", "mixtral", "phi", "gemma", "olmo", "gpt_neox", "opt"]
+ALL = [*KINDS, *(pytest.param(arch, marks=pytest.mark.slow) for arch in OTHERS)]
+
+LoadedModel = Callable[[str], PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def loaded(model_of: Callable[[str], Path]) -> LoadedModel:
+    """A small model in float64, not to be changed."""
+
+    @cache
+    def load(arch: str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(
+            model_of(arch), dtype=torch.float64, experts_implementation="eager"
+        )
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def llama64(loaded: LoadedModel) -> PreTrainedModel:
+    return loaded("llama")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """A store that is empty, and keeps what it gets."""
+    return f"disk://{tmp_path}/kv?capacity=64MiB"
+
+
+def opened(model: PreTrainedModel, store: str | Backend, **more: object) -> PromptCache:
+    """Patient with its store on a busy machine, and a memory for few blocks."""
+    config = {"staging_bytes": 8 << 20, "lookup_timeout_ms": 5000, "load_timeout_s": 10} | more
+    where = "url" if isinstance(store, str) else "backend"
+    return PromptCache(model, {where: store, **config}, tokens_per_block=T)
+
+
+def prompt(length: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 250, (1, length), generator=generator)
+
+
+def given(ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def padded(*rows: Tensor) -> dict[str, Tensor]:
+    """One batch, padded on the left."""
+    width = max(row.shape[1] for row in rows)
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        ids[number, width - row.shape[1] :] = row
+        mask[number, width - row.shape[1] :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, Tensor], **more: object) -> list[list[int]]:
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(**inputs, **settings | more).tolist()
+
+
+def answer(
+    model: PreTrainedModel, prompts: PromptCache, inputs: dict[str, Tensor], **more: object
+) -> tuple[list[list[int]], tuple[int, ...]]:
+    """What is generated, and how many tokens of each prompt were loaded for it."""
+    past = prompts.prefill(inputs)
+    return generate(model, inputs, past_key_values=past, **more), past.loaded_tokens
+
+
+# ---------------------------------------------------------------------- right answers
+
+
+@pytest.mark.parametrize("arch", ALL)
+def test_cold_and_restored_answers_are_those_of_transformers(loaded, arch, store):
+    model, inputs = loaded(arch), given(prompt(75))
+    expected = generate(model, inputs)
+    with opened(model, store) as prompts:
+        assert answer(model, prompts, inputs) == (expected, (0,))
+    with opened(model, store) as prompts:
+        assert answer(model, prompts, inputs) == (expected, (74,))
+        going_on = given(torch.cat([torch.tensor(expected), prompt(9, seed=2)], dim=1))
+        # The last token of the answer was never fed back: all others are there, the tail included.
+        # Where all layers have a window, tails are found only behind a block that is there.
+        wanted, count = generate(model, going_on), 80 if arch == "mistral" else 94
+        assert answer(model, prompts, going_on) == (wanted, (count,))
+
+
+@pytest.mark.parametrize(
+    "arch", ["gemma3", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("llama", "opt"))]
+)
+def test_a_padded_batch_is_restored_as_far_as_all_of_it_is_there(loaded, arch, store):
+    model = loaded(arch)
+    rows = prompt(70), prompt(41, seed=2), prompt(3, seed=3)
+    batch = padded(*rows)
+    expected = generate(model, batch)
+    with opened(model, store) as prompts:
+        assert answer(model, prompts, batch) == (expected, (0, 0, 0))
+        assert prompts.flush()
+        assert answer(model, prompts, batch) == (expected, (69, 40, 2))
+        # Each by itself, which no padding moves.
+        for row in rows:
+            one = given(row)
+            assert answer(model, prompts, one) == (generate(model, one), (row.shape[1] - 1,))
+        # One that is new holds the others back: transformers keeps one length for all.
+        other = padded(rows[0], prompt(60, seed=9))
+        assert answer(model, prompts, other) == (generate(model, other), (10, 0))
+
+
+def test_windows_are_restored_where_a_prompt_goes_another_way(loaded, store):
+    model, first = loaded("gemma3"), prompt(90)
+    other = torch.cat([first[:, :50], prompt(30, seed=2)], dim=1)
+    with opened(model, store) as prompts:
+        answer(model, prompts, given(first))
+        assert prompts.flush()
+        tokens, loaded_tokens = answer(model, prompts, given(other))
+    assert (tokens, loaded_tokens) == (generate(model, given(other)), (50,))
+
+
+@pytest.mark.parametrize("chunk", [7, pytest.param(32, marks=pytest.mark.slow)])
+def test_a_prompt_that_is_computed_in_chunks(llama64, chunk, store):
+    inputs = given(prompt(75))
+    expected = generate(llama64, inputs)
+    with opened(llama64, store) as prompts:
+        assert answer(llama64, prompts, inputs, prefill_chunk_size=chunk) == (expected, (0,))
+        assert prompts.flush()
+        longer = given(torch.cat([inputs["input_ids"], prompt(40, seed=3)], dim=1))
+        tokens, reused = answer(llama64, prompts, longer, prefill_chunk_size=chunk)
+    assert (tokens, reused) == (generate(llama64, longer), (75,))
+
+
+@pytest.mark.parametrize("arch", ["gemma3", pytest.param("llama", marks=pytest.mark.slow)])
+def test_assisted_decoding_is_right_cold_and_restored(loaded, arch, store):
+    model = loaded(arch)
+    # A prompt that repeats itself, so that candidates are found, taken and rejected.
+    inputs = given(torch.cat([prompt(20)] * 4, dim=1))
+    expected = generate(model, inputs, max_new_tokens=40)
+    for count in (0, 79):
+        with opened(model, store) as prompts:
+            tokens, reused = answer(
+                model, prompts, inputs, max_new_tokens=40, prompt_lookup_num_tokens=5
+            )
+            assert (tokens, reused) == (expected, (count,))
+    with opened(model, store) as prompts:  # nothing was saved under the name of rejected tokens
+        going_on = given(torch.tensor(expected))
+        assert answer(model, prompts, going_on) == (generate(model, going_on), (119,))
+
+
+def test_sampled_answers_are_those_of_the_same_seed(llama64, store):
+    inputs = given(prompt(60))
+    torch.manual_seed(3)
+    expected = generate(llama64, inputs, do_sample=True)
+    for _ in range(2):
+        with opened(llama64, store) as prompts:
+            past = prompts.prefill(inputs)
+            torch.manual_seed(3)
+            assert generate(llama64, inputs, past_key_values=past, do_sample=True) == expected
+    assert past.loaded_tokens == (59,)
+
+
+def test_a_cache_that_is_kept_goes_on_and_a_copy_of_it_is_a_plain_one(llama64, store):
+    inputs = given(prompt(40))
+    with opened(llama64, store) as prompts:
+        past = prompts.prefill(inputs)
+        tokens = generate(llama64, inputs, past_key_values=past)
+        plain = copy.deepcopy(past)
+        longer = given(torch.cat([torch.tensor(tokens), prompt(20, seed=4)], dim=1))
+        expected = generate(llama64, longer)
+        assert generate(llama64, longer, past_key_values=past) == expected
+        assert generate(llama64, longer, past_key_values=plain) == expected
+        assert not isinstance(plain, StoredCache)
+        assert prompts.flush()
+        assert answer(llama64, prompts, longer) == (expected, (79,))
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("more", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+@pytest.mark.parametrize("restored", [False, True])
+def test_several_sequences_of_one_prompt_are_refused(llama64, more, restored, store):
+    inputs = given(prompt(40))
+    with opened(llama64, store) as prompts:
+        if restored:
+            answer(llama64, prompts, inputs)
+            assert prompts.flush()
+        with pytest.raises(UsageError, match="beam search"):
+            answer(llama64, prompts, inputs, **more)
+
+
+@pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
+def test_caches_of_other_kinds_are_refused(llama64, kind, store):
+    with opened(llama64, store) as prompts, pytest.raises(ValueError, match="past_key_values"):
+        answer(llama64, prompts, given(prompt(20)), cache_implementation=kind)
+
+
+def test_another_prompt_than_was_prefilled_is_refused_where_something_was_loaded(llama64, store):
+    inputs = given(prompt(40))
+    with opened(llama64, store) as prompts:
+        answer(llama64, prompts, inputs)
+        assert prompts.flush()
+        changed = prompt(40)
+        changed[0, -1] = 255
+        with pytest.raises(UsageError, match="other tokens"):
+            generate(llama64, given(changed), past_key_values=prompts.prefill(inputs))
+        # Nothing was loaded: the answer is right, and nothing of it is saved by a wrong name.
+        fresh, other = given(prompt(40, seed=5)), given(prompt(40, seed=6))
+        tokens = generate(llama64, other, past_key_values=prompts.prefill(fresh))
+        assert tokens == generate(llama64, other)
+        assert prompts.flush()
+        assert prompts.prefill(fresh).loaded_tokens == (0,)
+
+
+def test_another_mask_or_other_positions_are_refused_where_something_was_loaded(llama64, store):
+    inputs = given(prompt(40))
+    with opened(llama64, store) as prompts:
+        answer(llama64, prompts, inputs)
+        assert prompts.flush()
+        masked = inputs | {"attention_mask": inputs["attention_mask"].clone()}
+        masked["attention_mask"][0, :3] = 0
+        for wrong in (masked, inputs | {"position_ids": torch.arange(40)[None] + 1}):
+            with pytest.raises(UsageError, match="attention_mask or position_ids"):
+                generate(llama64, wrong, past_key_values=prompts.prefill(inputs))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "complaint"),
+    [
+        ({}, "input_ids=None"),
+        ({"input_ids": [[1, 2]]}, "input_ids"),
+        ({"input_ids": torch.ones(3, dtype=torch.int64)}, "input_ids"),
+        ({"input_ids": torch.ones(1, 3)}, "token ids"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2)}, "shape"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.zeros(1, 3)}, "row 0"),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])},
+            "pad on the left",
+        ),
+    ],
+)
+def test_inputs_of_another_form_are_refused(llama64, inputs, complaint, store):
+    with opened(llama64, store) as prompts, pytest.raises(ConfigurationError) as caught:
+        prompts.prefill(inputs)
+    assert complaint in str(caught.value)
+
+
+def test_what_cannot_be_told_apart_is_computed_and_not_saved(llama64, store):
+    inputs = given(prompt(40))
+    unmasked = {"input_ids": torch.cat([torch.full((1, 4), 256), prompt(40)], dim=1)}
+    with opened(llama64, store) as prompts:
+        pad = llama64.generation_config.pad_token_id
+        unmasked["input_ids"][:, :4] = pad
+        for one, reason in (
+            (inputs | {"pixel_values": torch.ones(1, 3)}, "pixel_values"),
+            (unmasked, "no attention_mask"),
+        ):
+            past = prompts.prefill(one)
+            assert reason in past.not_cached
+            text = {name: one[name] for name in ("input_ids", "attention_mask") if name in one}
+            more = {"pad_token_id": pad}
+            expected = generate(llama64, text, **more)
+            assert generate(llama64, text, past_key_values=past, **more) == expected
+        assert prompts.flush()
+        assert prompts.prefill(inputs).loaded_tokens == (0,)
+        assert prompts.prefill(inputs | {"token_type_ids": torch.zeros(1, 40)}).not_cached == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"uri": "disk:x"}, "did you mean 'url'"),
+        ({}, "names no store"),
+        ("tape:x", "tape"),
+        ({"url": "memory:", "transfer": {}}, "transfer"),
+        ({"url": "memory:", "staging_bytes": 100}, "staging_bytes"),
+    ],
+)
+def test_wrong_settings_are_refused_at_the_start(llama64, settings, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        PromptCache(llama64, settings)
+
+
+def test_models_that_nothing_tells_from_others_are_refused(llama64, loaded):
+    with pytest.raises(ConfigurationError, match="is a str"):
+        PromptCache("model", "memory:")
+    nameless = AutoModelForCausalLM.from_config(llama64.config)
+    nameless.config.name_or_path = nameless.name_or_path = ""
+    with pytest.raises(ConfigurationError, match="model_revision"):
+        PromptCache(nameless, "memory:")
+    with PromptCache(nameless, "memory:", model_revision="mine@1") as prompts:
+        answer(nameless, prompts, given(prompt(40)))
+    adapted = copy.copy(llama64)
+    adapted._hf_peft_config_loaded = True
+    with pytest.raises(UnsupportedModel, match="adapter"):
+        PromptCache(adapted, "memory:")
+
+
+# ---------------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(one, marks=pytest.mark.slow) for one in (*KINDS, *OTHERS)]
+)
+def test_blocks_are_those_of_the_engine(loaded, model_of, arch, store):
+    with (
+        opened(loaded(arch), store) as prompts,
+        LLM(
+            model_of(arch),
+            kv_cache=KvCacheConfig(tokens_per_block=T, max_tokens=256),
+            dtype="float64",
+        ) as llm,
+    ):
+        alike = prompts._geometry.layouts == llm.layouts
+    assert alike == (arch != "deepseek_v3")  # transformers keeps the latent, the engine all heads
+
+
+def test_salts_are_apart(llama64, store):
+    inputs = given(prompt(40))
+    with opened(llama64, store) as prompts:
+        past = prompts.prefill(inputs, cache_salt="a")
+        generate(llama64, inputs, past_key_values=past)
+        del past
+        assert prompts.flush()
+        found = {salt: prompts.prefill(inputs, cache_salt=salt) for salt in ("a", "b", None)}
+        assert {salt: one.loaded_tokens for salt, one in found.items()} == {
+            "a": (39,),
+            "b": (0,),
+            None: (0,),
+        }
+
+
+def test_other_weights_settings_and_dtypes_are_apart(llama64, model_of, tmp_path, store):
+    inputs = given(prompt(40))
+    with opened(llama64, store) as prompts:
+        answer(llama64, prompts, inputs)
+    directory = tmp_path / "other"
+    shutil.copytree(model_of("llama"), directory)
+    same = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    theta = same.config.rope_parameters | {"rope_theta": 5e5}
+    others = [
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, rope_parameters=theta),
+    ]
+    settings = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-3}))
+    others.append(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64))
+    for other in others:
+        with opened(other, store) as prompts:
+            assert answer(other, prompts, inputs) == (generate(other, inputs), (0,))
+    (directory / "config.json").write_text(json.dumps(settings))
+    with opened(same, store) as prompts:  # elsewhere, and the same
+        assert answer(same, prompts, inputs) == (generate(same, inputs), (39,))
+
+
+def test_weights_that_were_changed_are_noticed(model_of, store):
+    model = AutoModelForCausalLM.from_pretrained(model_of("llama"), dtype=torch.float64)
+    inputs = given(prompt(40))
+    with opened(model, store) as prompts:
+        answer(model, prompts, inputs)
+        assert prompts.flush()
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        past = prompts.prefill(inputs)
+        assert "weights were changed" in past.not_cached
+        assert generate(model, inputs, past_key_values=past) == generate(model, inputs)
+
+
+def test_prompts_beyond_what_keys_are_valid_for_are_not_cached(model_of, store):
+    directory = model_of("llama")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, rope_parameters=rope, max_position_embeddings=64
+    )
+    long = given(prompt(70))
+    with opened(model, store) as prompts:
+        assert "70 tokens" in prompts.prefill(long).not_cached
+        shorter = given(prompt(60))
+        expected = generate(model, shorter)  # crosses the limit
+        for count in (0, 59):
+            assert answer(model, prompts, shorter) == (expected, (count,))
+            assert prompts.flush()
+        within = given(torch.tensor(expected)[:, :64])
+        assert prompts.prefill(within).loaded_tokens == (63,)
+        assert "80 tokens" in prompts.prefill(given(torch.tensor(expected))).not_cached
+
+
+# ---------------------------------------------------------------------- stores that fail
+
+
+@pytest.mark.parametrize("fault", [fault for fault in BACKEND_FAULTS if fault != "none"])
+@pytest.mark.parametrize("arch", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_store_that_fails_costs_time_and_nothing_else(loaded, arch, fault: BackendFault):
+    model, inputs, store = loaded(arch), given(prompt(60)), FaultyBackend(MemoryBackend(64 << 20))
+    expected = generate(model, inputs)
+    limits = {"lookup_timeout_ms": 200, "load_timeout_s": 0.5, "save_timeout_s": 0.5}
+    with opened(model, store, **limits) as prompts:
+        assert answer(model, prompts, inputs)[0] == expected
+        prompts.flush()
+        store.set(fault)
+        for _ in range(2):
+            assert answer(model, prompts, inputs)[0] == expected
+        store.heal()
+    assert store.hits > 0
+
+
+def test_staging_that_is_full_drops_what_is_behind_and_the_answer_is_right(llama64):
+    inputs, store = given(prompt(200)), FaultyBackend(MemoryBackend(64 << 20), operations=("save",))
+    layers, heads, dim = 3, 2, 16
+    block = 2 * layers * heads * dim * T * 8 + 4096
+    with opened(llama64, store, staging_bytes=4 * block, save_timeout_s=0.5) as prompts:
+        store.set("hang")
+        expected = generate(llama64, inputs)
+        assert answer(llama64, prompts, inputs) == (expected, (0,))
+        store.heal()
+
+
+def test_nothing_is_left_of_prompts_that_ended(llama64, store):
+    inputs = given(prompt(40))
+    with opened(llama64, store) as prompts:
+        for _ in range(20):
+            answer(llama64, prompts, inputs, max_new_tokens=2)
+        gc.collect()
+        assert prompts.flush()
+        door = prompts._store
+        assert not any(copier._memories for copier in door.attached)
+        assert (len(prompts._live), door._waiting) == (0, {})
+        assert door._route.staging.num_free == door._route.staging.num_slots
+
+
+def test_saving_at_the_end_only(llama64, store):
+    inputs = given(prompt(40))
+    with opened(llama64, store, save_on="finish") as prompts:
+        past = prompts.prefill(inputs)
+        generate(llama64, inputs, past_key_values=past)
+        assert prompts.prefill(inputs).loaded_tokens == (0,)
+        del past
+        assert prompts.flush()
+        assert prompts.prefill(inputs).loaded_tokens == (39,)
+
+
+def test_after_close_the_model_is_as_it_was(llama64, store):
+    hooks = len(llama64._forward_pre_hooks), len(llama64._forward_hooks)
+    prompts = opened(llama64, store)
+    assert len(llama64._forward_hooks) == hooks[1] + 1
+    prompts.close()
+    prompts.close()
+    assert (len(llama64._forward_pre_hooks), len(llama64._forward_hooks)) == hooks
+    with pytest.raises(UsageError, match="closed"):
+        prompts.prefill(given(prompt(5)))
+
+
+def test_min_load_tokens_leaves_short_prefixes_alone(llama64, store):
+    inputs = given(prompt(40))
+    with opened(llama64, store, min_load_tokens=60) as prompts:
+        answer(llama64, prompts, inputs)
+        assert prompts.flush()
+        assert answer(llama64, prompts, inputs) == (generate(llama64, inputs), (0,))
+
+
+def test_a_block_that_was_rejected_is_saved_again_by_its_new_name():
+    tokens = np.arange(48, dtype=np.int32)
+    row = CachedRow(
+        PromptRow(tokens[:40], 0),
+        BlockKey(bytes(32)),
+        tokens_per_block=T,
+        namespace=Namespace(),
+        num_groups=1,
+    )
+    row.append(tokens[40:])
+    first = row.order(48, [7]).blocks
+    row.saved(48)
+    assert row.num_due(48) == 0
+    row.truncate(44)
+    assert row.num_due(44) == 0
+    row.append(tokens[:4])
+    assert row.num_due(48) == 1
+    again = row.order(48, [3]).blocks
+    assert [block.number for block in again] == [2]
+    assert again[0].key != first[2].key
+    assert again[0].parent == first[1].key
+    assert again[0].key == chain_key(first[1].key, again[0].tokens)
+
+
+def test_a_destructor_inside_of_a_lock_does_not_wait_for_it():
+    class Cache:
+        def __init__(self) -> None:
+            self.saved = False
+
+        def save(self) -> None:
+            with lock:
+                self.saved = True
+
+    lock, cache, ended = threading.Lock(), Cache(), EndedCaches()
+    with lock:
+        ended.put(cache)  # as the garbage collector does it, on the thread that holds the lock
+        assert not cache.saved
+    assert ended.wait(10)
+    assert cache.saved
+    ended.close(10)
+    ended.put(cache)
+    assert ended.wait(0)

@@ -1,0 +1,347 @@
+"""kvconnect inside TensorRT-LLM: against its recorded interface, and under a small runtime."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import trtllm_interface as trt
+from stand_ins import module
+
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.connector.scheduler import KvCacheConnectorScheduler
+from kvconnect.connector.worker import KvCacheConnectorWorker
+from kvconnect.errors import ConfigurationError, UnsupportedModel
+
+T = 8
+ROOM = "kvconnect.integrations.trtllm"
+
+
+def forget_classes() -> None:
+    for name in [name for name in sys.modules if name.startswith(f"{ROOM}.")]:
+        if name.rpartition(".")[2] in {"scheduler", "worker"}:
+            del sys.modules[name]
+
+
+NEWER, OLDER = "connectors.kv_cache_connector", "kv_cache_connector"
+
+
+@pytest.fixture
+def classes(request: pytest.FixtureRequest, clean_modules: None) -> Iterator[tuple[type, type]]:
+    """Ours, made of the recorded abstract classes, in the module of a newer or an older version."""
+    names = ("", "._torch", "._torch.pyexecutor", "._torch.pyexecutor.connectors")
+    for name in names:
+        module(f"tensorrt_llm{name}", path="")
+    module(
+        f"tensorrt_llm._torch.pyexecutor.{getattr(request, 'param', NEWER)}",
+        KvCacheConnectorScheduler=trt.KvCacheConnectorScheduler,
+        KvCacheConnectorWorker=trt.KvCacheConnectorWorker,
+    )
+    forget_classes()
+    import kvconnect.integrations.trtllm as room
+
+    yield room.KvConnectScheduler, room.KvConnectWorker
+    forget_classes()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"disk://{tmp_path}/kv?capacity=64MiB"
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch, url: str):
+    """Sets ``KVCONNECT_CONFIG``."""
+
+    def configure(**more: object) -> None:
+        settings = {"url": url, "lookup_timeout_ms": 5000, "staging_bytes": 1 << 20}
+        monkeypatch.setenv("KVCONNECT_CONFIG", json.dumps(settings | more))
+
+    return configure
+
+
+class Pair:
+    """A connector at work, over a pool of 32 blocks of two layers."""
+
+    def __init__(self, classes: tuple[type, type], model: Path, *, kv_factor: int = 2) -> None:
+        args = trt.llm_args(model, T)
+        self.scheduler, self.worker = (cls(args) for cls in classes)
+        pool = torch.zeros(32, 2, kv_factor, T * 6, dtype=torch.float64)
+        self.runtime = trt.Runtime(self.scheduler, self.worker, pool, T)
+
+    def __enter__(self) -> trt.Runtime:
+        return self.runtime
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.shutdown()
+
+
+def a_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 250, (length,), generator=generator).tolist()
+
+
+# ---------------------------------------------------------------------- the interface
+
+
+@pytest.mark.parametrize("classes", [NEWER, OLDER], indirect=True)
+def test_every_method_has_the_recorded_form(classes):
+    for ours, recorded in zip(classes, (trt.SCHEDULER, trt.WORKER), strict=True):
+        assert not inspect.isabstract(ours)
+        for name, parameters in recorded.items():
+            assert tuple(inspect.signature(getattr(ours, name)).parameters)[1:] == parameters
+    for name in trt.WORKER_CONCRETE:
+        assert name not in vars(classes[1])
+
+
+def test_without_tensorrt_llm_the_bases_are_kvconnects_own(clean_modules):
+    forget_classes()
+    import kvconnect.integrations.trtllm as room
+
+    assert issubclass(room.KvConnectScheduler, KvCacheConnectorScheduler)
+    assert issubclass(room.KvConnectWorker, KvCacheConnectorWorker)
+    with pytest.raises(AttributeError):
+        _ = room.Connector
+    forget_classes()
+
+
+# ---------------------------------------------------------------------- right KV
+
+
+@pytest.mark.parametrize("kv_factor", [2, 1])
+def test_a_restarted_engine_computes_what_no_whole_block_holds(
+    classes, configured, tiny, kv_factor
+):
+    configured()
+    prompt = a_prompt(45)
+    with Pair(classes, tiny, kv_factor=kv_factor) as runtime:
+        first = trt.Request(1, prompt)
+        assert runtime.run(first, 10) == 54
+    with Pair(classes, tiny, kv_factor=kv_factor) as runtime:
+        assert runtime.run(trt.Request(7, prompt), 10) == 54 - 40
+        longer = trt.Request(8, first.get_tokens(0) + a_prompt(7, seed=2))
+        assert runtime.run(longer, 2) == len(longer.get_tokens(0)) - 1 - 48
+
+
+def test_chunks_and_prompts_that_fill_their_blocks(classes, configured, tiny):
+    configured()
+    with Pair(classes, tiny) as runtime:
+        assert runtime.run(trt.Request(1, a_prompt(48)), 3, chunk=16) == 50
+        assert runtime.worker._attachment._access.flush(5)
+        # The last token is always computed, and with it its block.
+        assert runtime.run(trt.Request(2, a_prompt(48)), 3, chunk=16) == 10
+        # Blocks of the device before it, aligned and not.
+        assert runtime.scheduler.get_num_new_matched_tokens(trt.Request(3, a_prompt(48)), 16) == (
+            24,
+            False,
+        )
+        assert runtime.scheduler.get_num_new_matched_tokens(trt.Request(4, a_prompt(48)), 13) == (
+            0,
+            False,
+        )
+
+
+def test_requests_that_differ_in_more_than_tokens(classes, configured, tiny):
+    configured()
+    prompt = a_prompt(40)
+    with Pair(classes, tiny) as runtime:
+        assert runtime.run(trt.Request(1, prompt, cache_salt="a"), 1) == 40
+        assert runtime.worker._attachment._access.flush(5)
+        asked = {
+            "same": {"cache_salt": "a"},
+            "other salt": {"cache_salt": "b"},
+            "no salt": {},
+            "adapter": {"cache_salt": "a", "lora_task_id": 3},
+            "picture": {"cache_salt": "a", "multimodal_hashes": [[1]]},
+        }
+        found = {
+            name: runtime.scheduler.get_num_new_matched_tokens(trt.Request(9, prompt, **more), 0)[0]
+            for name, more in asked.items()
+        }
+        assert found == dict.fromkeys(asked, 0) | {"same": 32}
+        for number, more in enumerate(asked.values()):
+            runtime.run(trt.Request(20 + number, prompt, **more), 1)
+
+
+def test_a_request_that_is_asked_for_again_before_it_runs(classes, configured, tiny):
+    configured()
+    prompt = a_prompt(40)
+    with Pair(classes, tiny) as runtime:
+        runtime.run(trt.Request(1, prompt), 1)
+        assert runtime.worker._attachment._access.flush(5)
+        again = trt.Request(2, prompt)
+        for _ in range(3):
+            assert runtime.scheduler.get_num_new_matched_tokens(again, 0) == (32, False)
+        assert runtime.run(again, 1) == 8
+        attachment = runtime.worker._attachment
+        assert (attachment._fetched, attachment._room) == ({}, 1 << 20)
+
+
+def test_fewer_blocks_than_tokens_that_were_taken_stop_the_engine(classes, configured, tiny):
+    configured()
+    prompt = a_prompt(40)
+    with Pair(classes, tiny) as runtime:
+        runtime.run(trt.Request(1, prompt), 1)
+        assert runtime.worker._attachment._access.flush(5)
+        request = trt.Request(2, prompt)
+        assert runtime.scheduler.get_num_new_matched_tokens(request, 0) == (32, False)
+        request.py_num_connector_matched_tokens = 32
+        with pytest.raises(ConfigurationError, match="32 tokens"):
+            runtime.scheduler.update_state_after_alloc(request, [3, 4, -1, 6])
+
+
+def test_many_requests_leave_nothing(classes, configured, tiny):
+    configured()
+    with Pair(classes, tiny) as runtime:
+        for number in range(60):
+            prompt = a_prompt(20 + number % 7, seed=number % 5)
+            runtime.run(trt.Request(number, prompt), 3, abort_after=1 + number % 3)
+        attachment = runtime.worker._attachment
+        assert (runtime.scheduler._requests, runtime.scheduler._loads) == ({}, {})
+        assert (attachment._fetched, attachment._room, attachment.dropped) == ({}, 1 << 20, {})
+    from kvconnect.integrations.trtllm.attachment import Attachment
+
+    gc.collect()
+    assert not Attachment._made
+
+
+# ---------------------------------------------------------------------- stores that fail
+
+
+def test_a_damaged_store_is_computed(classes, configured, tiny, tmp_path):
+    configured()
+    prompt = a_prompt(45)
+    with Pair(classes, tiny) as runtime:
+        runtime.run(trt.Request(1, prompt), 1)
+    for file in (tmp_path / "kv").rglob("*"):
+        if file.is_file() and file.stat().st_size >= 1 << 20:
+            with file.open("r+b") as opened:
+                opened.seek(300)
+                opened.write(b"\xff" * 64)  # in the first block
+    with Pair(classes, tiny) as runtime:
+        assert runtime.run(trt.Request(2, prompt), 1) == 45
+    with Pair(classes, tiny) as runtime:  # dropped, and saved anew
+        assert runtime.run(trt.Request(3, prompt), 1) == 5
+
+
+def test_a_store_that_hangs_stops_the_engine_once(classes, configured, tiny, monkeypatch):
+    configured(load_timeout_s=0.3, save_timeout_s=0.3)
+    prompt = a_prompt(45)
+    with Pair(classes, tiny) as runtime:
+        runtime.run(trt.Request(1, prompt), 1)
+        assert runtime.worker._attachment._access.flush(5)
+        loads = []
+
+        async def hang(self, keys, into, *_):
+            import asyncio
+
+            loads.append(keys)
+            await asyncio.sleep(3)
+            return 0
+
+        monkeypatch.setattr(DiskBackend, "load", hang)
+        monkeypatch.setattr(DiskBackend, "load_hashed", hang)
+        for number in range(5):
+            assert runtime.run(trt.Request(10 + number, prompt), 1) == 45
+        assert 0 < len(loads) <= 3  # the pieces of one load
+
+
+def test_staging_that_is_full_drops_blocks(classes, configured, tiny):
+    configured(staging_bytes=16384)
+    with Pair(classes, tiny) as runtime:
+        assert runtime.run(trt.Request(1, a_prompt(90)), 1) == 90
+    with Pair(classes, tiny) as runtime:
+        assert runtime.run(trt.Request(2, a_prompt(90)), 1) < 90  # what there was room for
+
+
+# ---------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (None, "KVCONNECT_CONFIG: is not set"),
+        ("{", "KVCONNECT_CONFIG: is not JSON"),
+        ("[]", "object of settings"),
+        ("{}", "KVCONNECT_CONFIG.url: is missing"),
+        ('{"url": "memory:", "lookup_timeout": 3}', "did you mean 'lookup_timeout_ms'"),
+        ('{"url": "memory:", "namespace": "shared"}', "namespace"),
+    ],
+)
+def test_wrong_settings_are_refused_at_the_start(classes, tiny, monkeypatch, text, complaint):
+    if text is None:
+        monkeypatch.delenv("KVCONNECT_CONFIG", raising=False)
+    else:
+        monkeypatch.setenv("KVCONNECT_CONFIG", text)
+    for cls in classes:
+        with pytest.raises(ConfigurationError, match=complaint):
+            cls(trt.llm_args(tiny, T))
+
+
+def test_settings_may_come_with_the_arguments(classes, tiny, url):
+    args = trt.llm_args(tiny, T)
+    args.kv_connector_config.kvconnect = {"url": url}
+    classes[0](args)._attachment.close()
+
+
+def test_what_it_cannot_do_right_is_refused(classes, configured, tiny, tmp_path):
+    configured()
+    for wrong in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        with pytest.raises(ConfigurationError, match="one rank"):
+            classes[0](trt.llm_args(tiny, T, **wrong))
+    with pytest.raises(ConfigurationError, match="model"):
+        classes[0](trt.llm_args(tmp_path / "none", T))
+    args = trt.llm_args(tiny, T)
+    args.kv_cache_config.dtype = "nvfp4"
+    with pytest.raises(UnsupportedModel, match="scales"):
+        classes[1](args)
+    worker = classes[1](trt.llm_args(tiny, T))
+    with pytest.raises(UnsupportedModel, match="KV pool of shape"):
+        worker.register_kv_caches(torch.zeros(4, 2, 2, T * 6 + 1))
+    worker.shutdown()
+    configured(url="tape:x")
+    with pytest.raises(ConfigurationError, match="tape"):
+        Pair(classes, tiny)
+
+
+# ---------------------------------------------------------------------- a whole engine
+
+
+def test_kvconnects_own_engine_under_tensorrt_llms_names(installed, configured, tiny, tmp_path):
+    """The classes on the shim's bases, called by the engine that the shim stands for."""
+    forget_classes()
+    from tensorrt_llm import LLM, SamplingParams
+    from tensorrt_llm.llmapi import KvCacheConfig
+    from tensorrt_llm.llmapi.llm_args import KvCacheConnectorConfig
+
+    configured()
+    prompt = [token + 1 for token in a_prompt(60)]
+    answers, reused = [], []
+    for connector in (None, True, True):
+        given = {}
+        if connector:
+            given["kv_connector_config"] = KvCacheConnectorConfig(
+                connector_module=ROOM,
+                connector_scheduler_class="KvConnectScheduler",
+                connector_worker_class="KvConnectWorker",
+            )
+        llm = LLM(
+            model=str(tiny),
+            dtype="float64",
+            kv_cache_config=KvCacheConfig(tokens_per_block=T, max_tokens=512),
+            **given,
+        )
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        outputs = llm.generate([prompt, prompt[:30], prompt[10:]], params)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+        reused.append(outputs[0].engine_output.reused_store_tokens)
+        llm.shutdown()
+    forget_classes()
+    assert answers[0] == answers[1] == answers[2]
+    assert reused == [0, 0, 56]
