@@ -12,7 +12,9 @@ from importlib import import_module
 import pytest
 from recorded_interfaces import Interface, interfaces, misfits
 
-ADAPTERS: list[tuple[str, str, str, tuple[str, ...]]] = []
+ADAPTERS = [
+    ("kvconnect.integrations.vllm_tier", "KvConnectTier", "vllm", ("SecondaryTierManager",)),
+]
 """Module and name of a class of ours, the engine, and the classes of its that it must do for."""
 
 

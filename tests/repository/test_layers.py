@@ -72,6 +72,7 @@ DOORS = {
     "integrations.core": "connector kernels backends",
     "integrations.trtllm_shim": "engine connector cache",
     "integrations.vllm": "integrations.core connector kernels",
+    "integrations.vllm_tier": "integrations.core connector backends kernels",
     "server": "engine.llm engine.request server.openai",
     "server.openai": "engine.llm engine.request",
     "server.route": (
