@@ -109,6 +109,12 @@ def test_what_cannot_start_is_left_out_and_says_why(here, capsys, llama, tmp_pat
     assert "fs: restored / floor" in shown.out
 
 
+def test_if_nothing_starts_that_is_an_error(here, capsys, llama, tmp_path):
+    options = ("--connectors", "LMCache", "--model", str(llama), "--directory", str(tmp_path))
+    assert main(["bench", "engines", "--peer-python", sys.executable, *options]) != 0
+    assert "--connectors LMCache: none of them starts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

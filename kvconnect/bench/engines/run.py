@@ -22,6 +22,7 @@ from kvconnect.bench.engines.plan import EnginesPlan
 from kvconnect.bench.report import Figure
 from kvconnect.bench.restart import cold_read_seconds, first_pass_seconds
 from kvconnect.bench.workload import random_prompt
+from kvconnect.errors import ConfigurationError
 
 __all__ = ["bench_engines"]
 
@@ -60,7 +61,8 @@ def bench_engines(
         tell: called with a sentence where something is left out.
 
     Raises:
-        ConfigurationError: there is no such interpreter, or this is no checkout.
+        ConfigurationError: there is no such interpreter, this is no checkout, or none of the
+            connectors starts.
     """
     require_peer_python(python)
     prompt = random_prompt(plan.prompt_tokens, seed=1).tolist()
@@ -72,6 +74,8 @@ def bench_engines(
             measured[name] = _cold(model, scratch / name, name, plan, python, prompt)
         except PartyFailed as failed:
             tell(f"{name}: is left out: {failed}")
+    if not measured:
+        raise ConfigurationError(f"--connectors {','.join(plan.connectors)}: none of them starts")
     reads: list[float] = []
     copies: list[float] = []
     nbytes = _kv_nbytes(model, plan.prompt_tokens)
