@@ -1,6 +1,7 @@
 # make demo   a prompt cache that survives a restart, from a bare checkout
 # make demo-disagg   prefill and decode servers behind a router
-# make test   lint and all tests but the long forms and other projects' connectors
+# make test   lint and all tests but the long forms, other projects' connectors and other engines
+# make test-engines   the tests that run other engines, in environments of their own
 #
 # They need nothing but Python 3.11+ with pip: .venv is made here, with the pinned versions of
 # constraints.txt, and made again when pyproject.toml or constraints.txt change.
@@ -15,13 +16,21 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 PYTEST_ARGS ?= -n 2 --dist loadscope
 
-.PHONY: help demo demo-disagg test test-all lint format clean
+# Environments of other engines, one each: they want other versions of the same packages.
+ENGINES := .venv-engines
+ENGINE_PIP = $(ENGINES)/$*/bin/python -m pip install -qq --disable-pip-version-check
+ENGINE_LOCK = tests/engines/$*/requirements.txt
+ENGINE_PYTEST := -m pytest -W default -m 'engines and not slow' -p no:cacheprovider
+VLLM_ENV := VLLM_TARGET_DEVICE=cpu VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1
+
+.PHONY: help demo demo-disagg test test-all test-engines lint format clean
 
 help:
 	@echo 'make demo [MODEL=dir] [PROMPT=file] [STORE=url]   a prompt cache that survives a restart'
 	@echo 'make demo-disagg [MODEL=dir]                     prefill and decode servers behind a router'
-	@echo 'make test       lint and all tests but the long forms and connectors of others'
-	@echo 'make test-all   all tests'
+	@echo 'make test       lint and all tests but the long forms and what runs other projects'
+	@echo 'make test-all   all tests but those of other engines'
+	@echo 'make test-engines   vLLM and SGLang with kvconnect, in environments of their own'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff lay the code out'
 	@echo 'make clean      remove .venv and .demo'
@@ -35,10 +44,16 @@ demo-disagg: $(VENV)/serve.stamp
 	@HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python examples/disaggregated_serving.py $(if $(MODEL),--model '$(MODEL)')
 
 test: lint
-	$(TEST_ENV) $(BIN)/pytest -m 'not slow and not clients' $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/pytest -m 'not slow and not clients' --ignore=tests/engines $(PYTEST_ARGS)
 
 test-all: lint
 	$(TEST_ENV) $(BIN)/pytest
+
+# What they need beyond Python: several GB of disk and, the first time, of downloads.
+test-engines: $(ENGINES)/vllm.stamp $(ENGINES)/vllm_scheduler.stamp $(ENGINES)/sglang.stamp
+	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm/bin/python $(ENGINE_PYTEST) tests/engines/vllm tests/engines/vllm_scheduler
+	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm_scheduler/bin/python $(ENGINE_PYTEST) tests/engines/vllm_scheduler
+	$(TEST_ENV) $(ENGINES)/sglang/bin/python $(ENGINE_PYTEST) tests/engines/sglang
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check
@@ -50,7 +65,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) $(ENGINES) .demo
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -71,4 +86,17 @@ $(VENV)/serve.stamp: $(VENV)/runtime.stamp
 
 $(VENV)/dev.stamp: $(VENV)/runtime.stamp
 	$(PIP_INSTALL) --no-build-isolation -e '.[hf,dev]'
+	@touch $@
+
+# Every package by its exact version, and without asking what it depends on: engines want torch for
+# their devices, and libraries that nothing here uses. Only torch brings its own.
+$(ENGINES)/%.stamp: tests/engines/%/requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvconnect needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; exit 1; }
+	@echo 'Installing into $(ENGINES)/$* (some minutes the first time) ...'
+	rm -rf $(ENGINES)/$*
+	$(PYTHON) -m venv $(ENGINES)/$*
+	$(ENGINE_PIP) -c $(ENGINE_LOCK) torch setuptools wheel
+	$(ENGINE_PIP) --no-deps -r $(ENGINE_LOCK)
+	$(ENGINE_PIP) --no-deps --no-build-isolation -e .
 	@touch $@

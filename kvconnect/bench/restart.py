@@ -26,7 +26,7 @@ from kvconnect.bench.workload import random_prompt
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.tokens import TokenArray
 
-__all__ = ["idle_overhead", "restart"]
+__all__ = ["cold_read_seconds", "first_pass_seconds", "idle_overhead", "restart"]
 
 _READ_NBYTES = 1 << 20
 _ONE = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -61,8 +61,8 @@ def restart(model: Path, scratch: Path, *, num_tokens: int, repeats: int) -> lis
     data = max(store.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     restored, reads, copies = [], [], []
     for _ in range(repeats):
-        reads.append(_cold_read_seconds(data, min(nbytes, data.stat().st_size)))
-        copies.append(_first_pass_seconds(nbytes))
+        reads.append(cold_read_seconds(data, min(nbytes, data.stat().st_size)))
+        copies.append(first_pass_seconds(nbytes))
         with LLM(model, kv_cache=cache, connector=config) as llm:
             restored.append(_first_token(llm, prompt, computed=1))
     read, copy, seconds = map(statistics.median, (reads, copies, restored))
@@ -137,7 +137,7 @@ def _timed_connector() -> Iterator[list[tuple[float, float]]]:
             setattr(KvCacheConnectorManager, name, original)
 
 
-def _cold_read_seconds(path: Path, nbytes: int) -> float:
+def cold_read_seconds(path: Path, nbytes: int) -> float:
     """Seconds to read the first `nbytes` of a file, past the page cache.
 
     O_DIRECT where the filesystem has it, else buffered with the file's pages dropped first. Blocks.
@@ -155,7 +155,7 @@ def _cold_read_seconds(path: Path, nbytes: int) -> float:
     return seconds
 
 
-def _first_pass_seconds(nbytes: int) -> float:
+def first_pass_seconds(nbytes: int) -> float:
     """Seconds to copy `nbytes` into host memory that was never touched before.
 
     That is what the pool of a new process is: its pages are taken as the copy arrives at them. The

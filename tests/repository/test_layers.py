@@ -78,6 +78,7 @@ DOORS = {
     "integrations.trtllm": "integrations.core engine.at_exit connector kernels",
     "integrations.trtllm_shim": "engine connector cache",
     "integrations.vllm": "integrations.core connector kernels",
+    "integrations.vllm_tier": "integrations.core connector backends kernels",
     "server": "engine.llm engine.request server.openai",
     "server.openai": "engine.llm engine.request",
     "server.route": (

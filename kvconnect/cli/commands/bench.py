@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvconnect.backends.url import StoreUrl, parse_size
+from kvconnect.cli.bench_engines import add_engines_options, run_engines
 from kvconnect.cli.bench_serve import add_serve_options, run_serve
 from kvconnect.cli.bench_transfer import add_transfer_options, run_transfer
 from kvconnect.cli.command import Subparsers, add_number, picked
@@ -61,6 +62,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_transfer_options(transfer)
     _runs(transfer, run_transfer)
+    engines = benchmarks.add_parser(
+        "engines",
+        help="what connectors cost vLLM, idle and after a restart from disk, beside each other",
+    )
+    add_engines_options(engines)
+    _runs(engines, run_engines)
     _add_blocks(benchmarks)
     _add_store(benchmarks)
     _add_dead(benchmarks)

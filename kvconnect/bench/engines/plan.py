@@ -1,0 +1,27 @@
+"""What `bench engines` is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CONNECTORS", "EnginesPlan"]
+
+CONNECTORS = ("none", "KvConnect", "KvConnectTier", "fs", "ExampleConnector", "LMCache")
+"""Nothing; kvconnect's connector and its tier; vLLM's own tier and its example; LMCache's."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginesPlan:
+    """What is asked for.
+
+    Attributes:
+        connectors: of `CONNECTORS`; each takes its turn in every round.
+        prompt_tokens: of the prompt that is found again.
+        steps: of decoding, with a connector that has nothing to do.
+        repeats: restarts, of which the median counts.
+    """
+
+    connectors: tuple[str, ...]
+    prompt_tokens: int
+    steps: int
+    repeats: int

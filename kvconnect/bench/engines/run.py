@@ -1,0 +1,208 @@
+"""Runs vLLM with each connector: cold, idle, and again after a restart from disk.
+
+The floor of a restart is that of ``bench restart``: reading the prompt's KV from the disk, one pass
+into memory, and the answer to a prompt that the device has. All connectors are held against one
+floor, that of the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvconnect.bench.blocks.party import Party, PartyFailed
+from kvconnect.bench.checkout import require_peer_python
+from kvconnect.bench.engines.plan import EnginesPlan
+from kvconnect.bench.report import Figure
+from kvconnect.bench.restart import cold_read_seconds, first_pass_seconds
+from kvconnect.bench.workload import random_prompt
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["bench_engines"]
+
+_PEER = "kvconnect.bench.peers.vllm_connectors"
+_WARM_UP = 100
+_BLOCK = 32
+_OURS = ("KvConnect", "KvConnectTier")
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What one connector did: seconds, but for `tokens`, `cached` and `wrong`."""
+
+    cold: float = math.nan
+    admission: float = math.nan
+    step: float = math.nan
+    inside: float = math.nan
+    device: list[float] = field(default_factory=list)
+    restored: list[float] = field(default_factory=list)
+    admitted: list[float] = field(default_factory=list)
+    cached: int = 0
+    wrong: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+def bench_engines(
+    model: Path, scratch: Path, plan: EnginesPlan, python: Path, tell: Callable[[str], object]
+) -> list[Figure]:
+    """What each connector costs; medians of restarts in which they take turns. Blocks for minutes.
+
+    Args:
+        model: directory; computed with in float32.
+        scratch: an empty directory for the stores, on the disk that is to be measured.
+        plan: what is asked for.
+        python: an interpreter that has vLLM, and what kvconnect needs.
+        tell: called with a sentence where something is left out.
+
+    Raises:
+        ConfigurationError: there is no such interpreter, this is no checkout, or none of the
+            connectors starts.
+    """
+    require_peer_python(python)
+    prompt = random_prompt(plan.prompt_tokens, seed=1).tolist()
+    measured: dict[str, _Measured] = {}
+    for name in plan.connectors:
+        tell(f"{name}: cold, then idle")
+        (scratch / name).mkdir()
+        try:
+            measured[name] = _cold(model, scratch / name, name, plan, python, prompt)
+        except PartyFailed as failed:
+            tell(f"{name}: is left out: {failed}")
+    if not measured:
+        raise ConfigurationError(f"--connectors {','.join(plan.connectors)}: none of them starts")
+    reads: list[float] = []
+    copies: list[float] = []
+    nbytes = _kv_nbytes(model, plan.prompt_tokens)
+    source = _source(scratch, nbytes)
+    for _ in range(plan.repeats):
+        reads.append(cold_read_seconds(source, nbytes))
+        copies.append(first_pass_seconds(nbytes))
+        for name, one in measured.items():
+            if name != "none":
+                tell(f"{name}: after a restart")
+                _restart(model, scratch / name, name, plan, python, prompt, one)
+    return _figures(measured, plan, reads, copies, nbytes)
+
+
+def _cold(
+    model: Path, directory: Path, name: str, plan: EnginesPlan, python: Path, prompt: list[int]
+) -> _Measured:
+    """The first life of an engine: the prompt is computed and saved; then steps with nothing."""
+    found = _Measured()
+    with _engine(model, directory, name, plan, python) as party:
+        said = party.ask("answer", prompt=prompt, max_tokens=2)
+        found.cold, found.admission, found.tokens = said["first"], said["admission"], said["tokens"]
+        party.ask("settle")
+        short = random_prompt(_WARM_UP, seed=3).tolist()
+        steps = party.ask("answer", prompt=short, max_tokens=plan.steps + 20)["steps"][10:-5]
+        found.step = statistics.median(whole for whole, _ in steps)
+        found.inside = statistics.median(inside for _, inside in steps)
+        for _ in range(plan.repeats):
+            found.device.append(party.ask("answer", prompt=prompt, max_tokens=2)["first"])
+        party.ask("stop")
+    return found
+
+
+def _restart(
+    model: Path,
+    directory: Path,
+    name: str,
+    plan: EnginesPlan,
+    python: Path,
+    prompt: list[int],
+    found: _Measured,
+) -> None:
+    with _engine(model, directory, name, plan, python) as party:
+        said = party.ask("answer", prompt=prompt, max_tokens=2)
+        party.ask("stop")
+    found.restored.append(said["first"])
+    found.admitted.append(said["admission"])
+    found.cached = said["cached"]
+    found.wrong += said["tokens"] != found.tokens
+
+
+def _engine(model: Path, directory: Path, name: str, plan: EnginesPlan, python: Path) -> Party:
+    party = Party(python, _PEER)
+    try:
+        party.ask(
+            "start",
+            model=str(model),
+            connector=name,
+            directory=str(directory),
+            longest=plan.prompt_tokens + plan.steps + 64,
+        )
+        # What vLLM makes when it first computes is no connector's time.
+        warm_up = random_prompt(_WARM_UP, seed=2).tolist()
+        party.ask("answer", prompt=warm_up, max_tokens=2)
+    except PartyFailed:
+        party.close()
+        raise
+    return party
+
+
+def _figures(
+    measured: dict[str, _Measured],
+    plan: EnginesPlan,
+    reads: Sequence[float],
+    copies: Sequence[float],
+    nbytes: int,
+) -> list[Figure]:
+    median = statistics.median
+    suffix = median(second for one in measured.values() for second in one.device)
+    floor = median(reads) + median(copies) + suffix
+    blocks = plan.prompt_tokens // _BLOCK
+    figures = [
+        Figure("prompt", plan.prompt_tokens, "tokens"),
+        Figure("its KV", nbytes / 2**20, "MiB"),
+        Figure("floor: cold read", median(reads) * 1e3, "ms"),
+        Figure("floor: one pass into new memory", median(copies) * 1e3, "ms"),
+        Figure("floor: last token", suffix * 1e3, "ms"),
+    ]
+    for name, one in measured.items():
+        ours = name in _OURS
+        figures.append(Figure(f"{name}: first token, computed", one.cold * 1e3, "ms"))
+        figures.append(Figure(f"{name}: decode step", one.step * 1e3, "ms"))
+        if name == "none":
+            continue
+        figures += [
+            Figure(f"{name}: of it in the scheduler", one.inside * 1e6, "us", "<= 50" * ours),
+            Figure(
+                f"{name}: admission of a new prompt, for each block",
+                one.admission / blocks * 1e6,
+                "us",
+                "<= 2" * ours,
+            ),
+            Figure(f"{name}: tokens found after a restart", one.cached, "tokens"),
+            Figure(f"{name}: wrong answers", one.wrong, "", "0"),
+        ]
+        restored = median(one.restored)
+        figures += [
+            Figure(f"{name}: first token, restored", restored * 1e3, "ms"),
+            Figure(f"{name}: computed / restored", one.cold / restored, "x", ">= 10" * ours),
+            Figure(f"{name}: restored / floor", restored / floor, "x", "<= 1.25" * ours),
+        ]
+    return figures
+
+
+def _source(scratch: Path, nbytes: int) -> Path:
+    """A file of at least `nbytes`, written long enough ago to be on the disk."""
+    path = scratch / "floor"
+    with path.open("wb") as file:
+        file.write(b"\1" * nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def _kv_nbytes(model: Path, num_tokens: int) -> int:
+    """Of the prompt's keys and values, in float32."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * config["num_hidden_layers"] * heads * dim * 4 * num_tokens)

@@ -1,0 +1,197 @@
+"""vLLM's engine with a KV connector, in an interpreter that has it, and kvconnect's dependencies.
+
+One process is one life of an engine: a restart is another process. Time on the scheduler's thread
+is taken around every call that the scheduler makes to its connector; the engine core runs in the
+process, so its worker's calls are apart.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from inspect import getattr_static, isfunction
+from pathlib import Path
+from typing import Any
+
+from kvconnect.bench.blocks.worker import serve, take_stdout
+
+__all__ = ["main"]
+
+_CHECKOUT = Path(__file__).resolve().parents[3]
+_HOST_NBYTES = 512 << 20
+
+
+def _offloading(tier: Mapping[str, Any]) -> dict[str, Any]:
+    # vLLM's own offloading wants a GPU: its copies are replaced, see there.
+    sys.path.insert(0, str(_CHECKOUT / "tests/engines/vllm/tier"))
+    extra = {
+        "spec_name": "OffloadOnCpu",
+        "spec_module_path": "offload_on_cpu",
+        "cpu_bytes_to_use": _HOST_NBYTES,
+        "secondary_tiers": [dict(tier)],
+    }
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+
+
+def connector_config(name: str, directory: Path) -> dict[str, Any] | None:
+    """What vLLM is configured with for the connector `name`, whose store is in `directory`."""
+    url = f"disk://{directory}?capacity=16GiB"
+    if name == "none":
+        return None
+    if name == "KvConnect":
+        found: dict[str, Any] = {
+            "kv_connector": "KvConnect",
+            "kv_connector_module_path": "kvconnect.integrations.vllm",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"url": url},
+        }
+    elif name == "KvConnectTier":
+        module = "kvconnect.integrations.vllm_tier"
+        found = _offloading({"type": "KvConnectTier", "module_path": module, "url": url})
+    elif name == "fs":
+        found = _offloading({"type": "fs", "root_dir": str(directory)})
+    elif name == "ExampleConnector":
+        extra = {"shared_storage_path": str(directory)}
+        found = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
+    elif name == "LMCache":
+        os.environ |= {
+            "LMCACHE_CHUNK_SIZE": "256",
+            "LMCACHE_LOCAL_CPU": "False",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": "1",
+            "LMCACHE_LOCAL_DISK": f"file://{directory}/",
+            "LMCACHE_MAX_LOCAL_DISK_SIZE": "16",
+        }
+        import_module("lmcache")
+        found = {"kv_connector": "LMCacheConnectorV1"}
+    else:
+        raise ValueError(name)
+    return {"kv_role": "kv_both", **found}
+
+
+class Clock:
+    """Seconds inside the methods of an object, from the outermost call on."""
+
+    def __init__(self, target: Any) -> None:
+        self.seconds = 0.0
+        self._inside = False
+        for name in dir(type(target)):
+            # Properties are not asked for: they may be the worker's.
+            if not name.startswith("_") and isfunction(getattr_static(type(target), name)):
+                setattr(target, name, self._timed(getattr(target, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if self._inside:
+                return method(*arguments, **keywords)
+            self._inside = True
+            start = time.perf_counter()
+            try:
+                return method(*arguments, **keywords)
+            finally:
+                self.seconds += time.perf_counter() - start
+                self._inside = False
+
+        return call
+
+
+class ConnectedEngine:
+    """An engine until the process ends, or `stop`."""
+
+    def __init__(self) -> None:
+        self._vllm = import_module("vllm")
+        self._llm: Any = None
+        self._core: Any = None
+        self._clock: Clock | None = None
+
+    def start(self, model: str, connector: str, directory: str, longest: int) -> float:
+        """Load `model` in float32; the seconds that took."""
+        start = time.perf_counter()
+        config = connector_config(connector, Path(directory))
+        self._llm = self._vllm.LLM(
+            model=model,
+            dtype="float32",
+            max_model_len=longest,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            disable_log_stats=True,
+            block_size=32,
+            kv_transfer_config=config,
+        )
+        self._core = self._llm.llm_engine.engine_core.engine_core
+        if config is not None:
+            self._clock = Clock(self._core.scheduler.connector)
+        return time.perf_counter() - start
+
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """Answers greedily, alone.
+
+        Returns:
+            ``first``: seconds to the first token; ``admission``: of those inside the scheduler's
+            connector; ``cached``: prompt tokens that were not computed; ``tokens``; ``steps``: of
+            each step the seconds, and those inside the scheduler's connector.
+        """
+        params = self._vllm.SamplingParams(
+            max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False
+        )
+        engine = self._llm.llm_engine
+        start, spent = time.perf_counter(), self._spent()
+        engine.add_request(str(start), {"prompt_token_ids": list(prompt)}, params)
+        said: dict[str, Any] = {}
+        steps: list[tuple[float, float]] = []
+        while engine.has_unfinished_requests():
+            began, inside = time.perf_counter(), self._spent()
+            outputs = engine.step()
+            now = time.perf_counter()
+            steps.append((now - began, self._spent() - inside))
+            if outputs and not said:
+                said |= {"first": now - start, "admission": self._spent() - spent}
+            for output in outputs:
+                said |= {
+                    "cached": output.num_cached_tokens,
+                    "tokens": list(output.outputs[0].token_ids),
+                }
+        return {**said, "steps": steps}
+
+    def forget(self) -> bool:
+        """Nothing is cached on the device any more; the connector keeps what it has."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def settle(self) -> None:
+        """Step until the connector has no more to do, or for a second where it cannot tell."""
+        scheduler = self._core.scheduler
+        connector = scheduler.connector
+        until = time.monotonic() + 1.0
+        while scheduler.has_requests() or (
+            time.monotonic() < until if connector is not None else False
+        ):
+            self._core.step_fn()
+            time.sleep(0.001)
+
+    def stop(self) -> float:
+        """End the engine, and with it what its connector still has to save; the seconds it took."""
+        start = time.perf_counter()
+        self._llm.llm_engine.engine_core.shutdown()
+        return time.perf_counter() - start
+
+    def _spent(self) -> float:
+        return 0.0 if self._clock is None else self._clock.seconds
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    answers = take_stdout()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    engine = ConnectedEngine()
+    versions = {"version": import_module("vllm.version").__version__}
+    names = ("start", "answer", "forget", "settle", "stop")
+    serve(answers, versions, {name: getattr(engine, name) for name in names})
+
+
+if __name__ == "__main__":
+    main()

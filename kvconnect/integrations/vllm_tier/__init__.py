@@ -1,0 +1,17 @@
+"""A secondary tier of vLLM's own offloading, over kvconnect's stores.
+
+vLLM keeps offloaded blocks in host memory, its primary tier, and asks the tiers behind that for
+what is not there. It calls them in its scheduler, one chunk at a time; so nothing here blocks
+there, and whatever a store does costs time, nothing else.
+
+Begin with `tier`, which is what vLLM calls; `identity` says what a stored chunk is of, `lookups`,
+`loads` and `saves` go to the store through the parts of `kvconnect.connector.offload`. May import
+the connector's rooms, the digest and the vocabulary. vLLM is never a dependency: `engine` is the
+only module that imports it.
+"""
+
+from __future__ import annotations
+
+from kvconnect.integrations.vllm_tier.tier import KvConnectTier
+
+__all__ = ["KvConnectTier"]

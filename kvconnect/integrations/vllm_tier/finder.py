@@ -1,0 +1,103 @@
+"""Looks chunks up in the store, on its loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from kvconnect.connector.offload.store import BlockRoute
+from kvconnect.errors import KvConnectError
+from kvconnect.integrations.vllm_tier.identity import ChunkNames
+from kvconnect.integrations.vllm_tier.lookups import Answers
+from kvconnect.trace import warn_once
+
+__all__ = ["Finder"]
+
+Question = tuple[bytes, int]
+
+_AT_ONCE = 256
+"""Chunks of one call to the store: their keys are hashed on the loop, which has more to do."""
+
+_GAPS = 8
+"""Of the chunks of a prompt so many may be missing before the rest is not looked for: a group with
+full attention has no use for what follows the first, and one with a window goes on behind it."""
+
+_CALLS = 4
+
+
+class Finder:
+    """Answers the questions of steps, those of each prompt and group in their order.
+
+    Args:
+        route: to the store.
+        names: of chunks in it.
+        answer: called on the loop with what is known as soon as it is known.
+        timeout_s: questions that could not be asked by then are answered with no.
+    """
+
+    def __init__(
+        self,
+        route: BlockRoute,
+        names: ChunkNames,
+        answer: Callable[[Answers], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._route = route
+        self._names = names
+        self._answer = answer
+        self._timeout_s = timeout_s
+        self._running: set[asyncio.Task[None]] = set()
+        self._calls = asyncio.Semaphore(_CALLS)
+
+    def find(self, questions: Sequence[Sequence[Question]]) -> None:
+        """Begin to look up the chunks of one list for each request; on any thread, no waiting."""
+        self._route.store.io.call_soon(lambda: self._begin(questions))
+
+    def _begin(self, questions: Sequence[Sequence[Question]]) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._timeout_s
+        for asked in questions:
+            for _, of_group in groupby(asked, key=lambda question: question[0][-4:]):
+                task = loop.create_task(self._find(list(of_group), until))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+
+    async def _find(self, questions: Sequence[Question], until: float) -> None:
+        left = list(questions)
+        try:
+            async with self._calls:
+                for _ in range(_GAPS):
+                    found = await self._leading(left, until)
+                    self._tell(left[:found], known=True)
+                    self._tell(left[found : found + 1], known=False)
+                    left = left[found + 1 :]
+                    if not left:
+                        break
+        except KvConnectError as error:
+            warn_once("vllm_tier.lookup", f"chunks are not looked up: {error}")
+        finally:
+            self._tell(left, known=False)
+
+    async def _leading(self, questions: Sequence[Question], until: float) -> int:
+        """How many of the first of `questions` the store has; what it has is told meanwhile."""
+        found = 0
+        for part in _parts(questions):
+            if asyncio.get_running_loop().time() > until:
+                break
+            keys = [self._route.store_key(self._names.block_key(chunk), 0) for chunk, _ in part]
+            present = await self._route.store.backend.lookup(keys)
+            found += present
+            if present < len(part):
+                break
+        return found
+
+    def _tell(self, questions: Sequence[Question], *, known: bool) -> None:
+        if questions:
+            self._answer([(chunk, number, known) for chunk, number in questions])
+
+
+def _parts(questions: Sequence[Question]) -> Iterator[Sequence[Question]]:
+    for start in range(0, len(questions), _AT_ONCE):
+        yield questions[start : start + _AT_ONCE]

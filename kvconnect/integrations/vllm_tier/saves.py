@@ -1,0 +1,186 @@
+"""Saves of chunks: from vLLM's host memory into staging slots, and from there to the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvconnect.backend import StoredBlock
+from kvconnect.connector.data import Direction
+from kvconnect.connector.offload.staging import Slot
+from kvconnect.connector.offload.store import CALL_NBYTES, SAVES_IN_FLIGHT, BlockRoute
+from kvconnect.errors import BackendTimeout, KvConnectError
+from kvconnect.integrations.vllm_tier.identity import ChunkNames
+from kvconnect.trace import count, warn_once
+
+__all__ = ["ChunkSave", "Saves"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSave:
+    """One chunk to store: where it is in the host memory, and the chunk before it.
+
+    `parent` is ``b""`` for the first chunk of a prompt, and ``None`` where it is not known.
+    """
+
+    chunk: bytes
+    row: int
+    parent: bytes | None
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    number: int
+    left: int
+    stored: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Chunks of one job that go to the store in one call; no later than `until`."""
+
+    job: _Job
+    saves: Sequence[ChunkSave]
+    until: float
+
+
+class Saves:
+    """All saves of a tier. `submit` may be called on any thread and does not block.
+
+    vLLM keeps the rows of a job as they are until the job ends, so what waits here takes up its
+    host memory. No more than `most_waiting` chunks do, none for longer than `timeout_s`: what is
+    beyond that is lost, which is counted (``connector.save.lost``) and costs a later request its
+    computation.
+
+    Args:
+        route: between the host memory and the store.
+        names: of chunks in the store.
+        done: called on the store's loop with a job's number and how many chunks of it are stored.
+        timeout_s: for how long a chunk may wait for its turn.
+        most_waiting: chunks.
+    """
+
+    def __init__(
+        self,
+        route: BlockRoute,
+        names: ChunkNames,
+        done: Callable[[int, int], None],
+        *,
+        timeout_s: float,
+        most_waiting: int,
+    ) -> None:
+        self._route = route
+        self._names = names
+        self._done = done
+        self._timeout_s = timeout_s
+        self._most_waiting = most_waiting
+        self._size = max(1, min(256, CALL_NBYTES // route.staging.slot_nbytes))
+        self._pieces: deque[_Piece] = deque()
+        self._waiting = 0
+        self._writes: set[asyncio.Task[None]] = set()
+        self._closed = False
+        route.staging.on_free(self._freed)
+
+    def submit(self, job: int, saves: Sequence[ChunkSave]) -> None:
+        """Store `saves`, in this order: parents come before children."""
+        self._route.store.io.call_soon(lambda: self._begin(job, saves))
+
+    def close(self) -> None:
+        """What waits for its turn is lost, now and from now on; every job still ends."""
+        self._route.store.io.call_soon(self._close)
+
+    # ------------------------------------------------------------------ on the store's loop
+
+    def _begin(self, number: int, saves: Sequence[ChunkSave]) -> None:
+        job = _Job(number, len(saves))
+        room = 0 if self._closed else max(0, self._most_waiting - self._waiting)
+        until = self._now() + self._timeout_s
+        for start in range(0, min(room, len(saves)), self._size):
+            part = saves[start : min(start + self._size, room)]
+            self._pieces.append(_Piece(job, part, until))
+            self._waiting += len(part)
+        self._end(job, max(0, len(saves) - room), 0, "too many chunks wait for the store")
+        self._pump()
+
+    def _close(self) -> None:
+        self._closed = True
+        while self._pieces:
+            self._drop("the tier was closed")
+
+    def _freed(self) -> None:
+        if self._pieces:
+            self._route.store.io.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        while self._pieces and len(self._writes) < SAVES_IN_FLIGHT:
+            piece = self._pieces[0]
+            if piece.until < self._now():
+                self._drop(f"they waited longer than {self._timeout_s:g} s")
+                continue
+            slots = self._route.staging.take(Direction.SAVE, len(piece.saves))
+            if not slots:
+                return
+            now, later = piece.saves[: len(slots)], piece.saves[len(slots) :]
+            self._pieces.popleft()
+            self._waiting -= len(now)
+            if later:
+                self._pieces.appendleft(_Piece(piece.job, later, piece.until))
+            write = asyncio.get_running_loop().create_task(self._write(piece.job, now, slots))
+            self._writes.add(write)
+            write.add_done_callback(self._written)
+
+    def _written(self, write: asyncio.Task[None]) -> None:
+        self._writes.discard(write)
+        self._pump()
+
+    async def _write(self, job: _Job, saves: Sequence[ChunkSave], slots: Sequence[Slot]) -> None:
+        stored, reason = 0, "the store has no room"
+        pending: tuple[Future[None], ...] = ()
+        try:
+            rows = [save.row for save in saves]
+            copier = self._route.copiers[0]
+            await self._route.store.copying.run(lambda: copier.copy_out(rows, slots, None))
+            blocks = [self._block(save, slot) for save, slot in zip(saves, slots, strict=True)]
+            stored = await self._route.store.backend.save(blocks)
+        except BackendTimeout as error:
+            pending, reason = (error.pending,) if error.pending else (), str(error)
+        except KvConnectError as error:
+            reason = str(error)
+        finally:
+            self._route.staging.give_back(Direction.SAVE, slots, pending)
+            self._end(job, len(saves), stored, reason)
+
+    def _block(self, save: ChunkSave, slot: Slot) -> StoredBlock:
+        names = self._names
+        return StoredBlock(
+            key=self._route.store_key(names.block_key(save.chunk), 0),
+            data=slot.frame,
+            parent=None
+            if save.parent is None
+            else self._route.store_key(names.block_key(save.parent), 0),
+            namespace=names.namespace,
+            model=names.model,
+        )
+
+    def _drop(self, reason: str) -> None:
+        piece = self._pieces.popleft()
+        self._waiting -= len(piece.saves)
+        self._end(piece.job, len(piece.saves), 0, reason)
+
+    def _end(self, job: _Job, ended: int, stored: int, reason: str) -> None:
+        """`ended` chunks of `job` are done, of which `stored` are in the store."""
+        if lost := ended - stored:
+            count("connector.save.lost", blocks=lost)
+            warn_once("vllm_tier.save.lost", f"{lost} chunks were not stored: {reason}")
+        job.stored += stored
+        job.left -= ended
+        if not job.left:
+            job.left = -1
+            self._done(job.number, job.stored)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

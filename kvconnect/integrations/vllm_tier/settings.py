@@ -1,0 +1,69 @@
+"""What a user writes into a tier's configuration, beside its type and module."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvconnect.backends.registry import codecs_of
+from kvconnect.config import KvCacheConnectorConfig
+from kvconnect.errors import ConfigurationError
+from kvconnect.settings import Settings
+
+__all__ = ["KvConnectTierSettings"]
+
+_EXAMPLE = "disk:///var/cache/kv?capacity=200GiB"
+
+
+class KvConnectTierSettings(Settings):
+    """Where chunks are kept, and how long anything may take.
+
+    Attributes:
+        url: the store, for example ``disk:///var/cache/kv?capacity=200GiB``.
+        namespace: chunks are shared only by engines that give the same one.
+        model_revision: stands for the weights, which are then not read; for a model that has no
+            directory, and for one whose files are too slow to read.
+        codec, key_file: as in `KvCacheConnectorConfig`, but lossless.
+        lookup_timeout_ms: a request whose chunks the store has not found by then computes them.
+        load_timeout_s: deadline of a load, counted from its submission.
+        save_timeout_s: deadline of a call that saves, and of draining at shutdown.
+        staging_bytes: host memory for chunks on their way.
+        verify_frames: check every loaded chunk; off is for measuring only, and is logged.
+        locality: where the store is, for requests that name the tiers they may load from.
+    """
+
+    url: str
+    namespace: str | None = None
+    model_revision: str | None = None
+    codec: str | None = None
+    key_file: str | None = None
+    lookup_timeout_ms: Annotated[float, Field(gt=0)] = 200.0
+    load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    save_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    staging_bytes: Annotated[int, Field(gt=0)] = 256 << 20
+    verify_frames: bool = True
+    locality: Literal["LOCAL", "REMOTE"] | None = None
+
+    def __init__(self, /, **values: Any) -> None:
+        if not values.get("url"):
+            raise ConfigurationError(f"KvConnectTier.url: is missing; give a store: '{_EXAMPLE}'")
+        super().__init__(**values)
+        rounded = codecs_of(self.url, codec=self.codec, key_file=self.key_file).quantized
+        if rounded:
+            raise ConfigurationError(
+                f"KvConnectTier.codec: {rounded} rounds numbers, and a tier is given vLLM's pages "
+                "as bytes; use zstd, lz4 or aes-gcm, or leave it out"
+            )
+
+    def connector_config(self) -> KvCacheConnectorConfig:
+        """The same, as the built-in pair takes it."""
+        return KvCacheConnectorConfig(
+            url=self.url,
+            codec=self.codec,
+            key_file=self.key_file,
+            load_timeout_s=self.load_timeout_s,
+            save_timeout_s=self.save_timeout_s,
+            staging_bytes=self.staging_bytes,
+            verify_frames=self.verify_frames,
+        )

@@ -1,0 +1,300 @@
+"""The class that vLLM calls: `KvConnectTier`."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvconnect.config import KvCacheConfig
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.offload.staging import PoolCopier, StagingPool
+from kvconnect.connector.offload.store import BlockRoute, OffloadStore
+from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.integrations.vllm_tier import engine
+from kvconnect.integrations.vllm_tier.finder import Finder
+from kvconnect.integrations.vllm_tier.identity import (
+    HASH_NBYTES,
+    ChunkNames,
+    chunk_layout,
+    chunks_digest,
+    configuration_of_vllm,
+)
+from kvconnect.integrations.vllm_tier.loads import Loads
+from kvconnect.integrations.vllm_tier.lookups import Lookups
+from kvconnect.integrations.vllm_tier.parents import Parents
+from kvconnect.integrations.vllm_tier.saves import Saves
+from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import warn_once
+
+__all__ = ["KvConnectTier"]
+
+_KEY_NBYTES = HASH_NBYTES + 4
+"""Of vLLM's key of a chunk: a block hash and the number of the KV cache group."""
+
+_LATE_S = 2.0
+"""For calls to end that were called off, or are at their deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    chunks: Sequence[bytes]
+    is_load: bool
+    submitted: float
+
+
+class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there
+    """A store of kvconnect as a secondary tier of vLLM's ``TieringOffloadingSpec``.
+
+    Selected with ``{"type": "KvConnectTier", "module_path": "kvconnect.integrations.vllm_tier",
+    "url": "disk:///var/cache/kv?capacity=200GiB"}`` in ``secondary_tiers``; other settings are
+    those of `KvConnectTierSettings`.
+
+    vLLM makes it and calls it in its scheduler. Nothing but `__init__`, `drain_jobs` and `shutdown`
+    blocks, and nothing raises for a store's fault: what cannot be found, loaded or saved in time is
+    computed.
+
+    Args:
+        offloading_spec: vLLM's ``OffloadingSpec``.
+        primary_kv_view: uint8 or int8 ``[chunks, bytes of a chunk]``: vLLM's host memory, which
+            loads write to and saves read.
+        tier_type: name of this tier, for metrics.
+        backpressure_detector: vLLM's, if the user asked for one.
+        settings: fields of `KvConnectTierSettings`.
+
+    Raises:
+        ConfigurationError: names the field, or what of the engine's configuration a tier cannot
+            serve; nothing is left open.
+    """
+
+    medium = None if engine.Medium is None else engine.Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        given = KvConnectTierSettings(**settings)
+        if given.locality is not None:
+            self.locality = engine.Locality(given.locality)
+        digest = chunks_digest(offloading_spec, configuration_of_vllm(), given)
+        rows = _rows(primary_kv_view)
+        tokens = {
+            group.group_id: group.tokens_per_block * offloading_spec.blocks_per_chunk
+            for group in offloading_spec.config.groups
+        }
+        layout = chunk_layout(rows.shape[1], min(tokens.values()))
+        names = ChunkNames(digest, layout)
+        self._settings = given
+        self._row_nbytes = rows.shape[1]
+        self._route = _route(given, digest, rows, layout)
+        timeout_s = given.lookup_timeout_ms / 1e3
+        self._lookups = Lookups(timeout_s)
+        self._finder = Finder(self._route, names, self._lookups.answer, timeout_s=timeout_s)
+        self._loads = Loads(self._route, names, self._loaded, timeout_s=given.load_timeout_s)
+        self._saves = Saves(
+            self._route,
+            names,
+            self._saved,
+            timeout_s=given.save_timeout_s,
+            most_waiting=max(1, len(rows) // 2),
+        )
+        self._parents = Parents(tokens)
+        self._jobs: dict[int, _Job] = {}
+        self._results: deque[Any] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    # ------------------------------------------------------------------ lookups
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Whether the store has a chunk; ``RETRY`` until it has said so. Does not block."""
+        if len(key) != _KEY_NBYTES:
+            warn_once(
+                "vllm_tier.hash",
+                f"{len(key) - 4} bytes of hash do not name a chunk safely; it is not looked up",
+            )
+            return engine.LookupResult.MISS
+        found = self._lookups.lookup(key, req_context.req_id)
+        if found is None:
+            return engine.LookupResult.RETRY
+        if not found:
+            return engine.LookupResult.MISS
+        self._parents.note(key, req_context)
+        return engine.LookupResult.HIT
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """Only what is new is stored, chunk by chunk."""
+        return engine.RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget what the request was told."""
+        self._lookups.forget(req_context.req_id)
+        self._parents.forget(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Ask the store what came up in this step."""
+        if questions := self._lookups.take_questions():
+            self._finder.find(questions)
+
+    # ------------------------------------------------------------------ jobs
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Load a job's chunks into their rows of the host memory; does not block."""
+        chunks = list(job_metadata.keys)
+        self._begin(job_metadata.job_id, chunks, is_load=True)
+        self._loads.submit(job_metadata.job_id, chunks, job_metadata.chunk_ids.tolist())
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Store a job's chunks, which stay as they are until it ends; does not block."""
+        pairs = list(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
+        safe = [pair for pair in pairs if len(pair[0]) == _KEY_NBYTES]
+        self._begin(job_metadata.job_id, [chunk for chunk, _ in pairs], is_load=False)
+        if not safe or len(safe) < len(pairs):
+            self._saved(job_metadata.job_id, 0)
+            return
+        self._saves.submit(
+            job_metadata.job_id, self._parents.in_order(safe, job_metadata.req_context)
+        )
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """What ended since the last call. What could not be loaded is missing from now on."""
+        if not self._results:
+            return ()
+        results = [self._results.popleft() for _ in range(len(self._results))]
+        for result, job in results:
+            if job.is_load and not result.success:
+                loaded = set(result.successful_keys or ())
+                self._lookups.missing([chunk for chunk in job.chunks if chunk not in loaded])
+        return [result for result, _ in results]
+
+    def drain_jobs(self) -> None:
+        """Block until no job is under way: loads are called off, saves go on until they are done.
+
+        Takes ``save_timeout_s`` and a second at most.
+        """
+        self._loads.cancel()
+        if not self._wait(self._settings.save_timeout_s + _LATE_S):
+            self._abandon()
+
+    def shutdown(self) -> None:
+        """Drain, and close the store; blocks for ``save_timeout_s`` and a few seconds at most.
+
+        Raises:
+            BackendUnavailable: a copy from or to the host memory did not end, which has to stay.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._route.store.begin_close()
+        self._loads.cancel()
+        if not self._wait(self._settings.save_timeout_s):
+            self._saves.close()
+        drained = self._wait(_LATE_S)
+        self._route.store.release()
+        if not drained:
+            raise BackendUnavailable(f"{self.tier_type}: the store's thread does not answer")
+
+    def _wait(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
+
+    def _abandon(self) -> None:
+        """The store's thread does not answer any more; what waits for it has failed."""
+        for number in list(self._jobs):
+            self._end(number, 0, success=False)
+
+    def _begin(self, number: int, chunks: Sequence[bytes], *, is_load: bool) -> None:
+        with self._changed:
+            self._jobs[number] = _Job(chunks, is_load, time.monotonic())
+
+    # ------------------------------------------------------------------ on the store's loop
+
+    def _loaded(self, number: int, chunks: Sequence[bytes]) -> None:
+        job = self._jobs.get(number)
+        whole = job is not None and len(chunks) == len(job.chunks)
+        self._end(number, len(chunks), success=whole, loaded=() if whole else tuple(chunks))
+
+    def _saved(self, number: int, stored: int) -> None:
+        job = self._jobs.get(number)
+        self._end(number, stored, success=job is not None and stored == len(job.chunks))
+
+    def _end(
+        self, number: int, moved: int, *, success: bool, loaded: tuple[bytes, ...] = ()
+    ) -> None:
+        with self._changed:
+            job = self._jobs.pop(number, None)
+            if job is None:  # it was abandoned
+                return
+            result = engine.JobResult(
+                job_id=number,
+                success=success,
+                successful_keys=loaded or None,
+                transfer_time=time.monotonic() - job.submitted,
+                transfer_bytes=moved * self._row_nbytes,
+            )
+            self._results.append((result, job))
+            self._changed.notify_all()
+
+
+def _rows(view: memoryview) -> torch.Tensor:
+    """`view` as uint8 ``[chunks, bytes of a chunk]``, without holding on to it.
+
+    vLLM releases its memory when the tiers are shut down, which a buffer in use would not let it.
+    """
+    array = np.asarray(view)
+    if array.ndim != 2 or not array.flags.c_contiguous or array.itemsize != 1:
+        raise ConfigurationError(
+            f"primary_kv_view: {array.dtype}{list(array.shape)} in steps of {array.strides}; bytes "
+            "[chunks, bytes of a chunk] without gaps are served, which vLLM 0.32 and 0.33 have"
+        )
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+    return torch.from_numpy(np.ctypeslib.as_array(memory)).view(array.shape)
+
+
+def _route(
+    settings: KvConnectTierSettings, digest: bytes, rows: torch.Tensor, layout: KvCacheLayout
+) -> BlockRoute:
+    """The way between the store of `settings`, opened, and the host memory `rows`.
+
+    Raises:
+        ConfigurationError: the store cannot be opened, or is none for this.
+    """
+    args = LlmArgs(
+        model="",
+        kv_cache_config=KvCacheConfig(tokens_per_block=layout.tokens_per_block),
+        kv_connector_config=settings.connector_config(),
+        layouts=(layout,),
+        model_digest=digest,
+    )
+    store = OffloadStore.acquire(args)
+    try:
+        _check_store(store)
+        staging = StagingPool(settings.staging_bytes, layout.block_nbytes)
+        pool = PagedKv.from_pool(rows.view(layout.flat_shape(len(rows))), layout)
+        copier = PoolCopier(pool, layout, staging)
+        return BlockRoute.of(store, staging, (copier,))
+    except BaseException:
+        store.release()
+        raise
+
+
+def _check_store(store: OffloadStore) -> None:
+    if store.backend.capabilities.device_buffers:
+        raise ConfigurationError(
+            f"KvConnectTier.url: {store.backend.name} moves blocks of a device; give a store of "
+            "bytes: disk, redis, s3, memory or tiered"
+        )

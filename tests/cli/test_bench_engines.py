@@ -1,0 +1,160 @@
+"""``kvconnect bench engines``: what it refuses, asks its engines for, and makes of the answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from kvconnect.bench.blocks.party import PartyFailed
+from kvconnect.bench.engines import run
+from kvconnect.bench.peers.vllm_connectors import Clock, connector_config
+from kvconnect.cli.main import main
+
+STEP_S = 0.01
+INSIDE_S = 20e-6
+
+
+class EngineHere:
+    """Stands in for vLLM's process: what was computed once takes a tenth of the time.
+
+    `stored` is what its directories hold: prompts by connector.
+    """
+
+    stored: dict[str, set[tuple[int, ...]]]
+
+    def __init__(self, *_: object) -> None:
+        self.name = ""
+        self.seen: set[tuple[int, ...]] = set()
+
+    def ask(self, workload: str, **what):
+        return getattr(self, workload)(**what)
+
+    def start(self, model: str, connector: str, directory: str, longest: int) -> float:
+        if connector == "LMCache":
+            raise PartyFailed("No module named 'lmcache'")
+        self.name = connector
+        return 1.0
+
+    def answer(self, prompt: list[int], max_tokens: int) -> dict:
+        key = tuple(prompt)
+        stored = self.stored.setdefault(self.name, set())
+        found = key in self.seen or (self.name != "none" and key in stored)
+        self.seen.add(key)
+        stored.add(key)
+        lies = self.name == "ExampleConnector" and found
+        return {
+            "first": 0.1 if found else 1.0,
+            "admission": 64e-6,
+            "cached": len(prompt) - 1 if found else 0,
+            "tokens": [sum(prompt) % 97 + lies] * max_tokens,
+            "steps": [(STEP_S, INSIDE_S)] * max_tokens,
+        }
+
+    def settle(self) -> None:
+        """Nothing waits."""
+
+    def stop(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        """No process."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """No process."""
+
+
+@pytest.fixture
+def here(monkeypatch) -> None:
+    monkeypatch.setattr(EngineHere, "stored", {}, raising=False)
+    monkeypatch.setattr(run, "Party", EngineHere)
+
+
+def figures(capsys, *options: str) -> dict[str, float]:
+    command = ("bench", "engines", "--peer-python", sys.executable, "--json", *options)
+    assert main(list(command)) == 0
+    found = json.loads(capsys.readouterr().out)
+    return {figure["name"]: figure["value"] for figure in found["figures"]}
+
+
+def test_each_connector_is_measured_cold_idle_and_restored(here, capsys, llama, tmp_path):
+    found = figures(
+        capsys,
+        *("--model", str(llama), "--directory", str(tmp_path)),
+        *("--prompt-tokens", "64", "--steps", "5", "--repeats", "2"),
+    )
+    assert found["none: decode step"] == pytest.approx(10)
+    for name in ("KvConnect", "KvConnectTier", "fs", "ExampleConnector"):
+        assert found[f"{name}: of it in the scheduler"] == pytest.approx(20)
+        assert found[f"{name}: admission of a new prompt, for each block"] == pytest.approx(32)
+        assert found[f"{name}: tokens found after a restart"] == 63
+        assert found[f"{name}: computed / restored"] == pytest.approx(10)
+        floor = sum(value for key, value in found.items() if key.startswith("floor"))
+        assert found[f"{name}: restored / floor"] == pytest.approx(100 / floor)
+    assert found["ExampleConnector: wrong answers"] == 2
+    assert found["KvConnect: wrong answers"] == 0
+
+
+def test_what_cannot_start_is_left_out_and_says_why(here, capsys, llama, tmp_path):
+    options = ("--connectors", "LMCache,fs", "--model", str(llama), "--directory", str(tmp_path))
+    command = ("bench", "engines", "--peer-python", sys.executable, "--prompt-tokens", "64")
+    assert main([*command, *options]) == 0
+    shown = capsys.readouterr()
+    assert "LMCache: is left out: No module named 'lmcache'" in shown.err
+    assert "LMCache" not in shown.out
+    assert "fs: restored / floor" in shown.out
+
+
+def test_if_nothing_starts_that_is_an_error(here, capsys, llama, tmp_path):
+    options = ("--connectors", "LMCache", "--model", str(llama), "--directory", str(tmp_path))
+    assert main(["bench", "engines", "--peer-python", sys.executable, *options]) != 0
+    assert "--connectors LMCache: none of them starts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--connectors", "fz"), "--connectors fz: "),
+        (("--repeats", "0"), "--repeats 0: must be at least 1"),
+        (("--prompt-tokens", "0"), "--prompt-tokens 0: must be at least 1"),
+        (("--peer-python", "nowhere"), "--peer-python: 'nowhere' is no file"),
+    ],
+)
+def test_wrong_options_are_named(options, said, capsys):
+    assert main(["bench", "engines", "--peer-python", sys.executable, *options]) != 0
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["KvConnect", "ExampleConnector"])
+def test_a_connector_is_configured_with_its_directory(name, tmp_path):
+    config = connector_config(name, tmp_path)
+    assert config is not None
+    assert config["kv_connector"] == name
+    assert str(tmp_path) in str(config["kv_connector_extra_config"])
+    assert connector_config("none", tmp_path) is None
+
+
+def test_time_is_taken_from_the_outermost_call_and_properties_are_left_alone():
+    class Connector:
+        calls = 0
+
+        @property
+        def worker(self) -> None:
+            raise RuntimeError("not here")
+
+        def outer(self) -> int:
+            return self.inner() + 1
+
+        def inner(self) -> int:
+            self.calls += 1
+            return 1
+
+    connector = Connector()
+    clock = Clock(connector)
+    assert connector.outer() == 2
+    assert connector.calls == 1
+    assert clock.seconds > 0

@@ -1,0 +1,359 @@
+"""The parts of the tier that need no vLLM: what it asks, in which order, and what it believes."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.offload.staging import PoolCopier, StagingPool
+from kvconnect.connector.offload.store import BlockRoute, OffloadStore
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.vllm_tier.finder import Finder
+from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
+from kvconnect.integrations.vllm_tier.loads import Loads
+from kvconnect.integrations.vllm_tier.lookups import Lookups
+from kvconnect.integrations.vllm_tier.parents import Parents
+from kvconnect.integrations.vllm_tier.saves import ChunkSave, Saves
+from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.testing.faults.faulty_backend import FaultyBackend
+
+ROW = 8192
+ROWS = 16
+
+
+def chunk(number: int, group: int = 0) -> bytes:
+    return number.to_bytes(32, "little") + group.to_bytes(4, "big")
+
+
+# ---------------------------------------------------------------------- lookups
+
+
+def answered(lookups: Lookups, **found: bool) -> None:
+    """Every question of this step gets its answer: ``c3=True``."""
+    asked = [pair for one in lookups.take_questions() for pair in one]
+    lookups.answer([(name, number, found[f"c{name[0]}"]) for name, number in asked])
+
+
+def test_a_chunk_is_asked_for_once_and_answered_in_a_later_step():
+    lookups = Lookups(10)
+    assert lookups.lookup(chunk(1), "a") is None
+    assert lookups.lookup(chunk(1), "a") is None
+    assert lookups.lookup(chunk(1), "b") is None
+    [[(asked, number)]] = lookups.take_questions()
+    assert (asked, lookups.take_questions()) == (chunk(1), [])
+    lookups.answer([(asked, number, True)])
+    assert lookups.lookup(chunk(1), "a") is True
+    assert lookups.lookup(chunk(1), "b") is True
+
+
+def test_what_was_missing_is_asked_for_again_by_the_next_request_only():
+    lookups = Lookups(10)
+    lookups.lookup(chunk(1), "a")
+    answered(lookups, c1=False)
+    assert lookups.lookup(chunk(1), "a") is False
+    assert lookups.take_questions() == []
+    assert lookups.lookup(chunk(1), "b") is None
+    answered(lookups, c1=True)
+    assert lookups.lookup(chunk(1), "b") is True
+
+
+def test_what_could_not_be_loaded_does_not_come_up_again_for_those_who_were_told_of_it():
+    lookups = Lookups(10)
+    lookups.lookup(chunk(1), "a")
+    answered(lookups, c1=True)
+    lookups.missing([chunk(1), chunk(2)])
+    assert lookups.lookup(chunk(1), "a") is False
+    assert lookups.take_questions() == []
+
+
+def test_what_is_not_answered_in_time_is_missing_and_a_late_answer_is_not_taken():
+    lookups = Lookups(0.0)
+    lookups.lookup(chunk(1), "a")
+    [[(asked, number)]] = lookups.take_questions()
+    assert lookups.lookup(chunk(1), "a") is False
+    lookups.answer([(asked, number, True)])
+    assert lookups.lookup(chunk(1), "a") is False
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["lookup", "forget", "ask", "answer"]),
+            st.integers(1, 4),
+            st.sampled_from("abc"),
+        ),
+        max_size=40,
+    )
+)
+def test_nothing_is_kept_of_requests_that_ended(steps):
+    lookups = Lookups(10)
+    asked = []
+    for what, number, request in steps:
+        if what == "lookup":
+            lookups.lookup(chunk(number), request)
+        elif what == "forget":
+            lookups.forget(request)
+        elif what == "ask":
+            asked += [pair for one in lookups.take_questions() for pair in one]
+        else:
+            lookups.answer([(name, number, True) for name, number in asked])
+    for request in "abc":
+        lookups.forget(request)
+    assert len(lookups) == 0
+    assert not lookups._of_request
+
+
+# ---------------------------------------------------------------------- parents
+
+
+def request_of(name: str, positions: dict[bytes, int]) -> SimpleNamespace:
+    return SimpleNamespace(req_id=name, get_offload_key_position=positions.get)
+
+
+def test_chunks_are_stored_in_the_order_of_the_prompt_each_with_the_one_before_it():
+    places = {chunk(number): 32 * number for number in range(1, 6)}
+    parents = Parents({0: 32})
+    request = request_of("a", places)
+    parents.note(chunk(1), request)
+    saves = parents.in_order([(chunk(4), 7), (chunk(2), 5), (chunk(3), 6)], request)
+    assert saves == [
+        ChunkSave(chunk(2), 5, chunk(1)),
+        ChunkSave(chunk(3), 6, chunk(2)),
+        ChunkSave(chunk(4), 7, chunk(3)),
+    ]
+    assert parents.in_order([(chunk(5), 8)], request) == [ChunkSave(chunk(5), 8, chunk(4))]
+    parents.forget("a")
+    assert not parents._last
+
+
+def test_the_first_chunk_of_a_prompt_follows_none_and_one_of_unknown_place_an_unknown_one():
+    parents = Parents({0: 32})
+    request = request_of("a", {chunk(1): 32, chunk(3): 96})
+    assert parents.in_order([(chunk(1), 0)], request) == [ChunkSave(chunk(1), 0, b"")]
+    assert parents.in_order([(chunk(3), 0)], request) == [ChunkSave(chunk(3), 0, None)]
+    other = request_of("b", {})
+    assert parents.in_order([(chunk(9), 0)], other) == [ChunkSave(chunk(9), 0, None)]
+
+
+# ---------------------------------------------------------------------- the store
+
+
+class Tier:
+    """Loads, saves and lookups between host memory and a store, as the tier puts them together."""
+
+    def __init__(self, *, staging: int = 1 << 20, waiting: int = ROWS, timeout_s: float = 10):
+        self.layout = chunk_layout(ROW, 32)
+        self.store = FaultyBackend(MemoryBackend(64 << 20))
+        config = KvCacheConnectorConfig(
+            backend=self.store, load_timeout_s=timeout_s, save_timeout_s=timeout_s
+        )
+        self.opened = OffloadStore.acquire(
+            LlmArgs(
+                model="",
+                kv_cache_config=KvCacheConfig(tokens_per_block=self.layout.tokens_per_block),
+                kv_connector_config=config,
+                layouts=(self.layout,),
+                model_digest=bytes(32),
+            )
+        )
+        self.host = torch.randint(0, 256, (ROWS, ROW), dtype=torch.uint8)
+        slots = StagingPool(staging, self.layout.block_nbytes)
+        pool = PagedKv.from_pool(self.host.view(self.layout.flat_shape(ROWS)), self.layout)
+        route = BlockRoute.of(self.opened, slots, (PoolCopier(pool, self.layout, slots),))
+        names = ChunkNames(bytes(32), self.layout)
+        self.ended: dict[int, object] = {}
+        self.answers: dict[bytes, bool] = {}
+        self.loads = Loads(route, names, self.ended.__setitem__, timeout_s=timeout_s)
+        self.saves = Saves(
+            route, names, self.ended.__setitem__, timeout_s=timeout_s, most_waiting=waiting
+        )
+        self.finder = Finder(route, names, self._answer, timeout_s=timeout_s)
+
+    def _answer(self, answers) -> None:
+        self.answers |= {name: found for name, _, found in answers}
+
+    def wait(self, *jobs: int) -> list[object]:
+        self.until(lambda: all(job in self.ended for job in jobs))
+        return [self.ended.pop(job) for job in jobs]
+
+    def until(self, condition) -> None:
+        until = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < until
+            time.sleep(0.002)
+
+    def save(self, job: int, numbers) -> None:
+        numbers = list(numbers)
+        saves = [ChunkSave(chunk(one), one % ROWS, None) for one in numbers]
+        self.saves.submit(job, saves)
+
+    def set(self, fault: str) -> None:
+        self.opened.io.call_soon(lambda: self.store.set(fault))
+
+    def look(self, names) -> list[bool]:
+        self.answers.clear()
+        self.finder.find([[(name, 0) for name in names]])
+        self.until(lambda: len(self.answers) == len(names))
+        return [self.answers[name] for name in names]
+
+
+@pytest.fixture
+def tier():
+    made: list[Tier] = []
+
+    def make(**limits) -> Tier:
+        made.append(Tier(**limits))
+        return made[0]
+
+    yield make
+    for one in made:
+        one.set("none")
+        one.opened.release()
+
+
+def test_chunks_come_back_from_the_store_as_they_were(tier):
+    kept = tier()
+    before = kept.host.clone()
+    kept.save(1, range(8))
+    assert kept.wait(1) == [8]
+    kept.host.zero_()
+    kept.loads.submit(2, [chunk(one) for one in range(8)], list(range(8, 16)))
+    assert kept.wait(2) == [[chunk(one) for one in range(8)]]
+    assert torch.equal(kept.host[8:], before[:8])
+
+
+def test_more_chunks_than_there_is_staging_memory_for_are_moved_in_turns(tier):
+    kept = tier(staging=4 * (ROW + 4096))
+    before = kept.host.clone()
+    kept.save(1, range(ROWS))
+    assert kept.wait(1) == [ROWS]
+    kept.host.zero_()
+    kept.loads.submit(2, [chunk(one) for one in range(ROWS)], list(range(ROWS)))
+    assert len(kept.wait(2)[0]) == ROWS
+    assert torch.equal(kept.host, before)
+
+
+def test_each_group_of_a_job_counts_as_far_as_it_is_whole(tier):
+    kept = tier()
+    kept.saves.submit(
+        1, [ChunkSave(chunk(one, group), one, None) for group in (0, 1) for one in (1, 2, 4)]
+    )
+    kept.wait(1)
+    asked = [chunk(one, group) for group in (0, 1) for one in (1, 2, 3 + group, 4)]
+    asked = list(dict.fromkeys(asked))
+    kept.loads.submit(2, asked, list(range(len(asked))))
+    [loaded] = kept.wait(2)
+    assert set(loaded) == {chunk(one, 0) for one in (1, 2)} | {chunk(one, 1) for one in (1, 2, 4)}
+
+
+def test_loads_that_are_called_off_end_and_count_for_nothing(tier):
+    kept = tier()
+    kept.save(1, range(4))
+    kept.wait(1)
+    kept.set("hang")
+    kept.host.zero_()
+    kept.loads.submit(2, [chunk(one) for one in range(4)], list(range(4)))
+    kept.loads.cancel()
+    assert kept.wait(2) == [[]]
+    kept.set("none")
+    assert not kept.host.any()
+
+
+def test_a_job_without_chunks_ends(tier):
+    kept = tier()
+    kept.loads.submit(1, [], [])
+    kept.saves.submit(2, [])
+    assert [len(kept.wait(1)[0]), kept.wait(2)] == [0, [0]]
+
+
+def test_saves_beyond_what_may_wait_are_lost_and_their_jobs_end(tier):
+    kept = tier(waiting=5)
+    kept.set("hang")
+    kept.save(1, range(4))
+    kept.save(2, range(4, 16))
+    kept.set("none")
+    first, second = kept.wait(1, 2)
+    assert first in {0, 4}
+    assert second < 12
+    kept.save(3, range(4))
+    assert kept.wait(3) == [4]
+
+
+def test_what_waits_when_the_tier_closes_is_lost(tier):
+    kept = tier(staging=1 * (ROW + 4096))
+    kept.set("hang")
+    kept.save(1, range(8))
+    kept.saves.close()
+    kept.set("none")
+    [stored] = kept.wait(1)
+    assert stored < 8
+    kept.save(2, range(8))
+    assert kept.wait(2) == [0]
+
+
+def test_lookups_answer_for_each_chunk_up_to_some_gaps(tier):
+    kept = tier()
+    present = [1, 2, 5, 6, 7, 9]
+    kept.saves.submit(1, [ChunkSave(chunk(one), 0, None) for one in present])
+    kept.wait(1)
+    asked = range(1, 11)
+    assert kept.look([chunk(one) for one in asked]) == [one in present for one in asked]
+    sparse = [chunk(one + 100) for one in range(20)] + [chunk(1)]
+    assert kept.look(sparse) == [False] * 21
+
+
+def test_a_store_that_fails_has_nothing(tier):
+    kept = tier()
+    kept.save(1, range(3))
+    kept.wait(1)
+    kept.set("raise")
+    assert kept.look([chunk(one) for one in range(3)]) == [False] * 3
+
+
+# ---------------------------------------------------------------------- names and settings
+
+
+def test_names_differ_with_the_model_the_group_and_the_hash():
+    layout = chunk_layout(ROW, 32)
+    one, other = ChunkNames(bytes(32), layout), ChunkNames(b"\1" * 32, layout)
+    keys = {
+        one.block_key(chunk(1)),
+        one.block_key(chunk(2)),
+        one.block_key(chunk(1, group=1)),
+        one.block_key(b""),
+        other.block_key(chunk(1)),
+    }
+    assert len(keys) == 5
+    assert one.block_key(chunk(1)) == ChunkNames(bytes(32), layout).block_key(chunk(1))
+
+
+@given(st.integers(1, 64), st.integers(1, 4096))
+def test_a_row_of_any_length_is_a_block(pages, tokens):
+    layout = chunk_layout(pages * 4096, tokens)
+    assert layout.block_nbytes == pages * 4096
+    assert layout.tokens_per_block == 2 or tokens % layout.tokens_per_block == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "KvConnectTier.url: is missing; give a store: 'disk:///"),
+        ({"url": "memory:", "capacity": 1}, "unknown field 'capacity'"),
+        ({"url": "memory:", "codec": "fp8"}, "KvConnectTier.codec: fp8 rounds numbers"),
+        ({"url": "memory:", "save_timeout_s": 0}, "save_timeout_s=0"),
+        ({"url": "memory:", "locality": "near"}, "locality='near'"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings, said):
+    with pytest.raises(ConfigurationError) as refused:
+        KvConnectTierSettings(**settings)
+    assert said in str(refused.value)
