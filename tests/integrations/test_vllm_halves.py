@@ -258,7 +258,7 @@ def test_no_reset_during_a_load(open_engine: Open, store):
 @pytest.mark.parametrize(
     "more",
     [
-        {"prompt_embeds": object()},
+        {"prompt_embeds": "a tensor"},
         {"prompt_token_ids": None},
         {"resumable": True},
         {"cache_salt": ""},
