@@ -17,7 +17,7 @@ from kvconnect.engine.model.sequence_step import SequenceStep, first_scheduled_t
 from kvconnect.engine.ranks.leader import Followers, NoFollowers
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
-from kvconnect.engine.sampler import Sampler
+from kvconnect.engine.sampling.sampler import Sampler
 from kvconnect.engine.scheduler import Scheduler
 from kvconnect.errors import OutOfBlocks
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch

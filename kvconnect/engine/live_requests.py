@@ -9,7 +9,7 @@ from kvconnect.engine.attachment import Attachment
 from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.engine.request.output import EngineStats
 from kvconnect.engine.request.stops import FinishReason
-from kvconnect.engine.sampler import Sampler
+from kvconnect.engine.sampling.sampler import Sampler
 from kvconnect.engine.scheduler import Scheduler
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 from kvconnect.trace import count

@@ -15,11 +15,11 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.engine.assembly import assembled
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Connector
-from kvconnect.engine.drafts import Speculation
 from kvconnect.engine.generation import Generation
 from kvconnect.engine.keywords import known_keywords
 from kvconnect.engine.options import EngineOptions
 from kvconnect.engine.request.output import EngineStats
+from kvconnect.engine.sampling.drafts import Speculation
 from kvconnect.engine.scheduler import SchedulingPolicy
 from kvconnect.engine.thread import EngineThread
 from kvconnect.layout import KvCacheLayout

@@ -12,8 +12,8 @@ from kvconnect.cache.resource_manager import KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.engine.checkpoint.hub_cache import model_directory
-from kvconnect.engine.drafts import NgramSpeculation, Speculation
 from kvconnect.engine.ranks.settings import check_tensor_parallel_size
+from kvconnect.engine.sampling.drafts import NgramSpeculation, Speculation
 from kvconnect.engine.scheduler import SchedulingPolicy
 from kvconnect.errors import ConfigurationError
 from kvconnect.text import shown

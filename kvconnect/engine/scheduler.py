@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias, get_args
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.common_prefixes import CommonPrefixes
-from kvconnect.engine.drafts import NO_DRAFTS, NgramDrafter, NgramSpeculation
 from kvconnect.engine.model.sequence_step import first_scheduled_token
+from kvconnect.engine.sampling.drafts import NO_DRAFTS, NgramDrafter, NgramSpeculation
 from kvconnect.errors import ConfigurationError, OutOfBlocks, nearest
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 

@@ -17,7 +17,7 @@ from kvconnect.prometheus import Collector
 from kvconnect.server.admission import Admission
 from kvconnect.server.endpoint import GenerationEndpoint
 from kvconnect.server.errors import RequestRefused, ShuttingDown
-from kvconnect.server.gate import Gate
+from kvconnect.server.http.gate import Gate
 from kvconnect.server.openai.chat_request import ChatRequest
 from kvconnect.server.openai.completion_request import CompletionRequest
 from kvconnect.server.openai.generation_request import GenerationRequest

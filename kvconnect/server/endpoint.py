@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.server.admission import Admission, Ticket
-from kvconnect.server.body import read_json
-from kvconnect.server.disconnect import while_connected
 from kvconnect.server.errors import RequestRefused, answer_of
 from kvconnect.server.generation import outputs_of, stream_of
+from kvconnect.server.http.body import read_json
+from kvconnect.server.http.disconnect import while_connected
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.settings import ServerSettings

@@ -10,8 +10,8 @@ from kvconnect.engine.llm import LLM
 from kvconnect.errors import EngineClosed
 from kvconnect.server.admission import Admission
 from kvconnect.server.app import make_app
-from kvconnect.server.http_server import HttpServer, uvicorn_config
-from kvconnect.server.listener import Listener
+from kvconnect.server.http.http_server import HttpServer, uvicorn_config
+from kvconnect.server.http.listener import Listener
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.threads import ServerThreads
 

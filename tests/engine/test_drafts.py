@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect import SamplingParams
-from kvconnect.engine.drafts import NgramDrafter, NgramSpeculation, accepted_run
+from kvconnect.engine.sampling.drafts import NgramDrafter, NgramSpeculation, accepted_run
 from kvconnect.errors import ConfigurationError
 
 T = 16

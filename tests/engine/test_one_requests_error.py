@@ -10,7 +10,7 @@ from forwards import hold_forwards
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.worker import KvCacheConnectorWorker
-from kvconnect.engine import sampler
+from kvconnect.engine.sampling import sampler
 from kvconnect.errors import ConnectorContractError, EngineClosed
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvconnect import SamplingParams
-from kvconnect.engine.sampler import Sampler
+from kvconnect.engine.sampling.sampler import Sampler
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import LlmRequest
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvconnect import SamplingParams
-from kvconnect.engine.sampler import Sampler
+from kvconnect.engine.sampling.sampler import Sampler
 from kvconnect.request import LlmRequest
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0, -9.0]])

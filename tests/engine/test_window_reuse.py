@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.engine.checkpoint.random_model import make_model
-from kvconnect.engine.drafts import NgramSpeculation
+from kvconnect.engine.sampling.drafts import NgramSpeculation
 
 GREEDY = SamplingParams(max_tokens=28)
 DRAFTS = NgramSpeculation(num_draft_tokens=5, min_ngram_size=1)

@@ -19,10 +19,10 @@ from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.memory.pool_tensor import allocate_pool, layer_buffers
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.engine.drafts import NgramSpeculation
 from kvconnect.engine.model.pool_groups import effective_windows, group_layouts
 from kvconnect.engine.model.seam import LayerShape
 from kvconnect.engine.model.sequence_step import first_scheduled_token
+from kvconnect.engine.sampling.drafts import NgramSpeculation
 from kvconnect.errors import UnsupportedModel, UsageError
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch

@@ -67,7 +67,7 @@ DOORS = {
     "transfer.control": "transfer.secret",
     "transfer.leases": ("transfer.control.messages transfer.control.fields transfer.control.keyed"),
     "engine.model": "kernels cache.resource_manager",
-    "engine.request": "engine.model engine.drafts",
+    "engine.request": "engine.model engine.sampling.drafts",
     "engine.ranks": "engine.model engine.checkpoint engine.attachment connector cache",
     "integrations.core": "connector kernels backends",
     "integrations.transformers": (
@@ -79,11 +79,13 @@ DOORS = {
     "integrations.trtllm_shim": "engine connector cache",
     "integrations.vllm": "integrations.core connector kernels",
     "integrations.vllm_tier": "integrations.core connector backends kernels",
-    "server": "engine.llm engine.request server.openai",
+    "engine.sampling": "",
+    "server": "engine.llm engine.request server.http server.openai",
+    "server.http": "server.admission server.errors server.settings",
     "server.openai": "engine.llm engine.request",
     "server.route": (
-        "server.admission server.body server.disconnect server.errors server.gate server.listener"
-        " server.openai.kv_transfer server.http_server server.settings server.trust"
+        "server.admission server.errors server.http server.openai.kv_transfer server.settings"
+        " server.trust"
     ),
 }
 """What each room may import besides itself and the vocabulary; a package stands for all in it."""

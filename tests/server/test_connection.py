@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from server_process import wait_until
 
-from kvconnect.server.connection import Connection
+from kvconnect.server.http.connection import Connection
 
 LIMIT = 20
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

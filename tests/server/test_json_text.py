@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.server import json_text
-from kvconnect.server.json_text import TooManyValues, parse_json
+from kvconnect.server.http import json_text
+from kvconnect.server.http.json_text import TooManyValues, parse_json
 
 _TEXTS = st.text(alphabet='ab"\\\\[]{}:,\u00e9')
 _VALUES = st.recursive(

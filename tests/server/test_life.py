@@ -18,8 +18,8 @@ from server_process import request_bytes, running, wait_until
 
 from kvconnect.cli.main import main
 from kvconnect.errors import ConfigurationError
-from kvconnect.server.http_server import _room_for
-from kvconnect.server.listener import Listener
+from kvconnect.server.http.http_server import _room_for
+from kvconnect.server.http.listener import Listener
 from kvconnect.server.settings import ServerSettings
 
 PROMPT = "A system prompt that every restart of the server should find again. " * 4

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.admission import Admission
 from kvconnect.server.app import make_app
-from kvconnect.server.body import read_json
+from kvconnect.server.http.body import read_json
 from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.settings import HttpSettings, ServerSettings
 from kvconnect.server.threads import ServerThreads

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from kvconnect.server.admission import Admission
-from kvconnect.server.disconnect import while_connected
+from kvconnect.server.http.disconnect import while_connected
 from kvconnect.server.route.app import make_app
 from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Fleet

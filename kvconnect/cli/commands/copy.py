@@ -15,8 +15,8 @@ from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.cli.frame_reader import ReadFrame, read_frames
 from kvconnect.cli.listing import each_block
+from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.progress import Progress
-from kvconnect.cli.selection import Selection
 from kvconnect.cli.visit import add_url, listed, visit, visiting
 from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
 

@@ -12,14 +12,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvconnect.cli.command import Options, add_number, picked
-from kvconnect.cli.engine_options import (
+from kvconnect.cli.options.engine_options import (
     add_cache_options,
     add_engine_options,
     add_model,
     open_llm,
 )
+from kvconnect.cli.options.retention import parse_retention
 from kvconnect.cli.prompts import Job, add_prompt_options, read_jobs
-from kvconnect.cli.retention import parse_retention
 from kvconnect.config import KvCacheRetentionConfig
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from kvconnect.backend import StoredEntry
 from kvconnect.backends.url import format_size
 from kvconnect.cli.command import add_number
 from kvconnect.cli.listing import each_block
+from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.progress import Progress
-from kvconnect.cli.selection import Selection
 from kvconnect.cli.visit import add_url, listed, visit, visiting
 from kvconnect.errors import ConfigurationError
 

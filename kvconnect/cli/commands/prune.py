@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from kvconnect.backend import Access, Backend, StoredEntry
 from kvconnect.backends.url import format_size, parse_size
 from kvconnect.cli.listing import each_block
+from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.progress import Progress
-from kvconnect.cli.selection import Selection
 from kvconnect.cli.visit import add_url, listed, visit, visiting
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey

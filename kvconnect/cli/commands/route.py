@@ -7,7 +7,7 @@ import os
 from functools import partial
 
 from kvconnect.cli.command import add_number, picked
-from kvconnect.cli.http_options import (
+from kvconnect.cli.options.http_options import (
     ROUTER_SECRET,
     add_http_options,
     http_fields,
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigurationError: a bad option, URL, host or port.
     """
     try:
-        from kvconnect.server.listener import Listener
+        from kvconnect.server.http.listener import Listener
         from kvconnect.server.route.run import route
         from kvconnect.server.route.settings import RouteSettings
     except ModuleNotFoundError as error:

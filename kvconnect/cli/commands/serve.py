@@ -7,13 +7,13 @@ import os
 from functools import partial
 
 from kvconnect.cli.command import add_number, picked
-from kvconnect.cli.engine_options import (
+from kvconnect.cli.options.engine_options import (
     add_cache_options,
     add_engine_options,
     add_model,
     open_llm,
 )
-from kvconnect.cli.http_options import (
+from kvconnect.cli.options.http_options import (
     ROUTER_SECRET,
     add_http_options,
     http_fields,
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
         EngineClosed: the engine failed.
     """
     try:
-        from kvconnect.server.listener import Listener
+        from kvconnect.server.http.listener import Listener
         from kvconnect.server.run import serve
         from kvconnect.server.settings import ServerSettings
     except ModuleNotFoundError as error:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvconnect.engine.drafts import NO_DRAFTS, accepted_run
 from kvconnect.engine.request.logprobs import TokenLogprobs, TopTokens, token_logprobs
 from kvconnect.engine.request.output import CompletionOutput, RequestOutput, StreamChunk
 from kvconnect.engine.request.owner import Owner
 from kvconnect.engine.request.stops import FinishReason, StopChecker, StopStatus
 from kvconnect.engine.request.tokenizer import Tokenizer
+from kvconnect.engine.sampling.drafts import NO_DRAFTS, accepted_run
 from kvconnect.request import LlmRequest, RequestState
 
 __all__ = ["LiveRequest", "TokenRun"]

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from kvconnect.prometheus import Collector
 from kvconnect.server.admission import Admission
 from kvconnect.server.errors import RequestRefused, ShuttingDown
-from kvconnect.server.gate import Gate
+from kvconnect.server.http.gate import Gate
 from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.endpoint import RouteEndpoint
 from kvconnect.server.route.fleet import Fleet

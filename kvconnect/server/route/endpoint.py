@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from kvconnect.server.admission import Admission
-from kvconnect.server.body import read_json
-from kvconnect.server.disconnect import while_connected
 from kvconnect.server.errors import RequestRefused, ShuttingDown, answer_of
+from kvconnect.server.http.body import read_json
+from kvconnect.server.http.disconnect import while_connected
 from kvconnect.server.route.client import InstanceClient, ServerAnswered
 from kvconnect.server.route.fleet import Fleet
 from kvconnect.server.route.handover import Answering, Handover

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import uvicorn
 
 from kvconnect.server.admission import Admission
-from kvconnect.server.http_server import HttpServer, uvicorn_config
-from kvconnect.server.listener import Listener
+from kvconnect.server.http.http_server import HttpServer, uvicorn_config
+from kvconnect.server.http.listener import Listener
 from kvconnect.server.route.app import make_app
 from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Fleet

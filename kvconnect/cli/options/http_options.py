@@ -11,7 +11,7 @@ from kvconnect.cli.command import Options, add_number, picked
 from kvconnect.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from kvconnect.server.listener import Listener
+    from kvconnect.server.http.listener import Listener
 
 __all__ = ["ROUTER_SECRET", "add_http_options", "http_fields", "missing_extra", "tell_url"]
 

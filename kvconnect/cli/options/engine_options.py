@@ -11,8 +11,8 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig, TransferConf
 from kvconnect.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from kvconnect.engine.drafts import NgramSpeculation
     from kvconnect.engine.llm import LLM
+    from kvconnect.engine.sampling.drafts import NgramSpeculation
 
 __all__ = ["add_cache_options", "add_engine_options", "add_model", "open_llm"]
 
@@ -147,7 +147,7 @@ def _cache_config(arguments: argparse.Namespace) -> KvCacheConfig:
 
 
 def _speculation(arguments: argparse.Namespace) -> NgramSpeculation | None:
-    from kvconnect.engine.drafts import NgramSpeculation
+    from kvconnect.engine.sampling.drafts import NgramSpeculation
 
     count = arguments.num_draft_tokens
     if arguments.speculative is None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from kvconnect.server.errors import RequestRefused
-from kvconnect.server.json_text import TooManyValues, parse_json
+from kvconnect.server.http.json_text import TooManyValues, parse_json
 from kvconnect.server.settings import HttpSettings
 from kvconnect.text import shown
 

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvconnect.server.admission import Admission
-from kvconnect.server.connection import Connection
+from kvconnect.server.http.connection import Connection
 from kvconnect.server.settings import HttpSettings
 
 __all__ = ["HttpServer", "uvicorn_config"]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from kvconnect.engine.penalties import Penalties
+from kvconnect.engine.sampling.penalties import Penalties
 from kvconnect.request import LlmRequest, SamplingParams
 
 __all__ = ["Sampler"]
