@@ -118,4 +118,4 @@ def test_what_vllm_saved_our_own_engine_loads(llama, store):
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
         outputs = own.generate(PROMPTS[:2], params)
         assert [one.reused_store_tokens for one in outputs] == [480, 319]  # all but the last token
-        assert [list(one.outputs[0].token_ids) for one in outputs] == wanted
+        assert [list(one.output_token_ids) for one in outputs] == wanted
