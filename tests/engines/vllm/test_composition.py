@@ -117,5 +117,5 @@ def test_what_vllm_saved_our_own_engine_loads(llama, store):
     ) as own:
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
         outputs = own.generate(PROMPTS[:2], params)
-        assert [one.reused_store_tokens for one in outputs] == [480, 288]
-        assert [list(one.token_ids) for one in outputs] == wanted
+        assert [one.reused_store_tokens for one in outputs] == [480, 319]  # all but the last token
+        assert [list(one.output_token_ids) for one in outputs] == wanted
