@@ -119,7 +119,9 @@ class LLM(Generation):
         self._engine = parts.engine
         self._ids = itertools.count()
         self._thread = EngineThread(self._engine, parts.inbox, close_s=_close_s(options.connector))
-        weakref.finalize(self, self._thread.close, wait=False)
+        # Weakly: an error that ended the engine refers to the frames it was raised in, some of them
+        # the caller's, which refer to this object. A thread that runs is held by itself.
+        weakref.finalize(self, _end, weakref.ref(self._thread))
         close_at_exit(self)
 
     @property
@@ -176,6 +178,11 @@ class LLM(Generation):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _end(thread: weakref.ref[EngineThread]) -> None:
+    if (running := thread()) is not None:
+        running.close(wait=False)
 
 
 def _close_s(config: KvCacheConnectorConfig | None) -> float | None:

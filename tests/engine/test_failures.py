@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
-from kvconnect import KvCacheConfig, SamplingParams
+from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.errors import EngineClosed
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -127,14 +130,33 @@ def test_ctrl_c_in_a_waiting_caller_aborts_its_requests(open_llm, llama):
 
 
 def test_an_engine_that_is_dropped_ends_its_thread(llama):
-    from kvconnect import LLM, KvCacheConfig
-
     llm = LLM(llama, kv_cache=KvCacheConfig(max_tokens=256))
     thread = llm._thread._thread
     del llm
     gc.collect()
     thread.join(timeout=30)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_engine_that_failed_goes_with_what_refers_to_it(llama, caplog, closed):
+    caplog.set_level(logging.CRITICAL, "kvconnect.engine.thread")  # a record keeps its error
+    kept = weakref.ref(failed_engine(llama, closed=closed)._kv)
+    gc.collect()
+    assert kept() is None
+
+
+def failed_engine(model, *, closed: bool) -> LLM:
+    """One whose error was raised for a caller, whose frames it refers to since then."""
+    llm = LLM(model, kv_cache=KvCacheConfig(max_tokens=256))
+    break_after(llm, 0)
+    handle = llm.submit([1], SHORT)
+    with contextlib.suppress(Broken):
+        handle.result(timeout=30)
+    llm._thread._thread.join(timeout=30)
+    if closed:
+        llm.close()
+    return llm
 
 
 FORGETFUL = """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -27,6 +30,7 @@ from kvconnect.errors import (
     RankLost,
     UnsupportedModel,
 )
+from kvconnect.testing.processes.usage import descriptors
 
 SCRIPT = Path(__file__).with_name("rank_script.py")
 GREEDY = SamplingParams(max_tokens=20)
@@ -262,6 +266,26 @@ def test_an_idle_engine_notices_that_a_rank_died(rank, open_ranks):
             time.sleep(0.01)
     assert f"rank {rank} is lost" in str(closed.value.__cause__)
     wait_until_gone(list(pids.values()), 5)
+
+
+@pytest.mark.slow
+def test_engines_that_lost_a_rank_leave_no_descriptors(model_of, caplog):
+    caplog.set_level(logging.CRITICAL, "kvconnect.engine.thread")  # a record keeps its error
+    used = [descriptors_after_a_kill(model_of("llama")) for _ in range(2)]  # libraries keep some
+    assert used[1] <= used[0]
+
+
+def descriptors_after_a_kill(model: Path) -> int:
+    llm = LLM(model, tensor_parallel_size=2, device="cpu", kv_cache=KvCacheConfig(max_tokens=320))
+    handle = llm.submit([1, 2, 3], LONG)
+    next(handle.stream())
+    os.kill(llm.process_ids[1], signal.SIGKILL)
+    with contextlib.suppress(RankLost):
+        handle.result(30)
+    llm.close()
+    del llm, handle
+    gc.collect()
+    return descriptors()
 
 
 @pytest.mark.slow
