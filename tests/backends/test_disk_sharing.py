@@ -138,7 +138,7 @@ async def test_five_processes_killed_at_once_lose_nothing_they_told_of(tmp_path,
     capacity = blocks_that_fit * nbytes
     job = {"path": str(path), "capacity": capacity, "nbytes": nbytes, "batch": 8, "blocks": 4000}
     jobs = [{**job, "seed": seed} for seed in range(5)]
-    acked = run_together(jobs, lambda: None, kill_after=60)
+    acked = run_together(jobs, lambda: None, kill_after=30)
     store = DiskBackend(path, capacity=capacity)
     await store.open([])
     lost = 0
@@ -151,7 +151,7 @@ async def test_five_processes_killed_at_once_lose_nothing_they_told_of(tmp_path,
     files = (await store.stats())["file_bytes"]
     assert files == sizes_on_disk(path)[0] <= capacity
     if blocks_that_fit == 4096:
-        assert sum(map(len, acked)) >= 60
+        assert sum(map(len, acked)) >= 30
         assert lost == 0
     assert slots_left_to_nobody(path) == 0
     await store.close()
@@ -161,7 +161,7 @@ async def test_processes_of_different_models_share_the_capacity(tmp_path):
     path = tmp_path / "store"
     capacity = 8 << 20
     jobs = [
-        {"path": str(path), "capacity": capacity, "nbytes": nbytes, "batch": 4, "blocks": 160}
+        {"path": str(path), "capacity": capacity, "nbytes": nbytes, "batch": 4, "blocks": 80}
         for nbytes in (32 << 10, 80 << 10, 100_000)
     ]
     files, total = [], []
@@ -176,9 +176,9 @@ async def test_processes_of_different_models_share_the_capacity(tmp_path):
     assert max(total) <= capacity + (4 << 20)
     assert sizes_on_disk(path)[1] <= capacity
     found = [
-        await expect_blocks_right(path, job["nbytes"], [seed], 160) for seed, job in enumerate(jobs)
+        await expect_blocks_right(path, job["nbytes"], [seed], 80) for seed, job in enumerate(jobs)
     ]
-    assert sum(found) > 10
+    assert sum(found) > 5
 
 
 def test_two_that_make_the_same_index_wait_for_each_other(tmp_path, monkeypatch):

@@ -52,6 +52,7 @@ def test_killed_a_hundred_times_while_saving(
     _kill_and_check(model, tmp_path / "store", expected, kills=100, seed=2)
 
 
+@pytest.mark.slow  # with blocks instead of engines: tests/backends/test_disk_sharing.py
 def test_two_processes_on_one_directory(model: Path, expected: list[int], tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "kvconnect.engine.llm"])

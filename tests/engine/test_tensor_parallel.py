@@ -109,9 +109,7 @@ def check_equal(llm: LLM, arch: str, reference, prompts, model_of) -> None:
     assert stats.reused_device_tokens > stats.reused_host_tokens > 0
 
 
-def test_equal_tokens_then_a_rank_is_killed_then_a_restart_from_disk(
-    open_ranks, reference, prompts, model_of, tmp_path
-):
+def test_equal_tokens_then_a_rank_is_killed(open_ranks, reference, prompts, model_of, tmp_path):
     store = f"disk://{tmp_path}/store?capacity=64MiB"
     llm = open_ranks(connector=store, cache={"host_cache_size": 100_000})
     with pytest.raises(ConfigurationError, match="one such engine at a time"):
@@ -132,13 +130,6 @@ def test_equal_tokens_then_a_rank_is_killed_then_a_restart_from_disk(
     with pytest.raises(EngineClosed):
         llm.generate([1, 2, 3], GREEDY)
     llm.close()
-    # The engine can be made again; what all ranks saved is loaded.
-    again = open_ranks(connector=store, speculative="ngram", scheduling="max_utilization")
-    assert tokens(again.generate(prompts, GREEDY)) == reference(model_of("llama"), prompts, 20)
-    assert again.stats().reused_store_tokens > 0
-    left = list(followers(again).values())
-    again.close()
-    wait_until_gone(left, 1)
 
 
 def test_a_follower_ends_with_the_pipe_to_its_leader():
@@ -286,6 +277,26 @@ def descriptors_after_a_kill(model: Path) -> int:
     del llm, handle
     gc.collect()
     return descriptors()
+
+
+@pytest.mark.slow
+def test_after_a_killed_rank_an_engine_is_made_again_and_loads_what_was_saved(
+    open_ranks, reference, prompts, model_of, tmp_path
+):
+    store = f"disk://{tmp_path}/store?capacity=64MiB"
+    expected = reference(model_of("llama"), prompts, 20)
+    llm = open_ranks(connector=store)
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
+    os.kill(followers(llm)[1], signal.SIGKILL)
+    with pytest.raises((RankLost, EngineClosed)):
+        llm.generate([1, 2, 3], LONG)
+    llm.close()
+    again = open_ranks(connector=store, speculative="ngram", scheduling="max_utilization")
+    assert tokens(again.generate(prompts, GREEDY)) == expected
+    assert again.stats().reused_store_tokens > 0
+    left = list(followers(again).values())
+    again.close()
+    wait_until_gone(left, 1)
 
 
 @pytest.mark.slow

@@ -418,7 +418,15 @@ def test_prompts_beyond_what_keys_are_valid_for_are_not_cached(model_of, store):
 # ---------------------------------------------------------------------- stores that fail
 
 
-@pytest.mark.parametrize("fault", [fault for fault in BACKEND_FAULTS if fault != "none"])
+QUICK = ("hang", "lie", "flip")
+FAULTS = [
+    pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow)
+    for fault in BACKEND_FAULTS
+    if fault != "none"
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("arch", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_store_that_fails_costs_time_and_nothing_else(loaded, arch, fault: BackendFault):
     model, inputs, store = loaded(arch), given(prompt(60)), FaultyBackend(MemoryBackend(64 << 20))
