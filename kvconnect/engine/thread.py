@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import traceback
 from dataclasses import dataclass
 
 from kvconnect.engine.engine import Engine
@@ -112,14 +113,14 @@ class EngineThread:
             self._step_until_closed()
         except BaseException as caught:  # noqa: BLE001  handed to all that wait
             error = caught
-            _log.error("the engine stopped: %s", caught, exc_info=caught)
+            _log.error("the engine stopped: %s", _told(caught))
         # Before the connector drains, which may take long.
         self._turn_away(error)
         try:
             self._engine.shutdown(failed=error is not None)
         except BaseException as caught:  # noqa: BLE001  no caller is there to take it
             self._inbox.close(caught)
-            _log.error("the connector did not shut down: %s", caught, exc_info=caught)
+            _log.error("the connector did not shut down: %s", _told(caught))
         hide()
 
     def _step_until_closed(self) -> None:
@@ -149,3 +150,8 @@ class EngineThread:
             if isinstance(message, LiveRequest):
                 message.fail(late)
         self._engine.fail_all(late)
+
+
+def _told(error: BaseException) -> str:
+    """`error` and its traceback as text: a record that is kept must not keep the engine."""
+    return "".join((str(error), "\n", *traceback.format_exception(error))).rstrip()
