@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvconnect.backends.url import StoreUrl, parse_size
-from kvconnect.cli.bench_engines import add_engines_options, run_engines
 from kvconnect.cli.command import Subparsers, add_number, picked
+from kvconnect.cli.options.bench_engines import add_engines_options, run_engines
 from kvconnect.cli.options.bench_serve import add_serve_options, run_serve
 from kvconnect.cli.options.bench_transfer import add_transfer_options, run_transfer
 from kvconnect.errors import ConfigurationError, nearest
