@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,12 +23,12 @@ from kvconnect.connector.offload.budget import LookupBudget
 from kvconnect.connector.offload.messages import BlockSave
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
 from kvconnect.connector.offload.strided import StridedCopier, StridedPlanes
-from kvconnect.errors import ConfigurationError
+from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.integrations.core import EngineSettings
 from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.core.adapters import AdapterDigests, adapter_digest
 from kvconnect.integrations.core.memory import planes_of
-from kvconnect.integrations.core.models import directory_of
+from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.core.requests import (
     MixedKeyChain,
     PromptContent,
@@ -203,6 +205,39 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path):
     assert directory_of(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigurationError, match="'no/model' is neither"):
         directory_of("no/model", cache_dir=str(tmp_path))
+
+
+def ended_with(link: str, revision: str | None) -> str:
+    """In a process of an engine: what its digest is, or why there is none."""
+    try:
+        return digest_of_model(Path(link), revision=revision).hex()
+    except ModelChanged as error:
+        return str(error)
+
+
+def test_a_model_that_changed_since_an_engines_process_started_has_no_digest(tiny, tmp_path):
+    """What that process loaded is not known: neither may stand for it in keys."""
+    first, second, link = tmp_path / "first", tmp_path / "second", tmp_path / "current"
+    for directory in (first, second):
+        shutil.copytree(tiny, directory)
+    link.symlink_to(first)
+    in_own_process = ended_with(str(link), None)
+    with multiprocessing.get_context("spawn").Pool(1) as engine:
+        assert engine.apply(ended_with, (str(link), None)) == in_own_process
+        (tmp_path / "next").symlink_to("second")
+        (tmp_path / "next").replace(link)
+        said = engine.apply(ended_with, (str(link), None))
+        assert f"'{link}' changed after this process had started" in said
+        assert "changed" in engine.apply(ended_with, (str(link), None))
+        assert engine.apply(ended_with, (str(second), None)) == in_own_process
+        weights = next(first.glob("*.safetensors"))
+        weights.write_bytes(weights.read_bytes())
+        assert f"'{weights}' changed" in engine.apply(ended_with, (str(first), None))
+        shutil.move(second, tmp_path / "third")
+        assert "third' changed" in engine.apply(ended_with, (str(tmp_path / "third"), None))
+        # The caller's promise.
+        assert "changed" not in engine.apply(ended_with, (str(link.parent / "third"), "org/a@1"))
+    assert ended_with(str(tmp_path / "third"), None) == in_own_process
 
 
 # ------------------------------------------------------------------ memory
