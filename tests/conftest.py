@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -28,8 +29,23 @@ settings.load_profile("kvconnect")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+FORKED = (
+    *("torch", "torch.distributed", "nixl", "kvconnect.testing"),
+    *("transformers", "transformers.models.llama.modeling_llama", "kvconnect.engine.llm"),
+    *("kvconnect.backends.disk", "kvconnect.backends.nixl"),
+    *("kvconnect.connector.distributed", "kvconnect.connector.offload"),
+    *("kvconnect.connector.runtime.manager", "kvconnect.transfer.nixl", "kvconnect.transfer.tcp"),
+    *("kvconnect.cli.main", "kvconnect.server.run", "kvconnect.server.route.run"),
+)
+"""What processes that tests fork run: stores, peers, ranks, engines, servers."""
+
 ModelOf = Callable[[str], Path]
 WithTemplate = Callable[[Path, str], Path]
+
+
+def pytest_collection_finish() -> None:
+    """One server forks the processes of all folders: what it lacks, each of them has to import."""
+    multiprocessing.set_forkserver_preload(list(FORKED))
 
 
 @pytest.fixture(scope="session")
