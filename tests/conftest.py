@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 
@@ -43,9 +44,26 @@ ModelOf = Callable[[str], Path]
 WithTemplate = Callable[[Path, str], Path]
 
 
-def pytest_collection_finish() -> None:
-    """One server forks the processes of all folders: what it lacks, each of them has to import."""
-    multiprocessing.set_forkserver_preload(list(FORKED))
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Read all tests, none of which is garbage; then say what processes are forked with.
+
+    One server forks all of a run, in whichever folder they are: what it lacks, each has to import.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        multiprocessing.set_forkserver_preload(list(FORKED))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_was_imported_is_not_collected() -> None:
+    """Else each `gc.collect` of a test looks through all of torch, and through all tests."""
+    if not gc.get_freeze_count():  # what benchmarks freeze, they let go again
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
