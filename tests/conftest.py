@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 
@@ -28,8 +30,40 @@ settings.load_profile("kvconnect")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+FORKED = (
+    *("torch", "torch.distributed", "nixl", "kvconnect.testing"),
+    *("transformers", "transformers.models.llama.modeling_llama", "kvconnect.engine.llm"),
+    *("kvconnect.backends.disk", "kvconnect.backends.nixl"),
+    *("kvconnect.connector.distributed", "kvconnect.connector.offload"),
+    *("kvconnect.connector.runtime.manager", "kvconnect.transfer.nixl", "kvconnect.transfer.tcp"),
+    *("kvconnect.cli.main", "kvconnect.server.run", "kvconnect.server.route.run"),
+)
+"""What processes that tests fork run: stores, peers, ranks, engines, servers."""
+
 ModelOf = Callable[[str], Path]
 WithTemplate = Callable[[Path, str], Path]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Read all tests, none of which is garbage; then say what processes are forked with.
+
+    One server forks all of a run, in whichever folder they are: what it lacks, each has to import.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        multiprocessing.set_forkserver_preload(list(FORKED))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_was_imported_is_not_collected() -> None:
+    """Else each `gc.collect` of a test looks through all of torch, and through all tests."""
+    if not gc.get_freeze_count():  # what benchmarks freeze, they let go again
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,6 @@ from kvconnect.keys import BlockKey
 from kvconnect.testing import BlockMaker
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Not this module: the server's sys.path lacks the tests.
-_CONTEXT.set_forkserver_preload(["torch", "kvconnect.testing", "kvconnect.backends.nixl", "nixl"])
 
 Value = tuple[bytes, bytes]
 

@@ -150,7 +150,10 @@ async def test_full_disk_at_a_write_stores_nothing_with_one_warning(
     assert await kit.stored(store, keys) == [True] * 4
 
 
-@pytest.mark.parametrize("number", FULL)
+# That all three mean a full disk, the test above shows.
+@pytest.mark.parametrize(
+    "number", [FULL[0], *(pytest.param(number, marks=pytest.mark.slow) for number in FULL[1:])]
+)
 async def test_disk_that_cannot_grow_reuses_the_slots_it_has(
     store, kit, monkeypatch, caplog, number
 ):

@@ -187,16 +187,18 @@ async def test_error_of_a_half_is_the_call_s(copy_all):
 
 
 async def test_cancelled_call_ends_when_nothing_is_copied_any_more(copy_all, monkeypatch):
-    gate, copied = threading.Event(), []
+    begun, gate, copied = threading.Semaphore(0), threading.Event(), []
 
     def run(copies, fused):
+        begun.release()
         assert gate.wait(60)
         copied.append(copies)
 
     monkeypatch.setattr(memory_copier, "_run", run)
     source = np.ones(4 * MIB, np.uint8)
     call = asyncio.create_task(copy_all([Copy([(source, np.zeros_like(source))])]))
-    await asyncio.sleep(0.05)  # both halves are on their threads
+    for _ in range(2):  # both halves are on their threads
+        assert await asyncio.to_thread(begun.acquire, timeout=60)
     call.cancel()
     assert not (await asyncio.wait({call}, timeout=0.1))[0]
     gate.set()

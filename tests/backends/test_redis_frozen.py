@@ -102,6 +102,9 @@ async def test_loads_under_way_end_at_their_deadline_and_touch_nothing_handed_on
     await store.close()
 
 
+@pytest.mark.parametrize(
+    "line", ["frozen", pytest.param("black hole", marks=pytest.mark.slow)], indirect=True
+)
 def test_request_whose_load_goes_dead_is_computed(line, own_redis, llama):
     prompts = [PROMPT, PROMPT[::-1], PROMPT[3:]]
     with open_llm(llama, own_redis.url) as llm:

@@ -16,6 +16,7 @@ STUCK = """
 import sys
 import threading
 import kvconnect.backends.disk.path as path
+import kvconnect.backends.main_loop as main_loop
 import kvconnect.cli.visit as visit
 from kvconnect.cli.main import main
 
@@ -25,6 +26,7 @@ def stuck(*_):
 
 path.open_own = stuck
 visit._DEADLINE_S = float(sys.argv.pop(1))
+main_loop._END_S = 0.5  # until it is left behind
 sys.exit(main())
 """
 """A dead mount cannot be had here: opening a file of the store waits for ever instead."""

@@ -24,7 +24,6 @@ ANSWER = SamplingParams(max_tokens=10, ignore_eos=True)
 PREFILL = SamplingParams(max_tokens=0)
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers", "kvconnect.engine.llm"])
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

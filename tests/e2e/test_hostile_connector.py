@@ -113,9 +113,8 @@ def survive(model: Path, wanted: Wanted, mind: Mind, seed: int, lawless: float) 
     assert not mind.violations
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_within_its_contract(model: Path, wanted: Wanted, mind: Mind, seed: int) -> None:
-    survive(model, wanted, mind, seed, 0.0)
+def test_within_its_contract(model: Path, wanted: Wanted, mind: Mind) -> None:
+    survive(model, wanted, mind, 0, 0.0)
 
 
 @pytest.mark.parametrize(("seed", "lawless"), [(0, 0.002), (1, 0.05)])

@@ -17,7 +17,6 @@ def _kill_and_check(
     model: Path, directory: Path, expected: list[int], kills: int, seed: int
 ) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "kvconnect.engine.llm"])
     rng = random.Random(seed)
     store = disk_url(directory, "8MiB")
     for _ in range(kills):
@@ -55,7 +54,6 @@ def test_killed_a_hundred_times_while_saving(
 @pytest.mark.slow  # with blocks instead of engines: tests/backends/test_disk_sharing.py
 def test_two_processes_on_one_directory(model: Path, expected: list[int], tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "kvconnect.engine.llm"])
     store = disk_url(tmp_path / "store", "2MiB")  # too small for both: they evict each other's
     pipes = [context.Pipe() for _ in range(2)]
     children = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,14 @@ from kvconnect.errors import ConfigurationError
 ONE = SamplingParams(max_tokens=1)
 TEXT = "Once upon a time"
 TOKENS = list(TEXT.encode())
+
+
+@pytest.fixture
+def threads_take_turns_at_any_moment():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture
@@ -166,6 +175,7 @@ def test_events_are_off_by_default(llm):
     assert llm.take_events() == []
 
 
+@pytest.mark.usefixtures("threads_take_turns_at_any_moment")
 def test_events_can_be_taken_while_the_engine_makes_them(open_llm, llama):
     llm = open_llm(
         llama,

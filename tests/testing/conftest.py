@@ -7,11 +7,13 @@ import re
 import pytest
 
 # Most of these wait for deadlines, one after the other. Where the short form has what they demand:
-# - faults: the store beneath is not asked, or its answer is replaced. Memory, disk and Redis.
+# - faults: the store beneath is not asked, or its answer is replaced. Memory and Redis; of a disk
+#   itself: resources, backends/test_disk_faults.py.
 # - network: Redis, all of it. S3 has a server that refuses, is frozen or cuts off anywhere; answers
 #   of a wrong length, of rubbish, and bytes that drip: backends/test_s3_lies.py, test_s3_faults.py.
 # - the toy server is there for the contract of a store that is written in an hour.
 LONG_FORM = {
+    "TestDisk": re.compile(r"test_faults_"),
     "TestFolder": re.compile(r"test_faults_"),
     "TestTiered": re.compile(r"test_faults_"),
     "TestS3": re.compile(

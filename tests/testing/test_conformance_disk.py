@@ -14,6 +14,7 @@ from kvconnect.testing.subjects import DiskSubject
 
 class TestDisk(DiskSubject, BackendConformance):
     __init__ = object.__init__
+    random_runs = 12  # three hundred of them: test_runner.py
 
     @pytest.fixture(autouse=True)
     def place(self, tmp_path: Path):

@@ -16,6 +16,8 @@ SPEC.loader.exec_module(custom_backend)
 
 
 class TestFolder(BackendConformance):
+    random_runs = 12
+
     @pytest.fixture(autouse=True)
     def place(self, tmp_path: Path):
         self.directory = tmp_path / "blocks"

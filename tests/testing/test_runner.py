@@ -213,3 +213,15 @@ def test_two_hundred_kills(tmp_path):
     for check in select(["crash"]):
         outcome = run_check(replace(check, limit_s=900), subject)
         assert outcome.result == "passed", outcome.reason
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["disk", "tiered"])
+def test_three_hundred_random_runs(kind, tmp_path):
+    tiered = f"tiered:?tiers=memory:,disk:{tmp_path}/store%3Fcapacity=1GiB"
+    subject = DiskSubject(tmp_path / "store") if kind == "disk" else subject_of(tiered)
+    subject.long = True
+    outcomes = [run_check(check, subject) for check in select(["model"])]
+    assert "passed" in {outcome.result for outcome in outcomes}
+    assert not [outcome for outcome in outcomes if outcome.result == "failed"]

@@ -196,7 +196,7 @@ def test_a_store_key_tells_groups_and_shards_apart():
     assert key not in found
 
 
-@pytest.mark.parametrize("seed", ["0", "1"])
+@pytest.mark.parametrize("seed", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_keys_are_the_same_in_every_process(seed):
     source = """
 import numpy as np, torch

@@ -18,16 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed",
-        "kvconnect.backends.disk",
-        "kvconnect.connector.distributed",
-        "kvconnect.connector.offload",
-        "kvconnect.connector.runtime.manager",
-    ]
-)
 
 LIMIT_S = 20.0
 
