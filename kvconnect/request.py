@@ -37,6 +37,10 @@ class RequestState(Enum):
     FINISHED = "finished"  # holds no blocks, for good
 
 
+_GREEDY = SamplingParams()
+_NO_NAMESPACE = Namespace()
+
+
 class LlmRequest:
     """One request on its way through the engine. Owned by the engine's thread.
 
@@ -79,8 +83,8 @@ class LlmRequest:
         self.request_id = request_id
         self.tokens = TokenBuffer(tokens)
         self.prompt_len = len(tokens)
-        self.sampling_params = sampling_params or SamplingParams()
-        self.namespace = namespace or Namespace()
+        self.sampling_params = sampling_params or _GREEDY
+        self.namespace = namespace or _NO_NAMESPACE
         self.retention = retention
         self.kv_transfer_params = kv_transfer_params
         self.key_chain = KeyChain(chain_root, tokens_per_block, self.tokens)

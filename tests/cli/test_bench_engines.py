@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,8 @@ from kvconnect.cli.main import main
 
 STEP_S = 0.01
 INSIDE_S = 20e-6
+TIER_S = 5e-6
+SPENT = {"wall": 5.1e-3, "admission": 64e-6, "rest": 36e-6}
 
 
 class EngineHere:
@@ -46,10 +51,11 @@ class EngineHere:
         lies = self.name == "ExampleConnector" and found
         return {
             "first": 0.1 if found else 1.0,
-            "admission": 64e-6,
+            "connector": SPENT,
+            "tier": {name: value / 2 for name, value in SPENT.items()},
             "cached": len(prompt) - 1 if found else 0,
             "tokens": [sum(prompt) % 97 + lies] * max_tokens,
-            "steps": [(STEP_S, INSIDE_S)] * max_tokens,
+            "steps": [(STEP_S, INSIDE_S, TIER_S)] * max_tokens,
         }
 
     def settle(self) -> None:
@@ -89,8 +95,16 @@ def test_each_connector_is_measured_cold_idle_and_restored(here, capsys, llama, 
     )
     assert found["none: decode step"] == pytest.approx(10)
     for name in ("KvConnect", "KvConnectTier", "fs", "ExampleConnector"):
-        assert found[f"{name}: of it in the scheduler"] == pytest.approx(20)
-        assert found[f"{name}: admission of a new prompt, for each block"] == pytest.approx(32)
+        # Of a tier its own part is told apart from vLLM's.
+        is_tier = name in {"KvConnectTier", "fs"}
+        assert found[f"{name}: of it in the scheduler"] == pytest.approx(5 if is_tier else 20)
+        around = found.get(f"{name}: and in vLLM's offloading around it")
+        assert around == (pytest.approx(15) if is_tier else None)
+        part = 0.5 if is_tier else 1
+        admission = found[f"{name}: admission of a new prompt, for each block"]
+        assert admission == pytest.approx(32 * part)
+        assert found[f"{name}: ordering its saves, for each block"] == pytest.approx(18 * part)
+        assert found[f"{name}: waiting meanwhile"] == pytest.approx(5 * part)
         assert found[f"{name}: tokens found after a restart"] == 63
         assert found[f"{name}: computed / restored"] == pytest.approx(10)
         floor = sum(value for key, value in found.items() if key.startswith("floor"))
@@ -146,15 +160,47 @@ def test_time_is_taken_from_the_outermost_call_and_properties_are_left_alone():
         def worker(self) -> None:
             raise RuntimeError("not here")
 
-        def outer(self) -> int:
+        def on_new_request(self) -> int:
             return self.inner() + 1
 
         def inner(self) -> int:
-            self.calls += 1
+            self.calls += sum(range(10_000)) > 0
             return 1
+
+        def wait(self) -> None:
+            threading.Event().wait(0.01)
 
     connector = Connector()
     clock = Clock(connector)
-    assert connector.outer() == 2
+    assert connector.on_new_request() == 2
     assert connector.calls == 1
-    assert clock.seconds > 0
+    admitted = clock.spent
+    assert 0 < admitted.admission <= admitted.wall
+    assert admitted.rest == 0
+    connector.wait()
+    waited = clock.spent - admitted
+    # What is waited for is none of the processor's time.
+    assert waited.admission == 0
+    assert waited.rest < 0.009 < waited.wall
+
+
+def test_the_page_cache_gives_up_what_it_has_of_files(tmp_path):
+    file = tmp_path / "deep" / "file"
+    file.parent.mkdir()
+    file.write_bytes(bytes(1 << 20))
+    assert is_cached(file)
+    run._forget_files(tmp_path)
+    assert not is_cached(file)
+
+
+def is_cached(path: Path) -> bool:
+    """Whether the first page of a file can be read without its disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(descriptor, [bytearray(4096)], 0, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        pytest.skip(f"this filesystem does not say: {error}")
+    finally:
+        os.close(descriptor)

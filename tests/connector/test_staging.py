@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,23 @@ def test_listeners_hear_of_free_slots() -> None:
     pool.on_free(lambda: heard.append(pool.num_free))
     pool.give_back(LOAD, pool.take(LOAD, 1))
     assert heard == [1]
+
+
+def test_pages_of_the_slots_that_are_used_first_are_put_in_place() -> None:
+    pool = StagingPool(64 << 20, 1 << 20)
+    before = resident_nbytes()
+    pool.touch(16)
+    assert resident_nbytes() - before > 15 << 20
+    assert pool.num_free == pool.num_slots
+    assert [slot.index for slot in pool.take(LOAD, 16)] == list(range(16))
+    held = [slot.frame.fill_(7) for slot in pool.take(LOAD, 2)]
+    pool.touch(100)  # none that is used
+    assert all(bool((one == 7).all()) for one in held)
+
+
+def resident_nbytes() -> int:
+    fields = Path("/proc/self/statm").read_text(encoding="utf-8").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_less_than_one_slot_is_refused() -> None:

@@ -86,14 +86,28 @@ def test_what_was_computed_is_loaded(open_engine: Open, in_step, chunk):
     engine.check_empty()
 
 
-@pytest.mark.parametrize("in_step", [True, False])
-def test_a_token_is_left_to_compute(open_engine: Open, in_step):
+@pytest.mark.parametrize(("in_step", "cached"), [(True, 3 * T), (False, 4 * T)])
+def test_of_a_prompt_of_whole_blocks_a_token_is_computed(open_engine: Open, in_step, cached):
+    """What is loaded in the background may hold the last token, which vLLM computes again."""
     engine = open_engine(Roles(loads_in_step=in_step))
     prompt = PROMPT[: 4 * T]
     engine.answer(prompt)
     engine.flush()
     again = engine.answer(prompt)
-    assert (again.cached, again.answer) == (3 * T, told(engine, prompt))
+    assert (again.cached, again.answer) == (cached, told(engine, prompt))
+    engine.check_empty()
+
+
+def test_for_its_last_block_alone_a_prompt_does_not_wait(open_engine: Open):
+    engine = open_engine()
+    prompt = PROMPT[: 4 * T]
+    engine.answer(prompt)
+    engine.flush()
+    request = engine.submit(prompt, wanted=len(prompt) + 1)
+    answers = [poll(engine, request, local * T) for local in range(4)]
+    assert answers == [(4 * T, True), (3 * T, True), (2 * T, True), (0, False)]
+    engine.run()
+    assert request.answer == told(engine, prompt)
 
 
 def test_generated_tokens_are_saved_when_they_fill_a_block(open_engine: Open):
@@ -136,10 +150,10 @@ def test_nothing_is_asked_twice_for_one_answer(open_engine: Open, store):
     engine.check_empty()
 
 
-def poll(engine: StandIn, request) -> tuple[int | None, bool]:
+def poll(engine: StandIn, request, local: int = 0) -> tuple[int | None, bool]:
     deadline = time.monotonic() + 5
     while True:
-        answer = engine.scheduler.get_num_new_matched_tokens(request, 0)
+        answer = engine.scheduler.get_num_new_matched_tokens(request, local)
         if answer[0] is not None:
             return answer
         assert time.monotonic() < deadline

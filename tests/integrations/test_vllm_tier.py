@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -13,11 +14,14 @@ from hypothesis import strategies as st
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.offload import background_load
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
-from kvconnect.connector.offload.store import BlockRoute, OffloadStore
+from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, BlockRoute, OffloadStore
 from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.vllm_tier import idle_steps
 from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
+from kvconnect.integrations.vllm_tier.idle_steps import IdleSteps
 from kvconnect.integrations.vllm_tier.loads import Loads
 from kvconnect.integrations.vllm_tier.lookups import Lookups
 from kvconnect.integrations.vllm_tier.parents import Parents
@@ -112,6 +116,50 @@ def test_nothing_is_kept_of_requests_that_ended(steps):
     assert not lookups._of_request
 
 
+# ---------------------------------------------------------------------- steps that compute nothing
+
+
+class Connector:
+    """VLLM's, which calls its tier at the end of a step's scheduling."""
+
+    def __init__(self) -> None:
+        self.idle = IdleSteps()
+
+    def build_connector_meta(self, scheduler_output: SimpleNamespace) -> float:
+        started = time.monotonic()
+        self.idle.wait()
+        return time.monotonic() - started
+
+
+def test_a_step_that_computes_nothing_waits_until_the_store_answers(monkeypatch):
+    monkeypatch.setattr(idle_steps, "_WAIT_S", 20.0)
+    connector, waits = Connector(), threading.Event()
+    monkeypatch.setattr(idle_steps, "_computes_nothing", lambda: waits.set() or True)
+    answer = threading.Thread(target=lambda: waits.wait(20) and connector.idle.tell())
+    answer.start()
+    assert connector.build_connector_meta(SimpleNamespace()) < 10
+    answer.join()
+    connector.idle.tell()  # before the step's end
+    assert connector.build_connector_meta(SimpleNamespace()) < 10
+
+
+@pytest.mark.parametrize("tokens", [1, None])
+def test_a_step_that_computes_does_not_wait(monkeypatch, tokens):
+    monkeypatch.setattr(idle_steps, "_WAIT_S", 20.0)
+    output = SimpleNamespace(total_num_scheduled_tokens=tokens)
+    connector = Connector()
+    assert connector.build_connector_meta(output if tokens else SimpleNamespace()) < 10
+    started = time.monotonic()
+    connector.idle.wait()  # of a vLLM whose connector has other names
+    assert time.monotonic() - started < 10
+
+
+def test_which_step_computes_nothing_is_seen_in_the_connector(monkeypatch):
+    monkeypatch.setattr(idle_steps, "_WAIT_S", 0.05)
+    idle = SimpleNamespace(total_num_scheduled_tokens=0)
+    assert Connector().build_connector_meta(idle) > 0.04
+
+
 # ---------------------------------------------------------------------- parents
 
 
@@ -168,7 +216,8 @@ class Tier:
         self.host = torch.randint(0, 256, (ROWS, ROW), dtype=torch.uint8)
         slots = StagingPool(staging, self.layout.block_nbytes)
         pool = PagedKv.from_pool(self.host.view(self.layout.flat_shape(ROWS)), self.layout)
-        route = BlockRoute.of(self.opened, slots, (PoolCopier(pool, self.layout, slots),))
+        self.copier = PoolCopier(pool, self.layout, slots)
+        route = BlockRoute.of(self.opened, slots, (self.copier,))
         names = ChunkNames(bytes(32), self.layout)
         self.ended: dict[int, object] = {}
         self.answers: dict[bytes, bool] = {}
@@ -266,6 +315,30 @@ def test_loads_that_are_called_off_end_and_count_for_nothing(tier):
     assert kept.wait(2) == [[]]
     kept.set("none")
     assert not kept.host.any()
+
+
+def test_what_has_arrived_is_copied_while_more_is_loaded(tier, monkeypatch):
+    monkeypatch.setattr(background_load, "CALL_NBYTES", 2 * ROW + 8192)  # two chunks of a call
+    one = tier()
+    one.save(1, range(ROWS))
+    assert one.wait(1) == [ROWS]
+    before = one.host.clone()
+    one.host.zero_()
+    calls: list[int] = []
+    backend, go_on = one.opened.backend, threading.Event()
+    load, copy_in = backend.load, one.copier.copy_in
+    monkeypatch.setattr(
+        backend, "load", lambda keys, into: calls.append(len(keys)) or load(keys, into)
+    )
+    monkeypatch.setattr(one.copier, "copy_in", lambda *what: go_on.wait(20) and copy_in(*what))
+    one.loads.submit(2, [chunk(number) for number in range(ROWS)], list(range(ROWS)))
+    # Nothing is in its place yet, and all that may be under way is: the rest has no memory.
+    one.until(lambda: len(calls) == 2 * LOADS_IN_FLIGHT)
+    assert 2 not in one.ended
+    go_on.set()
+    assert len(one.wait(2)[0]) == ROWS
+    assert calls == [2] * (ROWS // 2)
+    assert torch.equal(one.host, before)
 
 
 def test_a_job_without_chunks_ends(tier):

@@ -166,7 +166,7 @@ class StandIn:
             found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
             if found is None:
                 return False
-            assert found <= request.num_tokens - 1
+            assert found <= request.num_tokens - (not is_async)
             assert found or not is_async
             self._allocate(request, found)
             self.scheduler.update_state_after_alloc(request, request, found)
@@ -262,6 +262,8 @@ class StandIn:
             request = self.requests[name]
             if request.state == "loading":
                 request.state = "waiting"
+                if request.num_computed_tokens == request.num_tokens:
+                    request.num_computed_tokens -= 1  # the last one is computed again
                 if request.num_computed_tokens == 0:
                     self._give_back(request)
             else:

@@ -1,8 +1,8 @@
 """vLLM's engine with a KV connector, in an interpreter that has it, and kvconnect's dependencies.
 
 One process is one life of an engine: a restart is another process. Time on the scheduler's thread
-is taken around every call that the scheduler makes to its connector; the engine core runs in the
-process, so its worker's calls are apart.
+is taken around every call that the scheduler makes to its connector, or vLLM's offloading to its
+tier; the engine core runs in the process, so its worker's calls are apart.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from inspect import getattr_static, isfunction
 from pathlib import Path
@@ -22,6 +23,11 @@ __all__ = ["main"]
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _HOST_NBYTES = 512 << 20
+_TIERS = ("KvConnectTier", "fs")
+_ADMISSION = (
+    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"),
+    *("lookup", "on_schedule_end"),  # of a tier
+)
 
 
 def _offloading(tier: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,27 +77,59 @@ def connector_config(name: str, directory: Path) -> dict[str, Any] | None:
     return {"kv_role": "kv_both", **found}
 
 
+@dataclass(slots=True)
+class Spent:
+    """Seconds inside an object's methods.
+
+    Attributes:
+        wall: in all of them.
+        admission, rest: of the thread's processor time, in the methods that take up a request, and
+            in all others; what is missing from `wall` was waited for.
+    """
+
+    wall: float = 0.0
+    admission: float = 0.0
+    rest: float = 0.0
+
+    def __sub__(self, before: Spent) -> Spent:
+        return Spent(
+            self.wall - before.wall, self.admission - before.admission, self.rest - before.rest
+        )
+
+
 class Clock:
-    """Seconds inside the methods of an object, from the outermost call on."""
+    """What is spent inside the methods of an object, from the outermost call on."""
 
     def __init__(self, target: Any) -> None:
-        self.seconds = 0.0
+        self._spent = Spent()
         self._inside = False
         for name in dir(type(target)):
             # Properties are not asked for: they may be the worker's.
             if not name.startswith("_") and isfunction(getattr_static(type(target), name)):
-                setattr(target, name, self._timed(getattr(target, name)))
+                setattr(target, name, self._timed(name, getattr(target, name)))
 
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    @property
+    def spent(self) -> Spent:
+        """Since the beginning."""
+        return replace(self._spent)
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        admits = name in _ADMISSION
+
         def call(*arguments: Any, **keywords: Any) -> Any:
             if self._inside:
                 return method(*arguments, **keywords)
             self._inside = True
-            start = time.perf_counter()
+            start, processor = time.perf_counter(), time.thread_time()
             try:
                 return method(*arguments, **keywords)
             finally:
-                self.seconds += time.perf_counter() - start
+                processor = time.thread_time() - processor
+                self._spent.wall += time.perf_counter() - start
+                if admits:
+                    self._spent.admission += processor
+                else:
+                    self._spent.rest += processor
                 self._inside = False
 
         return call
@@ -105,6 +143,7 @@ class ConnectedEngine:
         self._llm: Any = None
         self._core: Any = None
         self._clock: Clock | None = None
+        self._tier_clock: Clock | None = None
 
     def start(self, model: str, connector: str, directory: str, longest: int) -> float:
         """Load `model` in float32; the seconds that took."""
@@ -123,31 +162,41 @@ class ConnectedEngine:
         self._core = self._llm.llm_engine.engine_core.engine_core
         if config is not None:
             self._clock = Clock(self._core.scheduler.connector)
+        if connector in _TIERS:
+            [tier] = import_module("offload_on_cpu").managers[-1].secondary_tiers
+            self._tier_clock = Clock(tier)
         return time.perf_counter() - start
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         """Answers greedily, alone.
 
         Returns:
-            ``first``: seconds to the first token; ``admission``: of those inside the scheduler's
-            connector; ``cached``: prompt tokens that were not computed; ``tokens``; ``steps``: of
-            each step the seconds, and those inside the scheduler's connector.
+            ``first``: seconds to the first token; ``connector``, ``tier``: what of those the
+            scheduler spent inside its connector, and that inside its tier, as fields of `Spent`;
+            ``cached``: prompt tokens that were not computed; ``tokens``; ``steps``: of each step
+            the seconds, those inside the connector, and those inside the tier.
         """
         params = self._vllm.SamplingParams(
             max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False
         )
         engine = self._llm.llm_engine
-        start, spent = time.perf_counter(), self._spent()
+        start, before = time.perf_counter(), self._spent()
         engine.add_request(str(start), {"prompt_token_ids": list(prompt)}, params)
         said: dict[str, Any] = {}
-        steps: list[tuple[float, float]] = []
+        steps: list[tuple[float, float, float]] = []
         while engine.has_unfinished_requests():
-            began, inside = time.perf_counter(), self._spent()
+            began, *known = time.perf_counter(), *self._spent()
             outputs = engine.step()
             now = time.perf_counter()
-            steps.append((now - began, self._spent() - inside))
+            connector, tier = (
+                one.wall - other.wall for one, other in zip(self._spent(), known, strict=True)
+            )
+            steps.append((now - began, connector, tier))
             if outputs and not said:
-                said |= {"first": now - start, "admission": self._spent() - spent}
+                parts = [
+                    asdict(one - other) for one, other in zip(self._spent(), before, strict=True)
+                ]
+                said |= {"first": now - start, "connector": parts[0], "tier": parts[1]}
             for output in outputs:
                 said |= {
                     "cached": output.num_cached_tokens,
@@ -176,8 +225,11 @@ class ConnectedEngine:
         self._llm.llm_engine.engine_core.shutdown()
         return time.perf_counter() - start
 
-    def _spent(self) -> float:
-        return 0.0 if self._clock is None else self._clock.seconds
+    def _spent(self) -> tuple[Spent, Spent]:
+        """Inside the connector, and inside the tier."""
+        clocks = self._clock, self._tier_clock
+        connector, tier = (Spent() if clock is None else clock.spent for clock in clocks)
+        return connector, tier
 
 
 def main() -> None:

@@ -16,6 +16,9 @@ from kvconnect.trace import count
 
 __all__ = ["BackgroundLoad", "BackgroundLoads"]
 
+# Less staging memory than this has its pages put in place by the load that first uses it: they take
+# some 2 ms for each MiB.
+_TOUCHED_NBYTES = 8 << 20
 # Between two looks at whether the store is still used at all.
 _LOOK_S = 0.25
 # A load of which nothing arrived for so long makes one ask the store something short, again and
@@ -41,8 +44,8 @@ class BackgroundLoad:
         self.reason = ""
         self.stop = len(order.blocks)  # what lies beyond is of no use
         self.next = 0
-        self.reading = 0
-        self.copying = 0
+        self.reading = 0  # calls to the store under way
+        self.copying = 0  # pieces that have arrived and are not in the pool yet
         self.news = asyncio.Event()
 
     def fail(self, block: int, reason: str) -> None:
@@ -96,6 +99,10 @@ class BackgroundLoads:
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
         route.staging.on_free(self._slots_freed)
+        at_once = min(LOADS_IN_FLIGHT * self._piece, route.staging.num_slots // 2)
+        if at_once * route.staging.slot_nbytes >= _TOUCHED_NBYTES:
+            # Or the first load of a process would wait for it.
+            route.store.copying.submit(lambda: route.staging.touch(at_once))
 
     def start(self, order: LoadBlocks) -> None:
         """Start a load; called on the engine's thread, does not block."""
@@ -152,7 +159,7 @@ class BackgroundLoads:
             load.news.clear()
             self._start_reads(load)
             if not load.reading and load.next >= load.stop:
-                return
+                break
             try:
                 async with asyncio.timeout_at(min(deadline, loop.time() + _LOOK_S)):
                     await load.news.wait()
@@ -179,9 +186,14 @@ class BackgroundLoads:
         await asyncio.sleep(_STALL_S)
 
     def _start_reads(self, load: BackgroundLoad) -> None:
-        while load.next < load.stop and load.reading < LOADS_IN_FLIGHT:
-            # A short load in more, smaller calls: what arrives is copied while the next one comes.
-            piece = min(self._piece, max(self._piece // 2, load.stop // (2 * LOADS_IN_FLIGHT), 1))
+        # What has arrived is copied while the next pieces come; a short load in smaller calls.
+        short = -(-load.stop // (2 * LOADS_IN_FLIGHT))
+        piece = min(self._piece, max(self._piece // 2, short))
+        while (
+            load.next < load.stop
+            and load.reading < LOADS_IN_FLIGHT
+            and load.reading + load.copying < 2 * LOADS_IN_FLIGHT
+        ):
             slots = self._route.staging.take(Direction.LOAD, min(piece, load.stop - load.next))
             if not slots:
                 return
@@ -201,25 +213,23 @@ class BackgroundLoads:
         ]
         fetched = Fetched(0)
         try:
-            fetched = await self._route.fetch(blocks, slots)
-            await self._copy(load, first, slots[: fetched.filled])
+            try:
+                fetched = await self._route.fetch(blocks, slots)
+            finally:
+                load.reading -= 1
+                load.copying += 1
+                load.news.set()
             if fetched.filled < len(slots):
                 load.fail(first + fetched.filled, fetched.reason)
+            if fetched.filled and not load.closed:
+                arrived = slots[: fetched.filled]
+                await self._route.store.copying.run(lambda: self._copy_now(load, first, arrived))
         except KvConnectError as error:
             load.fail(first, str(error))
         finally:
-            load.reading -= 1
+            load.copying -= 1
             load.news.set()
             self._route.staging.give_back(Direction.LOAD, slots, fetched.pending)
-
-    async def _copy(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
-        if load.closed or not slots:
-            return
-        load.copying += 1
-        try:
-            await self._route.store.copying.run(lambda: self._copy_now(load, first, slots))
-        finally:
-            load.copying -= 1
 
     def _copy_now(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
         """On a copy thread: the blocks of a loading request belong to its load alone."""

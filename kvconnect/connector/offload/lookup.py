@@ -30,7 +30,7 @@ class Hit:
     Attributes:
         keys: chained keys of the leading whole blocks that it supplies.
         tail: chained key of a block whose first tokens go on from there, if there is one.
-        end: leading tokens that it supplies; at most all but the last.
+        end: leading tokens that it supplies; at most all but the last, or all: see `Query.most`.
         num_stored: leading blocks of each pool group that need no saving.
         shares: by pool group and number, into how many shares the heads of a block are divided that
             was saved with another tensor parallelism; the others are as the ranks save them.
@@ -55,7 +55,7 @@ class Query:
     Attributes:
         keys: chained keys of its full blocks.
         root: the key before the first.
-        tokens: all of them; nothing needs to supply the last one, as it is always computed.
+        tokens: all of them; the last one is always computed.
         tokens_per_block: tokens of a full block.
         windows: attention window of each pool group, ``None`` for full attention.
         heads: of each pool group, this rank's part of the model; by default all of it.
@@ -96,9 +96,17 @@ class Query:
 
     @property
     def most(self) -> int:
-        """So many leading tokens can be of use."""
+        """So many leading tokens can be of use.
+
+        The last one is computed in any case; but where a hit has to end with a block, the last
+        block is worth it for the others. A window may not reach back far enough from there.
+        """
         most = len(self.tokens) - 1
-        return most - most % self.tokens_per_block if self.whole_blocks else most
+        if not self.whole_blocks:
+            return most
+        if all(window is None for window in self.windows):
+            most += 1
+        return most - most % self.tokens_per_block
 
     def store_key(self, key: BlockKey, group: int = 0, shares: int | None = None) -> BlockKey:
         """What the store knows the block of `group` with this `key` by, or its first share."""

@@ -145,11 +145,10 @@ class SavePlan:
                 continue
             first = group.num_done or 0
             stop = self._first_unwanted(first, min(num_full, len(group.block_ids)))
-            blocks += [
-                self._full_block(n, number) for n in self._held(group, first, stop, num_committed)
-            ]
+            blocks += self._full_blocks(self._held(group, first, stop, num_committed), number)
             group.num_done = max(first, stop)
-        blocks.sort(key=lambda block: block.number)  # stable: of equal ones group 0 first
+        if len(self._groups) > 1:
+            blocks.sort(key=lambda block: block.number)  # stable: of equal ones group 0 first
         if tail_end is not None and self._wants_tail(num_full):
             blocks += [
                 self._tail(num_full, tail_end, number) for number in range(len(self._groups))
@@ -182,23 +181,36 @@ class SavePlan:
             and self._priorities[number] >= self._min_priority
         )
 
-    def _full_block(self, number: int, group: int) -> BlockSave:
-        size = self._request.key_chain.tokens_per_block
-        key = self._request.block_keys(number, number + 1)[0]
-        return self._block(number, key, (number + 1) * size, group)
+    def _full_blocks(self, numbers: Sequence[int], group: int) -> list[BlockSave]:
+        """Full blocks of a group, by ascending number."""
+        if not numbers:
+            return []
+        chain, low, high = self._request.key_chain, numbers[0], numbers[-1] + 1
+        keys = [chain.parent(low), *self._request.block_keys(low, high)]
+        size = chain.tokens_per_block
+        tokens = self._request.tokens.view[low * size : high * size].copy()
+        block_ids, priorities = self._groups[group].block_ids, self._priorities
+        return [
+            BlockSave(
+                keys[n - low + 1],
+                keys[n - low],
+                n,
+                block_ids[n],
+                tokens[(n - low) * size : (n - low + 1) * size],
+                priorities[n],
+                group,
+            )
+            for n in numbers
+        ]
 
     def _tail(self, number: int, end: int, group: int) -> BlockSave:
-        return self._block(number, self._request.key_chain.tail(end), end, group)
-
-    def _block(self, number: int, key: BlockKey, end: int, group: int) -> BlockSave:
         chain = self._request.key_chain
-        tokens = self._request.tokens.view[number * chain.tokens_per_block : end].copy()
         return BlockSave(
-            key,
+            chain.tail(end),
             chain.parent(number),
             number,
             self._groups[group].block_ids[number],
-            tokens,
+            self._request.tokens.view[number * chain.tokens_per_block : end].copy(),
             self._priorities[number],
             group,
         )

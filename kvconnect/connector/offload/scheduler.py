@@ -79,6 +79,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._tokens_per_block = llm_args.kv_cache_config.tokens_per_block
         self._min_tokens = max(1, self._config.min_load_tokens)
         self._windows = tuple(layout.window for layout in llm_args.layouts)
+        self._has_windows = any(window is not None for window in self._windows)
         # Without windows, in one pool: a load serves as far as it comes.
         self._divisible = self._windows == (None,)
         shard = llm_args.shard
@@ -149,13 +150,25 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         if hit is None:
             count("connector.lookup.late")
             return 0, False
-        # All of it or nothing: windows were looked up for just this end.
-        num_tokens = hit.end - num_computed_tokens
-        most = state.request.num_tokens - 1 - num_computed_tokens
-        if not self._min_tokens <= num_tokens <= most:
+        end = self._usable(state.request, hit, num_computed_tokens)
+        num_tokens = end - num_computed_tokens
+        if num_tokens < self._min_tokens:
             return 0, False
-        state.promised = (num_computed_tokens, hit.end)
+        state.promised = (num_computed_tokens, end)
         return num_tokens, not self._loads_in_step
+
+    def _usable(self, request: LlmRequest, hit: Hit, num_computed_tokens: int) -> int:
+        """How far of `hit` is loaded: all of it, or up to its last block, or nothing."""
+        num_tokens, end = request.num_tokens, hit.end
+        if end < num_tokens:
+            return end
+        if end > num_tokens or not self.whole_blocks or self._has_windows:
+            return 0  # since then it was rewound: windows were looked up for just this end
+        # Only in the background may a load bring the last token, too, which the engine computes
+        # again. Of what the device has all but the last block of, that block is computed.
+        size = self._tokens_per_block
+        is_short = end - size <= num_computed_tokens
+        return end - size if is_short or self._loads_in_step else end
 
     @property
     def _loads_in_step(self) -> bool:

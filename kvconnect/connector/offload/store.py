@@ -42,10 +42,10 @@ CALL_NBYTES = 16 << 20
 store ends a call in time."""
 
 LOADS_IN_FLIGHT = 3
-"""Calls for one load: one with the store, one before it and one behind it."""
+"""Calls for one load at a time. As many pieces again may have arrived, and be copied meanwhile."""
 
 SAVES_IN_FLIGHT = 3
-"""Calls of all saves: the same."""
+"""Calls of all saves: one with the store, one before it and one behind it."""
 
 # For the store to close once it is drained, and for threads to end after that.
 _CLOSE_S = 1.0

@@ -27,8 +27,9 @@ from kvconnect.integrations.vllm_tier.identity import (
     chunks_digest,
     configuration_of_vllm,
 )
+from kvconnect.integrations.vllm_tier.idle_steps import IdleSteps
 from kvconnect.integrations.vllm_tier.loads import Loads
-from kvconnect.integrations.vllm_tier.lookups import Lookups
+from kvconnect.integrations.vllm_tier.lookups import Answers, Lookups
 from kvconnect.integrations.vllm_tier.parents import Parents
 from kvconnect.integrations.vllm_tier.saves import Saves
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
@@ -60,8 +61,8 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
     those of `KvConnectTierSettings`.
 
     vLLM makes it and calls it in its scheduler. Nothing but `__init__`, `drain_jobs` and `shutdown`
-    blocks, and nothing raises for a store's fault: what cannot be found, loaded or saved in time is
-    computed.
+    blocks, but for a millisecond at the end of a step that computes nothing; and nothing raises for
+    a store's fault: what cannot be found, loaded or saved in time is computed.
 
     Args:
         offloading_spec: vLLM's ``OffloadingSpec``.
@@ -103,7 +104,9 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         self._route = _route(given, digest, rows, layout)
         timeout_s = given.lookup_timeout_ms / 1e3
         self._lookups = Lookups(timeout_s)
-        self._finder = Finder(self._route, names, self._lookups.answer, timeout_s=timeout_s)
+        self._idle_steps = IdleSteps()
+        self._unanswered = False
+        self._finder = Finder(self._route, names, self._answered, timeout_s=timeout_s)
         self._loads = Loads(self._route, names, self._loaded, timeout_s=given.load_timeout_s)
         self._saves = Saves(
             self._route,
@@ -130,6 +133,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             return engine.LookupResult.MISS
         found = self._lookups.lookup(key, req_context.req_id)
         if found is None:
+            self._unanswered = True
             return engine.LookupResult.RETRY
         if not found:
             return engine.LookupResult.MISS
@@ -146,9 +150,12 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         self._parents.forget(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask the store what came up in this step."""
+        """Ask the store what came up in this step; see `IdleSteps` for when this waits."""
         if questions := self._lookups.take_questions():
             self._finder.find(questions)
+        if self._unanswered or self._jobs:
+            self._unanswered = False
+            self._idle_steps.wait()
 
     # ------------------------------------------------------------------ jobs
 
@@ -223,6 +230,10 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
 
     # ------------------------------------------------------------------ on the store's loop
 
+    def _answered(self, answers: Answers) -> None:
+        self._lookups.answer(answers)
+        self._idle_steps.tell()
+
     def _loaded(self, number: int, chunks: Sequence[bytes]) -> None:
         job = self._jobs.get(number)
         whole = job is not None and len(chunks) == len(job.chunks)
@@ -248,6 +259,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             )
             self._results.append((result, job))
             self._changed.notify_all()
+        self._idle_steps.tell()
 
 
 def _rows(view: memoryview) -> torch.Tensor:

@@ -77,6 +77,16 @@ def test_a_prompt_is_answered_alike_cold_from_the_device_the_host_and_the_store(
     assert cold == device == host == stored
 
 
+def test_an_engine_that_turns_without_a_pause_leaves_the_store_time_to_answer(engine, tmp_path):
+    """In the client's process it does; the store's threads then hardly ran, and were too late."""
+    long = prompt_of(4000, seed=5)
+    cold = saved_blocks(tmp_path, long, engine)
+    restarted = engine(tier(tmp_path))
+    assert restarted.answer(long) == [cold]
+    assert restarted.cached == [4000 // BLOCK * BLOCK]
+    restarted.settle()
+
+
 def test_a_longer_prompt_is_loaded_as_far_as_it_is_known(engine, prompt, tmp_path):
     saved_blocks(tmp_path, prompt, engine)
     longer = prompt + prompt_of(200, seed=2)
