@@ -18,10 +18,8 @@ from kvconnect.connector.offload import background_load
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
 from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, BlockRoute, OffloadStore
 from kvconnect.errors import ConfigurationError
-from kvconnect.integrations.vllm_tier import idle_steps
 from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
-from kvconnect.integrations.vllm_tier.idle_steps import IdleSteps
 from kvconnect.integrations.vllm_tier.loads import Loads
 from kvconnect.integrations.vllm_tier.lookups import Lookups
 from kvconnect.integrations.vllm_tier.parents import Parents
@@ -114,50 +112,6 @@ def test_nothing_is_kept_of_requests_that_ended(steps):
         lookups.forget(request)
     assert len(lookups) == 0
     assert not lookups._of_request
-
-
-# ---------------------------------------------------------------------- steps that compute nothing
-
-
-class Connector:
-    """VLLM's, which calls its tier at the end of a step's scheduling."""
-
-    def __init__(self) -> None:
-        self.idle = IdleSteps()
-
-    def build_connector_meta(self, scheduler_output: SimpleNamespace) -> float:
-        started = time.monotonic()
-        self.idle.wait()
-        return time.monotonic() - started
-
-
-def test_a_step_that_computes_nothing_waits_until_the_store_answers(monkeypatch):
-    monkeypatch.setattr(idle_steps, "_WAIT_S", 20.0)
-    connector, waits = Connector(), threading.Event()
-    monkeypatch.setattr(idle_steps, "_computes_nothing", lambda: waits.set() or True)
-    answer = threading.Thread(target=lambda: waits.wait(20) and connector.idle.tell())
-    answer.start()
-    assert connector.build_connector_meta(SimpleNamespace()) < 10
-    answer.join()
-    connector.idle.tell()  # before the step's end
-    assert connector.build_connector_meta(SimpleNamespace()) < 10
-
-
-@pytest.mark.parametrize("tokens", [1, None])
-def test_a_step_that_computes_does_not_wait(monkeypatch, tokens):
-    monkeypatch.setattr(idle_steps, "_WAIT_S", 20.0)
-    output = SimpleNamespace(total_num_scheduled_tokens=tokens)
-    connector = Connector()
-    assert connector.build_connector_meta(output if tokens else SimpleNamespace()) < 10
-    started = time.monotonic()
-    connector.idle.wait()  # of a vLLM whose connector has other names
-    assert time.monotonic() - started < 10
-
-
-def test_which_step_computes_nothing_is_seen_in_the_connector(monkeypatch):
-    monkeypatch.setattr(idle_steps, "_WAIT_S", 0.05)
-    idle = SimpleNamespace(total_num_scheduled_tokens=0)
-    assert Connector().build_connector_meta(idle) > 0.04
 
 
 # ---------------------------------------------------------------------- parents
