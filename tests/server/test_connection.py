@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ WAITS = b"GET /waits HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Harness:
-    """A server whose answer to `/waits` never comes."""
+    """A server whose answer to `/waits` never comes, that to `/early` before its request's body.
+
+    That to `/begins`, too, and does not end.
+    """
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -54,8 +58,12 @@ class Harness:
         wait_until(lambda: self.server.started, "it listens")
 
     async def _answer(self, scope, receive, send) -> None:
+        if scope["path"] in {"/early", "/begins"}:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            more = scope["path"] == "/begins"
+            await send({"type": "http.response.body", "body": b"x", "more_body": more})
         while (message := await receive())["type"] != "http.disconnect":
-            if scope["path"] != "/waits" and not message["more_body"]:
+            if scope["path"] == "/" and not message["more_body"]:
                 await send({"type": "http.response.start", "status": 200, "headers": []})
                 await send({"type": "http.response.body"})
                 return
@@ -103,6 +111,20 @@ def test_a_client_that_sends_far_ahead_is_cut(harness):
         with pytest.raises(ConnectionError):
             client.sendall(GET * 1_000_000)
     assert harness.left.wait(5)
+
+
+@pytest.mark.parametrize("path", ["/early", "/begins"])
+def test_a_body_that_is_broken_after_its_answer_began_is_cut(harness, caplog, path):
+    with harness.connect() as client:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.sendall(head.encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        client.sendall(b"no number\r\n")
+        with contextlib.suppress(ConnectionError):
+            while client.recv(100):
+                pass
+    wait_until(lambda: harness.connections == 0, "it is gone")
+    assert not caplog.records  # or clients could fill the log
 
 
 def test_connections_beyond_the_limit_are_told_and_then_cut(harness):

@@ -14,7 +14,9 @@ from starlette.requests import Request
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.admission import Admission
 from kvconnect.server.app import make_app
+from kvconnect.server.errors import RequestRefused
 from kvconnect.server.http.body import read_json
+from kvconnect.server.http.json_text import parse_json
 from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.settings import HttpSettings, ServerSettings
 from kvconnect.server.threads import ServerThreads
@@ -117,3 +119,11 @@ def test_what_the_router_passes_on_is_what_came(prompt):
         "kv_transfer_params": carried
     }
     assert json.loads(RoutedRequest.of("/x", {}).body(carried)) == {"kv_transfer_params": carried}
+
+
+@pytest.mark.parametrize("value", [b"1e999", b'{"a": [-1e999]}'])
+def test_a_number_that_no_server_could_be_told_is_named(value):
+    body = parse_json(b'{"prompt": "x", "metadata": %s}' % value, max_nbytes=1 << 20)
+    with pytest.raises(RequestRefused, match="has a number that is too large") as refused:
+        RoutedRequest.of("/v1/completions", body)
+    assert refused.value.status == 400

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
@@ -71,6 +72,9 @@ class Client:
         )
 
     async def __aenter__(self) -> Self:
+        # What a first request loads here is no time of the server's.
+        with suppress(httpx2.HTTPError):
+            await self._http.get("/v1/models", timeout=10)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import ClassVar
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 __all__ = ["Connection"]
@@ -73,6 +74,13 @@ class Connection(H11Protocol):
             self._go_on_reading()
         elif self._reading is None:
             self._reading = self.loop.call_later(self.timeout_s, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        """Tell the client that this is no HTTP; it is cut if it has its answer, or a part of it."""
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            super().send_400_response(msg)
+        else:  # uvicorn would raise, and each such client fill the log
+            self.transport.abort()
 
     def _request_is_whole(self) -> bool:
         # The cycle of the last request stays until the next one's head is there.

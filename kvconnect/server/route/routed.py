@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from kvconnect.server.errors import RequestRefused
 from kvconnect.server.route.prompt import Prompt
+from kvconnect.text import shown
 
 __all__ = ["RoutedRequest"]
 
@@ -34,14 +35,15 @@ class RoutedRequest:
         """The request that `body`, a JSON object, asks for at `path`.
 
         Raises:
-            RequestRefused: it has ``kv_transfer_params``.
+            RequestRefused: it has ``kv_transfer_params``, or a number that is no JSON: too large
+                for a float.
         """
         if body.get("kv_transfer_params") is not None:
             raise RequestRefused(
                 403, "kv_transfer_params: come from the router only", "not_the_router"
             )
         fields = {
-            name: b"%s:%s" % (_encoded(name), _encoded(value))
+            name: b"%s:%s" % (_encoded(name), _encoded_field(name, value))
             for name, value in body.items()
             if name != "kv_transfer_params"
         }
@@ -55,6 +57,14 @@ class RoutedRequest:
         if carried is not None:
             fields.append(b'"kv_transfer_params":' + _encoded(carried))
         return b"{" + b",".join(fields) + b"}"
+
+
+def _encoded_field(name: str, value: object) -> bytes:
+    try:
+        return _encoded(value)
+    except ValueError as error:  # read as infinite, for which JSON has no word
+        message = f"{shown(name)}: has a number that is too large for a float"
+        raise RequestRefused(400, message) from error
 
 
 def _encoded(value: object) -> bytes:

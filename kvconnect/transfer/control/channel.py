@@ -86,7 +86,7 @@ class Channel:
         Raises:
             ConfigurationError: it is too large.
         """
-        if self._queue.put(frame(encode(message))):
+        if self._queue.send(frame(encode(message)), self._wire.write_now):
             return True
         if not self._queue.closed:
             self._close_now("the peer does not take what is sent")

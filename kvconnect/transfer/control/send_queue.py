@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 __all__ = ["SendQueue"]
 
@@ -24,29 +25,55 @@ class SendQueue:
         self._max_frames = max_frames
         self._changed = threading.Condition()
         self._closed = False
+        self._taken = False  # the caller of `take` sends what it got: nothing may overtake that
 
     def put(self, data: bytes) -> bool:
         """Leaves `data`; False, and it is dropped, if the queue is full or closed."""
         with self._changed:
-            fits = self._nbytes + len(data) <= self._max_nbytes
-            if self._closed or not fits or len(self._frames) >= self._max_frames:
-                return False
-            self._frames.append(data)
-            self._nbytes += len(data)
-            self._changed.notify()
-            return True
+            return self._put(data)
+
+    def send(self, data: bytes, write: Callable[[bytes], int]) -> bool:
+        """Has `write` send `data` at once if nothing is before it; else, or the rest, as `put`.
+
+        Args:
+            data: whole frames.
+            write: returns how many of its first bytes it took; must not block. Called on this
+                thread, one call at a time, and never while the caller of `take` sends.
+
+        Returns:
+            False if the queue is full or closed. Some of `data` may have been sent then: the
+            connection is of no use any more.
+        """
+        with self._changed:
+            if self._frames or self._taken or self._closed:
+                return self._put(data)
+            sent = write(data)
+            return sent == len(data) or self._put(data[sent:])
+
+    def _put(self, data: bytes) -> bool:
+        fits = self._nbytes + len(data) <= self._max_nbytes
+        if self._closed or not fits or len(self._frames) >= self._max_frames:
+            return False
+        self._frames.append(data)
+        self._nbytes += len(data)
+        self._changed.notify()
+        return True
 
     def take(self, until: float) -> bytes | None:
         """Returns all frames that wait, joined; blocks until there is one.
+
+        To be called once all that it returned before is sent.
 
         Returns:
             Empty if there is none at `until`, on `time.monotonic`; ``None`` if the queue is closed
             and all was taken.
         """
         with self._changed:
+            self._taken = False
             self._changed.wait_for(
                 lambda: self._frames or self._closed, max(0.0, until - time.monotonic())
             )
+            self._taken = True
             if not self._frames:
                 return None if self._closed else b""
             data = b"".join(self._frames)

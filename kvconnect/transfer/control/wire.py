@@ -99,6 +99,16 @@ class Wire:
             except OSError as error:
                 raise WireClosed(f"the connection broke: {error.strerror or error}") from error
 
+    def write_now(self, data: bytes) -> int:
+        """Sends what of `data` the kernel takes at once; returns how many bytes. Never blocks.
+
+        None of a connection that has ended: `write` says so.
+        """
+        try:
+            return self._sock.send(data)
+        except OSError:
+            return 0
+
     def shut(self) -> None:
         """Ends the connection, and what reads or writes in other threads; does not block."""
         self._closing.set()

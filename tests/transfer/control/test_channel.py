@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import select
 import signal
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import pytest
 from endpoints import QUICK, Side, until
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.transfer.control import channel as channel_module
@@ -37,6 +40,7 @@ from kvconnect.transfer.control.messages import (
     encode,
 )
 from kvconnect.transfer.control.peer import Peer
+from kvconnect.transfer.control.send_queue import SendQueue
 from kvconnect.transfer.control.wire import Wire, WireTimeout, frame
 from kvconnect.transfer.secret import SharedSecret
 
@@ -107,6 +111,30 @@ def test_messages_arrive_in_order_from_several_threads(pair):
         thread.join()
 
 
+@given(st.lists(st.one_of(st.integers(1, 20), st.just("take")), max_size=30), st.data())
+def test_what_is_sent_at_once_overtakes_nothing(steps, data):
+    """Frames of so many bytes; the kernel takes a part of each, the writer the rest."""
+    queue, arrived, sent = SendQueue(1000, 100), bytearray(), bytearray()
+    taken = b""
+
+    def write(piece):
+        assert not taken
+        count = data.draw(st.integers(0, len(piece)))
+        arrived.extend(piece[:count])
+        return count
+
+    for step in steps:
+        if step == "take":
+            arrived += taken
+            taken = queue.take(0) or b""
+        else:
+            piece = random.Random(len(sent)).randbytes(step)
+            sent += piece
+            assert queue.send(piece, write)
+    arrived += taken
+    assert arrived + (queue.take(0) or b"") == sent
+
+
 def test_what_was_said_before_closing_arrives(pair):
     p, d, peer = pair
     for number in range(1000):
@@ -157,6 +185,7 @@ def test_a_peer_that_does_not_take_what_is_sent_loses_its_channel(pair, monkeypa
     _, d, peer = pair
     channel = peer.channel
     monkeypatch.setattr(channel._queue, "_max_frames", 10)
+    monkeypatch.setattr(channel._wire, "write_now", lambda data: 0)  # nor does the kernel
     with channel._queue._changed:  # the writer cannot take any
         sent = [channel.send(mark(number)) for number in range(12)]
     assert sent.index(False) <= 10
