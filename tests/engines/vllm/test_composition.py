@@ -15,7 +15,8 @@ pytest.importorskip("vllm", reason="vllm is not installed here: make test-engine
 
 from vllm_engine import BLOCK, connector, engine, prompts_of
 
-pytestmark = pytest.mark.engines
+# Engines one after the other, some in several processes: minutes on a busy machine.
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 PROMPTS = prompts_of(500, 320, 33)
 HERE = Path(__file__).parent
@@ -85,7 +86,6 @@ def test_prefill_and_decode_in_two_processes(llama, store):
     assert decode["cached"] == [480, 288, 32]
 
 
-@pytest.mark.timeout(240)
 def test_two_ranks_and_one_read_each_others_blocks(llama, store):
     one = run(llama, connector(store))
     two = run(llama, connector(store), tensor_parallel_size=2)
@@ -97,7 +97,6 @@ def test_two_ranks_and_one_read_each_others_blocks(llama, store):
     assert run(llama, own)["cached"] == [480, 288, 32]
 
 
-@pytest.mark.timeout(240)
 def test_memory_of_one_process_is_refused_by_several(llama):
     transfer = connector("memory:")
     with pytest.raises(AssertionError, match="lives in one process"):
