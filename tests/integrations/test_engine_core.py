@@ -201,6 +201,21 @@ def test_an_adapter_that_changed_has_no_digest_any_more(tmp_path):
     digests.close()
 
 
+def test_an_adapter_by_the_name_of_another_has_no_digest(tmp_path):
+    """An engine goes on with what it has loaded by that name."""
+    first, other = adapter(tmp_path / "a", b"1" * 100), adapter(tmp_path / "b", b"2" * 100)
+    linked = tmp_path / "link"
+    linked.symlink_to(first)
+    digests = AdapterDigests()
+    assert digests.find(1, str(first)) is not None
+    assert digests.find(1, str(other)) is None
+    assert digests.find(1, str(other)) is None
+    assert digests.find(2, str(other)) is not None
+    assert digests.find(1, f"{first}/") is not None
+    assert digests.find(1, str(linked)) is not None
+    digests.close()
+
+
 def test_a_model_that_is_nowhere_is_refused(tmp_path):
     assert directory_of(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigurationError, match="'no/model' is neither"):

@@ -133,6 +133,10 @@ def test_a_padded_batch_is_restored_as_far_as_all_of_it_is_there(loaded, arch, s
         for row in rows:
             one = given(row)
             assert answer(model, prompts, one) == (generate(model, one), (row.shape[1] - 1,))
+        # With its answer, whose last token was never fed back: up to its own tail.
+        for row, whole in zip(rows[1:], expected[1:], strict=True):
+            one = given(torch.tensor([whole[-row.shape[1] - 20 :]]))
+            assert answer(model, prompts, one) == (generate(model, one), (row.shape[1] + 19,))
         # One that is new holds the others back: transformers keeps one length for all.
         other = padded(rows[0], prompt(60, seed=9))
         assert answer(model, prompts, other) == (generate(model, other), (10, 0))

@@ -292,6 +292,19 @@ def test_what_cannot_be_told_apart_is_not_cached(open_engine: Open, store, more)
     engine.check_empty()
 
 
+def test_without_an_adapter_nothing_is_cached_where_kernels_take_another_requests(
+    open_engine: Open, tmp_path
+):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"a" * 50)
+    lora = SimpleNamespace(lora_int_id=1, lora_path=str(tmp_path), load_inplace=False)
+    engine = open_engine(Roles(base_is_apart=False))
+    for cached in (0, 5 * T):
+        assert engine.answer(PROMPT, lora_request=lora).cached == cached
+        assert engine.answer(PROMPT).cached == 0
+        engine.flush()
+    engine.check_empty()
+
+
 def picture(name: str, offset: int = 6, length: int = 3) -> SimpleNamespace:
     return SimpleNamespace(
         mm_hash=name * 64,
@@ -456,6 +469,14 @@ def engine_config(**more) -> SimpleNamespace:
     return SimpleNamespace(**(values | more))
 
 
+def latents(device: str, *, enable_prefix_caching: bool) -> dict[str, SimpleNamespace]:
+    return {
+        "model_config": SimpleNamespace(use_mla=True),
+        "device_config": SimpleNamespace(device_type=device),
+        "cache_config": SimpleNamespace(enable_prefix_caching=enable_prefix_caching),
+    }
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -466,11 +487,14 @@ def engine_config(**more) -> SimpleNamespace:
         ({"speculative_config": SimpleNamespace(method="eagle")}, "method='eagle'"),
         ({"load_config": SimpleNamespace(load_format="dummy")}, "load_format='dummy'"),
         ({"model_config": SimpleNamespace(hf_overrides=lambda one: one)}, "hf_overrides"),
+        (latents("cpu", enable_prefix_caching=False), "keeps latents"),
     ],
 )
 def test_settings_that_would_give_wrong_hits_are_refused(more, says):
     refuse_unserved(engine_config())
     refuse_unserved(engine_config(speculative_config=SimpleNamespace(method="ngram")))
+    refuse_unserved(engine_config(**latents("cuda", enable_prefix_caching=False)))
+    refuse_unserved(engine_config(**latents("cpu", enable_prefix_caching=True)))
     with pytest.raises(ConfigurationError, match=says):
         refuse_unserved(engine_config(**more))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvconnect.digest.content import Content, content_digests
 from kvconnect.digest.identity import FileIdentity
 from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
+from kvconnect.text import shown
 from kvconnect.trace import count, warn_once
 
 __all__ = ["AdapterDigests", "adapter_digest", "digest_now"]
@@ -31,26 +32,29 @@ class AdapterDigests:
     """The digest of each adapter that a request names, made once, on a thread.
 
     An engine keeps an adapter that it has loaded. So one whose files change afterwards has no
-    digest any more: what is computed with it could be either. Belongs to one thread.
+    digest any more, nor has another directory that goes by the same name: what is computed with it
+    could be either. Belongs to one thread.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int | str, str], _Known] = {}
-        self._changed: set[tuple[int | str, str]] = set()
+        self._directories: dict[int | str, str] = {}
+        self._refused: set[tuple[int | str, str]] = set()
         self._threads: ThreadPoolExecutor | None = None
 
     def find(self, adapter: int | str, directory: str) -> Future[str] | None:
         """The digest of `adapter` in `directory`, perhaps still being made; never blocks for long.
 
-        ``None`` if there is none: the directory has no adapter in it, or has changed. The future
-        ends with a `KvConnectError` if the files cannot be read.
+        ``None`` if there is none: the directory has no adapter in it, has changed, or is not the
+        one that `adapter` was first found in. The future ends with a `KvConnectError` if the files
+        cannot be read.
 
         Args:
             adapter: what the engine knows it by.
             directory: where its files are.
         """
         place = (adapter, directory)
-        if place in self._changed:
+        if place in self._refused:
             return None
         try:
             files = _files(Path(directory))
@@ -61,9 +65,14 @@ class AdapterDigests:
             if not files:
                 self._refuse(f"'{directory}' is no directory with a LoRA adapter in it")
                 return None
+            real = os.path.realpath(directory)
+            if self._directories.setdefault(adapter, real) != real:
+                self._refused.add(place)
+                self._refuse(f"'{directory}' goes by the name of another, {shown(adapter)}")
+                return None
             known = self._known[place] = _Known(files, self._start(Path(directory)))
         elif known.files != files:
-            self._changed.add(place)
+            self._refused.add(place)
             self._refuse(f"'{directory}' changed after the engine had loaded it")
             return None
         return known.digest

@@ -6,7 +6,8 @@ Named in vLLM's own configuration: ``--kv-transfer-config '{"kv_connector": "KvC
 `exports` are all that imports vLLM. The scheduler's half of its work is in `scheduler`, a worker's
 in `worker`, and what they tell each other in `messages`. `identity` says what of the engine's
 configuration shapes KV, and refuses what cannot be told apart; `layouts`, `caches` and `packing`
-describe the engine's memory; `prompts` says what of a request shapes KV; `stats` counts.
+describe the engine's memory; `prompts` says what of a request shapes KV, and `lora` whether
+vLLM's kernels keep adapters apart; `stats` counts.
 """
 
 from __future__ import annotations

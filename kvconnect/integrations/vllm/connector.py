@@ -24,6 +24,7 @@ from kvconnect.integrations.vllm.caches import group_planes
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
 from kvconnect.integrations.vllm.identity import refuse_unserved, variant_of
 from kvconnect.integrations.vllm.layouts import CacheGroup, cache_groups, total_heads
+from kvconnect.integrations.vllm.lora import base_is_apart
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
 from kvconnect.integrations.vllm.packing import cpu_packing
 from kvconnect.integrations.vllm.scheduler import Roles, SchedulerHalf
@@ -294,6 +295,7 @@ def _roles(settings: EngineSettings, vllm_config: Any, groups: tuple[CacheGroup,
         loads=transfer.is_kv_consumer,
         loads_in_step=len(groups) == 1 and groups[0].layout.window is None and not overlaps,
         tells=transfer.is_kv_producer and not transfer.is_kv_consumer,
+        base_is_apart=base_is_apart(vllm_config),
         producer_timeout_s=settings.own.producer_timeout_s,
     )
 

@@ -46,6 +46,7 @@ def refuse_unserved(vllm_config: Any) -> None:
         raise ConfigurationError(
             "hf_overrides: a function cannot be told apart from another; give a dictionary"
         )
+    _refuse_latents_on_cpu(vllm_config)
 
 
 def variant_of(vllm_config: Any, *, packing: str | None = None) -> dict[str, str]:
@@ -66,6 +67,23 @@ def variant_of(vllm_config: Any, *, packing: str | None = None) -> dict[str, str
     if packing is not None:
         found["packing"] = packing
     return found
+
+
+def _refuse_latents_on_cpu(vllm_config: Any) -> None:
+    """Where vLLM switches its own prefix cache off, as on CPUs without AMX.
+
+    Its kernels there answer the same prompt in another way in another batch (0.32).
+    """
+    if (
+        getattr(vllm_config.model_config, "use_mla", False)
+        and vllm_config.device_config.device_type == "cpu"
+        and not vllm_config.cache_config.enable_prefix_caching
+    ):
+        raise ConfigurationError(
+            "model: keeps latents (MLA), and vLLM has its own prefix cache of them switched off on "
+            "this CPU; KvConnect serves such models on GPUs, and on CPUs with AMX; remove "
+            "kv_transfer_config"
+        )
 
 
 def _digest(settings: Mapping[str, Any]) -> str:

@@ -39,6 +39,8 @@ class Roles:
         saves, loads: a ``kv_consumer`` does not save, a ``kv_producer`` does not load.
         loads_in_step: the engine takes loads in the step that computes.
         tells: results say in ``kv_transfer_params`` how far the prompt is saved.
+        base_is_apart: see `kvconnect.integrations.vllm.lora`; if not, requests without an adapter
+            are not cached.
         producer_timeout_s: how long a request waits for what its producer told.
     """
 
@@ -46,6 +48,7 @@ class Roles:
     loads: bool = True
     loads_in_step: bool = False
     tells: bool = False
+    base_is_apart: bool = True
     producer_timeout_s: float = 2.0
 
 
@@ -122,6 +125,9 @@ class SchedulerHalf:
 
     def _track(self, request: Any) -> None:
         why = uncached_because(request)
+        lora = getattr(request, "lora_request", None)
+        if why is None and lora is None and not self._roles.base_is_apart:
+            why = "no LoRA adapter, on a CPU where vLLM computes them with those of other requests"
         if why is not None:
             self._refuse(why)
             return
@@ -129,7 +135,6 @@ class SchedulerHalf:
         params = getattr(request, "kv_transfer_params", None)
         if isinstance(params, dict) and isinstance(told := params.get(NUM_TOKENS), int):
             tracked.told = told
-        lora = getattr(request, "lora_request", None)
         if lora is not None:
             tracked.adapter = self._adapters.find(lora.lora_int_id, lora.lora_path)
             if tracked.adapter is None:

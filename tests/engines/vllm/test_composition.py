@@ -15,7 +15,8 @@ pytest.importorskip("vllm", reason="vllm is not installed here: make test-engine
 
 from vllm_engine import BLOCK, connector, engine, prompts_of
 
-pytestmark = pytest.mark.engines
+# Engines one after the other, some in several processes: minutes on a busy machine.
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 PROMPTS = prompts_of(500, 320, 33)
 LOADED = [480, 320, 32]  # what of them a load in the background brings: all whole blocks
@@ -86,7 +87,6 @@ def test_prefill_and_decode_in_two_processes(llama, store):
     assert decode["cached"] == LOADED
 
 
-@pytest.mark.timeout(240)
 def test_two_ranks_and_one_read_each_others_blocks(llama, store):
     one = run(llama, connector(store))
     two = run(llama, connector(store), tensor_parallel_size=2)
@@ -98,7 +98,6 @@ def test_two_ranks_and_one_read_each_others_blocks(llama, store):
     assert run(llama, own)["cached"] == LOADED
 
 
-@pytest.mark.timeout(240)
 def test_memory_of_one_process_is_refused_by_several(llama):
     transfer = connector("memory:")
     with pytest.raises(AssertionError, match="lives in one process"):

@@ -1,0 +1,30 @@
+"""Whether vLLM's kernels leave requests without a LoRA adapter alone: found out by calling them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+__all__ = ["base_is_apart"]
+
+
+def base_is_apart(vllm_config: Any) -> bool:
+    """Whether requests without an adapter are computed without one, whatever is in their batch.
+
+    False on the CPU up to vLLM 0.33: its kernels take the index of no adapter, -1, for that of the
+    last one (vLLM's pull request 48421).
+
+    Args:
+        vllm_config: vLLM's.
+    """
+    platforms: Any = importlib.import_module("vllm.platforms")
+    if getattr(vllm_config, "lora_config", None) is None or not platforms.current_platform.is_cpu():
+        return True
+    ops: Any = importlib.import_module("vllm.lora.ops.torch_ops")
+    weights, no_adapter = torch.ones(1, 1, 1), torch.tensor([-1])
+    shrunk, delta = torch.zeros(1, 1), torch.zeros(1, 1)
+    ops.bgmv_shrink(torch.ones(1, 1), weights, shrunk, no_adapter, 1.0)
+    ops.bgmv_expand(shrunk, weights, delta, no_adapter, add_inputs=True)
+    return not bool(delta.any())

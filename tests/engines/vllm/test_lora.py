@@ -1,0 +1,164 @@
+"""Adapters on a real engine: what is computed with one is loaded for that one only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
+
+import safetensors.torch
+import torch
+from vllm.lora.request import LoRARequest
+from vllm_engine import SIZE, connector, engine, prompts_of
+
+pytestmark = pytest.mark.engines
+
+PROMPTS = prompts_of(500, 320)
+WHOLE = [480, 288]
+NOTHING = [0, 0]
+OPTIONS = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+RANK = 8
+
+
+def make_adapter(directory: Path, seed: int) -> Path:
+    """A random adapter of queries, keys and values, in the format of PEFT; not a faint one."""
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    hidden = SIZE["hidden_size"]
+    key_value = hidden // SIZE["num_heads"] * SIZE["num_kv_heads"]
+    weights = {}
+    for layer in range(SIZE["num_layers"]):
+        for name, width in {"q_proj": hidden, "k_proj": key_value, "v_proj": key_value}.items():
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{module}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator)
+            weights[f"{module}.lora_B.weight"] = torch.randn(width, RANK, generator=generator)
+    weights = {name: one * 0.3 for name, one in weights.items()}
+    safetensors.torch.save_file(weights, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": ["q_proj", "k_proj", "v_proj"],
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return make_adapter(root / "first", 1), make_adapter(root / "second", 2)
+
+
+def request(number: int, directory: Path) -> LoRARequest:
+    return LoRARequest(directory.name, number, str(directory))
+
+
+def test_two_adapters_and_none_share_nothing(llama, adapters, store):
+    first, second = (request(n, one) for n, one in enumerate(adapters, 1))
+    with engine(llama, None, **OPTIONS) as plain:
+        wanted = []
+        for lora in (first, second, None):
+            wanted.append(plain.tokens(PROMPTS, lora=lora))
+            plain.forget_device()
+    assert len({str(one) for one in wanted}) == 3
+    with engine(llama, connector(store)) as base:
+        assert base.tokens(PROMPTS) == wanted[2]
+    with engine(llama, connector(store), **OPTIONS) as made:
+        for lora, tokens in zip((first, second), wanted, strict=False):
+            cold = made.answer(PROMPTS, lora=lora)
+            assert [one.tokens for one in cold] == tokens
+            assert [one.cached for one in cold] == NOTHING
+            made.flush()
+            made.forget_device()
+        for lora, tokens in zip((first, second), wanted, strict=False):
+            loaded = made.answer(PROMPTS, lora=lora)
+            assert [one.tokens for one in loaded] == tokens
+            assert [one.cached for one in loaded] == WHOLE
+            made.forget_device()
+        mixed = made.answer([PROMPTS[0]] * 2, lora=[second, first])
+        assert [one.tokens for one in mixed] == [wanted[1][0], wanted[0][0]]
+        assert [one.cached for one in mixed] == [480] * 2
+        made.forget_device()
+        assert made.tokens(PROMPTS) == wanted[2]
+    with engine(llama, connector(store)) as base:
+        loaded = base.answer(PROMPTS)
+        assert [one.tokens for one in loaded] == wanted[2]
+        assert [one.cached for one in loaded] == WHOLE
+
+
+def test_what_cannot_be_told_from_an_adapters_is_not_kept(llama, adapters, store):
+    """Kernels of vLLM on the CPU compute requests without an adapter with one of their batch."""
+    first, second = (request(n, one) for n, one in enumerate(adapters, 1))
+    with engine(llama, None) as plain:
+        wanted = plain.tokens(PROMPTS)
+    with engine(llama, connector(store), **OPTIONS) as made:
+        for prompt in PROMPTS:
+            made.answer([prompt] * 3, lora=[None, first, second])
+    with engine(llama, connector(store)) as base:
+        assert base.tokens(PROMPTS) == wanted
+
+
+def test_an_adapter_is_its_files_whatever_the_engine_calls_it(llama, adapters, store, tmp_path):
+    first, second = adapters
+    elsewhere = shutil.copytree(first, tmp_path / "elsewhere")
+    with engine(llama, connector(store), **OPTIONS) as made:
+        wanted = made.tokens(PROMPTS, lora=request(1, first))
+    with engine(llama, connector(store), **OPTIONS) as made:
+        other = made.answer(PROMPTS, lora=LoRARequest("first", 1, str(second)))
+        assert [one.cached for one in other] == NOTHING
+        assert [one.tokens for one in other] != wanted
+        same = made.answer(PROMPTS, lora=LoRARequest("second", 2, str(elsewhere)))
+        assert [one.cached for one in same] == WHOLE
+        assert [one.tokens for one in same] == wanted
+
+
+def test_salts_of_one_adapter_are_apart(llama, adapters, store):
+    lora = request(1, adapters[0])
+    with engine(llama, connector(store), **OPTIONS) as made:
+        wanted = made.tokens(PROMPTS, lora=lora, salt="one")
+        made.flush()
+        found = {}
+        for salt in ("two", None, "one"):
+            made.forget_device()
+            answers = made.answer(PROMPTS, lora=lora, salt=salt)
+            assert [one.tokens for one in answers] == wanted
+            found[salt] = [one.cached for one in answers]
+            made.flush()
+        made.forget_device()
+        assert [one.cached for one in made.answer(PROMPTS, salt="one")] == NOTHING
+    assert found == {"two": NOTHING, None: NOTHING, "one": WHOLE}
+
+
+def test_an_adapter_whose_files_changed_is_not_cached(llama, store, tmp_path):
+    """The engine computes with what it loaded, and a later one with what the files hold then."""
+    directory = make_adapter(tmp_path / "adapter", 3)
+    lora = request(1, directory)
+    with engine(llama, connector(store), **OPTIONS) as made:
+        before = made.tokens(PROMPTS[:1], lora=lora)
+        shutil.rmtree(directory)
+        make_adapter(directory, 4)
+        made.forget_device()
+        answers = made.answer(PROMPTS, lora=lora)
+        assert [one.cached for one in answers] == NOTHING
+    with engine(llama, connector(store), **OPTIONS) as made:
+        answers = made.answer(PROMPTS, lora=lora)
+        assert [one.cached for one in answers] == NOTHING
+        assert answers[0].tokens != before[0]
+
+
+def test_a_number_that_was_another_adapters_is_not_cached(llama, adapters, store):
+    """An engine goes on with the adapter that it has by the number."""
+    first, second = adapters
+    with engine(llama, connector(store), **OPTIONS) as made:
+        made.answer(PROMPTS[:1], lora=LoRARequest("first", 1, str(first)))
+        made.answer(PROMPTS[1:], lora=LoRARequest("second", 1, str(second)))
+    with engine(llama, connector(store), **OPTIONS) as made:
+        answers = made.answer(PROMPTS, lora=LoRARequest("second", 1, str(second)))
+        assert [one.cached for one in answers] == NOTHING
