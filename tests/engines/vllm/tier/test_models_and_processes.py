@@ -16,6 +16,8 @@ from tiers import BLOCK, WHOLE, tier
 
 from kvconnect.testing.faults.clock import ShiftedClock
 
+pytestmark = pytest.mark.timeout(400)
+
 HERE = Path(__file__).parent
 WINDOWS = [48, 48, 48, 48, 48, None]
 """Of gemma3's layers below."""
@@ -108,7 +110,6 @@ def run(model: Path, directory: Path, prompts: list[list[int]], ranks: int = 1) 
 
 
 @needs_kernels
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_core_and_the_ranks_in_processes_of_their_own(llama, tmp_path, ranks):
     """What one life of the engine stored, the next one finds: vLLM's core drains the tier."""
