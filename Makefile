@@ -20,7 +20,9 @@ PYTEST_ARGS ?= -n 2 --dist loadscope
 ENGINES := .venv-engines
 ENGINE_PIP = $(ENGINES)/$*/bin/python -m pip install -qq --disable-pip-version-check
 ENGINE_LOCK = tests/engines/$*/requirements.txt
-ENGINE_PYTEST := -m pytest -W default -m 'engines and not slow' -p no:cacheprovider
+ENGINE_TESTS ?= engines and not slow
+ENGINE_REPORTS := $(ENGINES)/reports
+ENGINE_PYTEST = -m pytest -W default -m '$(ENGINE_TESTS)' -p no:cacheprovider --junitxml=$(ENGINE_REPORTS)/$(1).xml
 VLLM_ENV := VLLM_TARGET_DEVICE=cpu VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1
 
 .PHONY: help demo demo-disagg test test-all test-engines lint format clean
@@ -31,6 +33,7 @@ help:
 	@echo 'make test       lint and all tests but the long forms and what runs other projects'
 	@echo 'make test-all   all tests but those of other engines'
 	@echo 'make test-engines   vLLM and SGLang with kvconnect, in environments of their own'
+	@echo '     ENGINE_TESTS=engines   with the long forms'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff lay the code out'
 	@echo 'make clean      remove .venv and .demo'
@@ -49,11 +52,14 @@ test: lint
 test-all: lint
 	$(TEST_ENV) $(BIN)/pytest
 
-# What they need beyond Python: several GB of disk and, the first time, of downloads.
+# What they need beyond Python: several GB of disk and, the first time, of downloads. When all have
+# passed, they write the table of tested versions in docs/engines.md.
 test-engines: $(ENGINES)/vllm.stamp $(ENGINES)/vllm_scheduler.stamp $(ENGINES)/sglang.stamp
-	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm/bin/python $(ENGINE_PYTEST) tests/engines/vllm tests/engines/vllm_scheduler
-	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm_scheduler/bin/python $(ENGINE_PYTEST) tests/engines/vllm_scheduler
-	$(TEST_ENV) $(ENGINES)/sglang/bin/python $(ENGINE_PYTEST) tests/engines/sglang
+	rm -rf $(ENGINE_REPORTS)
+	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm/bin/python $(call ENGINE_PYTEST,vllm) tests/engines/vllm tests/engines/vllm_scheduler
+	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm_scheduler/bin/python $(call ENGINE_PYTEST,vllm_scheduler) tests/engines/vllm_scheduler tests/engines/vllm/tier
+	$(TEST_ENV) $(ENGINES)/sglang/bin/python $(call ENGINE_PYTEST,sglang) tests/engines/sglang
+	@$(ENGINES)/vllm/bin/python tests/engines/tested_versions.py $(ENGINE_REPORTS)/*.xml
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check

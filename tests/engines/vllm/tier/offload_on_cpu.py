@@ -76,7 +76,9 @@ class CopyingWorker(OffloadingWorker):
         return self._copy(job_id, src_spec, dst_spec, load=False)
 
     @override
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
         return self._copy(job_id, dst_spec, src_spec, load=True)
 
     @override

@@ -12,24 +12,13 @@ from typing import Any
 import faulty_disk
 import pytest
 from prompts import prompt_of
+from tiers import BLOCK, WHOLE, tier
 
 from kvconnect.backends import registry
 from kvconnect.errors import ConfigurationError
 from kvconnect.trace import metrics
 
-BLOCK = 32
-WHOLE = 18 * BLOCK
-"""Tokens of the prompt that are in whole blocks."""
 SLOW_S = 1.0
-
-
-def tier(directory: Path, scheme: str = "disk", capacity: str = "64MiB", **settings: Any) -> dict:
-    return {
-        "type": "KvConnectTier",
-        "module_path": "kvconnect.integrations.vllm_tier",
-        "url": f"{scheme}://{directory}?capacity={capacity}",
-        **settings,
-    }
 
 
 @pytest.fixture
