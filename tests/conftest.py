@@ -38,7 +38,8 @@ FORKED = (
     *("kvconnect.connector.runtime.manager", "kvconnect.transfer.nixl", "kvconnect.transfer.tcp"),
     *("kvconnect.cli.main", "kvconnect.server.run", "kvconnect.server.route.run"),
 )
-"""What processes that tests fork run: stores, peers, ranks, engines, servers."""
+"""What processes that tests fork run: stores, peers, ranks, engines, servers. No modules of tests:
+they are not on the path of the server that forks."""
 
 ModelOf = Callable[[str], Path]
 WithTemplate = Callable[[Path, str], Path]

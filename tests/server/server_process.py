@@ -21,7 +21,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 DEADLINE_S = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers", "kvconnect.engine.llm"])
 _OF_MODEL = ("--served-model-name", "tiny", "--dtype", "float64", "--tokens-per-block", "16")
 
 

@@ -18,13 +18,6 @@ from kvconnect.transfer.transport import Reads, Transport
 MiB = 1 << 20
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Not this module: the server's sys.path lacks the tests.
-_CONTEXT.set_forkserver_preload(
-    [
-        *("torch", "kvconnect.transfer.tcp", "kvconnect.transfer.nixl", "nixl"),
-        *("kvconnect.testing", "kvconnect.backends.nixl"),  # of the tests of stores
-    ]
-)
 
 
 def pattern(seed: int, nbytes: int) -> np.ndarray:
