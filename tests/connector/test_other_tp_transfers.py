@@ -191,6 +191,11 @@ class Engine:
 
         until(over)
 
+    def is_unread(self) -> bool:
+        """Whether no lease is held: one that ends holds its memory, and a thread, until then."""
+        nodes = [worker._open_node for worker in self.workers]
+        return all(node is None or node.offers.server.table.last_end() is None for node in nodes)
+
 
 @pytest.fixture
 def engine() -> Iterator[Callable[..., Engine]]:
@@ -256,6 +261,7 @@ def test_a_rank_that_is_gone_fails_the_load_of_those_that_need_it(
     node = decode.workers[0]._open_node
     assert node.fetcher is not None
     until(lambda: not (node.fetcher._fetches or node.fetcher.claims))
+    until(prefill.is_unread)
 
 
 def test_another_number_of_ranks_than_it_has_is_refused(engine: Callable[..., Engine]) -> None:
@@ -264,6 +270,7 @@ def test_another_number_of_ranks_than_it_has_is_refused(engine: Callable[..., En
     _, params = prefill.prefill(PROMPT, "one")
     [reason] = decode.fetch(PROMPT, params | {"tp_size": 1})
     assert "it is rank 0 of 2, not 0 of 1" in reason
+    until(prefill.is_unread)
     with pytest.raises(ConfigurationError, match="tp_size"):
         decode.fetch(PROMPT, params | {"tp_size": 3})
     with pytest.raises(ConfigurationError, match="1 to 1024"):

@@ -222,37 +222,34 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path):
         directory_of("no/model", cache_dir=str(tmp_path))
 
 
-def ended_with(link: str, revision: str | None) -> str:
-    """In a process of an engine: what its digest is, or why there is none."""
-    try:
-        return digest_of_model(Path(link), revision=revision).hex()
-    except ModelChanged as error:
-        return str(error)
-
-
 def test_a_model_that_changed_since_an_engines_process_started_has_no_digest(tiny, tmp_path):
     """What that process loaded is not known: neither may stand for it in keys."""
-    first, second, link = tmp_path / "first", tmp_path / "second", tmp_path / "current"
+    first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
     for directory in (first, second):
         shutil.copytree(tiny, directory)
-    link.symlink_to(first)
-    in_own_process = ended_with(str(link), None)
+    (link := tmp_path / "current").symlink_to(first)
+    (tmp_path / "next").symlink_to("second")
+    wanted = digest_of_model(link)
     with multiprocessing.get_context("spawn").Pool(1) as engine:
-        assert engine.apply(ended_with, (str(link), None)) == in_own_process
-        (tmp_path / "next").symlink_to("second")
+
+        def digest(directory: Path, revision: str | None = None) -> bytes:
+            asked = engine.apply_async(digest_of_model, (directory,), {"revision": revision})
+            return asked.get(60)
+
+        assert digest(link) == wanted
         (tmp_path / "next").replace(link)
-        said = engine.apply(ended_with, (str(link), None))
-        assert f"'{link}' changed after this process had started" in said
-        assert "changed" in engine.apply(ended_with, (str(link), None))
-        assert engine.apply(ended_with, (str(second), None)) == in_own_process
+        with pytest.raises(ModelChanged, match=f"'{link}' changed after this process"):
+            digest(link)
+        assert digest(second) == wanted
         weights = next(first.glob("*.safetensors"))
         weights.write_bytes(weights.read_bytes())
-        assert f"'{weights}' changed" in engine.apply(ended_with, (str(first), None))
-        shutil.move(second, tmp_path / "third")
-        assert "third' changed" in engine.apply(ended_with, (str(tmp_path / "third"), None))
-        # The caller's promise.
-        assert "changed" not in engine.apply(ended_with, (str(link.parent / "third"), "org/a@1"))
-    assert ended_with(str(tmp_path / "third"), None) == in_own_process
+        with pytest.raises(ModelChanged, match=f"'{weights}' changed"):
+            digest(first)
+        second.rename(third)
+        with pytest.raises(ModelChanged, match=f"'{third}' changed"):
+            digest(third)
+        digest(third, "org/name@commit")  # the caller's promise
+    assert digest_of_model(third) == wanted
 
 
 # ------------------------------------------------------------------ memory
