@@ -392,6 +392,16 @@ def test_a_consumer_saves_nothing_and_a_producer_loads_nothing(open_engine: Open
     assert consumer.answer(PROMPT).cached == 5 * T
 
 
+def test_a_producer_saves_a_prompt_in_the_step_that_computes_it(open_engine: Open, shared):
+    """An engine in its client's process makes no further step when the last request has ended."""
+    producer = open_engine(Roles(loads=False), url=shared)
+    request = producer.submit(PROMPT, wanted=len(PROMPT) + 1)
+    producer.run(lambda: request.state == "finished")
+    producer.flush()
+    assert open_engine(url=shared).answer(PROMPT).cached == 5 * T
+    producer.run()
+
+
 # ------------------------------------------------------------------ what vLLM describes
 
 

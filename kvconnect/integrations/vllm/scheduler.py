@@ -94,7 +94,7 @@ class SchedulerHalf:
     ) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed_tokens`; ``None``: ask again. May be called at any time."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or not self._roles.loads or request.skip_reading_prefix_cache:
+        if tracked is None or request.skip_reading_prefix_cache:
             return 0, False
         if tracked.llm is None and not self._has_started(tracked):
             return (None, False) if tracked.adapter is not None else (0, False)
@@ -104,6 +104,10 @@ class SchedulerHalf:
         tracked.grow()
         tracked.offered_at, tracked.external = num_computed_tokens, 0
         found, is_async = self._scheduler.ask_num_new_matched_tokens(llm, num_computed_tokens)
+        if not self._roles.loads:
+            # Waited for all the same: only what the store lacks is saved, and a request of one
+            # token may have no other step to order that in.
+            return None if found is None else 0, False
         tracked.in_step = bool(found) and not is_async
         if found is not None and self._is_to_come(tracked, num_computed_tokens + found):
             return None, False

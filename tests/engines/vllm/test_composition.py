@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
 
-from vllm_engine import BLOCK, connector, engine, prompts_of
+from vllm_engine import connector, engine, prompts_of
 
 # Engines one after the other, some in several processes: minutes on a busy machine.
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
@@ -102,20 +102,3 @@ def test_memory_of_one_process_is_refused_by_several(llama):
     transfer = connector("memory:")
     with pytest.raises(AssertionError, match="lives in one process"):
         run(llama, transfer, tensor_parallel_size=2)
-
-
-def test_what_vllm_saved_our_own_engine_loads(llama, store):
-    from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-
-    with engine(llama, connector(store, namespace="shared")) as made:
-        wanted = made.tokens(PROMPTS[:2])
-    with LLM(
-        str(llama),
-        dtype="float32",
-        kv_cache=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=4096),
-        connector=KvCacheConnectorConfig(url=store, lookup_timeout_ms=5000),
-    ) as own:
-        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-        outputs = own.generate(PROMPTS[:2], params)
-        assert [one.reused_store_tokens for one in outputs] == [480, 319]  # all but the last token
-        assert [list(one.output_token_ids) for one in outputs] == wanted
