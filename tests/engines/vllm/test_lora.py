@@ -18,7 +18,7 @@ from vllm_engine import SIZE, connector, engine, prompts_of
 pytestmark = pytest.mark.engines
 
 PROMPTS = prompts_of(500, 320)
-WHOLE = [480, 288]
+WHOLE = [480, 320]
 NOTHING = [0, 0]
 OPTIONS = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
 RANK = 8

@@ -191,12 +191,12 @@ def difference(model: Path, answers: Sequence[Answer]) -> float:
 
 
 def to_load(saver: str, loader: str) -> list[int]:
-    """Of each prompt: vLLM saves and loads whole blocks, and all leave a token to compute."""
+    """Of each prompt: vLLM saves and loads whole blocks, the others all but the last token."""
     found = []
     for prompt in PROMPTS:
-        most = len(prompt) - 1
-        saved = len(prompt) // BLOCK * BLOCK if saver == "vllm" else len(prompt)
-        found.append(min(saved, most // BLOCK * BLOCK if loader == "vllm" else most))
+        whole = len(prompt) // BLOCK * BLOCK
+        saved = whole if saver == "vllm" else len(prompt)
+        found.append(min(saved, whole if loader == "vllm" else len(prompt) - 1))
     return found
 
 
