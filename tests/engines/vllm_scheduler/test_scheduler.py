@@ -91,7 +91,9 @@ def test_a_wrong_element_would_be_noticed(healthy):
 
 
 def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(healthy):
-    made, _ = healthy
+    """Behind a load in the background that token is computed again; a block alone is not loaded."""
+    made, store = healthy
+    in_step = made.connector._scheduler._roles.loads_in_step and store.capabilities.inline
     prompts = prompts_of(4 * SIZE, SIZE, seed=5)
     wanted = made.wanted(prompts)
     assert made.tokens(prompts) == wanted
@@ -99,7 +101,7 @@ def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(healthy):
     made.forget_device()
     loaded = made.answer(prompts)
     assert [one.tokens for one in loaded] == wanted
-    assert [one.cached for one in loaded] == [3 * SIZE, 0]
+    assert [one.cached for one in loaded] == [(3 if in_step else 4) * SIZE, 0]
 
 
 def test_what_the_device_has_is_not_loaded_and_what_follows_is(healthy):
