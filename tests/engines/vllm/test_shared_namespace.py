@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
 
+import safetensors.torch
 import torch
 import vllm
 from transformers import AutoModelForCausalLM
@@ -34,6 +35,8 @@ NUM_BEST = 20  # tokens whose log probabilities are compared, at each place
 # Kernels sum in another order: in float32 the logits of small models differ by a few 1e-6 of their
 # size, keys and values that come from the other engine add as much again.
 TOLERANCE = 1e-4
+
+REVISION = "a name@of some weights"
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,17 @@ def at(directory: Path) -> str:
     return f"disk://{directory}?capacity=64MiB"
 
 
+@pytest.fixture(scope="module")
+def almost_llama(llama, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`llama` with values a hundredth larger in one layer."""
+    model = tmp_path_factory.mktemp("models") / "almost"
+    shutil.copytree(llama, model)
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"] *= 1.01
+    safetensors.torch.save_file(weights, model / "model.safetensors", {"format": "pt"})
+    return model
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 @pytest.mark.parametrize(("saver", "loader"), ALL)
 def test_what_one_engine_saved_another_loads(make_vllm_model, saved, arch, saver, loader):
@@ -230,3 +244,20 @@ def test_what_one_engine_saved_another_loads(make_vllm_model, saved, arch, saver
     answers = ENGINES[loader](model, saved(saver, model))
     assert [one.num_loaded for one in answers] == to_load(saver, loader)
     assert difference(model, answers) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("saver", "loader"), ALL)
+def test_keys_and_values_that_are_a_little_wrong_would_be_seen(
+    llama, almost_llama, saved, saver, loader
+):
+    """Two models by one name."""
+    answers = ENGINES[loader](llama, saved(saver, almost_llama, REVISION), revision=REVISION)
+    assert [one.num_loaded for one in answers] == to_load(saver, loader)
+    assert difference(llama, answers) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("other", ["own", "transformers"])
+def test_without_a_common_namespace_neither_sees_the_others_blocks(llama, saved, other):
+    assert [one.num_loaded for one in by_vllm(llama, saved(other, llama), None)] == NOTHING
+    url = saved("vllm", llama)
+    assert [one.num_loaded for one in ENGINES[other](llama, url, None)] == NOTHING
