@@ -63,9 +63,14 @@ class Metrics:
     """Counters of this process, and the hooks that hear of every event. Thread-safe.
 
     Counters are named ``event``, ``event.errors``, ``event.seconds`` and ``event.<value>``.
+
+    Attributes:
+        engine: whose process this is, for those who tell several apart: ``kvconnect``, or the
+            engine whose adapter was made last.
     """
 
     def __init__(self) -> None:
+        self.engine = "kvconnect"
         self._counters: dict[Labels, Counter[str]] = {(): Counter()}
         self._gauges: tuple[tuple[Callable[[], Mapping[str, float]], Labels], ...] = ()
         self._lock = threading.Lock()

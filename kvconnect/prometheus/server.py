@@ -18,7 +18,7 @@ __all__ = ["Collector", "MetricsServer", "serve"]
 
 
 class Collector:
-    """Gives `METRICS` to a Prometheus registry.
+    """Gives `METRICS` to a Prometheus registry, each with the label ``engine``.
 
     Raises:
         MissingExtra: prometheus-client is not installed.
@@ -41,11 +41,13 @@ class Collector:
         for metric in METRICS:
             family = self._family(metric)
             for values, value in metric.read(now):
-                family.add_metric(values, value)
+                family.add_metric([now.engine, *values], value)
             yield family
 
     def _family(self, metric: Metric) -> Family:
-        family: Family = self._families[metric.kind](metric.name, metric.help, labels=metric.labels)
+        family: Family = self._families[metric.kind](
+            metric.name, metric.help, labels=["engine", *metric.labels]
+        )
         return family
 
 

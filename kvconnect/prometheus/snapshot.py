@@ -23,15 +23,16 @@ def _store(labels: Labels) -> Store:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All counters and gauges at one moment."""
+    """All counters and gauges at one moment, and whose process it was."""
 
+    engine: str
     counters: Mapping[Labels, Mapping[str, float]]
     gauges: tuple[Gauge, ...]
 
     @classmethod
     def take(cls) -> Self:
         """Of this process; may block for half a second for each store that is slow to tell."""
-        return cls(metrics.by_labels(), tuple(metrics.gauges()))
+        return cls(metrics.engine, metrics.by_labels(), tuple(metrics.gauges()))
 
     def total(self, name: str) -> float:
         """A counter over all labels."""

@@ -102,6 +102,12 @@ METRICS: tuple[Metric, ...] = (
         _totals({(): "engine.request"}),
     ),
     Metric(
+        "kvconnect_uncached_requests_total",
+        "Requests of other engines whose KV cannot be told apart by keys: neither looked up nor "
+        "saved.",
+        _totals({(): "engine.request.uncached"}),
+    ),
+    Metric(
         "kvconnect_live_requests",
         "Requests in the engine: waiting, loading, running, or kept until they are saved.",
         _sizes(

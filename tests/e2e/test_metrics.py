@@ -15,7 +15,10 @@ def scrape(port: int) -> dict[tuple[str, ...], float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {
-            (sample.name, *sorted(sample.labels.values())): sample.value
+            (
+                sample.name,
+                *sorted(sample.labels[one] for one in sample.labels if one != "engine"),
+            ): (sample.value)
             for family in families
             for sample in family.samples
         }

@@ -34,7 +34,7 @@ def metrics(monkeypatch) -> Metrics:
 def value(name, **labels):
     registry = CollectorRegistry()
     registry.register(Collector())
-    return registry.get_sample_value(name, labels)
+    return registry.get_sample_value(name, {"engine": "kvconnect", **labels})
 
 
 def names(text):
@@ -71,7 +71,7 @@ def test_the_dashboard_shows_every_metric_and_no_other():
 def test_the_dashboard_uses_labels_that_its_metrics_have():
     folder = ROOT / "examples/observability/grafana/dashboards"
     dashboard = json.loads((folder / "kvconnect.json").read_text(encoding="utf-8"))
-    labels = {one.name: {"instance", *one.labels} for one in METRICS}
+    labels = {one.name: {"instance", "engine", *one.labels} for one in METRICS}
     seen = 0
     for panel in dashboard["panels"]:
         for target in panel.get("targets", ()):
@@ -113,6 +113,13 @@ def test_hit_tokens_are_told_by_tier(metrics: Metrics):
     tiers = {tier: value("kvconnect_hit_tokens_total", tier=tier) for tier in ("device", "host")}
     assert tiers == {"device": 20, "host": 40}
     assert value("kvconnect_hit_tokens_total", tier="store") == 10
+
+
+def test_all_is_told_with_the_engine_whose_process_it_is(metrics: Metrics):
+    metrics.engine = "vllm"
+    count("engine.request.uncached")
+    assert value("kvconnect_uncached_requests_total", engine="vllm") == 1
+    assert value("kvconnect_uncached_requests_total") is None
 
 
 def test_what_nixl_stores_did_is_told(metrics: Metrics):

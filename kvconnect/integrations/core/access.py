@@ -27,7 +27,7 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads
-from kvconnect.trace import Labels, count, metrics, warn_once
+from kvconnect.trace import count, metrics, warn_once
 
 __all__ = ["StoreAccess"]
 
@@ -48,7 +48,6 @@ class StoreAccess:
         llm_args: of this rank; ``kv_connector_config`` names the store.
         pools: the planes of each pool group, see `kvconnect.integrations.core.memory`; or the
             device of memory that is attached for each call, see `attached`.
-        labels: of what is counted.
 
     Raises:
         ConfigurationError: the store cannot be opened, ``staging_bytes`` is below one block.
@@ -58,12 +57,9 @@ class StoreAccess:
         self,
         llm_args: LlmArgs,
         pools: Sequence[PagedKv | StridedPlanes] | torch.device,
-        *,
-        labels: Labels = (),
     ) -> None:
         self._config = llm_args.kv_connector_config
         self._tokens_per_block = llm_args.tokens_per_block
-        self._labels = labels
         self._process = os.getpid()
         self._open: OffloadStore | None = OffloadStore.acquire(llm_args)
         try:
@@ -106,7 +102,7 @@ class StoreAccess:
         self._saving = threading.Lock()
         self._closing = threading.Lock()
         self._waiting: dict[int, Future[TransferFailure | None]] = {}
-        self._hide_gauges = metrics.add_gauges(staging.sizes, self._labels)
+        self._hide_gauges = metrics.add_gauges(staging.sizes)
 
     @property
     def attached(self) -> tuple[AttachedCopier, ...]:
@@ -185,11 +181,11 @@ class StoreAccess:
     def _answer(self, asked: Future[T], nothing: T) -> T:
         if not asked.done():
             asked.cancel()
-            count("connector.lookup.late", self._labels)
+            count("connector.lookup.late")
             return nothing
         error = asked.exception()
         if isinstance(error, KvConnectError):
-            count("connector.lookup.failed", self._labels)
+            count("connector.lookup.failed")
             warn_once("connector.lookup", f"lookup failed, the prompt is computed: {error}")
             return nothing
         return asked.result()
@@ -269,7 +265,7 @@ class StoreAccess:
         if not blocks:
             return 0
         if not self.usable:
-            count("connector.save.lost", self._labels, blocks=len(blocks))
+            count("connector.save.lost", blocks=len(blocks))
             return 0
         order = SaveOrder(next(self._numbers), tuple(blocks), namespace)
         waits = self._config.on_backlog == "wait"
@@ -279,7 +275,7 @@ class StoreAccess:
             )
             self._saves.take_lost()  # counted already; no request lives to save them again
         if staged < len(blocks):
-            count("connector.save.dropped", self._labels, blocks=len(blocks) - staged)
+            count("connector.save.dropped", blocks=len(blocks) - staged)
             warn_once(
                 "connector.save.dropped",
                 f"{len(blocks) - staged} blocks were not saved: the store is slower than the model "

@@ -13,7 +13,7 @@ from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.settings import Settings
 from kvconnect.text import shown
 
-__all__ = ["EngineSettings", "OwnSettings"]
+__all__ = ["EngineSettings", "MetricsSettings", "OwnSettings"]
 
 _CONNECTOR_FIELDS = (
     "url",
@@ -31,7 +31,19 @@ _CONNECTOR_FIELDS = (
 )
 
 
-class OwnSettings(Settings):
+class MetricsSettings(Settings):
+    """Where an engine's processes answer Prometheus.
+
+    Attributes:
+        metrics_port: the first port that may be taken; ``None``: nothing listens.
+        metrics_address: of this machine; by default programs of other machines are not answered.
+    """
+
+    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    metrics_address: str = "127.0.0.1"
+
+
+class OwnSettings(MetricsSettings):
     """What stands beside the fields of `KvCacheConnectorConfig`.
 
     Attributes:

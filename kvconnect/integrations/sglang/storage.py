@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +18,17 @@ from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.core.arguments import make_arguments
+from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.sglang.host_pool import HostPool
+from kvconnect.integrations.sglang.page_stats import PageStats
 from kvconnect.integrations.sglang.settings import ENGINE, rank_of, storage_settings
 from kvconnect.keys import BlockKey, Namespace, root_key
 from kvconnect.shards import whole_layouts
-from kvconnect.trace import Labels, count, warn_once
+from kvconnect.trace import count, warn_once
 
 __all__ = ["KvConnectStorage"]
-
-_LABELS: Labels = (("engine", ENGINE),)
 
 
 def _base() -> Any:
@@ -79,6 +81,7 @@ class KvConnectStorage(_Base):
         self.mem_pool_host = mem_pool_host
         self._pool = HostPool.of(mem_pool_host, is_mla=self._is_mla)
         layout = self._pool.layout
+        self._stats = PageStats(layout.block_nbytes)
         heads = 1 if self._is_mla else layout.num_kv_heads * self._rank.tp_size
         args = make_arguments(
             self._settings,
@@ -93,7 +96,10 @@ class KvConnectStorage(_Base):
         whole = whole_layouts([layout], self._rank, [heads])
         self._root = root_key(args.model_digest, whole, namespace)
         self._namespace = namespace.encode()
-        self._access = StoreAccess(args, [self._pool.planes], labels=_LABELS)
+        with ExitStack() as undo:
+            undo.callback(tell_metrics(ENGINE, self._settings.own))
+            self._access = StoreAccess(args, [self._pool.planes])
+            self._attached = undo.pop_all()
         close_at_exit(self)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -113,6 +119,7 @@ class KvConnectStorage(_Base):
         if self._access is not None:
             self._access.close()
             self._access = None
+            self._attached.close()
 
     # ------------------------------------------------------------------ pages
 
@@ -129,8 +136,10 @@ class KvConnectStorage(_Base):
         """
         if self._access is None:
             return [False] * len(keys)
+        begun = time.perf_counter()
         loaded = self._access.load(self._keys(keys), self._pool.pages(host_indices))
-        count("engine.loaded", _LABELS, blocks=loaded)
+        self._stats.add_load(loaded, time.perf_counter() - begun)
+        count("engine.loaded", blocks=loaded)
         return [number < loaded for number in range(len(keys))]
 
     def batch_set_v1(
@@ -168,6 +177,7 @@ class KvConnectStorage(_Base):
             )
         ]
         staged = access.save(blocks, namespace=self._namespace)
+        self._stats.add_save(staged)
         return [number < staged for number in range(len(keys))]
 
     def exists(self, key: str) -> bool:
@@ -181,8 +191,9 @@ class KvConnectStorage(_Base):
         """
         warn_once("sglang.clear", "the store keeps its blocks; `kvconnect prune URL` drops them")
 
-    def get_stats(self) -> None:
-        """Nothing; kvconnect's own metrics tell."""
+    def get_stats(self) -> Any:
+        """Pages of each batch since the last call, for SGLang's own metrics; see `PageStats`."""
+        return None if self._access is None else self._stats.take()
 
     # ------------------------------------------------------------------ what only others call
 

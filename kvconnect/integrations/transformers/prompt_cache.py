@@ -28,7 +28,7 @@ from kvconnect.integrations.transformers.rows import prompt_rows
 from kvconnect.integrations.transformers.stored_cache import SavingTo, StoredCache
 from kvconnect.keys import Namespace, root_key
 from kvconnect.text import shown
-from kvconnect.trace import count, warn_once
+from kvconnect.trace import count, metrics, warn_once
 
 __all__ = ["PromptCache"]
 
@@ -36,7 +36,6 @@ _open: set[PromptCache] = set()
 """All that were not closed: they live until the process exits, and are closed then."""
 
 _ENGINE = "transformers"
-_LABELS = (("engine", _ENGINE),)
 
 # No other request waits meanwhile, and what is not found is computed for seconds.
 _LOOKUP_TIMEOUT_MS = 1000.0
@@ -96,7 +95,7 @@ class PromptCache:
         args = LlmArgs(
             str(model.name_or_path), cache_config, config, geometry.layouts, model_digest=digest
         )
-        self._store = StoreAccess(args, geometry.device, labels=_LABELS)
+        self._store = StoreAccess(args, geometry.device)
         limit = geometry.limit
         self._saving = SavingTo(
             self._store,
@@ -109,6 +108,7 @@ class PromptCache:
         self._closing = threading.Lock()
         self._closed = False
         self._hooks = _Hooks(model, self._live)
+        metrics.engine = _ENGINE
         _open.add(self)
         close_at_exit(self)
 
@@ -142,7 +142,7 @@ class PromptCache:
         if self._versions.changed():
             reason = reason or "the model's weights were changed since PromptCache was made"
         if reason:
-            count("engine.request.uncached", _LABELS)
+            count("engine.request.uncached")
             warn_once(f"transformers.{reason}", f"PromptCache: nothing is cached: {reason}")
             return StoredCache(None, not_cached=reason)
         layouts = self._geometry.layouts
@@ -166,7 +166,7 @@ class PromptCache:
         )
         cache = StoredCache(self._saving, rows, restored)
         for prompt, loaded in zip(prompts, cache.loaded_tokens, strict=True):
-            count("engine.request", _LABELS, prompt_tokens=len(prompt.tokens), store_tokens=loaded)
+            count("engine.request", prompt_tokens=len(prompt.tokens), store_tokens=loaded)
         self._live.add(cache)
         return cache
 

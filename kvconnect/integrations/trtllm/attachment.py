@@ -17,6 +17,7 @@ from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.core.arguments import make_arguments
+from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.core.requests import RequestMaker, extra_key_of
 from kvconnect.integrations.trtllm.settings import (
@@ -30,11 +31,9 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.cuda.driver.streams import copy_streams
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
-from kvconnect.trace import Labels, count, warn_once
+from kvconnect.trace import count, warn_once
 
 __all__ = ["Attachment"]
-
-LABELS: Labels = (("engine", ENGINE),)
 
 # After a load that took all of its time none is tried for so many times that: the engine stands
 # still while one is waited for.
@@ -99,7 +98,10 @@ class Attachment:
         size = int(self.llm_args.kv_cache_config.tokens_per_block)
         layout = _opaque_layout(pool, size)
         args = make_arguments(self.settings, self._directory, self._digest, [layout])
-        self._access = StoreAccess(args, pool.device, labels=LABELS)
+        with ExitStack() as undo:
+            undo.callback(tell_metrics(ENGINE, self.settings.own))
+            self._access = StoreAccess(args, pool.device)
+            self._attached.push(undo.pop_all())
         self._pool = PagedKv.from_pool(pool, layout)
         copier = self._access.attached[0]
         self._first_id = self._attached.enter_context(copier.attached(self._pool))
@@ -186,7 +188,7 @@ class Attachment:
         moved = copy_pairs(memory, pool, range(len(block_ids)), block_ids, stream=own)
         if forward is not None:
             moved.wait_on(forward)
-        count("engine.loaded", LABELS, blocks=len(block_ids))
+        count("engine.loaded", blocks=len(block_ids))
         self.forget(request_id)
 
     def save(self, order: SaveOrder, stream: Any) -> None:

@@ -11,7 +11,7 @@ from kvconnect.connector.offload.save_plan import SavePlan
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
 from kvconnect.request import LlmRequest
-from kvconnect.trace import Labels, count, warn_once
+from kvconnect.trace import count, warn_once
 
 __all__ = ["TrackedRequest", "tracked"]
 
@@ -72,11 +72,11 @@ class TrackedRequest:
         return self._plan.order(num_full, num_computed) if self._plan.is_due(num_full) else None
 
 
-def tracked(request: Any, maker: RequestMaker, labels: Labels) -> TrackedRequest | None:
+def tracked(request: Any, maker: RequestMaker) -> TrackedRequest | None:
     """A record of TensorRT-LLM's `request`; ``None``: it is not cached, and that is counted."""
     untold = [name for name in _UNTOLD if _is_given(getattr(request, name, None))]
     if untold:
-        count("engine.request.uncached", labels)
+        count("engine.request.uncached")
         warn_once(
             f"trtllm.{untold}", f"requests with {', '.join(untold)} are computed and not cached"
         )
@@ -89,7 +89,7 @@ def tracked(request: Any, maker: RequestMaker, labels: Labels) -> TrackedRequest
         tokens = np.asarray(request.get_tokens(0), dtype=np.int32)
         made = maker.make(tokens, cache_salt=salt)
     except (ConfigurationError, OverflowError) as error:
-        count("engine.request.uncached", labels)
+        count("engine.request.uncached")
         warn_once("trtllm.request", f"a request is computed and not cached: {error}")
         return None
     made.request_id = request.request_id

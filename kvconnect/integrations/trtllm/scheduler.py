@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.connector.offload.messages import SaveOrder
 from kvconnect.errors import ConfigurationError
-from kvconnect.integrations.trtllm.attachment import LABELS, Attachment
+from kvconnect.integrations.trtllm.attachment import Attachment
 from kvconnect.integrations.trtllm.bases import connector_class
 from kvconnect.integrations.trtllm.messages import CopyIn, StepOrders
 from kvconnect.integrations.trtllm.requests import TrackedRequest, tracked
@@ -52,7 +52,7 @@ class KvConnectScheduler(_Base):
         self._loads.pop(request.request_id, None)
         if maker is None:
             return 0, False
-        known = tracked(request, maker, LABELS)
+        known = tracked(request, maker)
         # Once more: it was preempted, and its blocks are others.
         self._requests[request.request_id] = known
         if known is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvconnect.connector.data import LlmArgs
 from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.integrations.core.arguments import SharedArguments, make_arguments
+from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.core.settings import EngineSettings
@@ -75,11 +77,12 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         shard = _shard(vllm_config, is_scheduler=is_scheduler)
         args = _arguments_of(settings, vllm_config, self._groups, shard)
         _refuse_apart(args, vllm_config)
-        self._engine = transfer.engine_id
-        self._args = _arguments.take(self._engine, args)
+        self._args = _arguments.take(transfer.engine_id, args)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        try:
+        with ExitStack() as undo:
+            undo.callback(_arguments.give_back, transfer.engine_id, self._args)
+            undo.callback(tell_metrics(settings.engine, settings.own))
             if is_scheduler:
                 _warn_of_policy(transfer)
                 extra_key = extra_key_of(settings, variant)
@@ -87,9 +90,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
                 self._scheduler = SchedulerHalf(self._args, extra_key, roles)
             else:
                 self._worker = WorkerHalf(self._args)
-        except BaseException:
-            _arguments.give_back(self._engine, self._args)
-            raise
+            self._attached = undo.pop_all()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -111,7 +112,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
             scheduler.shutdown()
         if worker is not None:
             worker.shutdown()
-        _arguments.give_back(self._engine, self._args)
+        self._attached.close()
 
     # ------------------------------------------------------------------ the workers' half
 

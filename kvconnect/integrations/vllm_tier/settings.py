@@ -9,14 +9,14 @@ from pydantic import Field
 from kvconnect.backends.registry import codecs_of
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.errors import ConfigurationError
-from kvconnect.settings import Settings
+from kvconnect.integrations.core.settings import MetricsSettings
 
 __all__ = ["KvConnectTierSettings"]
 
 _EXAMPLE = "disk:///var/cache/kv?capacity=200GiB"
 
 
-class KvConnectTierSettings(Settings):
+class KvConnectTierSettings(MetricsSettings):
     """Where chunks are kept, and how long anything may take.
 
     Attributes:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
 from kvconnect.connector.offload.store import BlockRoute, OffloadStore
 from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.vllm_tier import engine
 from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import (
@@ -103,7 +105,10 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         names = ChunkNames(digest, layout)
         self._settings = given
         self._row_nbytes = rows.shape[1]
-        self._route = _route(given, digest, rows, layout)
+        with ExitStack() as undo:
+            undo.callback(tell_metrics("vllm", given))
+            self._route = _route(given, digest, rows, layout)
+            self._opened = undo.pop_all()
         timeout_s = given.lookup_timeout_ms / 1e3
         self._lookups = Lookups(timeout_s)
         self._unanswered = False
@@ -215,6 +220,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             self._saves.close()
         drained = self._wait(_LATE_S)
         self._route.store.release()
+        self._opened.close()
         if not drained:
             raise BackendUnavailable(f"{self.tier_type}: the store's thread does not answer")
 

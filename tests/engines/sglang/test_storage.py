@@ -10,9 +10,11 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed here: make test-engines")
 
+from prometheus_client import REGISTRY
 from real_pools import host_pool
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.observability.metrics_collector import StorageMetricsCollector
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
 
@@ -188,3 +190,31 @@ def test_of_a_latent_the_first_rank_writes_and_all_read(model, url):
         assert torch.equal(page_content(pools[1], 6 + page), page_content(pools[0], page))
     first.close()
     second.close()
+
+
+def test_sglang_exports_what_went_through(model, url):
+    def told(name: str) -> float:
+        return REGISTRY.get_sample_value(f"sglang:{name}", labels) or 0.0
+
+    labels = {"storage_backend": "kvconnect"}
+    collector = StorageMetricsCollector(labels)
+    pool = host_pool("page_first", is_mla=False)
+    fill(pool)
+    pages = indices([0, 1, 2])
+    for saves in (True, False):
+        storage = created(model, url, pool)
+        try:
+            if saves:
+                assert storage.batch_set_v1(hashes(3), pages) == [True] * 3
+            else:
+                found = storage.batch_get_v1(hashes(4), torch.cat([pages, indices([3])]))
+                assert found == [True, True, True, False]
+                assert storage.batch_get_v1(hashes(1, seed="b"), indices([3])) == [False]
+            collector.log_storage_metrics(storage.get_stats())
+            collector.log_storage_metrics(storage.get_stats())  # nothing twice
+        finally:
+            storage.close()
+    assert (told("backup_pgs_sum"), told("backup_pgs_count")) == (3, 1)
+    assert (told("prefetch_pgs_sum"), told("prefetch_pgs_count")) == (3, 1)
+    assert told("prefetch_bandwidth_count") == 1
+    assert 0 < told("prefetch_bandwidth_sum") < 1000
