@@ -94,7 +94,13 @@ def test_two_ranks_and_one_read_each_others_blocks(llama, store):
     assert two["tokens"] == one["tokens"]
     own = connector(store.replace("/store", "/other"))
     run(llama, own, tensor_parallel_size=2)
-    assert run(llama, own, tensor_parallel_size=2)["cached"] == LOADED
+    scraped = connector(store.replace("/store", "/other"), metrics_port=24_680)
+    again = run(llama, scraped, tensor_parallel_size=2)
+    assert again["cached"] == LOADED
+    blocks = sum(LOADED) // 32
+    # The core and the two ranks, in the order in which they came to listen.
+    assert sorted(again["loaded"][:3]) == [0, blocks, blocks]
+    assert again["loaded"][3] is None
     assert run(llama, own)["cached"] == LOADED
 
 

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import urllib.error
+import urllib.request
 from typing import Any
 
 import vllm
+
+
+def loaded_blocks(port: int) -> int | None:
+    """What the process of the engine that answers at `port` loaded; ``None``: there is none."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+    except urllib.error.URLError:
+        return None
+    told = re.findall(
+        r'^kvconnect_store_blocks_total{engine="vllm",.*"load".*} (.+)$', text, re.MULTILINE
+    )
+    return int(sum(map(float, told)))
 
 
 def main() -> None:
@@ -40,6 +56,8 @@ def main() -> None:
         "cached": [one.num_cached_tokens or 0 for one in outputs],
         "params": [one.kv_transfer_params for one in outputs],
     }
+    if port := job["transfer"]["kv_connector_extra_config"].get("metrics_port"):
+        answer["loaded"] = [loaded_blocks(one) for one in range(port, port + 4)]
     llm.llm_engine.engine_core.shutdown()
     print(json.dumps(answer), flush=True)
 
