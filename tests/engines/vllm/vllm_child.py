@@ -19,9 +19,7 @@ def loaded_blocks(port: int) -> int | None:
             text = answer.read().decode()
     except urllib.error.URLError:
         return None
-    told = re.findall(
-        r'^kvconnect_store_blocks_total{engine="vllm",.*"load".*} (.+)$', text, re.MULTILINE
-    )
+    told = re.findall(r'kvconnect_store_blocks_total{engine="vllm",.*"load".*} (.+)', text)
     return int(sum(map(float, told)))
 
 
