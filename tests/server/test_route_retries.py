@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 import uvicorn
+from server_process import request_bytes
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
@@ -389,3 +391,38 @@ async def test_a_router_that_is_stopped_while_it_connects_connects_again(monkeyp
             assert instance.down is None
         finally:
             await client.close()
+
+
+async def test_an_answer_to_a_client_that_left_fills_no_log(caplog):
+    """The client left while the router was stopped, and much of its stream is there."""
+    one = b'data: {"choices":[{"text":"x"}]}\n\n'
+    more, sent = threading.Event(), threading.Event()
+
+    def stream(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+            connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+            connection.sendall(b"%x\r\n%s\r\n" % (len(one), one))
+            more.wait(20)
+            connection.sendall(b"%x\r\n%s\r\n" % (len(one), one) * 300)
+            sent.set()
+            connection.recv(1)  # until the router leaves
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
+        streaming = threads.submit(stream, listener)
+        settings = RouteSettings(decode=(f"http://127.0.0.1:{listener.getsockname()[1]}",))
+        client = InstanceClient(settings)
+        app = make_app(Fleet(settings), client, settings, Admission(8, "requests"), threads)
+        async with listening(app) as url:
+            _, _, port = url.rpartition(":")
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+            writer.write(request_bytes(BODY | {"stream": True}))
+            await reader.readuntil(one)
+            more.set()
+            assert sent.wait(20)  # as does the router: it runs in this thread
+            writer.transport.abort()
+            await asyncio.to_thread(streaming.result, 20)
+        await client.close()
+    assert "socket.send()" not in caplog.text
