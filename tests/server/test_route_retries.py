@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import httpx2
 import pytest
 import uvicorn
+from server_process import request_bytes
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
@@ -21,6 +24,7 @@ from kvconnect.server.http.disconnect import while_connected
 from kvconnect.server.route.app import make_app
 from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Fleet
+from kvconnect.server.route.health import ask_all
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.server.trust import ROUTER_SECRET_HEADER
 
@@ -125,7 +129,7 @@ async def routed() -> AsyncIterator[Callable[..., Any]]:
 class FakeHost(uvicorn.Server):
     """Listens, and ends at once."""
 
-    def __init__(self, app: FakeServer) -> None:
+    def __init__(self, app: Callable[..., Any]) -> None:
         super().__init__(uvicorn.Config(app, port=0, lifespan="off", log_config=None, log_level=60))
         self.up = asyncio.Event()
 
@@ -138,7 +142,7 @@ class FakeHost(uvicorn.Server):
 
 
 @asynccontextmanager
-async def listening(app: FakeServer) -> AsyncIterator[str]:
+async def listening(app: Callable[..., Any]) -> AsyncIterator[str]:
     host = FakeHost(app)
     serving = asyncio.create_task(host._serve())
     await host.up.wait()
@@ -332,3 +336,93 @@ async def test_once_the_answer_has_begun_nothing_more_is_computed_for_it(routed)
     one.decode[0].say = lambda body: StreamingResponse(pieces(), media_type="text/event-stream")
     answer = await one.post(stream=True)
     assert "broke off" not in answer.text
+
+
+def _answers_after(seconds: float) -> Callable[..., Any]:
+    """A server that takes so long for each answer, unless it is given up."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        with suppress(ClientDisconnect):
+            await while_connected(receive, asyncio.sleep(seconds))
+            await JSONResponse({})(scope, receive, send)
+
+    return answer
+
+
+def _stopped(after_s: float, seconds: float) -> None:
+    """Nothing runs for so long, as in a process that is stopped, or on a host that is."""
+    asyncio.get_running_loop().call_later(after_s, time.sleep, seconds)
+
+
+async def test_a_router_that_was_stopped_does_not_take_its_servers_for_dead():
+    async with listening(_answers_after(0.1)) as url:
+        settings = RouteSettings(decode=(url,), health_timeout_s=0.4)
+        fleet, client = Fleet(settings), InstanceClient(settings)
+        try:
+            _stopped(0.05, 0.6)
+            await ask_all(fleet, client)
+            assert fleet.decode[0].down is None
+        finally:
+            await client.close()
+
+
+async def test_a_server_that_does_not_say_how_it_is_counts_as_dead_in_time():
+    async with listening(_answers_after(20)) as url:
+        settings = RouteSettings(decode=(url,), health_timeout_s=0.3)
+        fleet, client = Fleet(settings), InstanceClient(settings)
+        try:
+            started = time.monotonic()
+            await ask_all(fleet, client)
+            assert fleet.decode[0].down is not None
+            assert time.monotonic() - started < 2 * 0.3 + 1
+        finally:
+            await client.close()
+
+
+async def test_a_router_that_is_stopped_while_it_connects_connects_again(monkeypatch):
+    monkeypatch.setattr("kvconnect.server.route.client._CONNECT_S", 0.2)
+    async with listening(_answers_after(0)) as url:
+        settings = RouteSettings(decode=(url,))
+        instance, client = Fleet(settings).decode[0], InstanceClient(settings)
+        try:
+            _stopped(0, 1.0)
+            async with client.post(instance, "/v1/completions", b"{}", transfers=False) as answer:
+                assert await answer.aread() == b"{}"
+            assert instance.down is None
+        finally:
+            await client.close()
+
+
+async def test_an_answer_to_a_client_that_left_fills_no_log(caplog):
+    """The client left while the router was stopped, and much of its stream is there."""
+    one = b'data: {"choices":[{"text":"x"}]}\n\n'
+    more, sent = threading.Event(), threading.Event()
+
+    def stream(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+            connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+            connection.sendall(b"%x\r\n%s\r\n" % (len(one), one))
+            more.wait(20)
+            connection.sendall(b"%x\r\n%s\r\n" % (len(one), one) * 300)
+            sent.set()
+            connection.recv(1)  # until the router leaves
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
+        streaming = threads.submit(stream, listener)
+        settings = RouteSettings(decode=(f"http://127.0.0.1:{listener.getsockname()[1]}",))
+        client = InstanceClient(settings)
+        app = make_app(Fleet(settings), client, settings, Admission(8, "requests"), threads)
+        async with listening(app) as url:
+            _, _, port = url.rpartition(":")
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+            writer.write(request_bytes(BODY | {"stream": True}))
+            await reader.readuntil(one)
+            more.set()
+            assert sent.wait(20)  # as does the router: it runs in this thread
+            writer.transport.abort()
+            await asyncio.to_thread(streaming.result, 20)
+        await client.close()
+    assert "socket.send()" not in caplog.text

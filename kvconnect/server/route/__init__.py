@@ -4,6 +4,6 @@ May import those parts of the server that know no engine: `gate`, `body`, `admis
 `settings`, `http_server`, and what travels between servers (`openai.kv_transfer`). Begin with
 `app`, then follow a request: `endpoint` → `routed` (its parts, and by `prompt` what it begins with)
 → `handover` (prefill, decode, and what is tried again) → `fleet` (which server) → `instance` (what
-is known of it) → `client` (HTTP) → `opened` (the answer on its way back). `health` asks all servers
-how they are; `run` is the life of the process.
+is known of it) → `client` (HTTP; how long it waits: `timeouts`) → `opened` (the answer on its way
+back). `health` asks all servers how they are; `run` is the life of the process.
 """

@@ -83,7 +83,7 @@ class _Monitor:
                 answer = await self._client.get(instance, "/v1/models")
                 answer.raise_for_status()
                 found: dict[str, Any] = answer.json()
-            except (httpx2.HTTPError, ValueError):
+            except (httpx2.HTTPError, TimeoutError, ValueError):
                 continue
             return found
         raise RequestRefused(503, "no decode server answers", "no_decode_server")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 
 import httpx2
 
 from kvconnect.server.route.instance import Instance, InstanceFailed, Outcome
 from kvconnect.server.route.settings import RouteSettings
+from kvconnect.server.route.timeouts import within
 from kvconnect.server.trust import ROUTER_SECRET_HEADER
 
 __all__ = ["InstanceClient", "ServerAnswered"]
 
 _CONNECT_S = 2.0
+_LATE_S = 0.5
+"""A timeout that comes so much later came after a time in which this process did not run."""
 _KEPT_S = 2.0
 """Less than servers keep an idle connection, or requests meet those that are just closed."""
 
@@ -77,9 +81,8 @@ class InstanceClient:
         """
         headers = {"Content-Type": "application/json"} | (self._secret if transfers else {})
         try:
-            async with self._http.stream(
-                "POST", instance.url + path, content=body, headers=headers
-            ) as answer:
+            answer = await self._sent(instance.url + path, body, headers)
+            async with aclosing(answer):
                 if answer.status_code != httpx2.codes.OK:
                     await self._refused(instance, answer)
                 yield answer
@@ -87,6 +90,19 @@ class InstanceClient:
             if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout)):
                 instance.drains(f"cannot be connected to ({type(error).__name__})")
             raise InstanceFailed(instance, type(error).__name__, "failed") from error
+
+    async def _sent(self, url: str, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
+        """The beginning of the answer; its body is to be closed."""
+        loop = asyncio.get_running_loop()
+        while True:
+            request = self._http.build_request("POST", url, content=body, headers=headers)
+            began = loop.time()
+            try:
+                return await self._http.send(request, stream=True)
+            except httpx2.ConnectTimeout:
+                # Of a process that was stopped it says nothing about the server.
+                if loop.time() < began + _CONNECT_S + _LATE_S:
+                    raise
 
     async def _refused(self, instance: Instance, answer: httpx2.Response) -> None:
         content = await answer.aread()
@@ -96,9 +112,10 @@ class InstanceClient:
         raise InstanceFailed(instance, f"status {answer.status_code}", outcome)
 
     async def get(self, instance: Instance, path: str) -> httpx2.Response:
-        """What `instance` answers to a short question, within ``health_timeout_s``.
+        """What `instance` answers to a short question, `within` ``health_timeout_s``.
 
         Raises:
             httpx2.HTTPError: it does not.
+            TimeoutError: it does not in time.
         """
-        return await self._http.get(instance.url + path, timeout=self._health_s)
+        return await within(self._health_s, self._http.get(instance.url + path, timeout=None))

@@ -93,6 +93,8 @@ class RouteEndpoint:
             async with answering.instance.answering(until):
                 async for piece in opened.rest:
                     await _send(send, piece)
+                    # Many pieces may be there: others go on, and that the client left is noticed.
+                    await asyncio.sleep(0)
         except InstanceFailed as failed:
             last = _error_events(RequestRefused(503, f"the answer broke off: {failed}"))
         except asyncio.CancelledError:

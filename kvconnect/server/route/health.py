@@ -32,7 +32,7 @@ async def _watch(instance: Instance, client: InstanceClient, interval_s: float) 
 async def _ask(instance: Instance, client: InstanceClient) -> None:
     try:
         answer = await client.get(instance, "/health")
-    except httpx2.HTTPError as error:
+    except (httpx2.HTTPError, TimeoutError) as error:
         instance.went_down(f"/health: {type(error).__name__}")
         return
     if answer.status_code == httpx2.codes.OK:
