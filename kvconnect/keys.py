@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
+from copy import copy as copy_of
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, Self
 
 import numpy as np
 
@@ -34,6 +35,7 @@ __all__ = [
     "root_key",
     "split_keys",
     "store_key",
+    "store_keys",
 ]
 
 FORMAT_VERSION = 1
@@ -187,8 +189,25 @@ def store_key(key: BlockKey, group: int = 0, shard: Shard = Shard()) -> BlockKey
     Of tensor parallelism `shard` says which share of the KV heads it is, which is not always the
     rank's own place: see `kvconnect.shards`.
     """
+    return store_keys((key,), group, shard)[0]
+
+
+_STORED = hashlib.blake2b(
+    struct.pack("<q", KEY_NBYTES), digest_size=KEY_NBYTES, person=b"kvc-store"
+)  # as `_BLOCK`
+
+
+def store_keys(keys: Iterable[BlockKey], group: int = 0, shard: Shard = Shard()) -> list[BlockKey]:
+    """`store_key` of each of `keys`, at half the cost."""
     where = struct.pack("<5q", group, shard.tp_rank, shard.tp_size, shard.pp_rank, shard.pp_size)
-    return _digest(b"kvc-store", (key, where))
+    end = struct.pack("<q", len(where)) + where
+    copy = _STORED.copy
+    found = []
+    for key in keys:
+        state = copy()
+        state.update(key + end)
+        found.append(BlockKey(state.digest()))
+    return found
 
 
 class KeyChain:
@@ -210,6 +229,16 @@ class KeyChain:
     def __len__(self) -> int:
         """Full blocks of the tokens so far."""
         return len(self._tokens) // self.tokens_per_block
+
+    @property
+    def tokens(self) -> TokenArray:
+        """The tokens so far, as a view that is not to be written to."""
+        return self._tokens.view
+
+    @property
+    def num_hashed(self) -> int:
+        """Leading blocks whose keys are known already."""
+        return len(self._digests) // KEY_NBYTES
 
     def keys(self, start: int = 0, stop: int | None = None) -> list[BlockKey]:
         """Keys of the full blocks ``start..stop`` (default: all)."""
@@ -233,12 +262,28 @@ class KeyChain:
         """Forget keys of blocks that do not end within the first `num_tokens`."""
         del self._digests[num_tokens // self.tokens_per_block * KEY_NBYTES :]
 
-    # ---------------------------------------------------------------- exchange with the block tree
+    # ---------------------------------------------------------------- on another thread
 
-    @property
-    def num_hashed(self) -> int:
-        """Leading blocks whose keys are known already."""
-        return len(self._digests) // KEY_NBYTES
+    def snapshot(self) -> Self:
+        """The chain as it is now, which another thread may hash while this one goes on."""
+        taken = copy_of(self)
+        taken._tokens = TokenBuffer(self._tokens.view.copy())  # noqa: SLF001  of this class
+        taken._digests = self._digests.copy()  # noqa: SLF001
+        return taken
+
+    def adopt(self, snapshot: Self) -> None:
+        """Take over the keys of a `snapshot` of this chain, which no thread hashes any more.
+
+        Nothing where the tokens have become others since.
+        """
+        known = min(snapshot.num_hashed, len(self))
+        end = known * self.tokens_per_block
+        if known > self.num_hashed and np.array_equal(
+            self._tokens.view[:end], snapshot._tokens.view[:end]
+        ):
+            self._digests = snapshot._digests[: known * KEY_NBYTES]
+
+    # ---------------------------------------------------------------- exchange with the block tree
 
     def known(self, start: int, parent: bytes, tokens: bytearray, low: int) -> bytes:
         """The keys from block `start` on that are known already; nothing is hashed for this.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array as native_array
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -35,9 +35,11 @@ def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
             [as_token_array(tokens[start : start + _AT_ONCE], field=field) for start in starts]
         )
     if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
-        # At two thirds of the cost of letting NumPy look for a type, which then says what is wrong.
-        with suppress(TypeError, OverflowError):
-            return np.frombuffer(native_array("i", tokens), np.int32)
+        # At half the cost of NumPy, which then says what is wrong.
+        with suppress(struct.error):
+            array = np.empty(len(tokens), np.int32)
+            struct.pack_into(f"{len(tokens)}i", array, 0, *tokens)
+            return array
     try:
         array = np.asarray(tokens)
     except (ValueError, OverflowError, TypeError, RuntimeError) as error:  # of tensors, the last

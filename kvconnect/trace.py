@@ -71,6 +71,11 @@ class Metrics:
 
     def __init__(self) -> None:
         self.engine = "kvconnect"
+        num_events: how many there were: as long as it stays the same, no counter moved.
+    """
+
+    def __init__(self) -> None:
+        self.num_events = 0
         self._counters: dict[Labels, Counter[str]] = {(): Counter()}
         self._gauges: tuple[tuple[Callable[[], Mapping[str, float]], Labels], ...] = ()
         self._lock = threading.Lock()
@@ -138,6 +143,7 @@ class Metrics:
             counters = self._counters.get(event.labels)
             if counters is None:
                 counters = self._counters[event.labels] = Counter()
+            self.num_events += 1
             counters[event.name] += 1
             if event.seconds:
                 counters[event.name + ".seconds"] += event.seconds  # type: ignore[assignment]

@@ -158,6 +158,17 @@ def test_keys_are_the_same_in_whatever_pieces_they_are_hashed(given, stops):
     assert lazily.keys() == chain(list(reversed(given))).keys()
 
 
+@given(contents, st.integers(0, 10))
+def test_a_snapshot_has_the_keys_of_its_contents(given, num_hashed):
+    one = chain(given)
+    one.keys(0, num_hashed)
+    snapshot = one.snapshot()
+    assert snapshot.keys() == chain(given).keys()
+    one.adopt(snapshot)
+    assert one.num_hashed == 10
+    assert one.keys() == snapshot.keys()
+
+
 def test_without_contents_keys_are_the_plain_ones():
     plain = KeyChain(ROOT, T, TokenBuffer(as_token_array(range(40))))
     assert chain([]).keys() == plain.keys()

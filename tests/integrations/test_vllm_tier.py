@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
 from kvconnect.integrations.vllm_tier.loads import Loads
 from kvconnect.integrations.vllm_tier.lookups import Lookups
 from kvconnect.integrations.vllm_tier.parents import Parents
+from kvconnect.integrations.vllm_tier.pause import StepPause
 from kvconnect.integrations.vllm_tier.saves import ChunkSave, Saves
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.kernels.blocks.paged import PagedKv
@@ -112,6 +114,41 @@ def test_nothing_is_kept_of_requests_that_ended(steps):
         lookups.forget(request)
     assert len(lookups) == 0
     assert not lookups._of_request
+
+
+# ---------------------------------------------------------------------- pauses of the scheduler
+
+
+def ended(step: Callable[[], None]) -> bool:
+    """Whether `step` comes to an end."""
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_a_step_that_computes_nothing_waits_for_the_store(monkeypatch):
+    monkeypatch.setattr("kvconnect.integrations.vllm_tier.pause._IDLE_S", 3600.0)
+    monkeypatch.setattr("kvconnect.integrations.vllm_tier.pause._SHORT_S", 3600.0)
+    pause = StepPause()
+    pause.end_step(waits=False)
+    steps = threading.Thread(target=lambda: pause.end_step(waits=True), daemon=True)
+    steps.start()
+    steps.join(0.05)
+    assert steps.is_alive()
+    pause.tell()
+    steps.join(10)
+    assert not steps.is_alive()
+    pause.tell()  # before the step ends
+    assert ended(lambda: pause.end_step(waits=True))
+
+
+def test_a_step_that_computes_or_that_no_request_waits_in_does_not(monkeypatch):
+    monkeypatch.setattr("kvconnect.integrations.vllm_tier.pause._IDLE_S", 3600.0)
+    pause = StepPause()
+    assert ended(lambda: pause.end_step(waits=False))
+    monkeypatch.setattr("kvconnect.integrations.vllm_tier.pause._SHORT_S", 0.0)
+    assert ended(lambda: pause.end_step(waits=True))
 
 
 # ---------------------------------------------------------------------- parents

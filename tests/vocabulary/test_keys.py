@@ -26,6 +26,7 @@ from kvconnect.keys import (
     root_key,
     split_keys,
     store_key,
+    store_keys,
 )
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenBuffer
@@ -194,6 +195,45 @@ def test_a_store_key_tells_groups_and_shards_apart():
     found = {store_key(key, group, shard) for group in (0, 1) for shard in shards}
     assert len(found) == 2 * len(shards)
     assert key not in found
+
+
+@given(
+    st.lists(st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES), max_size=4),
+    st.integers(0, 3),
+    st.builds(Shard, *[st.integers(0, 9)] * 4),
+)
+def test_store_keys_are_digests_of_key_and_place(found, group, shard):
+    place = struct.pack("<5q", group, *dataclasses.astuple(shard))
+    expected = [keys._digest(b"kvc-store", (key, place)) for key in found]
+    assert store_keys(found, group, shard) == expected
+    assert [store_key(key, group, shard) for key in found] == expected
+
+
+def test_what_a_snapshot_hashed_is_not_hashed_again(num_hashed):
+    one = chain(TOKENS[:40])
+    snapshot = one.snapshot()
+    assert snapshot.keys() == chain(TOKENS[:40]).keys()
+    before = num_hashed()
+    assert one.num_hashed == 0  # the snapshot's keys are its own
+    one.adopt(snapshot)
+    assert one.keys() == snapshot.keys()
+    assert num_hashed() == before
+
+
+@given(st.integers(0, 99), st.integers(0, 6), st.integers(0, 100))
+def test_of_tokens_that_changed_a_snapshot_tells_nothing(changed, num_hashed, num_left):
+    tokens = TokenBuffer(TOKENS)
+    one = KeyChain(ROOT, 16, tokens)
+    snapshot = one.snapshot()
+    snapshot.keys(0, num_hashed)
+    others = TOKENS.copy()
+    others[changed] += 1
+    tokens.truncate(0)
+    one.truncate(0)
+    tokens.extend(others[:num_left])
+    one.adopt(snapshot)
+    assert one.keys() == chain(others[:num_left]).keys()
+    assert snapshot.keys() == chain().keys()
 
 
 @pytest.mark.parametrize("seed", ["0", pytest.param("1", marks=pytest.mark.slow)])

@@ -10,8 +10,7 @@ import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Backend, Child
 from kvconnect.errors import RetryLater
-from kvconnect.keys import BlockKey, Shard, chain_key, store_key
-from kvconnect.request import LlmRequest
+from kvconnect.keys import BlockKey, KeyChain, Shard, chain_key, store_key, store_keys
 from kvconnect.shards import StoredHeads
 from kvconnect.tokens import TokenArray, as_token_array
 from kvconnect.trace import warn_once
@@ -75,18 +74,17 @@ class Query:
     @classmethod
     def of(
         cls,
-        request: LlmRequest,
+        chain: KeyChain,
         *,
         heads: tuple[StoredHeads, ...],
         shared: bool,
         whole_blocks: bool = False,
     ) -> Query:
-        """A snapshot of `request`."""
-        chain = request.key_chain
+        """A request with these keys, hashed here if need be; its tokens stay as they are."""
         return cls(
-            tuple(request.block_keys()),
+            tuple(chain.keys()),
             chain.root,
-            request.tokens.view.copy(),
+            chain.tokens,
             chain.tokens_per_block,
             tuple(one.layout.window for one in heads),
             heads,
@@ -120,6 +118,8 @@ class Query:
         So many for each block as `num_store_keys` says.
         """
         shards = self._shards(group, shares)
+        if len(shards) == 1:
+            return store_keys(keys, group, shards[0])
         return [store_key(key, group, shard) for key in keys for shard in shards]
 
     def num_store_keys(self, group: int, shares: int | None = None) -> int:

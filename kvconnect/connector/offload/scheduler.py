@@ -23,6 +23,7 @@ from kvconnect.connector.offload.save_plan import SavePlan
 from kvconnect.connector.offload.store import OffloadStore
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.errors import ConnectorContractError, UsageError
+from kvconnect.keys import KeyChain
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count, warn_once
 
@@ -35,6 +36,7 @@ class _State:
 
     Attributes:
         request: the runtime's.
+        asked: its keys, as the store is asked for them.
         saves: what of it the store still lacks.
         lookup: the question to the store, running or answered.
         hit: the answer, once it was looked at.
@@ -45,6 +47,7 @@ class _State:
     """
 
     request: LlmRequest
+    asked: KeyChain
     saves: SavePlan
     lookup: Future[Hit]
     hit: Hit | None = None
@@ -69,9 +72,12 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     Attributes:
         whole_blocks: of an engine that cannot take up part of a block: hits end where blocks do.
+        hashes_at_once: keys are known when `on_new_request` returns, for an engine that needs them
+            itself; otherwise the store's thread hashes them.
     """
 
     whole_blocks: ClassVar[bool] = False
+    hashes_at_once: ClassVar[bool] = True
 
     def __init__(self, llm_args: LlmArgs) -> None:
         super().__init__(llm_args)
@@ -98,16 +104,27 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     def on_new_request(self, request: LlmRequest) -> None:
         """Start to look `request` up, unless the store is left alone for its failures."""
         store = self._store
-        shared = store.backend.capabilities.shared
-        query = Query.of(request, heads=store.heads, shared=shared, whole_blocks=self.whole_blocks)
+        if self.hashes_at_once:
+            request.block_keys()
+        asked = request.key_chain.snapshot()
         plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
         lookup: Future[Hit]
         if store.backend.available:
-            lookup = store.io.submit(self._budget.timed(look_up(store.backend, query)))
+            lookup = store.io.submit(self._budget.timed(self._look_up(store, asked)))
         else:
             lookup = Future()
             lookup.set_result(Hit())
-        self._states[request.request_id] = _State(request, plan, lookup)
+        self._states[request.request_id] = _State(request, asked, plan, lookup)
+
+    async def _look_up(self, store: OffloadStore, chain: KeyChain) -> Hit:
+        """On the store's loop, which has `chain` to itself until this ends."""
+        query = Query.of(
+            chain,
+            heads=store.heads,
+            shared=store.backend.capabilities.shared,
+            whole_blocks=self.whole_blocks,
+        )
+        return await look_up(store.backend, query)
 
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
@@ -180,6 +197,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     def _hit(self, state: _State) -> Hit | None:
         """The store's answer; empty if it failed, ``None`` if it is late. Never waits."""
         if state.hit is None and state.lookup.done():
+            state.request.key_chain.adopt(state.asked)
             error = state.lookup.exception()
             if error is None:
                 state.hit = state.lookup.result()

@@ -22,6 +22,7 @@ class EngineScheduler(OffloadScheduler):
     """
 
     whole_blocks: ClassVar[bool] = True
+    hashes_at_once: ClassVar[bool] = False
 
     def __init__(self, llm_args: LlmArgs, *, loads_in_step: bool) -> None:
         self._engine_loads_in_step = loads_in_step

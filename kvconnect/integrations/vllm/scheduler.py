@@ -28,6 +28,7 @@ _LOOK_S = 0.01
 _ADAPTER_S = 5.0
 # In a step that computes nothing, vLLM's loop turns at once: it waits so long for a lookup's end.
 _IDLE_S = 0.001
+_NOTHING = StepMeta()
 _NULL_BLOCK = 0  # vLLM's place holder, where a window holds no block
 
 
@@ -218,6 +219,9 @@ class SchedulerHalf:
         self._new_requests(output, step)
         self._cached_requests(output, step)
         offload = self._scheduler.build_connector_meta(step)
+        preempted = self._preempted(output)
+        if offload is None and not (self._ending or self._cancelled or preempted or is_idle):
+            return _NOTHING
         names = self._ending
         self._ending = {}
         if offload is not None:
@@ -228,7 +232,7 @@ class SchedulerHalf:
             offload,
             names,
             cancelled,
-            self._preempted(output),
+            preempted,
             is_idle=is_idle,
         )
 

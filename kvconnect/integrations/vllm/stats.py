@@ -34,10 +34,14 @@ class CounterSteps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._told: dict[str, float] = {}
+        self._num_events = 0
 
     def take(self) -> dict[str, float]:
         """By the names of `COUNTERS`; without those that did not move."""
+        if metrics.num_events == self._num_events:
+            return {}
         with self._lock:
+            self._num_events = metrics.num_events  # what comes after this counts next time
             now = metrics.snapshot()
             moved = {}
             for counter, (name, _) in COUNTERS.items():

@@ -13,13 +13,13 @@ Answers = list[tuple[bytes, int, bool]]
 
 
 class _Chunk:
-    __slots__ = ("asked_at", "found", "number", "requests")
+    __slots__ = ("asked_at", "found", "num_requests", "number")
 
     def __init__(self) -> None:
         self.found: bool | None = None
         self.number = -1  # of the question that the next answer is taken from
         self.asked_at = 0.0
-        self.requests: set[str] = set()
+        self.num_requests = 0
 
 
 class Lookups:
@@ -48,12 +48,15 @@ class Lookups:
         """Whether the store has `chunk`; ``None``: not known yet, ask again in the next step."""
         if self._answers:
             self._take_answers()
+        asked = self._of_request.get(request)
+        if asked is None:
+            asked = self._of_request[request] = set()
         known = self._chunks.get(chunk)
         if known is None:
             known = self._chunks[chunk] = _Chunk()
-        if request not in known.requests:
-            known.requests.add(request)
-            self._of_request.setdefault(request, set()).add(chunk)
+        if chunk not in asked:
+            asked.add(chunk)
+            known.num_requests += 1
             if known.found is False or known.number < 0:
                 self._question(known, chunk, request)
         elif known.found is None and time.monotonic() - known.asked_at > self._timeout_s:
@@ -88,8 +91,8 @@ class Lookups:
         """The request ended. What it asked in this step is asked all the same: for others."""
         for chunk in self._of_request.pop(request, ()):
             known = self._chunks[chunk]
-            known.requests.discard(request)
-            if not known.requests:
+            known.num_requests -= 1
+            if not known.num_requests:
                 del self._chunks[chunk]
 
     def _question(self, known: _Chunk, chunk: bytes, request: str) -> None:
@@ -97,7 +100,9 @@ class Lookups:
         known.number = self._next_number
         known.asked_at = time.monotonic()
         self._next_number += 1
-        self._new.setdefault(request, []).append(chunk)
+        if (new := self._new.get(request)) is None:
+            new = self._new[request] = []
+        new.append(chunk)
 
     def _take_answers(self) -> None:
         while self._answers:

@@ -30,8 +30,9 @@ from kvconnect.integrations.vllm_tier.identity import (
     configuration_of_vllm,
 )
 from kvconnect.integrations.vllm_tier.loads import Loads
-from kvconnect.integrations.vllm_tier.lookups import Lookups
+from kvconnect.integrations.vllm_tier.lookups import Answers, Lookups
 from kvconnect.integrations.vllm_tier.parents import Parents
+from kvconnect.integrations.vllm_tier.pause import StepPause
 from kvconnect.integrations.vllm_tier.saves import Saves
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.kernels.blocks.paged import PagedKv
@@ -45,9 +46,6 @@ _KEY_NBYTES = HASH_NBYTES + 4
 
 _LATE_S = 2.0
 """For calls to end that were called off, or are at their deadline."""
-
-_YIELD_S = 0.0001
-"""What the store's thread gets of the interpreter in a step in which a request waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,9 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
     those of `KvConnectTierSettings`.
 
     vLLM makes it and calls it in its scheduler. Nothing but `__init__`, `drain_jobs` and `shutdown`
-    blocks, but for a tenth of a millisecond in steps in which a request waits for the store; and
-    nothing raises for a store's fault: what cannot be found, loaded or saved in time is computed.
+    blocks, but in steps in which a request waits for the store: for a tenth of a millisecond, and
+    where vLLM has nothing to compute meanwhile for a millisecond at most. Nothing raises for a
+    store's fault: what cannot be found, loaded or saved in time is computed.
 
     Args:
         offloading_spec: vLLM's ``OffloadingSpec``.
@@ -112,7 +111,8 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         timeout_s = given.lookup_timeout_ms / 1e3
         self._lookups = Lookups(timeout_s)
         self._unanswered = False
-        self._finder = Finder(self._route, names, self._lookups.answer, timeout_s=timeout_s)
+        self._pause = StepPause()
+        self._finder = Finder(self._route, names, self._answered, timeout_s=timeout_s)
         self._loads = Loads(self._route, names, self._loaded, timeout_s=given.load_timeout_s)
         self._saves = Saves(
             self._route,
@@ -159,11 +159,9 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         """Ask the store what came up in this step."""
         if questions := self._lookups.take_questions():
             self._finder.find(questions)
-        if self._unanswered or any(job.is_load for job in tuple(self._jobs.values())):
-            # An engine core in its client's process goes from step to step at once while requests
-            # wait, and the store's thread would get the interpreter every 5 ms.
-            self._unanswered = False
-            time.sleep(_YIELD_S)
+        unanswered, self._unanswered = self._unanswered, False
+        loads = any(job.is_load for job in tuple(self._jobs.values()))
+        self._pause.end_step(waits=unanswered or loads)
 
     # ------------------------------------------------------------------ jobs
 
@@ -239,6 +237,10 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
 
     # ------------------------------------------------------------------ on the store's loop
 
+    def _answered(self, answers: Answers) -> None:
+        self._lookups.answer(answers)
+        self._pause.tell()
+
     def _loaded(self, number: int, chunks: Sequence[bytes]) -> None:
         job = self._jobs.get(number)
         whole = job is not None and len(chunks) == len(job.chunks)
@@ -264,6 +266,8 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             )
             self._results.append((result, job))
             self._changed.notify_all()
+        if job.is_load:
+            self._pause.tell()
 
 
 def _rows(view: memoryview) -> torch.Tensor:
