@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -161,83 +158,6 @@ def test_an_abort_during_a_load_gives_the_blocks_back(llama, fault):
         store.heal()
         made.forget_device()
         assert made.tokens(prompts) == wanted
-
-
-CAPACITY = 24 << 20
-"""Of the store below: less than what is saved."""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_thousands_of_requests_do_not_make_it_grow(llama, tmp_path):
-    rng = random.Random(5)
-    sizes: list[Size] = []
-    url = f"disk://{tmp_path}/store?capacity={CAPACITY}"
-    # Staging memory and vLLM's blocks become resident one by one: few are, before the first look.
-    few = {"num_gpu_blocks_override": 300}
-    with engine(llama, connector(url, staging_bytes=16 << 20), **few) as made:
-        for turn in range(100):
-            prompts = [
-                prompts_of(rng.randrange(1, 150), seed=rng.randrange(400))[0] for _ in range(50)
-            ]
-            made.answer(prompts, 2)
-            made.check_empty()
-            if turn % 10 == 9:
-                made.flush()
-                made.forget_device()
-                sizes.append(Size.of(made))
-                files = [one for one in (tmp_path / "store").rglob("*") if one.is_file()]
-                assert sum(one.stat().st_size for one in files) <= CAPACITY
-        block_nbytes = made.connector._groups[0].layout.block_nbytes
-        assert metrics.snapshot()["store.save.saved"] * block_nbytes > 2 * CAPACITY
-    early, late = sizes[4], sizes[-1]
-    assert max(one.resident for one in sizes[5:]) - early.resident < 32 << 20, sizes
-    assert late.descriptors <= early.descriptors, sizes
-    assert late.threads <= early.threads, sizes
-    assert late.held <= early.held + 8, sizes
-
-
-class Size(NamedTuple):
-    """What may not grow with the number of requests."""
-
-    resident: int
-    descriptors: int
-    threads: int
-    held: int
-
-    @classmethod
-    def of(cls, made: Engine) -> Size:
-        return cls(
-            int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096,
-            len(list(Path("/proc/self/fd").iterdir())),
-            len(list(Path("/proc/self/task").iterdir())),
-            held(made.connector._scheduler, made.worker._worker),
-        )
-
-
-def held(*roots: object) -> int:
-    """Entries of all containers that the connector's two halves hold, but for the store itself."""
-    seen: set[int] = set()
-    left: list[object] = list(roots)
-    entries = 0
-    while left:
-        one = left.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, dict):
-            entries += len(one)
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple | set | frozenset | deque):
-            entries += len(one)
-            left += one
-        elif (
-            type(one).__module__.startswith("kvconnect.")
-            and ".backends" not in type(one).__module__
-        ):
-            names = [*getattr(one, "__dict__", ()), *getattr(type(one), "__slots__", ())]
-            left += [getattr(one, name) for name in names if hasattr(one, name)]
-    return entries
 
 
 def test_what_is_counted_can_be_seen(llama, store):
