@@ -67,14 +67,11 @@ class Metrics:
     Attributes:
         engine: whose process this is, for those who tell several apart: ``kvconnect``, or the
             engine whose adapter was made last.
-    """
-
-    def __init__(self) -> None:
-        self.engine = "kvconnect"
         num_events: how many there were: as long as it stays the same, no counter moved.
     """
 
     def __init__(self) -> None:
+        self.engine = "kvconnect"
         self.num_events = 0
         self._counters: dict[Labels, Counter[str]] = {(): Counter()}
         self._gauges: tuple[tuple[Callable[[], Mapping[str, float]], Labels], ...] = ()

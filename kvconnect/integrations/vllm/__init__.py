@@ -3,8 +3,9 @@
 Named in vLLM's own configuration: ``--kv-transfer-config '{"kv_connector": "KvConnect",
 "kv_connector_module_path": "kvconnect.integrations.vllm", …}'``. May import
 `kvconnect.integrations.core`, the connector below it and kernels. Begin with `connector`; it and
-`exports` are all that imports vLLM. The scheduler's half of its work is in `scheduler`, a worker's
-in `worker`, and what they tell each other in `messages`. `identity` says what of the engine's
+`exports` are all that imports vLLM. The scheduler's half of its work is in `scheduler`, which has
+vLLM's steps read by `steps`, a worker's in `worker`, and what they tell each other in `messages`.
+`identity` says what of the engine's
 configuration shapes KV, and refuses what cannot be told apart; `layouts`, `caches` and `packing`
 describe the engine's memory; `prompts` says what of a request shapes KV, and `lora` whether
 vLLM's kernels keep adapters apart; `stats` counts.

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
+from kvconnect.connector.data import LlmArgs
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.adapters import AdapterDigests, digest_now
 from kvconnect.integrations.core.offload import EngineScheduler
 from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
 from kvconnect.integrations.vllm.prompts import contents_of, uncached_because
+from kvconnect.integrations.vllm.steps import StepReader, held_blocks
 from kvconnect.integrations.vllm.tracked import Tracked
 from kvconnect.tokens import as_token_array
 from kvconnect.trace import count, warn_once
@@ -29,7 +30,6 @@ _ADAPTER_S = 5.0
 # In a step that computes nothing, vLLM's loop turns at once: it waits so long for a lookup's end.
 _IDLE_S = 0.001
 _NOTHING = StepMeta()
-_NULL_BLOCK = 0  # vLLM's place holder, where a window holds no block
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SchedulerHalf:
         self._size = llm_args.tokens_per_block
         self._holds = llm_args.kv_connector_config.save_on == "finish"
         # Below the lowest priority of `EngineSettings.without_saves`, a consumer's.
-        self._priority = PRIORITY if roles.saves else 0
+        self._steps = StepReader(self._size, PRIORITY if roles.saves else 0)
         self._scheduler = EngineScheduler(llm_args, loads_in_step=roles.loads_in_step)
         self._maker = RequestMaker(llm_args, extra_key)
         self._adapters = AdapterDigests()
@@ -211,13 +211,8 @@ class SchedulerHalf:
         is_idle = output.total_num_scheduled_tokens == 0
         if is_idle:
             self._scheduler.wait_for_answer(_IDLE_S)
-        step = SchedulerOutput()
-        for tracked, block_ids in self._starting:
-            step.loading_requests.append(self._data(tracked, block_ids, tracked.offered_at, 0))
-            tracked.external = 0
-        self._starting.clear()
-        self._new_requests(output, step)
-        self._cached_requests(output, step)
+        starting, self._starting = self._starting, []
+        step = self._steps.read(output, self._tracked, starting)
         offload = self._scheduler.build_connector_meta(step)
         preempted = self._preempted(output)
         if offload is None and not (self._ending or self._cancelled or preempted or is_idle):
@@ -234,78 +229,6 @@ class SchedulerHalf:
             cancelled,
             preempted,
             is_idle=is_idle,
-        )
-
-    def _new_requests(self, output: Any, step: SchedulerOutput) -> None:
-        for data in output.scheduled_new_reqs:
-            tracked = self._tracked.get(data.req_id)
-            if tracked is not None and tracked.llm is not None:
-                self._admit(tracked, data.block_ids, data.num_computed_tokens, output, step)
-
-    def _admit(
-        self,
-        tracked: Tracked,
-        block_ids: Sequence[Sequence[int]],
-        computed: int,
-        output: Any,
-        step: SchedulerOutput,
-    ) -> None:
-        scheduled = output.num_scheduled_tokens[tracked.request.request_id]
-        tracked.grow()
-        tracked.computed = computed + scheduled
-        tracked.num_full = 0
-        if tracked.external:
-            # A load in this very step: what it brings is not there yet.
-            computed, tracked.external = tracked.offered_at, 0
-        elif getattr(output, "has_sync_kv_loads", False):
-            # Perhaps another connector's, which may fail: what stands on it waits for the next.
-            step.new_requests.append(self._data(tracked, block_ids, 0, 0))
-            return
-        tracked.num_full = self._certain(tracked)
-        step.new_requests.append(self._data(tracked, block_ids, computed, scheduled))
-
-    def _cached_requests(self, output: Any, step: SchedulerOutput) -> None:
-        cached = output.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids
-        for index, name in enumerate(cached.req_ids):
-            tracked = self._tracked.get(name)
-            if tracked is None or tracked.llm is None:
-                continue
-            computed, new = cached.num_computed_tokens[index], cached.new_block_ids[index]
-            if name in resumed:
-                self._admit(tracked, new or ((),), computed, output, step)
-                continue
-            scheduled = output.num_scheduled_tokens[name]
-            tracked.computed = computed + scheduled
-            num_full = self._certain(tracked)
-            if num_full == tracked.num_full and not new:
-                continue
-            tracked.num_full = num_full
-            tracked.grow()
-            step.cached_requests.append(self._data(tracked, new or (), computed, scheduled))
-
-    def _certain(self, tracked: Tracked) -> int:
-        """Full blocks that are valid after this step, with tokens that are known by now."""
-        known: int = tracked.request.num_tokens
-        return min(tracked.computed, known) // self._size
-
-    def _data(
-        self,
-        tracked: Tracked,
-        block_ids: Sequence[Sequence[int]],
-        computed: int,
-        scheduled: int,
-    ) -> RequestData:
-        by_group = tuple([-1 if one == _NULL_BLOCK else one for one in ids] for ids in block_ids)
-        first = by_group[0] if by_group else []
-        return RequestData(
-            request_id=tracked.started.request_id,
-            new_tokens=[],
-            new_block_ids=first,
-            computed_position=computed,
-            num_scheduled_tokens=scheduled,
-            new_block_ids_by_group=by_group,
-            priorities=[self._priority] * len(first),
         )
 
     def _preempted(self, output: Any) -> tuple[tuple[int, int], ...]:
@@ -361,7 +284,7 @@ class SchedulerHalf:
         tracked.grow()
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         llm.num_computed_tokens = max(0, request.num_computed_tokens - in_flight)
-        first = [-1 if one == _NULL_BLOCK else one for one in block_ids[0]] if block_ids else []
+        first = held_blocks(block_ids[0]) if block_ids else []
         is_kept = self._scheduler.request_finished(llm, first)
         if is_kept:
             self._ending[llm.request_id] = request.request_id

@@ -1,0 +1,123 @@
+"""A step of vLLM's, as the built-in pair is told of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvconnect.connector.data import RequestData, SchedulerOutput
+from kvconnect.integrations.vllm.tracked import Tracked
+
+__all__ = ["StepReader", "held_blocks"]
+
+_NULL_BLOCK = 0  # vLLM's place holder, where a window holds no block
+
+
+def held_blocks(block_ids: Sequence[int]) -> list[int]:
+    """`block_ids` as the pair names them; -1: no block is held there."""
+    return [-1 if one == _NULL_BLOCK else one for one in block_ids]
+
+
+class StepReader:
+    """Reads vLLM's ``SchedulerOutput``, and notes in each `Tracked` how far it is computed.
+
+    Args:
+        tokens_per_block: of the pair.
+        priority: of all blocks.
+    """
+
+    def __init__(self, tokens_per_block: int, priority: int) -> None:
+        self._size = tokens_per_block
+        self._priority = priority
+
+    def read(
+        self,
+        output: Any,
+        known: Mapping[str, Tracked],
+        starting: Sequence[tuple[Tracked, Sequence[Sequence[int]]]],
+    ) -> SchedulerOutput:
+        """What the pair has to know of the step.
+
+        Args:
+            output: vLLM's.
+            known: the requests that are cached, by vLLM's ids; others are left out.
+            starting: whose loads in the background begin, with their blocks by group.
+        """
+        step = SchedulerOutput()
+        for tracked, block_ids in starting:
+            step.loading_requests.append(self._data(tracked, block_ids, tracked.offered_at, 0))
+            tracked.external = 0
+        for data in output.scheduled_new_reqs:
+            tracked = known.get(data.req_id)
+            if tracked is not None and tracked.llm is not None:
+                self._admit(tracked, data.block_ids, data.num_computed_tokens, output, step)
+        self._cached_requests(output, known, step)
+        return step
+
+    def _admit(
+        self,
+        tracked: Tracked,
+        block_ids: Sequence[Sequence[int]],
+        computed: int,
+        output: Any,
+        step: SchedulerOutput,
+    ) -> None:
+        scheduled = output.num_scheduled_tokens[tracked.request.request_id]
+        tracked.grow()
+        tracked.computed = computed + scheduled
+        tracked.num_full = 0
+        if tracked.external:
+            # A load in this very step: what it brings is not there yet.
+            computed, tracked.external = tracked.offered_at, 0
+        elif getattr(output, "has_sync_kv_loads", False):
+            # Perhaps another connector's, which may fail: what stands on it waits for the next.
+            step.new_requests.append(self._data(tracked, block_ids, 0, 0))
+            return
+        tracked.num_full = self._certain(tracked)
+        step.new_requests.append(self._data(tracked, block_ids, computed, scheduled))
+
+    def _cached_requests(
+        self, output: Any, known: Mapping[str, Tracked], step: SchedulerOutput
+    ) -> None:
+        cached = output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
+        for index, name in enumerate(cached.req_ids):
+            tracked = known.get(name)
+            if tracked is None or tracked.llm is None:
+                continue
+            computed, new = cached.num_computed_tokens[index], cached.new_block_ids[index]
+            if name in resumed:
+                self._admit(tracked, new or ((),), computed, output, step)
+                continue
+            scheduled = output.num_scheduled_tokens[name]
+            tracked.computed = computed + scheduled
+            num_full = self._certain(tracked)
+            if num_full == tracked.num_full and not new:
+                continue
+            tracked.num_full = num_full
+            tracked.grow()
+            step.cached_requests.append(self._data(tracked, new or (), computed, scheduled))
+
+    def _certain(self, tracked: Tracked) -> int:
+        """Full blocks that are valid after this step, with tokens that are known by now."""
+        known: int = tracked.request.num_tokens
+        return min(tracked.computed, known) // self._size
+
+    def _data(
+        self,
+        tracked: Tracked,
+        block_ids: Sequence[Sequence[int]],
+        computed: int,
+        scheduled: int,
+    ) -> RequestData:
+        by_group = tuple(held_blocks(ids) for ids in block_ids)
+        first = by_group[0] if by_group else []
+        return RequestData(
+            request_id=tracked.started.request_id,
+            new_tokens=[],
+            new_block_ids=first,
+            computed_position=computed,
+            num_scheduled_tokens=scheduled,
+            new_block_ids_by_group=by_group,
+            priorities=[self._priority] * len(first),
+        )
