@@ -78,6 +78,7 @@ class SchedulerHalf:
         self._cancelled: list[int] = []
         self._dropped: list[int] = []
         self._num_resets = 0
+        self._step = SchedulerOutput()  # which steps without news leave empty
 
     @property
     def num_tracked(self) -> int:
@@ -211,14 +212,18 @@ class SchedulerHalf:
         is_idle = output.total_num_scheduled_tokens == 0
         if is_idle:
             self._scheduler.wait_for_answer(_IDLE_S)
-        step = SchedulerOutput()
+        step = self._step
         for tracked, block_ids in self._starting:
             step.loading_requests.append(self._data(tracked, block_ids, tracked.offered_at, 0))
             tracked.external = 0
         self._starting.clear()
         self._new_requests(output, step)
         self._cached_requests(output, step)
-        offload = self._scheduler.build_connector_meta(step)
+        if step.new_requests or step.cached_requests or step.loading_requests:
+            self._step = SchedulerOutput()
+            offload = self._scheduler.build_connector_meta(step)
+        else:
+            offload = self._scheduler.build_idle_meta()
         preempted = self._preempted(output)
         if offload is None and not (self._ending or self._cancelled or preempted or is_idle):
             return _NOTHING
