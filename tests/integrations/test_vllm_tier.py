@@ -19,6 +19,7 @@ from kvconnect.connector.offload import background_load
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
 from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, BlockRoute, OffloadStore
 from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.vllm_tier import pause as pauses
 from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
 from kvconnect.integrations.vllm_tier.loads import Loads
@@ -128,8 +129,8 @@ def ended(step: Callable[[], None]) -> bool:
 
 
 def test_a_step_that_computes_nothing_waits_for_the_store(monkeypatch):
-    monkeypatch.setattr("kvconnect.integrations.vllm_tier.pause._IDLE_S", 3600.0)
-    monkeypatch.setattr("kvconnect.integrations.vllm_tier.pause._SHORT_S", 3600.0)
+    monkeypatch.setattr(pauses, "_IDLE_S", 3600.0)
+    monkeypatch.setattr(pauses, "_SHORT_S", 3600.0)
     pause = StepPause()
     pause.end_step(waits=False)
     steps = threading.Thread(target=lambda: pause.end_step(waits=True), daemon=True)
@@ -144,10 +145,10 @@ def test_a_step_that_computes_nothing_waits_for_the_store(monkeypatch):
 
 
 def test_a_step_that_computes_or_that_no_request_waits_in_does_not(monkeypatch):
-    monkeypatch.setattr("kvconnect.integrations.vllm_tier.pause._IDLE_S", 3600.0)
+    monkeypatch.setattr(pauses, "_IDLE_S", 3600.0)
     pause = StepPause()
     assert ended(lambda: pause.end_step(waits=False))
-    monkeypatch.setattr("kvconnect.integrations.vllm_tier.pause._SHORT_S", 0.0)
+    monkeypatch.setattr(pauses, "_SHORT_S", 0.0)
     assert ended(lambda: pause.end_step(waits=True))
 
 

@@ -213,7 +213,10 @@ class SchedulerHalf:
             self._scheduler.wait_for_answer(_IDLE_S)
         starting, self._starting = self._starting, []
         step = self._steps.read(output, self._tracked, starting)
-        offload = self._scheduler.build_connector_meta(step)
+        if step is None:
+            offload = self._scheduler.build_idle_meta()
+        else:
+            offload = self._scheduler.build_connector_meta(step)
         preempted = self._preempted(output)
         if offload is None and not (self._ending or self._cancelled or preempted or is_idle):
             return _NOTHING

@@ -35,8 +35,8 @@ class StepReader:
         output: Any,
         known: Mapping[str, Tracked],
         starting: Sequence[tuple[Tracked, Sequence[Sequence[int]]]],
-    ) -> SchedulerOutput:
-        """What the pair has to know of the step.
+    ) -> SchedulerOutput | None:
+        """What the pair has to know of the step; ``None``: nothing of any request.
 
         Args:
             output: vLLM's.
@@ -52,7 +52,8 @@ class StepReader:
             if tracked is not None and tracked.llm is not None:
                 self._admit(tracked, data.block_ids, data.num_computed_tokens, output, step)
         self._cached_requests(output, known, step)
-        return step
+        has_news = step.new_requests or step.cached_requests or step.loading_requests
+        return step if has_news else None
 
     def _admit(
         self,

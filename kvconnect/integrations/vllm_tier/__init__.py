@@ -2,7 +2,8 @@
 
 vLLM keeps offloaded blocks in host memory, its primary tier, and asks the tiers behind that for
 what is not there. It calls them in its scheduler, one chunk at a time; so nothing here blocks
-there, and whatever a store does costs time, nothing else.
+there, but for a moment in steps in which requests wait for the store (`pause`), and whatever a
+store does costs time, nothing else.
 
 Begin with `tier`, which is what vLLM calls; `identity` says what a stored chunk is of, `lookups`,
 `loads` and `saves` go to the store through the parts of `kvconnect.connector.offload`. May import
