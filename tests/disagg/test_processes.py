@@ -87,8 +87,10 @@ def test_the_prefill_freezes_and_wakes(start_one, decode, answer_of):
     assert list(output.output_token_ids) == answer_of(PROMPT)
     assert output.reused_store_tokens == 0
     assert time.monotonic() - frozen < 2 * 2.5 + 1
-    leaks_nothing(decode)
+    if node_of(decode).config.transport == "tcp":  # with NIXL a read that has begun goes on
+        leaks_nothing(decode)
     process.signal(signal.SIGCONT)
+    leaks_nothing(decode)
     process.call("go_on")
     process.call("result")
     until(lambda: process.call("stats").free_blocks == process.call("stats").max_blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -24,6 +25,12 @@ def serve_with_router_secret(output: Path, arguments: list[str]) -> None:
 def route(output: Path, arguments: list[str]) -> None:
     """``kvconnect route`` with `arguments`, as the command line runs it; prints to `output`."""
     _run("route", output, arguments)
+
+
+def route_with_few_descriptors(output: Path, arguments: list[str]) -> None:
+    """The same where a process may have 600 files open."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))
+    route(output, arguments)
 
 
 def _run(command: str, output: Path, arguments: list[str]) -> None:

@@ -40,12 +40,12 @@ class ServerProcess:
         model: Path | None,
         output: Path,
         *arguments: str,
-        serve: Callable[[Path, list[str]], None] = server_child.serve,
+        serve: Callable[[Path, list[str]], None] | None = None,
     ) -> None:
         self.output = output
         of_model = () if model is None else (str(model), *_OF_MODEL)
         everything = [*of_model, "--port", "0", *arguments]
-        target = server_child.route if model is None else serve
+        target = serve or (server_child.route if model is None else server_child.serve)
         self.process = _CONTEXT.Process(target=target, args=(output, everything))
         self.process.start()
         self.pid: int = self.process.pid

@@ -90,6 +90,24 @@ def test_connections_leave_descriptors_for_all_else(monkeypatch, limits, room, r
     assert (_room_for(4096), found) == (room, raised)
 
 
+@pytest.mark.parametrize(
+    ("limits", "room", "raised"),
+    [
+        ((1024, 20_000), 4096, [(6400, 20_000)]),
+        ((1024, 4096), 1792, [(4096, 4096)]),
+        ((1024, 2000), 581, [(2000, 2000)]),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 4096, []),
+    ],
+)
+def test_a_router_leaves_descriptors_for_two_servers_of_each_request(
+    monkeypatch, limits, room, raised
+):
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: found.append(both))
+    assert (_room_for(4096, 2 * 1024, 2), found) == (room, raised)
+
+
 def test_an_unknown_host_is_named():
     with pytest.raises(ConfigurationError, match=r"host: 'no\.such\.invalid' cannot be resolved"):
         Listener.bind(settings(host="no.such.invalid"))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 
 import openai
 import pytest
+import server_child
 from server_fleet import prefix, started
 from server_process import request_bytes, running, wait_until
 
@@ -81,6 +84,49 @@ def test_a_frozen_decode_server_alone_is_told_within_the_deadline(model, tmp_pat
                 assert time.monotonic() - stopped < 2 * 3 + 1
             os.kill(servers.decode[0].pid, signal.SIGCONT)
             wait_until(servers.idle, "nothing is left", 60)
+
+
+def _status(client: socket.socket) -> bytes:
+    try:
+        return client.recv(65536)[9:12]
+    except ConnectionError:
+        return b"cut"
+
+
+def _last_event(client: socket.socket) -> bytes:
+    said = b""
+    while b"[DONE]" not in said:
+        piece = client.recv(65536)
+        assert piece, said
+        said = said[-2000:] + piece
+    return said
+
+
+def test_more_clients_than_descriptors_take_no_server_down(model, tmp_path):
+    """Those that find no room are told; those that are answered go on."""
+    child = server_child.route_with_few_descriptors
+    with (
+        started(model, tmp_path, 1, 1) as servers,
+        running(None, tmp_path / "router", *servers.urls(), serve=child) as router,
+    ):
+        assert router.post(ASKED)[0] == 200
+
+        long = {"max_tokens": 400, "ignore_eos": True, "stream": True}
+        with ExitStack() as stack:
+
+            def ask(number: int, **more: object) -> socket.socket:
+                client = stack.enter_context(router.connect())
+                with suppress(ConnectionError):
+                    client.sendall(request_bytes(ASKED | {"prompt": prefix(number)} | more))
+                return client
+
+            streams = [ask(number, **long) for number in range(30)]
+            assert {_status(one) for one in streams} == {b"200"}
+            crowd = [ask(number) for number in range(30, 340)]
+            assert {_status(one) for one in crowd} <= {b"200", b"503", b"cut"}
+            for one in streams:
+                assert b"broke off" not in _last_event(one)
+        assert "is down" not in router.said()
 
 
 @pytest.mark.timeout(600)  # of a thousand requests on a busy machine

@@ -27,8 +27,17 @@ _OTHER_DESCRIPTORS = 256
 """What stores, the model and connections that are turned away may need beside the connections."""
 
 
-def uvicorn_config(app: ASGIApp, settings: HttpSettings) -> uvicorn.Config:
-    """How uvicorn serves `app`."""
+def uvicorn_config(
+    app: ASGIApp, settings: HttpSettings, *, max_outgoing: int = 0, outgoing: int = 0
+) -> uvicorn.Config:
+    """How uvicorn serves `app`.
+
+    Args:
+        app: answers.
+        settings: of the server.
+        max_outgoing: connections to other servers that all requests have open at once, at most.
+        outgoing: that one request has open, at most.
+    """
     return uvicorn.Config(
         app,
         http=Connection.with_timeout(settings.client_timeout_s),
@@ -40,19 +49,24 @@ def uvicorn_config(app: ASGIApp, settings: HttpSettings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=_room_for(settings.max_connections),
+        limit_concurrency=_room_for(settings.max_connections, max_outgoing, outgoing),
         timeout_graceful_shutdown=int(_ABORT_S),
     )
 
 
-def _room_for(connections: int) -> int:
-    """How many of them the process may have open; its limit is raised as far as it may be."""
+def _room_for(connections: int, max_outgoing: int = 0, outgoing: int = 0) -> int:
+    """How many of them the process may have open beside those to others, as in `uvicorn_config`.
+
+    Its limit is raised as far as it may be.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + _OTHER_DESCRIPTORS
+    wanted = connections + max_outgoing + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    room = connections if soft == resource.RLIM_INFINITY else soft - _OTHER_DESCRIPTORS
+    free = wanted if soft == resource.RLIM_INFINITY else soft - _OTHER_DESCRIPTORS
+    # Where there is little, each connection may be one with a request.
+    room = max(free - max_outgoing, free // (1 + outgoing))
     if room < connections:
         _log.warning("of %d connections there is room for %d: ulimit -n", connections, max(1, room))
     return max(1, min(connections, room))

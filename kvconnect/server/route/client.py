@@ -16,6 +16,7 @@ from kvconnect.server.trust import ROUTER_SECRET_HEADER
 __all__ = ["InstanceClient", "ServerAnswered"]
 
 _CONNECT_S = 2.0
+_MAX_KEPT = 128
 _LATE_S = 0.5
 """A timeout that comes so much later came after a time in which this process did not run."""
 _KEPT_S = 2.0
@@ -53,7 +54,9 @@ class InstanceClient:
         self._health_s = settings.health_timeout_s
         # How long an answer may take is for those that wait for it to say.
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
-        limits = httpx2.Limits(max_connections=None, keepalive_expiry=_KEPT_S)
+        limits = httpx2.Limits(
+            max_connections=None, max_keepalive_connections=_MAX_KEPT, keepalive_expiry=_KEPT_S
+        )
         self._http = httpx2.AsyncClient(
             headers=self._headers, timeout=timeout, limits=limits, trust_env=False
         )

@@ -21,6 +21,9 @@ from kvconnect.trace import metrics
 
 __all__ = ["route"]
 
+_OUTGOING = 2
+"""Connections of a request: to a prefill server and to a decode server."""
+
 
 def route(settings: RouteSettings, listener: Listener, ready: Callable[[], None]) -> None:
     """Answer until SIGTERM or Ctrl-C, in the main thread; blocks.
@@ -37,7 +40,12 @@ def route(settings: RouteSettings, listener: Listener, ready: Callable[[], None]
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="kvconnect-route-parsing") as parsing:
             app = make_app(fleet, client, settings, admission, parsing)
-            config = uvicorn_config(app, settings)
+            config = uvicorn_config(
+                app,
+                settings,
+                max_outgoing=_OUTGOING * settings.max_requests,
+                outgoing=_OUTGOING,
+            )
             listener.listen()
             server = _RouteServer(config, admission, settings, ready, fleet, client)
             server.run(sockets=list(listener.sockets))

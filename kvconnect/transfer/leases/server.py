@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeAlias
@@ -28,6 +27,7 @@ from kvconnect.transfer.control.messages import (
     WatermarkOf,
 )
 from kvconnect.transfer.leases.clock import Clock, lease_clock
+from kvconnect.transfer.leases.let_go import LetGo
 from kvconnect.transfer.leases.table import (
     Answer,
     Blocks,
@@ -45,7 +45,6 @@ Send: TypeAlias = Callable[[Message], bool]
 """Sends to one holder; does not block; False: it cannot."""
 
 _MAX_WAITING = 1024
-_MAX_LET_GO, _MAX_HOLDERS = 4096, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,7 @@ class LeaseServer:
         self._lock = threading.Lock()
         self._senders: dict[str, Send] = {}
         self._waiting: dict[tuple[str, str], _WaitingClaim] = {}
-        # By name of the request: how many readers it has, of those that waited and wait no more.
-        self._let_go: OrderedDict[str, dict[str, int]] = OrderedDict()
+        self._let_go = LetGo()
         self._ended: list[Ended] = []
         self._timer: Timer | None = None
         self.table = LeaseTable(
@@ -153,7 +151,7 @@ class LeaseServer:
             for name in [name for name in self._waiting if name[0] == request]:
                 one = self._waiting.pop(name)
                 one.send(self._claimed(one.claim, one.holder))
-            for holder, readers in self._let_go.pop(request, {}).items():
+            for holder, readers in self._let_go.pop(request).items():
                 self.table.abort(request, holder, key.epoch, readers=readers)
         return Offer(
             request=request,
@@ -261,7 +259,7 @@ class LeaseServer:
         return True
 
     def _claim(self, claim: Claim, holder: str, send: Send) -> None:
-        self._let_go.get(claim.request, {}).pop(holder, None)
+        self._let_go.discard(claim.request, holder)
         answer = self._claimed(claim, holder)
         name = (claim.request, holder)
         if isinstance(answer, Unknown) and claim.epoch is None:
@@ -274,11 +272,7 @@ class LeaseServer:
         send(answer)
 
     def _waits_no_more(self, one: _WaitingClaim) -> None:
-        holders = self._let_go.setdefault(one.claim.request, {})
-        if len(holders) < _MAX_HOLDERS:
-            holders[one.holder] = one.claim.readers
-        if len(self._let_go) > _MAX_LET_GO:
-            self._let_go.popitem(last=False)
+        self._let_go.add(one.claim.request, one.holder, one.claim.readers)
 
     def _claimed(self, claim: Claim, holder: str) -> Message:
         answer = self.table.claim(claim.request, holder, epoch=claim.epoch, readers=claim.readers)

@@ -17,6 +17,8 @@ from kvconnect.transfer.leases.clock import Clock, lease_clock
 __all__ = ["Answer", "Blocks", "Ended", "LeaseKey", "LeaseTable", "Mark", "Verdict"]
 
 _REMEMBERED = 4096
+_REMEMBERED_HOLDERS = 4 * _REMEMBERED
+_MAX_HOLDERS = 256  # of one lease: as many peers as are connected at once
 
 Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 """Block ids of a request in its order, for each pool group."""
@@ -160,6 +162,7 @@ class LeaseTable:
         self._total = 0
         self._done: list[Ended] = []
         self._past: OrderedDict[LeaseKey, dict[str, float | _Holding]] = OrderedDict()
+        self._past_holders = 0
 
     def __len__(self) -> int:
         """How many leases pin blocks, those included that `take_ended` has yet to return."""
@@ -355,7 +358,7 @@ class LeaseTable:
         with self._lock:
             key = self._offered(request, now) if epoch is None else LeaseKey(request, epoch)
             lease = self._live.get(key) if key is not None else None
-            if lease is None:
+            if lease is None or not self._has_room(lease, holder):
                 return
             lease.readers = max(lease.readers, readers)
             if not isinstance(lease.holders.get(holder), _Holding):
@@ -376,9 +379,14 @@ class LeaseTable:
 
     def _may_grant(self, lease: _Lease, holder: str, now: float) -> bool:
         self._settle(lease, now)
-        if lease.key not in self._live or lease.withdrawn:
+        if lease.key not in self._live or lease.withdrawn or not self._has_room(lease, holder):
             return False
         return not isinstance(lease.holders.get(holder), _Holding)
+
+    @staticmethod
+    def _has_room(lease: _Lease, holder: str) -> bool:
+        """A peer that takes ever other names does not fill memory with them."""
+        return holder in lease.holders or len(lease.holders) < _MAX_HOLDERS
 
     def _grant(self, lease: _Lease, holder: str, now: float) -> Answer:
         until = min(now + self.lease_s, lease.progress_at + self._max_idle_s)
@@ -414,8 +422,10 @@ class LeaseTable:
             del self._offers[lease.key.request]
         self._done.append(Ended(lease.key, lease.nbytes, why))
         self._past[lease.key] = lease.holders
-        while len(self._past) > _REMEMBERED:
-            self._past.popitem(last=False)
+        self._past_holders += len(lease.holders)
+        while len(self._past) > _REMEMBERED or self._past_holders > _REMEMBERED_HOLDERS:
+            _, forgotten = self._past.popitem(last=False)
+            self._past_holders -= len(forgotten)
 
     def _of_past(self, key: LeaseKey) -> Verdict:
         return Verdict.EXPIRED if key in self._past else Verdict.UNKNOWN

@@ -310,7 +310,19 @@ def test_who_let_go_is_remembered_within_bounds():
     for number in range(100):
         server.handle(Claim(seq=1, request="r"), f"D{number}", lambda _: True)
         server.handle(Abort(request="r", reason="done"), f"D{number}", lambda _: True)
-    assert len(server._let_go["r"]) == 64
+    assert len(server._let_go.pop("r")) == 64
+
+
+def test_who_let_go_is_remembered_within_bounds_also_under_many_names():
+    server = LeaseServer(len, max_lease_total=10)
+    for number in range(500):
+        for reader in range(20):
+            server.handle(Claim(seq=1, request=str(number)), f"D{reader}", lambda _: True)
+            server.handle(Abort(request=str(number), reason="done"), f"D{reader}", lambda _: True)
+    assert 4096 - 20 < len(server._let_go) <= 4096
+    server.handle(Claim(seq=1, request="499"), "D0", lambda _: True)
+    assert set(server._let_go.pop("499")) == {f"D{reader}" for reader in range(1, 20)}
+    assert not server._let_go.pop("0")
 
 
 def test_claims_that_wait_are_bounded_and_end_with_their_channel():

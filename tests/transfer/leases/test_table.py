@@ -281,6 +281,23 @@ def test_what_is_remembered_is_bounded(clock):
     assert not table._offers
 
 
+def test_holders_are_bounded_of_a_lease_and_of_those_that_are_over(clock, monkeypatch):
+    """As a peer has it that says another name of itself each time that it connects."""
+    monkeypatch.setattr("kvconnect.transfer.leases.table._REMEMBERED_HOLDERS", 600)
+    table = LeaseTable(max_lease_total=10, clock=clock)
+    for _ in range(4):
+        key = offer(table, "r", nbytes=1)
+        for number in range(256):
+            assert table.claim("r", f"D{number}").verdict is Verdict.OK
+        assert table.claim("r", "another").verdict is Verdict.EXPIRED
+        table.abort("r", "another", key.epoch)
+        assert table.renew(key, "D0").verdict is Verdict.OK
+        assert len(table._live[key].holders) == 256
+        clock.now += 20
+        assert len(table.take_ended()) == 1
+    assert [len(one) for one in table._past.values()] == [256, 256]
+
+
 def test_changes_are_told_with_no_lock_held(clock):
     told = []
     table = LeaseTable(max_lease_total=10, clock=clock, changed=lambda: told.append(len(table)))
