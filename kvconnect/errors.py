@@ -213,5 +213,6 @@ _LONGEST_NAME = 100
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A clause for error messages: the valid name that `name` may stand for, or all of them."""
     names = sorted(valid)
-    close = get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"valid are {', '.join(names)}"
+    folded = {one.lower(): one for one in names}
+    close = get_close_matches(name[:_LONGEST_NAME].lower(), folded, n=1, cutoff=0.5)
+    return f"did you mean '{folded[close[0]]}'?" if close else f"valid are {', '.join(names)}"

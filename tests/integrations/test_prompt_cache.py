@@ -7,8 +7,9 @@ import gc
 import json
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +151,29 @@ def test_windows_are_restored_where_a_prompt_goes_another_way(loaded, store):
         assert prompts.flush()
         tokens, loaded_tokens = answer(model, prompts, given(other))
     assert (tokens, loaded_tokens) == (generate(model, given(other)), (50,))
+
+
+def test_all_that_tokens_look_back_at_is_restored_wherever_a_prompt_ends(loaded, store):
+    """Of windows their first token, of a batch each row's own; to the last loaded token."""
+    model, ids = loaded("gemma3"), torch.cat([prompt(96), prompt(96, seed=2)])
+    computed = StoredCache(None, not_cached="to compare with")
+    model(ids, past_key_values=computed, use_cache=True)
+    windows = [
+        model.config.sliding_window if kind == "sliding_attention" else None
+        for kind in model.config.layer_types
+    ]
+    assert len(set(windows)) == 2
+    with opened(model, store) as prompts:
+        answer(model, prompts, given(ids))
+        assert prompts.flush()
+        for length in range(70, 70 + T):
+            past = prompts.prefill(given(ids[:, :length]))
+            end = length - 1
+            assert past.loaded_tokens == (end, end)
+            for window, found, wanted in zip(windows, past.layers, computed.layers, strict=True):
+                seen = slice(0 if window is None else end - window + 1, end)
+                for one, other in ((found.keys, wanted.keys), (found.values, wanted.values)):
+                    assert torch.allclose(one[:, :, seen], other[:, :, seen], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [7, pytest.param(32, marks=pytest.mark.slow)])
@@ -375,6 +399,7 @@ def test_other_weights_settings_and_dtypes_are_apart(llama64, model_of, tmp_path
     others = [
         AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
         AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, rope_parameters=theta),
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).double(),
     ]
     settings = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-3}))
@@ -387,14 +412,24 @@ def test_other_weights_settings_and_dtypes_are_apart(llama64, model_of, tmp_path
         assert answer(same, prompts, inputs) == (generate(same, inputs), (39,))
 
 
-def test_weights_that_were_changed_are_noticed(model_of, store):
+def replace_weight(model: PreTrainedModel) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight = torch.nn.Parameter(attention.k_proj.weight.detach() * 1.5)
+
+
+def change_weight(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+
+
+@pytest.mark.parametrize("change", [change_weight, replace_weight])
+def test_weights_that_were_changed_are_noticed(model_of, store, change):
     model = AutoModelForCausalLM.from_pretrained(model_of("llama"), dtype=torch.float64)
     inputs = given(prompt(40))
     with opened(model, store) as prompts:
         answer(model, prompts, inputs)
         assert prompts.flush()
-        with torch.no_grad():
-            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        change(model)
         past = prompts.prefill(inputs)
         assert "weights were changed" in past.not_cached
         assert generate(model, inputs, past_key_values=past) == generate(model, inputs)
@@ -444,6 +479,49 @@ def test_a_store_that_fails_costs_time_and_nothing_else(loaded, arch, fault: Bac
             assert answer(model, prompts, inputs)[0] == expected
         store.heal()
     assert store.hits > 0
+
+
+class Forgetful(MemoryBackend):
+    """Has all that it was given, it says; of these `tokens` it loads none."""
+
+    tokens: bytes | None = None
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        lost = {
+            entry.key
+            async for entry in self.scan()
+            if entry.tokens is not None and entry.tokens.tobytes() == self.tokens
+        }
+        there = list(takewhile(lambda key: key not in lost, keys))
+        return await super().load(there, into[: len(there)])
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_a_load_that_brings_a_part_counts_as_that_part(loaded, arch):
+    """With windows as nothing: they were loaded for the end that was planned."""
+    model, ids, store = loaded(arch), prompt(75), Forgetful(64 << 20)
+    expected = generate(model, given(ids))
+    with opened(model, store) as prompts:
+        assert answer(model, prompts, given(ids))[0] == expected
+        assert prompts.flush()
+        for lost in range(4):
+            store.tokens = ids[0, lost * T : (lost + 1) * T].to(torch.int32).numpy().tobytes()
+            count = lost * T if arch == "llama" else 0
+            assert answer(model, prompts, given(ids)) == (expected, (count,))
+        store.tokens = None
+        assert answer(model, prompts, given(ids)) == (expected, (74,))
+
+
+def test_a_cache_that_was_reset_is_not_saved_any_more(llama64, store):
+    first, other = given(prompt(40)), given(prompt(40, seed=2))
+    with opened(llama64, store) as prompts:
+        past = prompts.prefill(first)
+        past.reset()
+        tokens = generate(llama64, other, past_key_values=past)
+        assert tokens == generate(llama64, other)
+        del past
+        assert prompts.flush()
+        assert prompts.prefill(first).loaded_tokens == (0,)
 
 
 def test_staging_that_is_full_drops_what_is_behind_and_the_answer_is_right(llama64):

@@ -518,6 +518,74 @@ def test_settings_that_change_kv_are_in_the_namespace():
     assert variant_of(plain, packing="opaque") == {"packing": "opaque"}
 
 
+def test_a_configuration_from_elsewhere_is_in_the_namespace():
+    def elsewhere(theta: float) -> SimpleNamespace:
+        found = SimpleNamespace(to_dict=lambda: {"rope_theta": theta})
+        model = SimpleNamespace(hf_config_path="/elsewhere", hf_config=found)
+        return engine_config(model_config=model)
+
+    assert variant_of(elsewhere(5.0)) == variant_of(elsewhere(5.0)) != {}
+    assert variant_of(elsewhere(5.0)) != variant_of(elsewhere(6.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("quantization", ["fp8", "int8"]),
+        ("quantization_config", [{"ignore": ["a"]}, {"ignore": ["b"]}]),
+        ("model_class_overrides", [{"Llama": "a.B"}, {"Llama": "a.C"}]),
+    ],
+)
+def test_settings_of_the_model_are_in_the_namespace(name, values):
+    found = [
+        variant_of(engine_config(model_config=SimpleNamespace(**{name: value}))) for value in values
+    ]
+    assert [list(one) for one in found] == [[name], [name]]
+    assert found[0] != found[1]
+
+
+def test_what_makes_other_tensors_of_equal_pictures_is_in_the_namespace():
+    def seen(**settings: object) -> dict[str, str]:
+        model = SimpleNamespace(multimodal_config=SimpleNamespace(**settings))
+        return variant_of(engine_config(model_config=model))
+
+    assert seen(mm_processor_kwargs={}) == seen(mm_processor_kwargs=None) == {}
+    assert list(seen(mm_processor_kwargs={"do_normalize": False})) == ["mm_processor_kwargs"]
+    assert seen(video_pruning_rate=0.5) != seen(video_pruning_rate=0.75)
+
+
+def test_weights_from_other_files_are_in_the_namespace():
+    def loaded(load_format: str) -> SimpleNamespace:
+        return engine_config(load_config=SimpleNamespace(load_format=load_format))
+
+    assert variant_of(loaded("safetensors")) == {}
+    assert variant_of(loaded("pt")) == {"load_format": "pt"}
+    refuse_unserved(loaded("pt"))
+    with pytest.raises(ConfigurationError, match=r"load_format='tensorizer'.*model_revision"):
+        refuse_unserved(loaded("tensorizer"))
+    refuse_unserved(loaded("tensorizer"), is_named=True)
+
+
+@pytest.mark.parametrize("in_rope", [True, False])
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_long_factors_of_a_rope_are_in_the_namespace(in_rope, by_layer):
+    """As vLLM takes them for all tokens as soon as a sequence may be longer than the original."""
+
+    def longest(length: int, kind: str = "longrope") -> dict[str, str]:
+        original = {"original_max_position_embeddings": 4096}
+        rope = {"rope_type": kind} | (original if in_rope else {})
+        text = {"rope_parameters": {"full_attention": rope} if by_layer else rope}
+        model = SimpleNamespace(
+            hf_text_config=SimpleNamespace(**text | ({} if in_rope else original)),
+            max_model_len=length,
+        )
+        return variant_of(engine_config(model_config=model))
+
+    assert longest(4096) == {}
+    assert longest(4097) == longest(131072) == {"max_model_len": "long factors"}
+    assert longest(131072, "llama3") == {}
+
+
 # ------------------------------------------------------------------ memory
 
 

@@ -78,7 +78,9 @@ DOORS = {
     "integrations.trtllm": "integrations.core engine.at_exit connector kernels",
     "integrations.trtllm_shim": "engine connector cache",
     "integrations.vllm": "integrations.core connector kernels",
-    "integrations.vllm_tier": "integrations.core connector backends kernels",
+    "integrations.vllm_tier": (
+        "integrations.core integrations.vllm.identity connector backends kernels"
+    ),
     "engine.sampling": "",
     "server": "engine.llm engine.request server.http server.openai",
     "server.http": "server.admission server.errors server.settings",

@@ -68,4 +68,5 @@ def test_a_timeout_carries_what_is_still_running():
 
 def test_nearest_names_a_close_name_or_else_all():
     assert errors.nearest("dsk", ["disk", "memory"]) == "did you mean 'disk'?"
+    assert errors.nearest("DISK", ["Disk", "memory"]) == "did you mean 'Disk'?"
     assert errors.nearest("xyz", ["disk", "memory"]) == "valid are disk, memory"

@@ -27,7 +27,8 @@ _HARMLESS = {
 def digest_of_loaded(model: PreTrainedModel, revision: str | None) -> bytes:
     """32 bytes that stand for `model`: those of its directory, as kvconnect's own engine has them.
 
-    Settings that were given when it was loaded and differ from the directory's make another digest.
+    Settings that were given when it was loaded and differ from the directory's make another digest,
+    and so does another dtype than it was loaded in.
     Blocks on file I/O.
 
     Args:
@@ -58,12 +59,13 @@ def digest_of_loaded(model: PreTrainedModel, revision: str | None) -> bytes:
     digest = model_digest(directory, revision=revision)
     loaded = _settings(model.config)
     stored = _settings(AutoConfig.from_pretrained(directory, local_files_only=True))
-    if loaded == stored:
+    cast = _cast(model)
+    if loaded == stored and not cast:
         return digest
     changed = {name: loaded.get(name) for name in loaded if loaded.get(name) != stored.get(name)}
     missing = sorted(stored.keys() - loaded.keys())
     state = hashlib.blake2b(digest, digest_size=32, person=b"kvc-settings")
-    state.update(_as_json([changed, missing]))
+    state.update(_as_json([changed, missing, *cast]))
     return state.digest()
 
 
@@ -87,6 +89,15 @@ class WeightVersions:
             (id(one), 0 if one.is_inference() else one._version)  # noqa: SLF001  documented
             for one in self._model.parameters()
         ]
+
+
+def _cast(model: PreTrainedModel) -> list[str]:
+    """From and to which dtype the weights were cast after they were loaded, as by ``float()``.
+
+    They are not what loading them in that dtype gives: what was rounded stays so.
+    """
+    given, now = (str(one).removeprefix("torch.") for one in (model.config.dtype, model.dtype))
+    return [] if given in {now, "None"} else [given, now]
 
 
 def _has_adapter(model: PreTrainedModel) -> bool:

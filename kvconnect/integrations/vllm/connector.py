@@ -62,7 +62,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         )
         if not transfer.is_kv_producer:
             settings = settings.without_saves()
-        refuse_unserved(vllm_config)
+        refuse_unserved(vllm_config, is_named=settings.own.model_revision is not None)
         self._groups = cache_groups(kv_cache_config)
         self._packing = cpu_packing(self._groups[0].layout)
         variant = variant_of(

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["refuse_unserved", "variant_of"]
+__all__ = ["comes_from_directory", "refuse_unserved", "settings_of_model", "variant_of"]
 
+_LONG_ROPES = ("longrope", "su")
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "[ngram]")
 
+# Ways to load the safetensors files of the model's directory, or others of it; the rest of vLLM's
+# formats, and those that plug-ins register, bring weights from elsewhere.
+_USUAL_FILES = (
+    *("auto", "hf", "safetensors", "fastsafetensors"),
+    *("instanttensor", "runai_streamer"),
+)
+_OTHER_FILES = ("pt", "npcache", "mistral", "sharded_state", "runai_streamer_sharded")
 
-def refuse_unserved(vllm_config: Any) -> None:
+# Of ``model_config`` and its ``multimodal_config``. What vLLM's hashes of pictures hold, and what
+# changes no more than the last bits, is not among them.
+_SETTINGS = ("quantization", "quantization_config", "model_class_overrides")
+_PICTURES = (
+    *("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method"),
+    *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+)
+
+
+def refuse_unserved(vllm_config: Any, *, is_named: bool = False) -> None:
     """Refuse what would make wrong hits, or none at all.
+
+    Args:
+        vllm_config: vLLM's.
+        is_named: ``model_revision`` stands for the weights, wherever they come from.
 
     Raises:
         ConfigurationError: names the setting of vLLM.
@@ -42,11 +63,21 @@ def refuse_unserved(vllm_config: Any) -> None:
             "load_format='dummy': the weights are not those of the model's directory, which keys "
             "are made of; KvConnect needs real ones"
         )
+    if not comes_from_directory(vllm_config) and not is_named:
+        raise ConfigurationError(
+            f"load_format='{load_format}': the weights need not be those of the model's directory, "
+            "which keys are made of; name them with model_revision in kv_connector_extra_config"
+        )
     if callable(getattr(vllm_config.model_config, "hf_overrides", None)):
         raise ConfigurationError(
             "hf_overrides: a function cannot be told apart from another; give a dictionary"
         )
     _refuse_latents_on_cpu(vllm_config)
+
+
+def comes_from_directory(vllm_config: Any) -> bool:
+    """Whether the weights are files of the model's directory, as far as `load_format` tells."""
+    return str(vllm_config.load_config.load_format) in (*_USUAL_FILES, *_OTHER_FILES)
 
 
 def variant_of(vllm_config: Any, *, packing: str | None = None) -> dict[str, str]:
@@ -57,16 +88,53 @@ def variant_of(vllm_config: Any, *, packing: str | None = None) -> dict[str, str
         packing: of the CPU's kernels, if it is their own.
     """
     model = vllm_config.model_config
-    found: dict[str, str] = {}
-    if quantization := getattr(model, "quantization", None):
-        found["quantization"] = str(quantization)
+    found = settings_of_model(vllm_config)
+    if overrides := getattr(model, "hf_overrides", None):
+        found["hf_overrides"] = _as_text(overrides)
     if getattr(model, "disable_sliding_window", False):
         found["disable_sliding_window"] = "1"
-    if overrides := getattr(model, "hf_overrides", None):
-        found["hf_overrides"] = _digest(overrides)
+    if getattr(model, "hf_config_path", None):
+        # Another directory than the model's, whose digest says nothing of it.
+        found["hf_config_path"] = _as_text(model.hf_config.to_dict())
     if packing is not None:
         found["packing"] = packing
     return found
+
+
+def settings_of_model(vllm_config: Any) -> dict[str, str]:
+    """Of `variant_of`, what neither the model's configuration nor vLLM's layouts show."""
+    model = vllm_config.model_config
+    pictures = getattr(model, "multimodal_config", None)
+    told = {name: getattr(model, name, None) for name in _SETTINGS}
+    told |= {name: getattr(pictures, name, None) for name in _PICTURES}
+    found = {name: _as_text(value) for name, value in told.items() if value}
+    if (load_format := str(vllm_config.load_config.load_format)) in _OTHER_FILES:
+        found["load_format"] = load_format
+    if _uses_long_factors(model):
+        found["max_model_len"] = "long factors"
+    return found
+
+
+def _uses_long_factors(model: Any) -> bool:
+    """Whether vLLM turns all tokens of a ``longrope`` model by its long factors.
+
+    It does where sequences may be longer than the model's original length, also those that are not.
+    """
+    config = getattr(model, "hf_text_config", None)
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", 0
+        )
+        if rope.get("rope_type") in _LONG_ROPES and model.max_model_len > original:
+            return True
+    return False
+
+
+def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
+    """One set of parameters, or several by the kind of layer."""
+    if isinstance(parameters, Mapping):
+        nested = [one for one in parameters.values() if isinstance(one, Mapping)]
+        yield from nested or [parameters]
 
 
 def _refuse_latents_on_cpu(vllm_config: Any) -> None:
@@ -86,6 +154,8 @@ def _refuse_latents_on_cpu(vllm_config: Any) -> None:
         )
 
 
-def _digest(settings: Mapping[str, Any]) -> str:
-    text = json.dumps(settings, sort_keys=True, default=repr)
+def _as_text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    text = json.dumps(value, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

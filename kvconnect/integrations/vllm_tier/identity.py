@@ -22,6 +22,7 @@ import torch
 from kvconnect.digest.model import check_revision
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.models import digest_of_model, directory_of
+from kvconnect.integrations.vllm.identity import comes_from_directory, settings_of_model
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.keys import BlockKey, Namespace, model_tag, root_key
 from kvconnect.layout import KvCacheLayout
@@ -116,7 +117,6 @@ def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> by
         "namespace": settings.namespace,
         "config": model.hf_config.to_json_string(use_diff=False),
         "dtype": [str(model.dtype), offload.model.dtype],
-        "quantization": str(model.quantization),
         "groups": [
             [group.group_id, group.tokens_per_block, list(group.layer_names)]
             for group in offload.groups
@@ -134,6 +134,7 @@ def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> by
         ],
         "hash": config.cache_config.prefix_caching_hash_algo,
     }
+    told |= settings_of_model(config)
     state = hashlib.blake2b(digest_size=32, person=b"kvc-vllm-tier")
     state.update(_model_digest(config, settings.model_revision))
     state.update(json.dumps(told, sort_keys=True).encode())
@@ -191,10 +192,10 @@ def _check(config: Any) -> None:
 
 def _model_digest(config: Any, revision: str | None) -> bytes:
     check_revision(revision)
-    if revision is None and config.load_config.load_format == "dummy":
+    if revision is None and not comes_from_directory(config):
         raise ConfigurationError(
-            "load_format=dummy: the weights are random, so nothing names them; give the tier a "
-            "model_revision"
+            f"load_format={config.load_config.load_format}: the weights need not be those of the "
+            "model's directory, so nothing names them; give the tier a model_revision"
         )
     model = config.model_config
     directory = directory_of(model.model, revision=model.revision)
