@@ -44,9 +44,9 @@ class StepReader:
             starting: whose loads in the background begin, with their blocks by group.
         """
         step = SchedulerOutput()
-        for tracked, block_ids in starting:
-            step.loading_requests.append(self._data(tracked, block_ids, tracked.offered_at, 0))
-            tracked.external = 0
+        for one, block_ids in starting:
+            step.loading_requests.append(self._data(one, block_ids, one.offered_at, 0))
+            one.external = 0
         for data in output.scheduled_new_reqs:
             tracked = known.get(data.req_id)
             if tracked is not None and tracked.llm is not None:
