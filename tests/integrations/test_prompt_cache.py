@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import json
@@ -277,7 +278,12 @@ def test_another_mask_or_other_positions_are_refused_where_something_was_loaded(
         assert prompts.flush()
         masked = inputs | {"attention_mask": inputs["attention_mask"].clone()}
         masked["attention_mask"][0, :3] = 0
-        for wrong in (masked, inputs | {"position_ids": torch.arange(40)[None] + 1}):
+        positions = torch.arange(40)[None]
+        for wrong in (
+            masked,
+            masked | {"position_ids": positions},
+            inputs | {"position_ids": positions + 1},
+        ):
             with pytest.raises(UsageError, match="attention_mask or position_ids"):
                 generate(llama64, wrong, past_key_values=prompts.prefill(inputs))
 
@@ -388,6 +394,22 @@ def test_salts_are_apart(llama64, store):
         }
 
 
+def test_a_salt_stands_with_the_blocks(llama64):
+    """What is pruned by it is told so."""
+
+    async def namespaces() -> set[bytes]:
+        return {entry.namespace async for entry in store.scan()}
+
+    store, inputs = MemoryBackend(64 << 20), given(prompt(40))
+    with opened(llama64, store) as prompts:
+        for salt in ("a", "b"):
+            past = prompts.prefill(inputs, cache_salt=salt)
+            generate(llama64, inputs, past_key_values=past)
+            del past
+            assert prompts.flush()
+        assert len(asyncio.run(namespaces())) == 2
+
+
 def test_other_weights_settings_and_dtypes_are_apart(llama64, model_of, tmp_path, store):
     inputs = given(prompt(40))
     with opened(llama64, store) as prompts:
@@ -405,8 +427,9 @@ def test_other_weights_settings_and_dtypes_are_apart(llama64, model_of, tmp_path
     (directory / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-3}))
     others.append(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64))
     for other in others:
-        with opened(other, store) as prompts:
-            assert answer(other, prompts, inputs) == (generate(other, inputs), (0,))
+        for count in (0, 39):  # and each finds its own again
+            with opened(other, store) as prompts:
+                assert answer(other, prompts, inputs) == (generate(other, inputs), (count,))
     (directory / "config.json").write_text(json.dumps(settings))
     with opened(same, store) as prompts:  # elsewhere, and the same
         assert answer(same, prompts, inputs) == (generate(same, inputs), (39,))
@@ -452,6 +475,13 @@ def test_prompts_beyond_what_keys_are_valid_for_are_not_cached(model_of, store):
         within = given(torch.tensor(expected)[:, :64])
         assert prompts.prefill(within).loaded_tokens == (63,)
         assert "80 tokens" in prompts.prefill(given(torch.tensor(expected))).not_cached
+        # Of a pass that crosses the limit nothing is saved, nor what it computed before it.
+        crossing, past = prompt(70, seed=2), prompts.prefill(prompt(60, seed=2))
+        for part in (crossing[:, :60], crossing[:, 60:]):
+            model(part, past_key_values=past, use_cache=True)
+        del past
+        assert prompts.flush()
+        assert prompts.prefill(crossing[:, :64]).loaded_tokens == (48,)
 
 
 # ---------------------------------------------------------------------- stores that fail
@@ -512,16 +542,44 @@ def test_a_load_that_brings_a_part_counts_as_that_part(loaded, arch):
         assert answer(model, prompts, given(ids)) == (expected, (74,))
 
 
-def test_a_cache_that_was_reset_is_not_saved_any_more(llama64, store):
+def test_a_batch_with_windows_is_loaded_whole_or_not_at_all(loaded):
+    """Where one row's load fails, what others got of their windows is for another end."""
+    model, rows, store = loaded("gemma3"), (prompt(75), prompt(41, seed=2)), Forgetful(64 << 20)
+    batch = padded(*rows)
+    expected = generate(model, batch)
+    with opened(model, store) as prompts:
+        assert answer(model, prompts, batch) == (expected, (0, 0))
+        assert prompts.flush()
+        store.tokens = rows[1][0, :T].to(torch.int32).numpy().tobytes()
+        assert answer(model, prompts, batch) == (expected, (0, 0))
+        store.tokens = None
+        assert answer(model, prompts, batch) == (expected, (74, 40))
+
+
+def test_a_cache_that_was_reset_is_used_anew_and_not_saved(llama64, store):
     first, other = given(prompt(40)), given(prompt(40, seed=2))
     with opened(llama64, store) as prompts:
+        answer(llama64, prompts, first)
+        assert prompts.flush()
         past = prompts.prefill(first)
+        assert past.loaded_tokens == (39,)
         past.reset()
         tokens = generate(llama64, other, past_key_values=past)
         assert tokens == generate(llama64, other)
         del past
         assert prompts.flush()
-        assert prompts.prefill(first).loaded_tokens == (0,)
+        assert prompts.prefill(other).loaded_tokens == (0,)
+
+
+def test_a_prompt_that_ends_one_token_before_a_block_does(llama64, store):
+    ids = prompt(5 * T)
+    with opened(llama64, store) as prompts:
+        past = prompts.prefill(given(ids[:, :-1]))
+        llama64(ids[:, :-1], past_key_values=past, use_cache=True)
+        del past
+        assert prompts.flush()
+        tokens, count = answer(llama64, prompts, given(ids))
+    assert (tokens, count) == (generate(llama64, given(ids)), (5 * T - 1,))
 
 
 def test_staging_that_is_full_drops_what_is_behind_and_the_answer_is_right(llama64):
