@@ -38,7 +38,7 @@ def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
         # At half the cost of NumPy, which then says what is wrong.
         with suppress(struct.error):
             array = np.empty(len(tokens), np.int32)
-            struct.pack_into(f"{len(tokens)}i", array, 0, *tokens)
+            struct.pack_into(f"{len(tokens)}i", array.data, 0, *tokens)
             return array
     try:
         array = np.asarray(tokens)
