@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from copy import copy as copy_of
 from dataclasses import dataclass
-from typing import NewType, Self
+from typing import NewType
 
 import numpy as np
 
@@ -264,14 +263,13 @@ class KeyChain:
 
     # ---------------------------------------------------------------- on another thread
 
-    def snapshot(self) -> Self:
+    def snapshot(self) -> KeyChain:
         """The chain as it is now, which another thread may hash while this one goes on."""
-        taken = copy_of(self)
-        taken._tokens = TokenBuffer(self._tokens.view.copy())  # noqa: SLF001  of this class
-        taken._digests = self._digests.copy()  # noqa: SLF001
+        taken = self._over(TokenBuffer(self._tokens.view.copy()))
+        taken.learn(self._digests)
         return taken
 
-    def adopt(self, snapshot: Self) -> None:
+    def adopt(self, snapshot: KeyChain) -> None:
         """Take over the keys of a `snapshot` of this chain, which no thread hashes any more.
 
         Nothing where the tokens have become others since.
@@ -304,6 +302,10 @@ class KeyChain:
             self._digests = bytearray(digests[: len(self) * KEY_NBYTES])
 
     # ---------------------------------------------------------------- inside
+
+    def _over(self, tokens: TokenBuffer) -> KeyChain:
+        # The same chain over other tokens.
+        return KeyChain(self.root, self.tokens_per_block, tokens)
 
     def _key_before(self, block: int) -> bytes:
         # Of a block whose predecessor is hashed.

@@ -68,6 +68,11 @@ class MixedKeyChain(KeyChain):
         mixed = self._mixed.get(num_tokens // self.tokens_per_block)
         return key if mixed is None else BlockKey(_with_content(key, mixed))
 
+    def _over(self, tokens: TokenBuffer) -> KeyChain:
+        chain = MixedKeyChain(self.root, self.tokens_per_block, tokens, ())
+        chain._mixed = self._mixed
+        return chain
+
     def _hash_up_to(self, stop: int) -> None:
         known, size = self.num_hashed, self.tokens_per_block
         while known < stop:
