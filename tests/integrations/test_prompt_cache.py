@@ -291,6 +291,9 @@ def test_another_mask_or_other_positions_are_refused_where_something_was_loaded(
 @pytest.mark.parametrize(
     ("inputs", "complaint"),
     [
+        ("a text", "what a tokenizer returns"),
+        (None, "what a tokenizer returns"),
+        ([[1, 2]], "what a tokenizer returns"),
         ({}, "input_ids=None"),
         ({"input_ids": [[1, 2]]}, "input_ids"),
         ({"input_ids": torch.ones(3, dtype=torch.int64)}, "input_ids"),
@@ -416,23 +419,26 @@ def test_other_weights_settings_and_dtypes_are_apart(llama64, model_of, tmp_path
         answer(llama64, prompts, inputs)
     directory = tmp_path / "other"
     shutil.copytree(model_of("llama"), directory)
+
+    def finds(model: PreTrainedModel, *counts: int) -> None:
+        for count in counts:
+            with opened(model, store) as prompts:
+                assert answer(model, prompts, inputs) == (generate(model, inputs), (count,))
+
     same = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    finds(same, 39)  # elsewhere, and the same
     theta = same.config.rope_parameters | {"rope_theta": 5e5}
-    others = [
+    for other in (
         AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
         AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, rope_parameters=theta),
         AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).double(),
-    ]
+    ):
+        finds(other, 0, 39)
     settings = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-3}))
-    others.append(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64))
-    for other in others:
-        for count in (0, 39):  # and each finds its own again
-            with opened(other, store) as prompts:
-                assert answer(other, prompts, inputs) == (generate(other, inputs), (count,))
+    finds(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64), 0, 39)
     (directory / "config.json").write_text(json.dumps(settings))
-    with opened(same, store) as prompts:  # elsewhere, and the same
-        assert answer(same, prompts, inputs) == (generate(same, inputs), (39,))
+    finds(same, 39)
 
 
 def replace_weight(model: PreTrainedModel) -> None:

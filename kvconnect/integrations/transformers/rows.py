@@ -48,6 +48,11 @@ def prompt_rows(
         ConfigurationError: there are no ``input_ids`` ``[batch, tokens]``; or there is padding
             inside or after a prompt, which ``generate()`` cannot do right.
     """
+    if not isinstance(inputs, (Mapping, Tensor)):
+        raise ConfigurationError(
+            f"inputs: {shown(inputs)} must be what a tokenizer returns with return_tensors='pt', "
+            "or its input_ids"
+        )
     given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     ids = given.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():

@@ -22,8 +22,9 @@ HERE = Path(__file__).parent
 REQUESTS = 5_000
 CAPACITY = 24 << 20
 """Of the store below: less than what is saved."""
-MARGIN = 4 << 20
-"""Bytes: 1.6 KB for each request between the looks that are compared."""
+MARGIN = 16 << 20
+"""Bytes: 6.5 KB for each request between the looks that are compared. Ours has more threads, whose
+heaps fill in steps; a state that is kept is counted, and this is for what only the system sees."""
 
 
 @pytest.mark.slow
