@@ -98,11 +98,14 @@ def pairs(reads: Reads) -> tuple[Runs, Runs]:
     if not len(reads.local_offsets):
         return np.empty(0, RUN), np.empty(0, RUN)
     far, near = reads.remote_offsets, reads.local_offsets
-    broken = (np.diff(far) != reads.nbytes) | (np.diff(near) != reads.nbytes)
-    begins, sizes = _merged(broken, reads.nbytes)
-    remote, local = np.empty(len(begins), RUN), np.empty(len(begins), RUN)
-    remote["offset"], remote["nbytes"] = far[begins], sizes
-    local["offset"], local["nbytes"] = near[begins], sizes
+    broken = (far[1:] - far[:-1] != reads.nbytes) | (near[1:] - near[:-1] != reads.nbytes)
+    sizes: Offsets | int = reads.nbytes
+    if not broken.all():
+        begins, sizes = _merged(broken, reads.nbytes)
+        far, near = far[begins], near[begins]
+    remote, local = np.empty(len(far), RUN), np.empty(len(far), RUN)
+    remote["offset"], remote["nbytes"] = far, sizes
+    local["offset"], local["nbytes"] = near, sizes
     return remote, local
 
 

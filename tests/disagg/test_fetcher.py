@@ -9,10 +9,15 @@ import torch
 from engines import T, until
 
 from kvconnect.connector.disagg.fetch import fetcher as module
+from kvconnect.connector.disagg.fetch.claims import Claim
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
+from kvconnect.connector.disagg.fetch.load import Fetch
+from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control.messages import Unknown
+from kvconnect.transfer.leases.client import Claimed
+from kvconnect.transfer.leases.held import HeldLease
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.reads import Reads
@@ -131,3 +136,39 @@ def test_an_end_of_a_read_that_cannot_be_noted_fails_its_load(fetcher):
     until(lambda: reasons, 2)
     assert reasons == ["ValueError('planted')"]
     assert fetcher._flying_nbytes == 0
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_what_was_read_in_time_is_valid_before_the_other_side_is_told(links, in_time):
+    """And the claim is dropped after that, or the other side would hear that it was aborted."""
+    clock = SimpleNamespace(now=0.0)
+    lease = HeldLease("name", clock=lambda: clock.now)
+    lease.sent(1)
+    lease.granted(1, 10.0)
+    claimed = Claimed("host:1", lease)
+    happened = []
+
+    class Host:
+        def release(self, claimed):
+            happened.append("told")
+            return claimed.lease.outcome
+
+        def ended(self, fetch, reason):
+            happened.append(("ended", reason))
+
+    dropped = Claim("host:1", "name", claimed=claimed, on_drop=lambda _: happened.append("dropped"))
+    fetch = Fetch(
+        FetchOrder(7, "name", "host:1", 0, 0, (0,), ([],)),
+        dropped,
+        links.link,
+        Host(),
+        layouts=(LAYOUT,),
+        regions=(0,),
+        source=Source(0, 1, {}),
+        idle_s=20.0,
+        deadline=float("inf"),
+    )
+    clock.now = 5.0 if in_time else 11.0
+    fetch.advance()
+    assert happened == ([("ended", None), "told", "dropped"] if in_time else ["told"])
+    assert fetch.over == in_time

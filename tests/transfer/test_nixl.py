@@ -17,9 +17,13 @@ import torch
 from peer_process import pattern
 
 from kvconnect.errors import ConfigurationError, MissingExtra
-from kvconnect.transfer.nixl import NixlTransport, agent_thread, library, nixl_pull
-from kvconnect.transfer.nixl.agent import Agent
-from kvconnect.transfer.nixl.nixl_pull import NixlPull, batches, chopped
+from kvconnect.transfer.nixl import NixlTransport, agent_thread, library
+from kvconnect.transfer.nixl import transfers as cutting
+from kvconnect.transfer.nixl import transport as nixl_transport
+from kvconnect.transfer.nixl.agent import Agent, AgentError
+from kvconnect.transfer.nixl.nixl_pull import NixlPull
+from kvconnect.transfer.nixl.pull_part import PullPart
+from kvconnect.transfer.nixl.transfers import Base, transfers
 from kvconnect.transfer.reads import Reads, runs
 from kvconnect.transfer.transport import PeerUnreachable, PullFailed
 
@@ -256,7 +260,7 @@ def test_a_place_that_no_memory_has_is_refused(pair, field, value):
         reader.connect(json.dumps(local).encode())
 
 
-@pytest.mark.parametrize("where", [(Agent, "prepare"), (Agent, "read"), (NixlPull, "advance")])
+@pytest.mark.parametrize("where", [(NixlPull, "add"), (Agent, "read"), (PullPart, "advance")])
 def test_whatever_is_raised_for_a_pull_the_thread_goes_on(pair, monkeypatch, where):
     """Also what no call of NIXL is known to raise: the others are read, and it can be closed."""
     source, reader, memory, into = pair
@@ -297,8 +301,8 @@ def test_calls_after_close_come_back(pair):
     source, reader, *_ = pair
     handle, thread = reader.connect(source.local()), reader._thread
     reader.close()
-    pull = nixl_pull.NixlPull(1, "source", thread.wake)
-    thread.submit(pull, lambda agent: None)
+    pull = NixlPull(1)
+    thread.submit(pull, "source", lambda agent: None)
     with pytest.raises(PullFailed, match="closed"):
         pull.done.result(1)
     with pytest.raises(PullFailed, match="closed"):
@@ -307,16 +311,134 @@ def test_calls_after_close_come_back(pair):
 
 
 def test_transfers_are_of_bounded_size_and_cover_everything(monkeypatch):
-    monkeypatch.setattr(nixl_pull, "_TRANSFER_NBYTES", 1000)
+    monkeypatch.setattr(cutting, "_TRANSFER_NBYTES", 1000)
     whole = runs(np.array([0, 5000, 5600, 20_000]), 600)
     large = runs(np.arange(0, 7000, 700) + 50_000, 700)
-    for some in (whole, large, np.concatenate([whole, large])):
-        parts = chopped(some)
-        assert int(parts["nbytes"].max()) <= 1000
-        flat = [np.arange(o, o + n) for o, n in some.tolist()]
-        chopped_flat = [np.arange(o, o + n) for o, n in parts.tolist()]
-        assert np.array_equal(np.concatenate(flat), np.concatenate(chopped_flat))
-        transfers = batches(parts)
-        assert np.array_equal(np.concatenate(transfers), np.arange(len(parts)))
-        assert all(int(parts["nbytes"][one].sum()) <= 2000 for one in transfers)
-        assert all(one.dtype == np.int32 and len(one) for one in transfers)
+    near, far = Base(1 << 40, 0, host=True), Base(1 << 50, 3, host=False)
+
+    def covered(parts):
+        return np.concatenate([np.arange(o, o + n) for o, n, _ in parts.tolist()])
+
+    for some in (whole, large, np.concatenate([whole, large]), whole[:1]):
+        found = list(transfers(some, near, some, far))
+        flat = np.concatenate([np.arange(o, o + n) for o, n in some.tolist()])
+        for side, base in (("local", near), ("remote", far)):
+            rows = [getattr(one, side) for one in found]
+            assert np.array_equal(covered(np.concatenate(rows)), flat + base.address)
+            assert all(len(one) and int(one[:, 1].sum()) <= 2000 for one in rows)
+            assert all(one[:, 1].max() <= 1000 for one in rows)
+            assert {int(device) for one in rows for device in one[:, 2]} == {base.device}
+        assert {(one.local_host, one.remote_host) for one in found} == {(True, False)}
+    assert not list(transfers(whole[:0], near, whole[:0], far))
+
+
+class TwoAgents:
+    """A reader whose two agents read one pull side by side, 1,024 bytes at a time."""
+
+    def __init__(self, transport_of, monkeypatch):
+        monkeypatch.setattr(cutting, "_TRANSFER_NBYTES", 1024)
+        monkeypatch.setattr(nixl_transport, "_cores", lambda: 2)
+        source = transport_of("nixl", identity="source")
+        self.reader = transport_of("nixl", identity="reader")
+        self.had = pattern(1, 1 << 16)
+        source.register(torch.from_numpy(self.had))
+        self.memory = torch.zeros(1 << 16, dtype=torch.uint8)
+        self.into = self.reader.register(self.memory)
+        self.peer = self.reader.connect(source.local())
+        self.second = self.reader._second
+
+    def pull(self):
+        reads = Reads(0, [0], self.into, [0], 1 << 16)
+        return self.reader.pull(self.peer, reads, deadline_s=20)
+
+    def is_second(self, agent):
+        return agent is self.second._agent
+
+
+@pytest.fixture
+def two_agents(transport_of, monkeypatch):
+    return TwoAgents(transport_of, monkeypatch)
+
+
+def test_two_agents_read_one_pull_side_by_side(two_agents, monkeypatch):
+    begun, begin = {True: threading.Event(), False: threading.Event()}, Agent.begin
+
+    def both(agent, transfer):
+        second = two_agents.is_second(agent)
+        begun[second].set()
+        assert begun[not second].wait(10)
+        return begin(agent, transfer)
+
+    monkeypatch.setattr(Agent, "begin", both)
+    pull = two_agents.pull()
+    pull.done.result(11)
+    assert pull.terminal.is_set()
+    assert np.array_equal(two_agents.memory, two_agents.had)
+
+
+@pytest.mark.parametrize("failing", ["first", "second"])
+def test_an_error_of_one_agent_ends_no_pull_of_which_the_other_still_writes(
+    two_agents, monkeypatch, failing
+):
+    flying, landed, failed = threading.Event(), threading.Event(), threading.Event()
+    check = Agent.check
+
+    def begin(agent, transfer):
+        if two_agents.is_second(agent) == (failing == "second"):
+            assert flying.wait(10)
+            failed.set()
+            raise AgentError("planted")
+        flying.set()
+        return False
+
+    def still_flies(agent, transfer):
+        if landed.is_set():
+            return check(agent, transfer) or True
+        return False
+
+    monkeypatch.setattr(Agent, "begin", begin)
+    monkeypatch.setattr(Agent, "check", still_flies)
+    pull = two_agents.pull()
+    assert failed.wait(10)
+    failed_thread = two_agents.second if failing == "second" else two_agents.reader._thread
+    for thread in (two_agents.reader._thread, two_agents.second):
+        for _ in range(3):
+            thread.call(lambda: None)
+        settles(lambda thread=thread: len(thread._parts) == (thread is not failed_thread))
+    assert pull.stopped
+    assert not pull.terminal.is_set()
+    assert not pull.done.done()
+    landed.set()
+    with pytest.raises(PullFailed, match="planted"):
+        pull.done.result(10)
+    assert pull.terminal.is_set()
+
+
+def test_a_second_agent_that_does_not_reach_the_peer_is_not_needed(two_agents, monkeypatch):
+    def unreached(peer, metadata):
+        raise AgentError("planted")
+
+    monkeypatch.setattr(two_agents.second, "reach", unreached)
+    two_agents.pull().done.result(21)
+    assert np.array_equal(two_agents.memory, two_agents.had)
+
+
+def test_a_second_agent_that_comes_late_is_not_waited_for(two_agents, monkeypatch):
+    late = threading.Event()
+    two_agents.second._put(lambda: late.wait(10))
+    pull = two_agents.pull()
+    pull.done.result(5)
+    assert pull.terminal.is_set()
+    late.set()
+    two_agents.second.call(lambda: None)
+    assert not two_agents.second._parts
+
+
+def test_a_second_agent_is_made_only_where_the_kernel_copies(transport_of, monkeypatch):
+    monkeypatch.setattr(nixl_transport, "_cores", lambda: 2)
+    assert transport_of("nixl", tls="tcp")._second is None
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    assert transport_of("nixl")._second is None
+    monkeypatch.delenv("UCX_TLS")
+    monkeypatch.setattr(nixl_transport, "_cores", lambda: 1)
+    assert transport_of("nixl")._second is None

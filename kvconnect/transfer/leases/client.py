@@ -153,13 +153,14 @@ class LeaseClient:
         return claimed
 
     def release(self, claimed: Claimed) -> Outcome:
-        """The last read has ended; `peer` is told.
+        """The last read has ended, now unless its lease was told before; `peer` is told.
 
         Returns:
             The outcome, if it is decided; else it is when `changed` is called, or by `abort` when
             the caller waits no longer.
         """
-        claimed.lease.reads_ended()
+        if not claimed.lease.has_read or claimed.lease.released:
+            claimed.lease.reads_ended()
         with self._lock:
             claimed.lease.release_sent(next(self._numbers))
             self._send_release(claimed)

@@ -81,6 +81,11 @@ class HeldLease:
         return self._lost
 
     @property
+    def has_read(self) -> bool:
+        """Whether the last read has ended."""
+        return self._read_end is not None
+
+    @property
     def released(self) -> bool:
         """Whether the last read has ended and P is told."""
         return self._release_seq is not None

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.transfer.nixl.library import errors_of
-from kvconnect.transfer.reads import Runs
+from kvconnect.transfer.nixl.transfers import Transfer
 from kvconnect.transfer.regions import Region
 
-__all__ = ["Agent", "AgentError", "Indices"]
-
-Indices: TypeAlias = npt.NDArray[np.int32]
+__all__ = ["Agent", "AgentError"]
 
 # What arrives wakes the progress thread; this is how often it looks without that. Once it looks, it
 # spins until all transfers under way are done, and its lock is in the way of the thread that polls
@@ -28,9 +25,12 @@ _ENGINE_CONFIG = (
     "TCP_KEEPCNT=2",
     "TCP_TX_SEG_SIZE=256k",
     "TCP_RX_SEG_SIZE=256k",
+    "CMA_TX_QUOTA=16",
 )
 """Turn a partition into a disconnect within about 2 s; by default it leaves reads as they are. The
-segments, of 8 KiB by default, make reads over TCP half as fast again."""
+segments, of 8 KiB by default, make reads over TCP half as fast again. Between local processes UCX
+looks at its sockets after so many runs, not after each. What is set in the environment comes first.
+"""
 
 
 class AgentError(Exception):
@@ -126,29 +126,22 @@ class Agent:
         with suppress(AgentError):
             self._call(self._agent.invalidateRemoteMD, name)
 
-    def prepare(self, peer: str | None, runs: Runs, base: int, device: int, *, host: bool) -> int:
-        """Returns a handle of `runs` of a region that begins at `base`; the peer's, or ours."""
-        rows = np.empty((len(runs), 3), np.uint64)
-        rows[:, 0] = runs["offset"] + np.int64(base)
-        rows[:, 1] = runs["nbytes"]
-        rows[:, 2] = device
-        listed = self._nixl.nixlXferDList(self._kind(host=host), rows)
-        who = self._nixl.NIXL_INIT_AGENT if peer is None else peer
-        return int(self._call(self._agent.prepXferDlist, who, listed, [self._ucx]))
+    def read(self, peer: str, transfer: Transfer) -> int:
+        """Makes a read of a peer's memory; not begun.
 
-    def read(self, local: int, remote: int, indices: Indices) -> int:
-        """Makes a transfer of the prepared runs `indices`, from `remote` to `local`; not begun."""
+        Raises:
+            AgentError: the peer is not known, or the memory is not registered.
+        """
+        nixl = self._nixl
         return int(
             self._call(
-                self._agent.makeXferReq,
-                self._nixl.NIXL_READ,
-                local,
-                indices,
-                remote,
-                indices,
+                self._agent.createXferReq,
+                nixl.NIXL_READ,
+                nixl.nixlXferDList(self._kind(host=transfer.local_host), transfer.local),
+                nixl.nixlXferDList(self._kind(host=transfer.remote_host), transfer.remote),
+                peer,
                 b"",
                 [self._ucx],
-                False,  # noqa: FBT003 - the bindings take no keywords
             )
         )
 
@@ -172,11 +165,6 @@ class Agent:
         """Frees a transfer that is done or failed. Of one under way the bytes would still land."""
         with suppress(AgentError):
             self._call(self._agent.releaseXferReq, transfer)
-
-    def release_prepared(self, prepared: int) -> None:
-        """Frees what `prepare` made."""
-        with suppress(AgentError):
-            self._call(self._agent.releasedDlistH, prepared)
 
     def destroy(self) -> None:
         """Ends the agent and whatever it moves: nothing lands any more. Of no use afterwards."""

@@ -15,6 +15,7 @@ from kvconnect.errors import PeerUnreachable, PullFailed
 from kvconnect.trace import count
 from kvconnect.transfer.nixl.agent import Agent, AgentError
 from kvconnect.transfer.nixl.nixl_pull import NixlPull
+from kvconnect.transfer.nixl.pull_part import PullPart
 
 __all__ = ["AgentThread"]
 
@@ -34,7 +35,7 @@ class AgentThread:
     def __init__(self, *, quiescent: bool) -> None:
         self._quiescent = quiescent
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pulls: list[NixlPull] = []
+        self._parts: list[PullPart] = []
         self._agent: Agent | None = None
         self._ended = False
         self._lock = threading.Lock()
@@ -81,25 +82,48 @@ class AgentThread:
             raise PullFailed("closed", "the transport is closed or being built anew")
         return self._agent
 
-    def submit(self, pull: NixlPull, prepare: Callable[[Agent], None]) -> None:
-        """Prepares `pull` on the thread and reads it; never blocks."""
+    def submit(self, pull: NixlPull, peer: str, prepare: Callable[[Agent], None]) -> None:
+        """Reads `pull` from the agent `peer`, once the thread called `prepare`; never blocks."""
+        part = PullPart(pull, peer, self.wake)
+        pull.join(part)
 
         def begin() -> None:
             try:
-                self._mend(pull.peer)
+                self._mend(peer)
                 prepare(self.agent)
             except PullFailed as error:
-                pull.finish(error)
+                part.refuse(error)
                 return
             except Exception as error:  # of this pull alone: nothing of it was begun
-                pull.finish(PullFailed("peer", f"{pull.peer}: {error!r}"))
+                part.refuse(PullFailed("peer", f"{peer}: {error!r}"))
                 raise
-            self._pulls.append(pull)
+            self._parts.append(part)
+
+        self._put(begin)
+
+    def assist(self, pull: NixlPull, peer: str, metadata: bytes) -> None:
+        """Reads a part of what another agent reads, if the agent `peer` is reached; never blocks.
+
+        What is not taken by then is left; whatever is wrong before the first transfer of this part
+        changes nothing for the other one.
+        """
+
+        def begin() -> None:
+            if pull.stopped or pull.terminal.is_set():
+                return
+            try:
+                self.reach(peer, metadata)
+            except (AgentError, PeerUnreachable, PullFailed) as error:
+                logger.debug("%s: its second agent does not read: %s", peer, error)
+                return
+            part = PullPart(pull, peer, self.wake)
+            if pull.join(part):
+                self._parts.append(part)
 
         self._put(begin)
 
     def wake(self) -> None:
-        """Makes the thread look at its pulls now."""
+        """Makes the thread look at its parts of pulls now."""
         self._put(None)
 
     def disconnect(
@@ -117,16 +141,16 @@ class AgentThread:
         def disconnect() -> None:
             if then == "forget":
                 self._leaving.add(peer)
-            elif then == "keep":
+            elif then == "keep" and peer in self._known:
                 self._unused.add(peer)
-            for pull in self._pulls:
-                if pull.peer == peer:
-                    pull.fail(error)
+            for part in self._parts:
+                if part.peer == peer:
+                    part.pull.fail(error)
 
         self._put(disconnect)
 
     def destroy(self, error: PullFailed) -> None:
-        """Ends the agent: every pull is terminal, those that were not done fail with `error`."""
+        """Ends the agent and its part of every pull; those that are not done fail with `error`."""
 
         def destroy() -> None:
             agent, self._agent = self._agent, None
@@ -134,13 +158,13 @@ class AgentThread:
             self._broken.clear()
             self._unused.clear()
             self._leaving.clear()
-            pulls, self._pulls = self._pulls, []
+            parts, self._parts = self._parts, []
             if agent is not None:
-                for pull in pulls:
-                    pull.cut_off(agent, error)
+                for part in parts:
+                    part.cut_off(agent, error)
                 agent.destroy()
-            for pull in pulls:
-                pull.finish(pull.error)
+            for part in parts:
+                part.end()
 
         self.call(destroy)
 
@@ -198,7 +222,7 @@ class AgentThread:
         self._leaving.discard(peer)
 
     def _under_way(self, peer: str) -> bool:
-        return any(pull.peer == peer for pull in self._pulls)
+        return any(part.peer == peer for part in self._parts)
 
     def close(self) -> None:
         """Ends the thread, after `destroy`."""
@@ -220,7 +244,7 @@ class AgentThread:
         drop_at = time.monotonic() + _DROP_NOTIFICATIONS_S
         while not self._ended:
             try:
-                polls = any(pull.under_way for pull in self._pulls)
+                polls = any(part.under_way for part in self._parts)
                 if self._take(wait_s if polls else _DROP_NOTIFICATIONS_S):
                     wait_s = _SHORTEST_S
                 if (now := time.monotonic()) >= drop_at and self._agent is not None:
@@ -257,14 +281,14 @@ class AgentThread:
         agent = self._agent
         if agent is None:
             return changed
-        for pull in self._pulls:
+        for part in self._parts:
             try:
-                changed = pull.advance(agent, quiescent=self._quiescent) or changed
+                changed = part.advance(agent, quiescent=self._quiescent) or changed
             except Exception as error:  # what of it is under way is not known any more
-                pull.fail(PullFailed("peer", f"{pull.peer}: {error!r}"))
+                part.pull.fail(PullFailed("peer", f"{part.peer}: {error!r}"))
                 raise
-            if pull.error is not None:
-                self._broken.add(pull.peer)
+            if part.error is not None:
+                self._broken.add(part.peer)
         if changed:
-            self._pulls = [pull for pull in self._pulls if not pull.terminal.is_set()]
+            self._parts = [part for part in self._parts if not part.ended]
         return changed

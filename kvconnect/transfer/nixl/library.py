@@ -9,9 +9,10 @@ from typing import Any
 
 from kvconnect.errors import ConfigurationError, MissingExtra
 
-__all__ = ["errors_of", "load", "rdma_possible"]
+__all__ = ["errors_of", "load", "rdma_possible", "shares_memory"]
 
 _WITHOUT_RDMA = frozenset(("tcp", "cma", "sm", "shm", "self", "posix", "sysv", "knem", "xpmem"))
+_COPIED_BY_THE_KERNEL = frozenset(("all", "sm", "shm", "cma"))
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -58,3 +59,16 @@ def rdma_possible(tls: str | None, device: str) -> bool:
     if names and _WITHOUT_RDMA.issuperset(names.split(",")):
         return False
     return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+
+
+def shares_memory(tls: str | None, device: str) -> bool:
+    """Whether UCX reads from peers by the kernel's copies, on a core of this process, if at all.
+
+    Args:
+        tls: as in `rdma_possible`.
+        device: as there; only what is held to this machine counts.
+    """
+    if device != "lo":
+        return False
+    names = set((tls or os.environ.get("UCX_TLS", "all")).lower().split(","))
+    return not names.isdisjoint(_COPIED_BY_THE_KERNEL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import threading
@@ -14,10 +15,11 @@ from kvconnect.transfer.deadlines import Deadlines
 from kvconnect.transfer.local import Local, decode, encode
 from kvconnect.transfer.nixl.agent import Agent, AgentError
 from kvconnect.transfer.nixl.agent_thread import AgentThread
-from kvconnect.transfer.nixl.library import load, rdma_possible
-from kvconnect.transfer.nixl.nixl_pull import NixlPull, batches, chopped
+from kvconnect.transfer.nixl.library import load, rdma_possible, shares_memory
+from kvconnect.transfer.nixl.nixl_pull import NixlPull
+from kvconnect.transfer.nixl.transfers import Base, transfers
 from kvconnect.transfer.reads import pairs
-from kvconnect.transfer.regions import MAX_REGIONS, Regions, refusal, require_local
+from kvconnect.transfer.regions import MAX_REGIONS, Region, Regions, refusal, require_local
 from kvconnect.transfer.transport import PeerHandle, Pull, Reads, Transport
 
 if TYPE_CHECKING:
@@ -54,6 +56,11 @@ def _disconnected(identity: str) -> PullFailed:
     return PullFailed("peer", f"{identity} was disconnected")
 
 
+def _cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class NixlPeer(PeerHandle):
     """A peer's agent, and where its memory is."""
 
@@ -67,8 +74,11 @@ class NixlTransport(Transport):
     """Reads through NIXL's UCX backend: RDMA, shared memory or TCP.
 
     Between processes of one machine UCX copies with ``process_vm_readv``: then a frozen peer is
-    read from all the same. A killed peer is seen at once, a partition in 2 s, a frozen peer over
-    TCP by a pull's deadline only; the pull is terminal when the peer wakes, or with `rebuild`.
+    read from all the same. One core does that, a call for each run: so pulls of more than 8 MiB are
+    shared out between two agents, each with a thread. Peers know the first, the other only reads.
+
+    A killed peer is seen at once, a partition in 2 s, a frozen peer over TCP by a pull's deadline
+    only; the pull is terminal when the peer wakes, or with `rebuild`.
 
     Over TCP, a process that was frozen while its reader went away (killed, or rebuilt) may be
     aborted by UCX when it wakes: where there is no RDMA, `TcpTransport` is the better choice.
@@ -116,6 +126,9 @@ class NixlTransport(Transport):
         self._joining: str | None = None
         """The agent that is being made known."""
         self._thread: AgentThread | None = None
+        """Of the agent that peers know."""
+        self._second: AgentThread | None = None
+        """Of one that reads beside it; none where that is of no use."""
         self._deadlines: Deadlines | None = None
         self._local = b""
 
@@ -129,13 +142,16 @@ class NixlTransport(Transport):
         with self._changing:
             if self._thread is not None:
                 raise UsageError("the transport is open")
-            thread = AgentThread(quiescent=self.quiescent_after_error)
+            self._thread = AgentThread(quiescent=self.quiescent_after_error)
             try:
-                self._create(thread)
+                if shares_memory(self._tls, self._device) and _cores() > 1:
+                    self._second = AgentThread(quiescent=self.quiescent_after_error)
+                self._create(self._thread)
+                self._deadlines = Deadlines()
             except BaseException:
-                thread.close()
+                self._destroy(PullFailed("closed", "the transport could not be opened"))
+                self._end_threads()
                 raise
-            self._thread, self._deadlines = thread, Deadlines()
 
     def register(self, memory: Tensor) -> int:
         """See `Transport.register`; before or after `open`. Blocks while memory is pinned."""
@@ -144,7 +160,7 @@ class NixlTransport(Transport):
             thread = self._thread
             if thread is not None:
                 try:
-                    thread.call(lambda: thread.agent.register(self._regions[number]))
+                    self._register(self._regions[number])
                 except AgentError as error:
                     self._regions.remove_last()
                     raise ConfigurationError(
@@ -181,7 +197,7 @@ class NixlTransport(Transport):
                 with self._lock:
                     self._joining = None
                     if place.agent not in {one.place.agent for one in self._peers.values()}:
-                        thread.disconnect(place.agent, _disconnected(place.identity), then="forget")
+                        self._disconnect(place.agent, _disconnected(place.identity), then="forget")
                 raise
             peer = NixlPeer(place)
             with self._lock:
@@ -191,7 +207,7 @@ class NixlTransport(Transport):
                 if earlier is not None:
                     earlier.connected = False
                     if earlier.incarnation != place.incarnation:
-                        thread.disconnect(
+                        self._disconnect(
                             earlier.place.agent,
                             PullFailed("peer", f"{place.identity} connected anew"),
                             then="forget",
@@ -200,14 +216,14 @@ class NixlTransport(Transport):
 
     def disconnect(self, peer: PeerHandle) -> None:
         """See `Transport.disconnect`."""
-        known, thread = self._known(peer), self._thread
+        known = self._known(peer)
         with self._lock:
             connected, known.connected = known.connected, False
-            if not connected or thread is None:
+            if not connected or self._thread is None:
                 return
             if self._peers.get(known.identity) is known:
                 del self._peers[known.identity]
-            thread.disconnect(
+            self._disconnect(
                 known.place.agent,
                 _disconnected(known.identity),
                 # The one that comes reads from it.
@@ -220,15 +236,15 @@ class NixlTransport(Transport):
         if thread is None or deadlines is None:
             raise UsageError("the transport is not open")
         require_local(self._regions, reads, deadline_s)
-        pull = NixlPull(reads.total_nbytes, known.place.agent, thread.wake)
+        pull = NixlPull(reads.total_nbytes)
         refused = refusal(known.identity, known.regions, reads)
         if not known.connected:
             refused = PullFailed("peer", f"{known.identity} is disconnected")
         if refused is not None or not reads.total_nbytes:
             pull.finish(refused)
             return pull
-        thread.submit(pull, lambda agent: self._prepare(agent, pull, known.place, reads))
         deadlines.watch(pull, deadline_s)
+        thread.submit(pull, known.place.agent, lambda _: self._prepare(pull, known.place, reads))
         return pull
 
     def rebuild(self) -> None:
@@ -236,39 +252,66 @@ class NixlTransport(Transport):
         with self._changing:
             if self._thread is None:
                 raise UsageError("the transport is not open")
-            self._destroy(self._thread, PullFailed("closed", "the transport is built anew"))
+            self._destroy(PullFailed("closed", "the transport is built anew"))
             self._create(self._thread)
 
     def close(self) -> None:
         """See `Transport.close`."""
         with self._changing:
-            if self._thread is not None and self._deadlines is not None:
-                self._destroy(self._thread, PullFailed("closed", "the transport was closed"))
-                self._thread.close()
+            if self._thread is not None:
+                self._destroy(PullFailed("closed", "the transport was closed"))
+                self._end_threads()
+            if self._deadlines is not None:
                 self._deadlines.close()
-            self._thread = self._deadlines = None
+                self._deadlines = None
             self._regions.clear()
 
-    def _create(self, thread: AgentThread) -> None:
+    def _threads(self) -> list[AgentThread]:
+        return [thread for thread in (self._second, self._thread) if thread is not None]
+
+    def _end_threads(self) -> None:
+        for thread in self._threads():
+            thread.close()
+        self._thread = self._second = None
+
+    def _create(self, first: AgentThread) -> None:
         bindings = load()
         incarnation = secrets.token_hex(16)
         name = agent_name(self._identity, incarnation)
-        thread.create(lambda: Agent(bindings, name, self._device, self._tls))
-        self._incarnation = incarnation
         try:
+            for thread in self._threads():
+                own = name if thread is first else f"{name}/second"
+                thread.create(lambda own=own: Agent(bindings, own, self._device, self._tls))  # type: ignore[misc]
+            self._incarnation = incarnation
             for region in self._regions.all():
-                thread.call(lambda region=region: thread.agent.register(region))  # type: ignore[misc]
+                self._register(region)
         except AgentError as error:
-            thread.destroy(PullFailed("closed", "the transport could not be opened"))
+            self._destroy(PullFailed("closed", "the transport could not be opened"))
             raise ConfigurationError(f"memory cannot be registered with NIXL: {error}") from error
-        self._publish(thread)
+        except ConfigurationError:
+            self._destroy(PullFailed("closed", "the transport could not be opened"))
+            raise
+        self._publish(first)
 
-    def _destroy(self, thread: AgentThread, error: PullFailed) -> None:
+    def _register(self, region: Region) -> None:
+        """With the agents; last with the one that peers know."""
+        for thread in self._threads():
+            if region.host or thread is self._thread:
+                thread.call(lambda thread=thread: thread.agent.register(region))  # type: ignore[misc]
+
+    def _disconnect(
+        self, agent: str, error: PullFailed, *, then: Literal["forget", "keep", "use"]
+    ) -> None:
+        for thread in self._threads():
+            thread.disconnect(agent, error, then=then)
+
+    def _destroy(self, error: PullFailed) -> None:
         with self._lock:
             for peer in self._peers.values():
                 peer.connected = False
             self._peers.clear()
-        thread.destroy(error)
+        for thread in self._threads():
+            thread.destroy(error)
 
     def _publish(self, thread: AgentThread) -> None:
         regions = self._regions.all()
@@ -294,26 +337,14 @@ class NixlTransport(Transport):
                 f"{place.identity}: no answer within {self._connect_s:g} s"
             ) from error
 
-    def _prepare(self, agent: Agent, pull: NixlPull, place: _Place, reads: Reads) -> None:
-        remote, local = map(chopped, pairs(reads))
+    def _prepare(self, pull: NixlPull, place: _Place, reads: Reads) -> None:
+        remote, local = pairs(reads)
         far, near = reads.remote_region, self._regions[reads.local_region]
-        prepared: list[int] = []
-        try:
-            prepared.append(agent.prepare(None, local, near.address, near.device, host=near.host))
-            prepared.append(
-                agent.prepare(
-                    place.agent,
-                    remote,
-                    place.addresses[far],
-                    place.devices[far],
-                    host=place.host[far],
-                )
-            )
-        except AgentError as error:
-            for one in prepared:
-                agent.release_prepared(one)
-            raise PullFailed("peer", f"{place.identity}: {error}") from error
-        pull.prepare(prepared, batches(local))
+        ours = Base(near.address, near.device, near.host)
+        theirs = Base(place.addresses[far], place.devices[far], place.host[far])
+        number = pull.add(transfers(local, ours, remote, theirs))
+        if number > 1 and self._second is not None and ours.host and theirs.host:
+            self._second.assist(pull, place.agent, place.metadata)
 
     def _known(self, peer: PeerHandle) -> NixlPeer:
         if not isinstance(peer, NixlPeer):

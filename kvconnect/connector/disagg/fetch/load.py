@@ -176,11 +176,14 @@ class Fetch:
     # ------------------------------------------------------------------ inside
 
     def _read_on(self, claimed: Claimed) -> None:
-        if self._learn(claimed):
-            self._progress_at = time.monotonic()
-        if self._plan.lacks(self._remote):
-            self.fail("a window of the other side, with other tokens_per_block, begins too late")
-            return
+        if not self._plan.complete:
+            if self._learn(claimed):
+                self._progress_at = time.monotonic()
+            if self._plan.lacks(self._remote):
+                self.fail(
+                    "a window of the other side, with other tokens_per_block, begins too late"
+                )
+                return
         while len(self._reading) < _PULLS_IN_FLIGHT and not self.over:
             if not self._ready and not self._plan.complete:
                 for reads in self._plan.take(self._coverage, self._remote):
@@ -194,8 +197,15 @@ class Fetch:
             self._pulls.add(pull)
             self._reading.add(pull)
         if self._plan.complete and not self._ready and not self._reading:
-            self._released_at = time.monotonic()
-            self._settle(self._host.release(claimed), late=False)
+            self._release(claimed)
+
+    def _release(self, claimed: Claimed) -> None:
+        """All of it was read; a request that waits for it goes on before the other side is told."""
+        self._released_at = time.monotonic()
+        claimed.lease.reads_ended()
+        if claimed.lease.outcome is Outcome.VALID:
+            self._succeed()
+        self._settle(self._host.release(claimed), late=False)
 
     def _check_progress(self, now: float) -> None:
         if not self._reading and now >= self._progress_at + self._idle_s:
@@ -228,11 +238,15 @@ class Fetch:
 
     def _settle(self, outcome: Outcome, *, late: bool) -> None:
         if outcome is Outcome.VALID:
-            self.over = True
-            self._pulls.clear()  # each is done, and so terminal
+            self._succeed()
             self.claim.drop()
-            self._host.ended(self, None)
         elif outcome is Outcome.INVALID:
             self.fail("the lease was over before the last read was")
         elif late:
             self.fail("the other side did not say whether what was read is valid")
+
+    def _succeed(self) -> None:
+        if not self.over:
+            self.over = True
+            self._pulls.clear()  # each is done, and so terminal
+            self._host.ended(self, None)

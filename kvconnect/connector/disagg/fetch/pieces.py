@@ -137,10 +137,13 @@ class FetchPlan:
     def _take(self, group: int, coverage: Coverage, remote: RemoteBlocks) -> Iterator[Reads]:
         layout, asked = self._layouts[group], self._asked[group]
         known = self._num_known(group, remote)
+        ready: dict[int, int] = {}  # by leading tokens: few layers differ in them
         spans = []
         for index, number in enumerate(layout.layer_numbers):
-            ready = min(known, self._num_ready(group, coverage[number]))
-            spans.append((asked[index], max(asked[index], ready)))
+            tokens = coverage[number]
+            if tokens not in ready:
+                ready[tokens] = min(known, self._num_ready(group, tokens))
+            spans.append((asked[index], max(asked[index], ready[tokens])))
             asked[index] = spans[-1][1]
         for (begin, end), run in groupby(range(len(spans)), key=spans.__getitem__):
             layers = list(run)
