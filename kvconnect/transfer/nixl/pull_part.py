@@ -7,18 +7,31 @@ are under way: when it is stopped, only those still land.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvconnect.errors import PullFailed
 from kvconnect.transfer.nixl.agent import Agent, AgentError
 from kvconnect.transfer.nixl.transfers import Transfer
 
-if TYPE_CHECKING:
-    from kvconnect.transfer.nixl.nixl_pull import NixlPull
-
-__all__ = ["PullPart"]
+__all__ = ["PullPart", "Shared"]
 
 _WINDOW = 4
+
+
+class Shared(Protocol):
+    """What a part needs of the pull that it is a part of; thread-safe."""
+
+    def take(self) -> Transfer | None:
+        """Returns the next transfer, for one part alone; ``None``: there is none, or no more."""
+
+    def fail(self, error: PullFailed) -> None:
+        """Fails with `error` unless it is done, and stops."""
+
+    def part_failed(self, error: PullFailed) -> None:
+        """A part has failed."""
+
+    def part_ended(self) -> None:
+        """Nothing of a part lands any more; once for each."""
 
 
 class PullPart:
@@ -32,7 +45,7 @@ class PullPart:
         ended: nothing of it lands any more.
     """
 
-    def __init__(self, pull: NixlPull, peer: str, wake: Callable[[], None]) -> None:
+    def __init__(self, pull: Shared, peer: str, wake: Callable[[], None]) -> None:
         self.pull = pull
         self.peer = peer
         self.wake = wake
