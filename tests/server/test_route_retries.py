@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from kvconnect.server.admission import Admission
 from kvconnect.server.http.disconnect import while_connected
+from kvconnect.server.route import client as route_client
 from kvconnect.server.route.app import make_app
 from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Fleet
@@ -380,7 +381,7 @@ async def test_a_server_that_does_not_say_how_it_is_counts_as_dead_in_time():
 
 
 async def test_a_router_that_is_stopped_while_it_connects_connects_again(monkeypatch):
-    monkeypatch.setattr("kvconnect.server.route.client._CONNECT_S", 0.2)
+    monkeypatch.setattr(route_client, "_CONNECT_S", 0.2)
     async with listening(_answers_after(0)) as url:
         settings = RouteSettings(decode=(url,))
         instance, client = Fleet(settings).decode[0], InstanceClient(settings)
