@@ -56,7 +56,8 @@ test-all: lint
 # passed, they write the table of tested versions in docs/engines.md.
 test-engines: $(ENGINES)/vllm.stamp $(ENGINES)/vllm_scheduler.stamp $(ENGINES)/sglang.stamp
 	rm -rf $(ENGINE_REPORTS)
-	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm/bin/python $(call ENGINE_PYTEST,vllm) tests/engines/vllm tests/engines/vllm_scheduler
+	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm/bin/python $(call ENGINE_PYTEST,vllm) tests/engines/vllm
+	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm/bin/python $(call ENGINE_PYTEST,vllm_around_a_stand_in) tests/engines/vllm_scheduler
 	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm_scheduler/bin/python $(call ENGINE_PYTEST,vllm_scheduler) tests/engines/vllm_scheduler tests/engines/vllm/tier
 	$(TEST_ENV) $(ENGINES)/sglang/bin/python $(call ENGINE_PYTEST,sglang) tests/engines/sglang
 	@$(ENGINES)/vllm/bin/python tests/engines/tested_versions.py $(ENGINE_REPORTS)/*.xml

@@ -122,8 +122,11 @@ def engine(long_llama: Path) -> Iterator[MakeEngine]:
         return made[0]
 
     def close() -> None:
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
         while made:
             made.pop().close()
+        ensure_kv_transfer_shutdown()  # of an engine that was refused, the worker's half is left
 
     yield make
     close()
