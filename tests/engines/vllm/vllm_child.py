@@ -23,10 +23,9 @@ def loaded_blocks(port: int) -> int | None:
     return int(sum(map(float, told)))
 
 
-def main() -> None:
-    """Answer the prompts of the job, and end as a user's script does."""
-    job = json.load(sys.stdin)
-    llm = vllm.LLM(
+def llm_of(job: dict[str, Any]) -> vllm.LLM:
+    """The engine of the job."""
+    return vllm.LLM(
         job["model"],
         skip_tokenizer_init=True,
         dtype="float32",
@@ -36,6 +35,12 @@ def main() -> None:
         tensor_parallel_size=job.get("tensor_parallel_size", 1),
         kv_transfer_config=job["transfer"],
     )
+
+
+def main() -> None:
+    """Answer the prompts of the job, and end as a user's script does."""
+    job = json.load(sys.stdin)
+    llm = llm_of(job)
     given = job.get("params") or [None] * len(job["prompts"])
     sampling = [
         vllm.SamplingParams(

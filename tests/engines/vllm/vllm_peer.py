@@ -10,20 +10,13 @@ import sys
 from typing import Any
 
 import vllm
+from vllm_child import llm_of
 
 
 def main() -> None:
     """Answer the prompts of the job, and wait."""
     job = json.loads(sys.stdin.readline())
-    llm = vllm.LLM(
-        job["model"],
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=2048,
-        block_size=32,
-        kv_transfer_config=job["transfer"],
-    )
+    llm = llm_of(job)
     sampling = vllm.SamplingParams(
         max_tokens=1,
         temperature=0,
