@@ -1,4 +1,4 @@
-"""How much runs and waits at once, and when nothing more is taken in."""
+"""How much runs, waits and is held in memory at once, and when nothing more is taken in."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.server.errors import Busy, ShuttingDown
 
 __all__ = ["Abortable", "Admission", "Ticket"]
+
+
+_FREE_NBYTES = 64 << 10
+"""Of each body: what others hold never keeps out a request of ordinary size."""
 
 
 class Abortable(Protocol):
@@ -31,9 +35,11 @@ class Ticket:
     Attributes:
         completions: that it takes; one before its body is known.
         handles: of the work, once it was begun.
+        body_nbytes: of its body, as far as it was read, that count.
     """
 
     completions: int = 1
+    body_nbytes: int = 0
     handles: Sequence[Abortable] = field(default_factory=tuple)
 
 
@@ -42,11 +48,17 @@ class Admission:
 
     Args:
         max_completions: that run or wait at once at most.
-        noun: what they are called in what clients are told.
+        max_bodies_bytes: of the bodies of all requests together, of each what is beyond its first
+            64 KiB.
+        noun: what completions are called in what clients are told.
     """
 
-    def __init__(self, max_completions: int, noun: str = "completions") -> None:
+    def __init__(
+        self, max_completions: int, max_bodies_bytes: int, noun: str = "completions"
+    ) -> None:
         self._max = max_completions
+        self._max_bodies_bytes = max_bodies_bytes
+        self._bodies_bytes = 0
         self._noun = noun
         self._tickets: set[Ticket] = set()
         self._closed = False
@@ -84,6 +96,23 @@ class Admission:
             yield ticket
         finally:
             self._tickets.remove(ticket)
+            self._bodies_bytes -= ticket.body_nbytes
+
+    def hold(self, ticket: Ticket, body_nbytes: int) -> None:
+        """So much of the body of `ticket` is in memory, until its answer ends.
+
+        Raises:
+            Busy: with those of the others that is too much; `ticket` holds what it did.
+        """
+        counted = max(body_nbytes - _FREE_NBYTES, 0)
+        more = counted - ticket.body_nbytes
+        if more > 0 and self._bodies_bytes + more > self._max_bodies_bytes:
+            raise Busy(
+                f"the bodies of the requests that run or wait have {self._bodies_bytes} bytes, and "
+                f"may have {self._max_bodies_bytes}; try again after a moment"
+            )
+        self._bodies_bytes += more
+        ticket.body_nbytes = counted
 
     def extend(self, ticket: Ticket, completions: int) -> None:
         """`ticket` turns out to take so many.

@@ -7,6 +7,7 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -70,7 +71,13 @@ class GenerationEndpoint:
                         handle.abort()
 
     async def _wanted(self, request: Request, ticket: Ticket) -> GenerationRequest:
-        wanted = await read_json(request, self._settings, self._threads.parsing, self._kind.parse)
+        wanted = await read_json(
+            request,
+            self._settings,
+            self._threads.parsing,
+            self._kind.parse,
+            partial(self._admission.hold, ticket),
+        )
         if wanted.kv_transfer_params is not None:
             check_transfer(self._settings, request.headers, wanted.kv_transfer_params)
         name = self._settings.model_name

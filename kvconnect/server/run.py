@@ -32,7 +32,7 @@ def serve(
         ConfigurationError: the port was taken meanwhile.
         EngineClosed: the engine failed; nothing can be answered any more.
     """
-    admission = Admission(settings.max_completions)
+    admission = Admission(settings.max_completions, settings.max_bodies_bytes)
     with ServerThreads() as threads:
         config = uvicorn_config(make_app(llm, settings, admission, threads), settings)
         listener.listen()

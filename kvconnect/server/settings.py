@@ -11,6 +11,9 @@ from kvconnect.settings import Settings
 
 __all__ = ["HttpSettings", "Seconds", "ServerSettings", "check_header"]
 
+_BODIES = 64
+"""Of the largest size that may be in memory at once."""
+
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -47,6 +50,11 @@ class HttpSettings(Settings):
     max_connections: Annotated[int, Field(ge=1)] = 4096
     client_timeout_s: Annotated[float, Field(ge=0.001, le=1e6)] = 60.0  # the system counts ms
     shutdown_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        """Of the bodies of all requests that are read or answered, beyond 64 KiB of each."""
+        return _BODIES * self.max_body_bytes
 
     @model_validator(mode="after")
     def _key_fits_a_header(self) -> Self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -136,7 +137,10 @@ def test_connections_beyond_the_limit_are_told_and_then_cut(harness):
         wait_until(lambda: harness.connections <= LIMIT, "the others soon", 3)
         with harness.connect() as late:
             late.sendall(GET)
-            assert late.recv(100).startswith(b"HTTP/1.1 503 ")
+            head, _, body = b"".join(iter(lambda: late.recv(65536), b"")).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1" in head.lower()
+            assert json.loads(body)["error"]["code"] == "too_many_connections"
     wait_until(lambda: harness.connections == 0, "they are gone")
     with harness.connect() as next_one:
         next_one.sendall(GET)

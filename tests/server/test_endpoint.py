@@ -32,7 +32,7 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
         model=None, completions=1, stream=False, submit=submit, kv_transfer_params=None
     )
     kind = SimpleNamespace(parse=lambda body: wanted)
-    admission = Admission(2)
+    admission = Admission(2, 1 << 20)
 
     async def come_and_leave():
         messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"{}"}]

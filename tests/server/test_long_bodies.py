@@ -38,6 +38,10 @@ def posted(body: object) -> Request:
     return Request({"type": "http", "headers": headers}, receive)
 
 
+def held(nbytes: int) -> None:
+    """It counts against nothing."""
+
+
 async def test_the_loop_goes_on_while_a_long_body_is_parsed(parsing):
     begun, go_on = threading.Event(), threading.Event()
 
@@ -47,7 +51,7 @@ async def test_the_loop_goes_on_while_a_long_body_is_parsed(parsing):
         return len(body["prompt"])
 
     body = {"prompt": [1] * 100_000}
-    reading = asyncio.create_task(read_json(posted(body), HttpSettings(), parsing, make))
+    reading = asyncio.create_task(read_json(posted(body), HttpSettings(), parsing, make, held))
     async with asyncio.timeout(20):
         while not begun.is_set():  # noqa: ASYNC110  it is another thread's
             await asyncio.sleep(0)
@@ -58,7 +62,7 @@ async def test_the_loop_goes_on_while_a_long_body_is_parsed(parsing):
 async def test_a_short_body_takes_no_turn_on_the_thread(parsing):
     go_on = threading.Event()
     parsing.submit(go_on.wait, 20)
-    assert await read_json(posted({"prompt": "short"}), HttpSettings(), parsing, dict) == {
+    assert await read_json(posted({"prompt": "short"}), HttpSettings(), parsing, dict, held) == {
         "prompt": "short"
     }
     go_on.set()
@@ -86,7 +90,7 @@ async def test_metrics_are_told_while_texts_become_tokens():
     engine = Slow()
     settings = ServerSettings(model_name="slow")
     with ServerThreads() as threads:
-        app = make_app(engine, settings, Admission(100), threads)
+        app = make_app(engine, settings, Admission(100, 1 << 20), threads)
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
             texts = [

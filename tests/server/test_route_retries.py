@@ -119,7 +119,9 @@ async def routed() -> AsyncIterator[Callable[..., Any]]:
             client, fleet = InstanceClient(made), Fleet(made)
             stack.push_async_callback(client.close)
             parsing = stack.enter_context(ThreadPoolExecutor(1))
-            app = make_app(fleet, client, made, Admission(made.max_requests, "requests"), parsing)
+            app = make_app(
+                fleet, client, made, Admission(made.max_requests, 1 << 20, "requests"), parsing
+            )
             one = Routed(servers[: len(prefill)], servers[len(prefill) :], app)
             await stack.enter_async_context(one.client)
             return one
@@ -415,7 +417,9 @@ async def test_an_answer_to_a_client_that_left_fills_no_log(caplog):
         streaming = threads.submit(stream, listener)
         settings = RouteSettings(decode=(f"http://127.0.0.1:{listener.getsockname()[1]}",))
         client = InstanceClient(settings)
-        app = make_app(Fleet(settings), client, settings, Admission(8, "requests"), threads)
+        app = make_app(
+            Fleet(settings), client, settings, Admission(8, 1 << 20, "requests"), threads
+        )
         async with listening(app) as url:
             _, _, port = url.rpartition(":")
             reader, writer = await asyncio.open_connection("127.0.0.1", int(port))

@@ -27,6 +27,7 @@ async def read_json(
     settings: HttpSettings,
     thread: Executor,
     make: Callable[[dict[str, Any]], T],
+    hold: Callable[[int], None],
 ) -> T:
     """What `make` makes of the JSON object that `request` carries.
 
@@ -36,13 +37,15 @@ async def read_json(
         thread: where long bodies are parsed, and `make` is called with them: one thread, since more
             of them would only take turns.
         make: does not block.
+        hold: called with the bytes of the body that are in memory, whenever there are more; if it
+            refuses them, the rest is read and dropped.
 
     Raises:
         RequestRefused: it is no JSON (400, also where it nests deeper than 200 or has a key twice),
             is not declared as such in UTF-8 and uncompressed (415), is too large or holds too many
             values for its size (413), or comes too slowly (408).
         ClientDisconnect: the client left.
-        Exception: what `make` raises.
+        Exception: what `make` and `hold` raise.
     """
     _check_kind(request)
     length = request.headers.get("content-length", "")
@@ -50,7 +53,7 @@ async def read_json(
         raise _too_large(settings)
     try:
         async with asyncio.timeout(settings.client_timeout_s):
-            body = await _read(request, settings)
+            body = await _read(request, settings, hold)
     except TimeoutError as error:
         raise RequestRefused(
             408, f"the body did not come within {settings.client_timeout_s:g} s"
@@ -87,12 +90,24 @@ def _check_kind(request: Request) -> None:
         raise RequestRefused(415, f"Content-Encoding: {shown(coding)}: send the body as it is")
 
 
-async def _read(request: Request, settings: HttpSettings) -> bytes:
-    body = bytearray()
+async def _read(request: Request, settings: HttpSettings, hold: Callable[[int], None]) -> bytes:
+    body, nbytes = bytearray(), 0
+    refused: RequestRefused | None = None
     async for piece in request.stream():
-        body += piece
-        if len(body) > settings.max_body_bytes:
+        nbytes += len(piece)
+        if nbytes > settings.max_body_bytes:
             raise _too_large(settings)
+        if refused is None:
+            try:
+                hold(nbytes)
+            except RequestRefused as error:
+                # A client that is cut while it sends may not see the answer: let it come to an end.
+                refused, body = error, bytearray()
+                hold(0)
+            else:
+                body += piece
+    if refused is not None:
+        raise refused
     return bytes(body)
 
 

@@ -7,7 +7,11 @@ import socket
 from typing import ClassVar
 
 import h11
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from kvconnect.server.errors import ErrorAnswer
 
 __all__ = ["Connection"]
 
@@ -38,6 +42,8 @@ class Connection(H11Protocol):
     A request must come whole within `timeout_s` of its first byte, the first one of the
     connection's start. A client that takes nothing for `timeout_s`, or too little for the
     transport to take more, is gone. Between requests uvicorn's keep-alive timeout counts.
+
+    Requests on connections beyond ``limit_concurrency`` are answered with OpenAI's error object.
     """
 
     timeout_s: ClassVar[float]
@@ -52,6 +58,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
+        self._within, self._limit = self.app, self.limit_concurrency
+        self.limit_concurrency = None  # uvicorn's own answer is a text
         super().connection_made(transport)
         transport.max_size = _READ_NBYTES  # type: ignore[attr-defined]  # asyncio's name for it
         connected: socket.socket = transport.get_extra_info("socket")
@@ -60,7 +68,7 @@ class Connection(H11Protocol):
         unacknowledged = (socket.TCP_USER_TIMEOUT, int(1000 * self.timeout_s))
         for option, value in (*_KEEPALIVE, unacknowledged):
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
-        beyond = len(self.connections) - (self.limit_concurrency or len(self.connections))
+        beyond = len(self.connections) - (self._limit or len(self.connections))
         if beyond > _TOLD:
             transport.abort()
         timeout_s = min(self.timeout_s, _TOLD_WITHIN_S) if beyond > 0 else self.timeout_s
@@ -68,6 +76,9 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Begin to wait for the rest of a request, or stop waiting: it is whole."""
+        under_way = max(len(self.connections), len(self.tasks))
+        full = self._limit is not None and under_way >= self._limit
+        self.app = _too_many if full else self._within
         super().data_received(data)
         if self._request_is_whole():
             self._stop_reading()
@@ -122,3 +133,10 @@ class Connection(H11Protocol):
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
+
+
+async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers on connections beyond the limit, which end with that."""
+    answer = ErrorAnswer(503, "there are too many connections", "too_many_connections")
+    headers = answer.headers | {"Connection": "close"}
+    await JSONResponse(answer.body, answer.status, headers)(scope, receive, send)

@@ -61,6 +61,7 @@ class RouteEndpoint:
                 self._settings,
                 self._parsing,
                 partial(RoutedRequest.of, scope["path"]),
+                partial(self._admission.hold, ticket),
             )
             running = _Running()
             running.task = asyncio.create_task(self._answer(running, request, send))

@@ -34,7 +34,7 @@ def route(settings: RouteSettings, listener: Listener, ready: Callable[[], None]
     Raises:
         ConfigurationError: the port was taken meanwhile.
     """
-    admission = Admission(settings.max_requests, "requests")
+    admission = Admission(settings.max_requests, settings.max_bodies_bytes, "requests")
     fleet, client = Fleet(settings), InstanceClient(settings)
     remove = metrics.add_gauges(fleet.sizes)
     try:
