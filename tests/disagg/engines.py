@@ -83,6 +83,12 @@ def leaks_nothing(*engines: LLM) -> None:
         assert stats.saving_requests + stats.loading_requests + stats.running_requests == 0
 
 
+def nbytes_read(llm: LLM) -> int:
+    """What `llm` has read for the prompts that it still fetches."""
+    fetcher = node_of(llm).fetcher
+    return 0 if fetcher is None else sum(one.nbytes for one in [*fetcher._fetches.values()])
+
+
 def held_by(llm: LLM) -> dict[str, int]:
     """What `llm` keeps for requests, peers and reads, by its kind; empty: nothing."""
     stats, node = llm.stats(), node_of(llm)

@@ -16,6 +16,7 @@ from engines import (
     hands_out,
     is_claimed,
     leaks_nothing,
+    nbytes_read,
     node_of,
     prompt_of,
     until,
@@ -38,12 +39,12 @@ PROMPT = prompt_of(100)
 SMALL = KvCacheConfig(tokens_per_block=T, max_tokens=1024)
 
 
-def submit_both(prefill, decode, prompt, transfer_id):
+def submit_both(prefill, decode, prompt, transfer_id, computing=PREFILL):
     """The prompt at both, the reader first and its claim there."""
     here, there = hands_out(address_of(prefill), transfer_id)
     reading = decode.submit(prompt, ANSWER, kv_transfer_params=there)
     until(lambda: is_claimed(prefill))
-    return prefill.submit(prompt, PREFILL, kv_transfer_params=here), reading
+    return prefill.submit(prompt, computing, kv_transfer_params=here), reading
 
 
 @pytest.mark.parametrize("what", ["id", "prompt", "salt", "nobody"])
@@ -290,12 +291,19 @@ def test_the_reader_aborts_while_it_reads(open_one, stop_at):
     leaks_nothing(prefill)
 
 
-def test_the_prefill_is_aborted_while_it_is_read(open_one, answer_of, stop_at):
+@pytest.mark.parametrize("layer_calls", [5, 9])
+def test_the_prefill_is_aborted_while_it_is_read(layer_calls, open_one, answer_of, stop_at):
+    """In the middle, and when all of it was read: its blocks go with it."""
     prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
-    gate = stop_at(5)
-    computing, reading = submit_both(prefill, decode, PROMPT, "aborted")
+    gate = stop_at(layer_calls)
+    aborted = PREFILL.model_copy(update={"max_tokens": 8})
+    computing, reading = submit_both(prefill, decode, PROMPT, "aborted", aborted)
     assert gate.reached.wait(20)
     until(lambda: node_of(decode).fetcher._fetches)
+    if layer_calls == 9:
+        layout = decode.layout
+        blocks = -(-len(PROMPT) // layout.tokens_per_block)
+        until(lambda: nbytes_read(decode) == blocks * layout.block_nbytes)
     computing.abort()
     gate.open()
     output = reading.result(20)

@@ -297,6 +297,23 @@ def test_after_an_error_that_is_not_quiescent_only_a_rebuild_is_terminal(pair):
     assert pull.terminal.is_set()
 
 
+def test_a_wait_that_is_over_before_it_begins_ends():
+    """As one of microseconds is where cores are few: nothing is polled until it has ended."""
+    waiting = agent_thread.AgentThread(quiescent=True)
+    ended = threading.Event()
+
+    def wait():
+        for _ in range(20_000):
+            waiting._commands.put(None)
+            waiting._take(1e-9)
+            waiting._take(1e-9)
+        ended.set()
+
+    waiting.close()
+    threading.Thread(target=wait, daemon=True).start()
+    assert ended.wait(20)
+
+
 def test_calls_after_close_come_back(pair):
     source, reader, *_ = pair
     handle, thread = reader.connect(source.local()), reader._thread

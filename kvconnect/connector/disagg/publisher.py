@@ -38,9 +38,9 @@ class _Shared:
 class Publisher:
     """Publishes prompts as they are computed. On the engine's thread but for what `node` calls.
 
-    The last layer of a prompt's last tokens is told only once the request has ended and its blocks
-    are kept: a reader that has everything then has read it while it was valid, also if this process
-    dies before it can say so. Until then a preemption takes the blocks, and breaks the lease.
+    Readers are told that all is kept only once the request has ended and its blocks stay: a reader
+    that has everything then has read it while it was valid, also if this process dies before it can
+    say so. Until then a preemption takes the blocks, and breaks the lease.
 
     Args:
         node: of this process.
@@ -140,11 +140,9 @@ class Publisher:
         """The first `layers` layers hold the first `tokens` tokens; on the device's thread, too."""
         if shared.key is None or tokens == 0:
             return
-        if tokens >= shared.num_tokens and not kept:
-            layers = min(layers, self._num_layers - 1)
         known = shared.mark
         before = known.tokens if tokens > known.tokens else known.before
-        mark = Mark(tokens, layers, before)
+        mark = Mark(tokens, layers, before, kept)
         if known < mark:
             shared.mark = mark
             if not self._node.offers.advance(shared.key, mark, self._untold(shared, tokens)):

@@ -78,12 +78,15 @@ class LeaseId(Record):
 class Watermark(Record):
     """How much of a request is computed: its first `layers` layers hold its first `tokens` tokens.
 
-    All layers hold the first `before` tokens, and what an earlier one said stays true.
+    All layers hold the first `before` tokens, and what an earlier one said stays true. `kept`: that
+    is the whole request, and its blocks stay while the lease holds; until then they may go, and
+    nothing that was read of it counts.
     """
 
     layers: Number32
     tokens: Number32
     before: Number32 = 0
+    kept: bool = False
 
 
 class Proof(Message):

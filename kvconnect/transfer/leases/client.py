@@ -378,4 +378,4 @@ class LeaseClient:
 
 
 def _mark(watermark: Watermark) -> Mark:
-    return Mark(watermark.tokens, watermark.layers, watermark.before)
+    return Mark(watermark.tokens, watermark.layers, watermark.before, watermark.kept)

@@ -348,4 +348,4 @@ class LeaseServer:
 
 
 def _watermark(mark: Mark) -> Watermark:
-    return Watermark(layers=mark.layers, tokens=mark.tokens, before=mark.before)
+    return Watermark(layers=mark.layers, tokens=mark.tokens, before=mark.before, kept=mark.kept)

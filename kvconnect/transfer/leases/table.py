@@ -40,11 +40,14 @@ class Mark:
         tokens: of the request, up to the end of the chunk that is being computed.
         layers: how many layers hold them.
         before: tokens before the chunk.
+        kept: all of the request is computed, and its blocks stay while the lease holds. What was
+            read of it counts only then: until then they may go.
     """
 
     tokens: int = 0
     layers: int = 0
     before: int = 0
+    kept: bool = False
 
 
 class Verdict(Enum):

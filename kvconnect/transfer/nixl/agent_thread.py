@@ -34,7 +34,9 @@ class AgentThread:
 
     def __init__(self, *, quiescent: bool) -> None:
         self._quiescent = quiescent
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: before Python 3.13 its `get` waits without end if the timeout is over
+        # before it has begun to wait, as one of microseconds may be.
+        self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._parts: list[PullPart] = []
         self._agent: Agent | None = None
         self._ended = False

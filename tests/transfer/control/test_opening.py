@@ -143,7 +143,7 @@ def test_a_proof_is_of_no_use_a_second_time(sides):
     p = Side("P", secret=SECRET)
     (listening,) = sides(p)
     first = wire_to(listening.port)
-    ours = handshake._OPENING.pack(handshake._MAGIC, 1, 1, bytes(32))
+    ours = handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 1, bytes(32))
     first.write(frame(ours), soon())
     proof = Proof(mac=SECRET.mac(handshake._INITIATOR, ours, first.read(soon())))
     first.write(frame(encode(proof)), soon())
@@ -165,7 +165,9 @@ def test_a_proof_is_of_no_use_a_second_time(sides):
 def test_one_that_has_no_secret_learns_nothing_but_that(sides):
     (listening,) = sides(Side("P", secret=SECRET))
     wire = wire_to(listening.port)
-    wire.write(frame(handshake._OPENING.pack(handshake._MAGIC, 1, 1, bytes(32))), soon())
+    wire.write(
+        frame(handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 1, bytes(32))), soon()
+    )
     wire.read(soon())
     wire.write(frame(encode(Side("X").hello)), soon())
     with pytest.raises(WireClosed):  # not even an error: it is no proof
@@ -181,7 +183,10 @@ def test_an_initiator_wants_a_proof_too():
     def pretend():
         wire = Wire(there, limit=OPENING_LIMIT, silence_s=5)
         wire.read(soon())
-        wire.write(frame(handshake._OPENING.pack(handshake._MAGIC, 1, 1, bytes(32))), soon())
+        wire.write(
+            frame(handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 1, bytes(32))),
+            soon(),
+        )
         wire.read(soon())
         wire.write(frame(encode(Proof(mac=bytes(32)))), soon())
         wire.close()
@@ -198,7 +203,9 @@ def test_a_message_before_the_opening_is_over_is_refused():
     side = Side("D")
     here, there = socket.socketpair()
     wire = Wire(there, limit=OPENING_LIMIT, silence_s=5)
-    wire.write(frame(handshake._OPENING.pack(handshake._MAGIC, 1, 0, bytes(32))), soon())
+    wire.write(
+        frame(handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 0, bytes(32))), soon()
+    )
     wire.write(frame(encode(Ping(number=1))), soon())
     with pytest.raises(BadMessage, match="Ping where Hello is due"):
         shake_hands(Wire(here, limit=OPENING_LIMIT, silence_s=5), side.endpoint, initiator=False)
@@ -270,7 +277,7 @@ def test_an_address_of_another_machine_is_named():
 
 def garbage() -> list[bytes]:
     rng = random.Random(5)
-    opening = frame(handshake._OPENING.pack(handshake._MAGIC, 1, 0, bytes(32)))
+    opening = frame(handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 0, bytes(32)))
     return [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\0\0\0\0",
@@ -329,7 +336,7 @@ def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", listening.port)) as sock:
         sock.settimeout(0.05)
-        opening = frame(handshake._OPENING.pack(handshake._MAGIC, 1, 0, bytes(32)))
+        opening = frame(handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 0, bytes(32)))
         for byte in opening:
             try:
                 sock.sendall(bytes([byte]))

@@ -50,7 +50,7 @@ class Fetch:
     """Reads what is new of a prompt whenever a rank of the other side has computed more of it.
 
     Either all of it becomes valid or nothing: what was read counts only if the lease held until
-    the last read had ended.
+    the last read had ended, and the other side has said that it kept the blocks until then.
 
     Args:
         order: what to fetch, and the blocks it goes to.
@@ -196,7 +196,8 @@ class Fetch:
             pull = self._host.pull(self, self.link, self._ready.popleft())
             self._pulls.add(pull)
             self._reading.add(pull)
-        if self._plan.complete and not self._ready and not self._reading:
+        all_is_read = self._plan.complete and not self._ready and not self._reading
+        if all_is_read and claimed.mark.kept:
             self._release(claimed)
 
     def _release(self, claimed: Claimed) -> None:

@@ -1,0 +1,130 @@
+"""Peers that freeze or die before NIXL's second agent ever read from them, as processes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from peer_process import MiB, pattern
+
+from kvconnect.transfer.nixl import transport as nixl_transport
+from kvconnect.transfer.nixl.agent import Agent
+from kvconnect.transfer.transport import Reads
+
+CANARY = 0xA5
+NBYTES = 48 * MiB
+PIECE = 64 * 1024
+DEADLINE_S = 0.5
+
+
+class Pair:
+    """A reader of two agents here, a peer in another process, a destination full of canaries."""
+
+    def __init__(self, reader, peer):
+        self.reader, self.peer = reader, peer
+        self.memory = torch.full((NBYTES,), CANARY, dtype=torch.uint8)
+        self.into = reader.register(self.memory)
+        self.handle = reader.connect(peer.local)
+        self.large = False
+
+    def pull(self, nbytes):
+        self.large = nbytes > PIECE
+        offsets = np.arange(0, nbytes, PIECE)
+        reads = Reads(0, offsets, self.into, offsets, PIECE)
+        return self.reader.pull(self.handle, reads, deadline_s=DEADLINE_S)
+
+    def read_a_little(self):
+        self.pull(PIECE).done.result(DEADLINE_S + 1)
+
+    def put_canaries(self):
+        self.memory.fill_(CANARY)
+
+    def canaries_are_untouched(self):
+        return bool((self.memory == CANARY).all())
+
+
+@pytest.fixture
+def pair(transport_of, peer_of, monkeypatch):
+    monkeypatch.setattr(nixl_transport, "_cores", lambda: 2)
+    peer = peer_of("nixl", seeds=[(1, NBYTES)], identity="peer")
+    return Pair(transport_of("nixl", identity="reader"), peer)
+
+
+@pytest.fixture
+def second_reads(pair, monkeypatch):
+    """The first agent begins nothing of a large pull before the second one has; says when."""
+    begin, has_begun = Agent.begin, threading.Event()
+
+    def beside(agent, transfer):
+        if agent is pair.reader._second._agent:
+            has_begun.set()
+        elif pair.large:
+            assert has_begun.wait(10)
+        return begin(agent, transfer)
+
+    monkeypatch.setattr(Agent, "begin", beside)
+    return has_begun
+
+
+def outcome(pull):
+    """Its error, if any; it ends in time."""
+    started = time.monotonic()
+    try:
+        return pull.done.exception(30)
+    finally:
+        assert time.monotonic() - started < 2 * DEADLINE_S + 1
+
+
+@pytest.mark.parametrize("nbytes", [PIECE, NBYTES])
+@pytest.mark.parametrize("known", ["connected", "read"])
+def test_a_peer_that_froze_before_the_second_agent_read_from_it(pair, second_reads, known, nbytes):
+    if known == "read":
+        pair.read_a_little()
+    pair.put_canaries()
+    pair.peer.freeze()
+    pull = pair.pull(nbytes)
+    error = outcome(pull)
+    assert second_reads.is_set() == pair.large
+    if error is None:
+        assert np.array_equal(pair.memory[:nbytes], pattern(1, nbytes))
+    else:
+        assert error.reason == "deadline"
+    pair.peer.wake()
+    assert pull.terminal.wait(10)
+    pair.put_canaries()
+    pair.peer.ask("local")
+    assert pair.canaries_are_untouched()
+    pair.read_a_little()
+
+
+def test_a_peer_that_froze_there_writes_nothing_after_a_rebuild(pair, second_reads):
+    pair.read_a_little()
+    pair.peer.freeze()
+    pull = pair.pull(NBYTES)
+    assert outcome(pull).reason == "deadline"
+    assert second_reads.is_set()
+    pair.reader.rebuild()
+    assert pull.terminal.is_set()
+    pair.put_canaries()
+    pair.peer.wake()
+    pair.handle = pair.reader.connect(pair.peer.ask("local"))
+    assert pair.canaries_are_untouched()
+    pair.read_a_little()
+
+
+@pytest.mark.parametrize("known", ["connected", "read"])
+def test_a_peer_killed_before_the_second_agent_read_from_it(pair, known):
+    if known == "read":
+        pair.read_a_little()
+    pair.peer.signal(signal.SIGKILL)
+    pair.peer.process.join(20)
+    pull = pair.pull(NBYTES)
+    assert outcome(pull).reason == "peer"
+    assert pull.terminal.wait(5)
+    pair.put_canaries()
+    assert outcome(pair.pull(NBYTES)).reason == "peer"
+    assert pair.canaries_are_untouched()
