@@ -245,6 +245,11 @@ class KeyChain:
         self._hash_up_to(stop)
         return split_keys(self._digests[start * KEY_NBYTES : stop * KEY_NBYTES])
 
+    def digests(self, start: int, stop: int) -> bytes:
+        """The key before block `start`, then those of the full blocks ``start..stop``, in a row."""
+        self._hash_up_to(min(stop, len(self)))
+        return self._key_before(start) + self._digests[start * KEY_NBYTES : stop * KEY_NBYTES]
+
     def parent(self, block: int) -> BlockKey:
         """The key before block number `block`: its predecessor's, or the root."""
         return self.keys(block - 1, block)[0] if block else self.root
@@ -265,7 +270,7 @@ class KeyChain:
 
     def snapshot(self) -> KeyChain:
         """The chain as it is now, which another thread may hash while this one goes on."""
-        taken = self._over(TokenBuffer(self._tokens.view.copy()))
+        taken = self._over(self._tokens.snapshot())
         taken.learn(self._digests)
         return taken
 
@@ -276,9 +281,7 @@ class KeyChain:
         """
         known = min(snapshot.num_hashed, len(self))
         end = known * self.tokens_per_block
-        if known > self.num_hashed and np.array_equal(
-            self._tokens.view[:end], snapshot._tokens.view[:end]
-        ):
+        if known > self.num_hashed and self._tokens.starts_as(snapshot._tokens, end):
             self._digests = snapshot._digests[: known * KEY_NBYTES]
 
     # ---------------------------------------------------------------- exchange with the block tree

@@ -14,7 +14,7 @@ from kvconnect.config import KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey, KeyChain, Namespace
 from kvconnect.sampling_params import SamplingParams
-from kvconnect.tokens import TokenArray, TokenBuffer
+from kvconnect.tokens import LateTokens, TokenArray, TokenBuffer
 
 __all__ = [
     "ExternalMatch",
@@ -39,6 +39,7 @@ class RequestState(Enum):
 
 _GREEDY = SamplingParams()
 _NO_NAMESPACE = Namespace()
+_NO_TOKENS: TokenArray = np.empty(0, np.int32)
 
 
 class LlmRequest:
@@ -69,7 +70,7 @@ class LlmRequest:
     def __init__(
         self,
         request_id: int,
-        tokens: TokenArray,
+        tokens: TokenArray | LateTokens,
         *,
         chain_root: BlockKey,
         tokens_per_block: int,
@@ -92,7 +93,7 @@ class LlmRequest:
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_external_tokens = 0
-        self.draft_tokens: TokenArray = np.empty(0, np.int32)
+        self.draft_tokens = _NO_TOKENS
         self.arrived_at = time.perf_counter()
         self.reused_device_tokens = 0
         self.reused_store_tokens = 0

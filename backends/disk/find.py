@@ -13,7 +13,7 @@ import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
 from kvconnect.backends.disk.damage import whole_numbers
-from kvconnect.backends.disk.errors import index_errors
+from kvconnect.backends.disk.errors import IndexDamaged, index_errors
 from kvconnect.backends.disk.files.direct_io import Location
 from kvconnect.backends.disk.format import has_model_column
 from kvconnect.keys import KEY_NBYTES, BlockKey
@@ -38,6 +38,12 @@ READABLE = (
     " FROM blocks AS b JOIN segments AS s ON s.id = b.segment WHERE b.slot >= 0"
     " AND b.slot < s.slots AND b.length >= 0 AND b.length <= s.size AND b.created >= ?"
     " AND b.key IN "
+)
+# All blocks in one row: for each further row a thread lets go of the interpreter and waits for it.
+# `quote` shows a number as it is and nothing else so.
+_FIND = (
+    "SELECT group_concat(hex(b.key) || ' ' || quote(b.id) || ' ' || quote(b.segment) || ' ' ||"
+    " quote(b.slot) || ' ' || quote(s.size) || ' ' || quote(b.length))" + READABLE
 )
 
 
@@ -100,12 +106,8 @@ class IndexReader:
         """The leading ones of `keys` that are stored."""
         found: list[Located] = []
         for part in in_parts(keys):
-            rows = self._rows(
-                "SELECT b.key, b.id, b.segment, b.slot, s.size, b.length" + READABLE + marks(part),
-                (oldest_valid(self._ttl), *part),
-            )
-            whole_numbers([row[1:] for row in rows])
-            by_key = {row[0]: Located(row[1], Location(*row[2:5]), row[5]) for row in rows}
+            ((rows,),) = self._rows(_FIND + marks(part), (oldest_valid(self._ttl), *part))
+            by_key = dict(map(_located, rows.split(","))) if rows else {}
             for key in part:
                 if key not in by_key:
                     return found
@@ -115,6 +117,10 @@ class IndexReader:
     def alive(self, blocks: Sequence[Located]) -> int:
         """How many leading `blocks` still are the stored copies: none of their slots was reused."""
         ids = [block.id for block in blocks]
+        count = "SELECT count(*) FROM blocks WHERE id IN "
+        counts = [self._rows(count + marks(part), part)[0][0] for part in in_parts(ids)]
+        if sum(counts) == len(ids):
+            return len(ids)
         query = "SELECT id FROM blocks WHERE id IN "
         alive = {
             block for part in in_parts(ids) for (block,) in self._rows(query + marks(part), part)
@@ -169,6 +175,20 @@ class IndexReader:
     def _rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
         with self._lock, index_errors():
             return self._db.execute(query, values).fetchall()
+
+
+def _located(shown: str) -> tuple[bytes, Located]:
+    """A block of `_FIND`, with its key.
+
+    Raises:
+        IndexDamaged: a program wrote to an index of an older version while it was open.
+    """
+    key, *numbers = shown.split(" ")
+    try:
+        block, segment, slot, size, length = map(int, numbers)
+        return bytes.fromhex(key), Located(block, Location(segment, slot, size), length)
+    except ValueError as error:
+        raise IndexDamaged(f"{shown!r:.100} stands where numbers belong") from error
 
 
 def _entry(key: Any, *columns: Any) -> StoredEntry | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvconnect.backends.disk.directory import DiskDirectory
 from kvconnect.backends.disk.errors import SegmentLost
+from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 
 if TYPE_CHECKING:
@@ -15,8 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["load"]
 
 
-def load(directory: DiskDirectory, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+def load(
+    directory: DiskDirectory,
+    keys: Sequence[BlockKey],
+    into: Sequence[Tensor],
+    checksums: Sequence[FrameChecksum] = (),
+) -> int:
     """Fill `into`; return how many leading ones are filled. Blocks on the disk.
+
+    `checksums`, of all of `into` or none, are told what arrives.
 
     Raises:
         OSError: the disk failed; `into` is undefined.
@@ -28,14 +36,14 @@ def load(directory: DiskDirectory, keys: Sequence[BlockKey], into: Sequence[Tens
             break
     buffers = [buffer[: block.length] for block, buffer in zip(found, into, strict=False)]
     try:
-        directory.files.read([block.location for block in found], buffers)
+        directory.files.read([block.location for block in found], buffers, checksums[: len(found)])
     except SegmentLost as lost:
         if directory.writer is not None:
             directory.writer.drop_lost(lost.segment)
         intact = next(
             at for at, block in enumerate(found) if block.location.segment == lost.segment
         )
-        return load(directory, keys[:intact], into[:intact])
+        return load(directory, keys[:intact], into[:intact], checksums[:intact])
     # A slot may have been given to another block while it was read. Its row goes first: if the row
     # is still there, the slot was not touched before now.
     del found[directory.reader.alive(found) :]

@@ -70,6 +70,7 @@ class DiskBackend(Backend):
         shared=True,
         expires=True,
         variable_length=True,
+        hashes_loads=True,
         seals_saves=True,
     )
 
@@ -144,7 +145,13 @@ class DiskBackend(Backend):
         Raises:
             BackendUnavailable: the disk failed; `into` is undefined.
         """
-        return await self._run("loads", lambda directory: load(directory, keys, into))
+        return await self.load_hashed(keys, into, ())
+
+    async def load_hashed(
+        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
+    ) -> int:
+        """The same; each block is hashed on the thread that has read it, while others read."""
+        return await self._run("loads", lambda directory: load(directory, keys, into, checksums))
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Write blocks to slots that are reserved for them, then commit them all at once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
+import torch
 from tier_store import DictTier
 
 from kvconnect import frame
@@ -84,6 +85,23 @@ async def test_checksums_are_of_no_concern_to_a_store_of_four_methods(kit):
     taken = frame.FrameChecksum(into)
     assert await store.load_hashed([key], [into], [taken]) == 1
     frame.check(into, key, None, taken)
+
+
+async def test_a_disk_hashes_blocks_where_it_reads_them(make_disk, kit):
+    layout, keys = kit.layout, kit.keys("hashed", count=6)
+    blocks = kit.chain(keys)
+    headers = [frame.FrameHeader(16, layout.block_nbytes, layout.fingerprint(), k) for k in keys]
+    async with kit.opened(make_disk()) as store:
+        sealing = [frame.address(one.data, of) for one, of in zip(blocks, headers, strict=True)]
+        assert await store.save_sealed(blocks, sealing) == 6
+        into = kit.buffers(6)
+        unaligned = torch.empty(into[5].numel() + 1, dtype=torch.uint8)[1:]
+        into = [*into[:5], unaligned]
+        taken = [frame.FrameChecksum(buffer) for buffer in into]
+        assert await store.load_hashed(keys, into, taken) == 6
+    assert [one.left_nbytes for one in taken] == [0] * 6
+    for buffer, key, one in zip(into, keys, taken, strict=True):
+        frame.check(buffer, key, None, one)
 
 
 @pytest.mark.parametrize("access", ["store", "read", "maintain"])

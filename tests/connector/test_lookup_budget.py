@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 import pytest
@@ -15,6 +14,7 @@ from stores import DictStore
 from kvconnect import frame
 from kvconnect.connector.offload.budget import LookupBudget
 from kvconnect.connector.offload.io_loop import IoLoop
+from kvconnect.connector.offload.reply import Reply
 from kvconnect.trace import metrics
 
 PROMPT = list(range(1, 6 * T + 3))
@@ -88,11 +88,11 @@ def test_a_budget_suspended_just_as_the_last_question_is_answered_comes_back_aga
             loop.call_soon(lambda: answered.set() or goes_on.wait(10))
 
     budget = LookupBudget(0.01, Answering(), loop.submit)
-    budget.wait(Future())
+    budget.wait(Reply(loop.call_soon))
     assert answered.wait(10)
     assert not budget.suspended
     budget.start_step()
-    budget.wait(Future())
+    budget.wait(Reply(loop.call_soon))
     assert budget.suspended
     with told_of("connector.patience.found") as found:
         goes_on.set()

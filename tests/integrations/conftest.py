@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,7 @@ from kvconnect.integrations import trtllm_shim
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-FOREIGN = ("tensorrt_llm", "lmcache", "kvbm", "nixl", "zmq", "persistent_client")
+FOREIGN = ("tensorrt_llm", "sglang", "lmcache", "kvbm", "nixl", "zmq", "persistent_client")
 """Packages that a test of this folder brings into the process."""
 
 
@@ -51,3 +54,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("clients") / "model"
     make_model(directory, "llama", num_layers=2, hidden_size=32)
     return directory
+
+
+@pytest.fixture
+def with_rope(tiny: Path, tmp_path: Path) -> Path:
+    """The small model, as one with long factors."""
+    from long_rope import LONG
+
+    copy = tmp_path / "long"
+    shutil.copytree(tiny, copy)
+    config: dict[str, Any] = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | LONG))
+    return copy

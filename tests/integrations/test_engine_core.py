@@ -6,7 +6,6 @@ import multiprocessing
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +20,9 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import Direction, LlmArgs
 from kvconnect.connector.offload.budget import LookupBudget
 from kvconnect.connector.offload.messages import BlockSave
+from kvconnect.connector.offload.reply import Reply
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
-from kvconnect.connector.offload.strided import StridedCopier, StridedPlanes
+from kvconnect.connector.offload.strided import HostCopier, StridedCopier, StridedPlanes
 from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.integrations.core import EngineSettings
 from kvconnect.integrations.core.access import StoreAccess
@@ -294,6 +294,38 @@ def test_rows_that_are_not_contiguous_are_stored_as_others_are():
     assert torch.equal(strided.views[2][8], plain.views[2][5])
 
 
+@pytest.mark.parametrize("gap", [0, 24], ids=["evenly apart", "unevenly apart"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 1, 4, 3, 7]])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_blocks_reach_their_places_whatever_the_order_of_the_slots(gap, order, transposed):
+    size = 9 * T * 2 * 8
+    memory = torch.zeros(4 * size + gap)
+    starts = [number * size + gap * (number == 3) for number in range(4)]
+    planes = [memory[start : start + size].view(9, T, 2, 8) for start in starts]
+    staging = StagingPool(1 << 20, LAYOUT.block_nbytes)
+    slots = staging.take(Direction.LOAD, 8)
+    for slot in slots:
+        slot.payload.view(torch.float32).copy_(torch.randn(slot.payload.numel() // 4))
+    if transposed:
+        views = [plane.view(9, 2, 8, T).permute(0, 3, 1, 2) for plane in planes]
+        copier: PoolCopier = StridedCopier(StridedPlanes(tuple(views)), LAYOUT, staging)
+    else:
+        views = planes
+        copier = HostCopier(PagedKv.from_views(views, per_layer=2), LAYOUT, staging)
+    blocks = [3, 8, 1, 0, 6]
+    copier.copy_in([slots[index] for index in order], blocks)
+    for number, view in enumerate(views):
+        for block, index in zip(blocks, order, strict=True):
+            stored = slots[index].payload.view(torch.float32).view(4, T, 2, 8)
+            assert torch.equal(view[block], stored[number])
+        assert not view[[2, 4, 5, 7]].any()
+    before = memory.clone()
+    for wrong in (-1, 9):
+        with pytest.raises(IndexError, match="not all of the pool"):
+            copier.copy_in(slots[:2], [0, wrong])
+    assert torch.equal(memory, before)
+
+
 def test_planes_of_another_shape_are_refused():
     keys, values = torch.zeros(2, 9, T, 2, 8)
     assert isinstance(planes_of([(keys, values)] * 2, LAYOUT, 9, name="m"), PagedKv)
@@ -369,14 +401,11 @@ def test_a_late_lookup_is_asked_for_again_until_its_budget_is_over():
 
     def submit(coroutine):
         coroutine.close()
-        return Future()
+        return Reply.settled(None)
 
     budget = LookupBudget(0.05, Backend(), submit)
-    lookup: Future[int] = Future()
     now = time.monotonic()
-    assert budget.leaves_time(lookup, now)
-    assert not budget.leaves_time(lookup, now - 0.06)
+    assert budget.leaves_time(now)
+    assert not budget.leaves_time(now - 0.06)
     assert budget.suspended
-    assert not budget.leaves_time(Future(), time.monotonic())
-    lookup.set_result(1)
-    assert not budget.leaves_time(lookup, time.monotonic())
+    assert not budget.leaves_time(time.monotonic())

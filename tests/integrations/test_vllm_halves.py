@@ -110,6 +110,21 @@ def test_for_its_last_block_alone_a_prompt_does_not_wait(open_engine: Open):
     assert request.answer == told(engine, prompt)
 
 
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("fault", ["none", "hang"])
+def test_a_prompt_of_no_tokens_that_keys_know_is_computed(
+    open_engine: Open, store: FaultyBackend, skips, fault
+):
+    engine = open_engine(lookup_timeout_ms=20)
+    store.set(fault)
+    prompt = [*PROMPT, 2**40]
+    assert engine.answer(prompt, skip_reading_prefix_cache=skips).answer == told(engine, prompt)
+    engine.abort(engine.submit(prompt, wanted=len(prompt) + 1))  # before it was scheduled
+    assert engine.answer(PROMPT).answer == told(engine)
+    store.heal()
+    engine.check_empty()
+
+
 def test_generated_tokens_are_saved_when_they_fill_a_block(open_engine: Open):
     engine = open_engine()
     first = engine.answer(PROMPT, 2 * T)

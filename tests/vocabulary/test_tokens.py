@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.tokens import TokenBuffer, as_token_array
+from kvconnect.tokens import LateTokens, TokenBuffer, as_token_array
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
@@ -79,3 +79,50 @@ def test_after_a_truncation_appending_does_not_write_into_the_given_array():
 def test_truncating_beyond_the_tokens_is_refused(length):
     with pytest.raises(ConfigurationError, match=r"outside 0\.\.4"):
         TokenBuffer(np.arange(4, dtype=np.int32)).truncate(length)
+
+
+@given(
+    st.lists(INT32),
+    st.booleans(),
+    st.lists(st.lists(INT32, max_size=5) | st.integers(0, 20) | st.none(), max_size=12),
+)
+def test_a_snapshot_stays_what_it_was(prompt, late, steps):
+    buffer = TokenBuffer(LateTokens(prompt) if late else np.array(prompt, np.int32))
+    now = list(prompt)
+    taken = []
+    for step in steps:
+        if step is None:
+            taken.append((buffer.snapshot(), list(now)))
+        elif isinstance(step, int):
+            del now[step:]
+            buffer.truncate(len(now))
+        else:
+            now += step
+            buffer.extend(np.array(step, np.int32))
+    assert buffer.view.tolist() == now
+    for snapshot, then in taken:
+        assert snapshot.view.tolist() == then
+        shorter = min(len(now), len(then))
+        for length in (shorter, shorter // 2):
+            assert buffer.starts_as(snapshot, length) == (now[:length] == then[:length])
+
+
+def test_late_tokens_are_converted_once_and_for_all_who_share_them(monkeypatch):
+    converted = []
+    monkeypatch.setattr(
+        "kvconnect.tokens.as_token_array",
+        lambda tokens: converted.append(tokens) or as_token_array(tokens),
+    )
+    late = LateTokens([1, 2, 3])
+    one = TokenBuffer(late)
+    other = one.snapshot()
+    assert (len(one), late.array, converted) == (3, None, [])
+    assert one.view.tolist() == other.view.tolist() == [1, 2, 3]
+    assert converted == [[1, 2, 3]]
+
+
+def test_late_tokens_are_refused_by_everybody_who_reads_them():
+    buffer = TokenBuffer(LateTokens([1, 2**40]))
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="1099511627776 is outside int32"):
+            _ = buffer.view

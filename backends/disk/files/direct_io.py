@@ -60,8 +60,8 @@ class Location:
 class Run:
     """Bytes that are moved in one system call: neighbours in the file of `location`.
 
-    `buffers` are aligned, or there is only one. `checksums` seal the frames that begin in them,
-    which the thread that writes them does.
+    `buffers` are aligned, or there is only one. `checksums` are of the frames that begin in them:
+    the thread that writes them seals these, the one that reads them hashes what it has read.
     """
 
     location: Location

@@ -140,14 +140,23 @@ class SegmentFiles:
                 total += path.lstat().st_size
         return total
 
-    def read(self, locations: Sequence[Location], buffers: Sequence[Tensor]) -> None:
+    def read(
+        self,
+        locations: Sequence[Location],
+        buffers: Sequence[Tensor],
+        checksums: Sequence[FrameChecksum] = (),
+    ) -> None:
         """Fill each of `buffers` from the slot of the same index; none is longer than its slot.
+
+        What has arrived is told to its checksum, if any.
 
         Raises:
             SegmentLost: a file is gone or too short; `buffers` are undefined.
             OSError: the same.
         """
-        self._reads.run([partial(self._read, part) for part in parts(locations, buffers)])
+        self._reads.run(
+            [partial(self._read, part) for part in parts(locations, buffers, checksums)]
+        )
 
     def write(
         self,
@@ -188,6 +197,8 @@ class SegmentFiles:
                     view(buffer)[:] = bounce[:need]
             if got < need:
                 raise SegmentLost(run.location.segment)
+            for checksum, buffer in zip(run.checksums, run.buffers, strict=False):
+                checksum.passed(0, buffer.numel())
 
     def _write(self, part: Sequence[Run]) -> None:
         for run in part:

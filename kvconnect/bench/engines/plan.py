@@ -18,7 +18,7 @@ class EnginesPlan:
         connectors: of `CONNECTORS`; each takes its turn in every round.
         prompt_tokens: of the prompt that is found again.
         steps: of decoding, with a connector that has nothing to do.
-        repeats: restarts, of which the median counts.
+        repeats: restarts, and new prompts at each connector, of which the medians count.
     """
 
     connectors: tuple[str, ...]

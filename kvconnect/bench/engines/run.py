@@ -38,12 +38,12 @@ _TIERS = ("KvConnectTier", "fs")
 class _Measured:
     """What one connector did: seconds, but for `tokens`, `cached` and `wrong`.
 
-    `scheduler` is what the peer's `Spent` says of the computed prompt's way to its first token; of
+    `scheduler` is what the peer's `Spent` says of each computed prompt's way to its first token; of
     a tier its own part of it, as `inside` of a decode step.
     """
 
     cold: float = math.nan
-    scheduler: dict[str, float] = field(default_factory=dict)
+    scheduler: list[dict[str, float]] = field(default_factory=list)
     step: float = math.nan
     inside: float = math.nan
     around: float = math.nan
@@ -105,8 +105,13 @@ def _cold(
     with _engine(model, directory, name, plan, python) as party:
         said = party.ask("answer", prompt=prompt, max_tokens=2)
         found.cold, found.tokens = said["first"], said["tokens"]
-        found.scheduler = said["tier" if name in _TIERS else "connector"]
+        part = "tier" if name in _TIERS else "connector"
+        found.scheduler.append(said[part])
         party.ask("settle")
+        for number in range(1, plan.repeats):
+            new = random_prompt(plan.prompt_tokens, seed=3 + number).tolist()
+            found.scheduler.append(party.ask("answer", prompt=new, max_tokens=2)[part])
+            party.ask("settle")
         short = random_prompt(_WARM_UP, seed=3).tolist()
         steps = party.ask("answer", prompt=short, max_tokens=plan.steps + 20)["steps"][10:-5]
         whole, connector, tier = (statistics.median(some) for some in zip(*steps, strict=True))
@@ -194,7 +199,8 @@ def _figures(
 
 def _of_scheduler(name: str, one: _Measured, blocks: int) -> list[Figure]:
     """What the scheduler's thread does for a connector; of a tier, for that alone."""
-    ours, spent = name in _OURS, one.scheduler
+    ours = name in _OURS
+    spent = {part: statistics.median(of[part] for of in one.scheduler) for part in one.scheduler[0]}
     waited = spent["wall"] - spent["admission"] - spent["rest"]
     figures = [Figure(f"{name}: of it in the scheduler", one.inside * 1e6, "us", "<= 50" * ours)]
     if name in _TIERS:

@@ -19,6 +19,10 @@ __all__ = ["BackgroundLoad", "BackgroundLoads"]
 # Less staging memory than this has its pages put in place by the load that first uses it: they take
 # some 2 ms for each MiB.
 _TOUCHED_NBYTES = 8 << 20
+# Of a load that full calls would bring nearly at once: what share of a full call each of its calls
+# is, and how many there are at a time. What is done behind the last of them, nothing overlaps.
+_SHORT_SHARE = 4
+_SHORT_IN_FLIGHT = 4
 # Between two looks at whether the store is still used at all.
 _LOOK_S = 0.25
 # A load of which nothing arrived for so long makes one ask the store something short, again and
@@ -187,12 +191,13 @@ class BackgroundLoads:
 
     def _start_reads(self, load: BackgroundLoad) -> None:
         # What has arrived is copied while the next pieces come; a short load in smaller calls.
-        short = -(-load.stop // (2 * LOADS_IN_FLIGHT))
-        piece = min(self._piece, max(self._piece // 2, short))
+        piece, at_once = self._piece, LOADS_IN_FLIGHT
+        if load.stop <= 2 * piece * at_once:
+            piece, at_once = max(1, piece // _SHORT_SHARE), _SHORT_IN_FLIGHT
         while (
             load.next < load.stop
-            and load.reading < LOADS_IN_FLIGHT
-            and load.reading + load.copying < 2 * LOADS_IN_FLIGHT
+            and load.reading < at_once
+            and load.reading + load.copying < 2 * at_once
         ):
             slots = self._route.staging.take(Direction.LOAD, min(piece, load.stop - load.next))
             if not slots:

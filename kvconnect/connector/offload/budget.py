@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.connector.offload.reply import Reply
 from kvconnect.errors import RetryLater
 from kvconnect.trace import count
 
@@ -43,20 +43,20 @@ class LookupBudget:
         self,
         budget_s: float,
         backend: GuardedBackend,
-        submit: Callable[[Coroutine[Any, Any, None]], Future[None]],
+        submit: Callable[[Coroutine[Any, Any, None]], Reply[None]],
     ) -> None:
         self._budget_s = budget_s
         self._backend = backend
         self._submit = submit
         self._left_s = budget_s
-        self._probing: Future[None] | None = None
+        self._probing: Reply[None] | None = None
         self.suspended = False
 
     def start_step(self) -> None:
         """What is waited for from here on counts as another step's."""
         self._left_s = self._budget_s
 
-    def wait(self, lookup: Future[Any]) -> None:
+    def wait(self, lookup: Reply[Any]) -> None:
         """Block until `lookup` is done, at most for what is left of the step's budget."""
         if self.suspended or self._left_s <= 0 or lookup.done():
             return
@@ -69,27 +69,26 @@ class LookupBudget:
         else:
             self._left_s -= time.monotonic() - started
 
-    def leaves_time(self, lookup: Future[Any], asked_at: float) -> bool:
-        """Whether to ask for `lookup` again later; for callers that must not block.
+    def leaves_time(self, asked_at: float) -> bool:
+        """Whether to ask again later for a lookup that is not done; never blocks.
 
         Each lookup has the budget for itself, from when it was first asked for. One that is late
         ends the waiting of all others, as with `wait`.
 
         Args:
-            lookup: the question.
             asked_at: when its answer was first asked for, on the monotonic clock.
         """
-        if self.suspended or lookup.done():
+        if self.suspended:
             return False
         if time.monotonic() - asked_at < self._budget_s:
             return True
         self._suspend()
         return False
 
-    async def timed(self, lookup: Coroutine[Any, Any, T]) -> T:
-        """The result of `lookup`; an answer in time ends the suspension."""
+    async def timed(self, look_up: Callable[[], Awaitable[T]]) -> T:
+        """The result of `look_up`; an answer in time ends the suspension."""
         started = time.monotonic()
-        answer = await lookup
+        answer = await look_up()
         if self.suspended and time.monotonic() - started <= self._budget_s:
             self.suspended = False
             count("connector.patience.found")
@@ -113,6 +112,6 @@ class LookupBudget:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
             try:
-                await self.timed(self._backend.probe(max(_PROBE_S, self._budget_s)))
+                await self.timed(lambda: self._backend.probe(max(_PROBE_S, self._budget_s)))
             except RetryLater:
                 continue

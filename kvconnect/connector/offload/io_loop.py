@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvconnect.backends.daemon_threads import DaemonThreads
+from kvconnect.connector.offload.reply import Reply
 from kvconnect.errors import UsageError
 
 __all__ = ["IoLoop"]
@@ -17,6 +20,7 @@ __all__ = ["IoLoop"]
 logger = logging.getLogger("kvconnect")
 
 T = TypeVar("T")
+_HAS_EVENTFD = hasattr(os, "eventfd")  # on Linux
 # A thread that has not ended by then waits for something that may never come.
 _STUCK_S = 0.2
 
@@ -34,18 +38,39 @@ class IoLoop:
         self.loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()  # asyncio does not keep them
+        self._submitted: deque[tuple[Coroutine[Any, Any, Any], Reply[Any]]] = deque()
+        # Waking the loop by its own means, a socket, costs a submitting thread twice as much.
+        self._wake: int | None = None
+        if _HAS_EVENTFD:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            # Not when the loop is closed: a thread that is submitting would write to another file.
+            weakref.finalize(self, os.close, self._wake).atexit = False
+            self.loop.add_reader(self._wake, self._woken)
         self._thread.start()
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Reply[T]:
         """Start `coroutine` on the loop.
 
         Raises:
             UsageError: the loop is closed.
         """
-        if self._closed:
+        if self.is_closed():
             coroutine.close()
             raise UsageError("the I/O loop is closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        reply: Reply[T] = Reply(self.call_soon)
+        self._submitted.append((coroutine, reply))
+        if self._wake is None:
+            self.call_soon(self._begin_all)
+        else:
+            os.eventfd_write(self._wake, 1)
+        if self.is_closed():  # just now: it may have ended before it saw this
+            reply.cancel()
+        return reply
+
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call `function` on the loop; does nothing once the loop is closed."""
@@ -64,6 +89,22 @@ class IoLoop:
         self._thread.join(timeout_s)
         self._executor.end(min(timeout_s, _STUCK_S))
 
+    def _woken(self) -> None:
+        if self._wake is not None:
+            os.eventfd_read(self._wake)
+        self._begin_all()
+
+    def _begin_all(self) -> None:
+        while self._submitted:
+            coroutine, reply = self._submitted.popleft()
+            if reply.done():
+                coroutine.close()
+                continue
+            task = self.loop.create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            reply.follow(task)
+
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
@@ -71,7 +112,10 @@ class IoLoop:
                 pass
             self._cancel_all()
         finally:
+            self._closed = True
             asyncio.set_event_loop(None)
+            if self._wake is not None:
+                self.loop.remove_reader(self._wake)
             self.loop.close()
 
     def _ran_to_its_end(self) -> bool:
@@ -86,10 +130,12 @@ class IoLoop:
         return True
 
     def _cancel_all(self) -> None:
+        self._begin_all()
         tasks = asyncio.all_tasks(self.loop)
-        if not tasks:
-            return
         for task in tasks:
             task.cancel()
         # A coroutine may refuse to be cancelled: it is given a moment and then left alone.
-        self.loop.run_until_complete(asyncio.wait(tasks, timeout=0.5))
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=0.5))
+        # What ended in the loop's last turn has not told its reply yet.
+        self.loop.run_until_complete(asyncio.sleep(0))

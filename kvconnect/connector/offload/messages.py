@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import NamedTuple, overload
 
-from kvconnect.keys import BlockKey
+from kvconnect.keys import BlockKey, split_keys
 from kvconnect.tokens import TokenArray
 
 __all__ = [
     "BlockLoad",
+    "BlockRun",
     "BlockSave",
     "LoadBlocks",
     "OffloadMeta",
@@ -67,8 +70,7 @@ class LoadBlocks:
         return min(self.end, self.start + num_blocks * tokens_per_block)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockSave:
+class BlockSave(NamedTuple):
     """One block to store.
 
     Attributes:
@@ -92,6 +94,57 @@ class BlockSave:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BlockRun(Sequence[BlockSave]):
+    """Consecutive full blocks of one request in one pool group.
+
+    Costs the scheduler little to make, and little to send: workers make the blocks of it.
+
+    Attributes:
+        keys: the chained key before the first block, then those of the blocks, in a row.
+        first: number of the first.
+        block_ids: where they are in the pool of `group`, of each one.
+        tokens: theirs, in a row; not changed any more.
+        priorities: retention priority of each one.
+        group: pool group.
+    """
+
+    keys: bytes
+    first: int
+    block_ids: Sequence[int]
+    tokens: TokenArray
+    priorities: Sequence[int]
+    group: int = 0
+
+    def __len__(self) -> int:
+        """How many blocks."""
+        return len(self.block_ids)
+
+    def __iter__(self) -> Iterator[BlockSave]:
+        """The blocks, by number."""
+        parent, *keys = split_keys(self.keys)
+        return map(
+            BlockSave,
+            keys,
+            (parent, *keys),
+            range(self.first, self.first + len(keys)),
+            self.block_ids,
+            self.tokens.reshape(len(keys), -1),
+            self.priorities,
+            repeat(self.group),
+        )
+
+    @overload
+    def __getitem__(self, at: int) -> BlockSave: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[BlockSave, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> BlockSave | tuple[BlockSave, ...]:
+        """A block, or some; each time all of them are made."""
+        return tuple(self)[at]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SaveOrder:
     """Blocks of one request.
 
@@ -102,7 +155,7 @@ class SaveOrder:
     """
 
     request_id: int
-    blocks: tuple[BlockSave, ...]
+    blocks: Sequence[BlockSave]
     namespace: bytes = b""
 
 

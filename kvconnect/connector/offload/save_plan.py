@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvconnect.connector.offload.lookup import blocks_needed
-from kvconnect.connector.offload.messages import BlockSave, SaveOrder
+from kvconnect.connector.offload.messages import BlockRun, BlockSave, SaveOrder
 from kvconnect.keys import BlockKey
 from kvconnect.request import LlmRequest
 
@@ -139,34 +139,47 @@ class SavePlan:
                 what they cover there.
             tail_end: tokens that will be valid, inside of block number `num_full`.
         """
-        blocks: list[BlockSave] = []
+        runs: list[BlockRun] = []
         for number, group in enumerate(self._groups):
             if group.num_done is None and group.window is None:
                 continue
             first = group.num_done or 0
-            stop = self._first_unwanted(first, min(num_full, len(group.block_ids)))
-            blocks += self._full_blocks(self._held(group, first, stop, num_committed), number)
-            group.num_done = max(first, stop)
-        if len(self._groups) > 1:
-            blocks.sort(key=lambda block: block.number)  # stable: of equal ones group 0 first
-        if tail_end is not None and self._wants_tail(num_full):
-            blocks += [
-                self._tail(num_full, tail_end, number) for number in range(len(self._groups))
+            known = min(len(group.block_ids), len(self._priorities))
+            stop = self._first_unwanted(first, min(num_full, known))
+            runs += [
+                self._full_blocks(held, number)
+                for held in self._held(group, first, stop, num_committed)
             ]
-        if all(block.key == self._stored_tail for block in blocks):
+            group.num_done = max(first, stop)
+        blocks: Sequence[BlockSave] = (
+            runs[0] if len(runs) == 1 else tuple(block for run in runs for block in run)
+        )
+        if len(self._groups) > 1:
+            # Stable: of equal ones group 0 first.
+            blocks = sorted(blocks, key=lambda block: block.number)
+        if tail_end is not None and self._wants_tail(num_full):
+            tails = (self._tail(num_full, tail_end, group) for group in range(len(self._groups)))
+            blocks = (*blocks, *tails)
+        # One key has no more blocks than there are groups.
+        if len(blocks) <= len(self._groups) and all(
+            block.key == self._stored_tail for block in blocks
+        ):
             return None
         request = self._request
-        return SaveOrder(request.request_id, tuple(blocks), request.namespace.encode())
+        return SaveOrder(request.request_id, blocks, request.namespace.encode())
 
-    def _held(self, group: _Group, first: int, stop: int, num_committed: int) -> Sequence[int]:
+    def _held(self, group: _Group, first: int, stop: int, num_committed: int) -> list[range]:
         """The numbers among ``first..stop`` whose blocks are still the request's."""
-        if group.window is None:
-            return range(first, stop)
-        size = self._request.key_chain.tokens_per_block
-        kept = blocks_needed(group.window, num_committed, size).start
-        return [n for n in range(max(first, kept), stop) if group.block_ids[n] >= 0]
+        if group.window is not None:
+            size = self._request.key_chain.tokens_per_block
+            first = max(first, blocks_needed(group.window, num_committed, size).start)
+        if group.window is None or min(group.block_ids[first:stop], default=0) >= 0:
+            return [range(first, stop)] if first < stop else []
+        return [range(n, n + 1) for n in range(first, stop) if group.block_ids[n] >= 0]
 
     def _first_unwanted(self, first: int, stop: int) -> int:
+        if min(self._priorities[first:stop], default=self._min_priority) >= self._min_priority:
+            return stop
         for number in range(first, stop):
             if self._priorities[number] < self._min_priority:
                 return number
@@ -181,27 +194,17 @@ class SavePlan:
             and self._priorities[number] >= self._min_priority
         )
 
-    def _full_blocks(self, numbers: Sequence[int], group: int) -> list[BlockSave]:
-        """Full blocks of a group, by ascending number."""
-        if not numbers:
-            return []
-        chain, low, high = self._request.key_chain, numbers[0], numbers[-1] + 1
-        keys = [chain.parent(low), *self._request.block_keys(low, high)]
+    def _full_blocks(self, numbers: range, group: int) -> BlockRun:
+        chain, first, stop = self._request.key_chain, numbers.start, numbers.stop
         size = chain.tokens_per_block
-        tokens = self._request.tokens.view[low * size : high * size].copy()
-        block_ids, priorities = self._groups[group].block_ids, self._priorities
-        return [
-            BlockSave(
-                keys[n - low + 1],
-                keys[n - low],
-                n,
-                block_ids[n],
-                tokens[(n - low) * size : (n - low + 1) * size],
-                priorities[n],
-                group,
-            )
-            for n in numbers
-        ]
+        return BlockRun(
+            chain.digests(first, stop),
+            first,
+            self._groups[group].block_ids[first:stop],
+            self._request.tokens.view[first * size : stop * size].copy(),
+            self._priorities[first:stop],
+            group,
+        )
 
     def _tail(self, number: int, end: int, group: int) -> BlockSave:
         chain = self._request.key_chain

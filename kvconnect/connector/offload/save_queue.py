@@ -114,7 +114,7 @@ class SaveQueue:
         Returns:
             How many leading ones of them there was room for.
         """
-        blocks = order.blocks[first:]
+        blocks = tuple(order.blocks)[first:]
         deadline = time.monotonic() + timeout_s
         staged = 0
         while staged < len(blocks):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +17,7 @@ from kvconnect.connector.offload.messages import (
     SaveOrder,
     WorkerMeta,
 )
+from kvconnect.connector.offload.reply import Reply
 from kvconnect.connector.offload.save_plan import SavePlan
 from kvconnect.connector.offload.store import OffloadStore
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
@@ -28,6 +27,8 @@ from kvconnect.request import LlmRequest
 from kvconnect.trace import count, warn_once
 
 __all__ = ["OffloadScheduler"]
+
+_LEFT_ALONE = Reply.settled(Hit())
 
 
 @dataclass(slots=True, eq=False)
@@ -43,13 +44,13 @@ class _State:
         promised: tokens ``start..end`` that the store has for this admission, until their load is
             ordered.
         num_held: blocks that the workers hold until the request's end.
-        asked_at: when an answer to `lookup` was first asked for without waiting.
+        asked_at: when an answer to `lookup` was first asked for, by an engine that asks again.
     """
 
     request: LlmRequest
     asked: KeyChain
     saves: SavePlan
-    lookup: Future[Hit]
+    lookup: Reply[Hit]
     hit: Hit | None = None
     promised: tuple[int, int] | None = None
     num_held: int = 0
@@ -108,12 +109,9 @@ class OffloadScheduler(KvCacheConnectorScheduler):
             request.block_keys()
         asked = request.key_chain.snapshot()
         plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
-        lookup: Future[Hit]
+        lookup = _LEFT_ALONE
         if store.backend.available:
-            lookup = store.io.submit(self._budget.timed(self._look_up(store, asked)))
-        else:
-            lookup = Future()
-            lookup.set_result(Hit())
+            lookup = store.io.submit(self._budget.timed(lambda: self._look_up(store, asked)))
         self._states[request.request_id] = _State(request, asked, plan, lookup)
 
     async def _look_up(self, store: OffloadStore, chain: KeyChain) -> Hit:
@@ -133,26 +131,6 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         state = self._states[request.request_id]
         if state.hit is None and self._could_load(state, num_computed_tokens):
             self._budget.wait(state.lookup)
-        return self._answer(state, num_computed_tokens)
-
-    def ask_num_new_matched_tokens(
-        self, request: LlmRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """As `get_num_new_matched_tokens`, for engines that ask again instead of waiting.
-
-        Never blocks. May be called any number of times; only the last answer counts.
-
-        Returns:
-            ``None`` in place of the tokens while the lookup is under way and within its budget,
-            which counts from the first time that it is asked for.
-        """
-        state = self._states[request.request_id]
-        if state.hit is None and self._could_load(state, num_computed_tokens):
-            if state.asked_at is None:
-                state.asked_at = time.monotonic()
-            if self._budget.leaves_time(state.lookup, state.asked_at):
-                state.promised = None
-                return None, False
         return self._answer(state, num_computed_tokens)
 
     def _could_load(self, state: _State, num_computed_tokens: int) -> bool:

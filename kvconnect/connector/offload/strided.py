@@ -1,19 +1,26 @@
-"""Pools whose rows are not contiguous, as engines on the CPU hold their keys: copied by torch."""
+"""Pools in host memory whose rows are not contiguous, as engines on the CPU hold their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvconnect.connector.offload.staging import PoolCopier, Slot, StagingPool
 from kvconnect.errors import ConfigurationError
+from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["StridedCopier", "StridedPlanes"]
+__all__ = ["HostCopier", "StridedCopier", "StridedPlanes"]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,14 +49,34 @@ class StridedPlanes:
         return self.views[0].device
 
 
+class HostCopier(PoolCopier):
+    """As `PoolCopier`, for a pool in host memory; copies into it are those of `_HostPlanes`.
+
+    Args:
+        blocks: the pool, as planes of `layout`.
+        layout: of its blocks.
+        staging: the slots.
+    """
+
+    def __init__(self, blocks: PagedKv, layout: KvCacheLayout, staging: StagingPool) -> None:
+        super().__init__(blocks, layout, staging)
+        self._host = _HostPlanes(blocks.views, self._slots.views, blocks.per_layer)
+
+    def copy_in(
+        self, slots: Sequence[Slot], block_ids: Sequence[int], layers: range | None = None
+    ) -> None:
+        """Each slot's payload, or only `layers` of it, to its block."""
+        self._host.copy_in(slots, block_ids, layers)
+
+
 class StridedCopier(PoolCopier):
     """As `PoolCopier`, for `StridedPlanes`: every copy is over when its method returns."""
 
     def __init__(self, blocks: StridedPlanes, layout: KvCacheLayout, staging: StagingPool) -> None:
         self.layout = layout
         self._planes = tuple(view.detach() for view in blocks.views)
-        self._per_layer = blocks.per_layer
         self._slots = staging.paged(layout)
+        self._host = _HostPlanes(self._planes, self._slots.views, blocks.per_layer)
         self._in = None
         self._out = None
 
@@ -63,17 +90,110 @@ class StridedCopier(PoolCopier):
             slot.index_copy_(0, rooms, plane.index_select(0, blocks))
         return DONE
 
-    @torch.inference_mode()
     def copy_in(
         self, slots: Sequence[Slot], block_ids: Sequence[int], layers: range | None = None
     ) -> None:
         """Each slot's payload, or only `layers` of it, to its block."""
-        blocks, rooms = _numbers(block_ids), _numbers([slot.index for slot in slots])
-        numbers = range(len(self._planes) // self._per_layer) if layers is None else layers
-        chosen = slice(numbers.start * self._per_layer, numbers.stop * self._per_layer)
-        for plane, slot in zip(self._planes[chosen], self._slots.views[chosen], strict=True):
-            plane.index_copy_(0, blocks, slot.index_select(0, rooms))
+        self._host.copy_in(slots, block_ids, layers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planes:
+    """Some planes ``[planes, blocks, T, heads, dim]``, of the pool and of the slots."""
+
+    pool: NDArray[np.generic]
+    slots: NDArray[np.generic]
+
+
+class _HostPlanes:
+    """Copies into a pool in host memory by NumPy, on the calling thread alone.
+
+    torch would wake its own threads, which the engine computes with, for each plane, and wait until
+    they run. And between two planes the calling thread would wait for the interpreter, which others
+    want: planes that lie at one distance from each other, on both sides, are copied as one.
+
+    Args:
+        pool: planes ``[blocks, T, heads, dim]``, layer by layer.
+        slots: as many of the staging memory.
+        per_layer: planes of a layer.
+    """
+
+    def __init__(self, pool: Sequence[Tensor], slots: Sequence[Tensor], per_layer: int) -> None:
+        self._per_layer = per_layer
+        self._pairs = [
+            _Planes(_words(one)[None], _words(other)[None])
+            for one, other in zip(pool, slots, strict=True)
+        ]
+        self._joined = _joined(self._pairs)
+
+    def copy_in(
+        self, slots: Sequence[Slot], block_ids: Sequence[int], layers: range | None
+    ) -> None:
+        """See `PoolCopier.copy_in`; over when it returns.
+
+        Raises:
+            IndexError: a block is none of the pool's; nothing was copied.
+        """
+        targets = np.array(block_ids, np.intp)
+        if len(targets) and not 0 <= targets.min() <= targets.max() < self._pairs[0].pool.shape[1]:
+            raise IndexError(f"block_ids: {list(block_ids)} are not all of the pool")
+        runs = list(_runs([slot.index for slot in slots]))
+        pairs = self._joined
+        if layers is not None:
+            pairs = self._pairs[layers.start * self._per_layer : layers.stop * self._per_layer]
+        for pair in pairs:
+            for some, rooms in runs:
+                pair.pool[:, targets[some]] = pair.slots[:, rooms]
+
+
+def _joined(pairs: Sequence[_Planes]) -> list[_Planes]:
+    """The same planes; those of one shape that lie at one distance from each other as one."""
+    groups: dict[tuple[object, ...], list[_Planes]] = {}
+    for pair in pairs:
+        sides = pair.pool, pair.slots
+        groups.setdefault(tuple((one.shape, one.strides) for one in sides), []).append(pair)
+    joined: list[_Planes] = []
+    for group in groups.values():
+        pools, slots = ([one.pool for one in group], [one.slots for one in group])
+        steps = _step(pools), _step(slots)
+        if steps[0] is None or steps[1] is None:
+            joined += group
+        else:
+            joined.append(_Planes(_as_one(pools, steps[0]), _as_one(slots, steps[1])))
+    return joined
+
+
+def _step(planes: Sequence[NDArray[np.generic]]) -> int | None:
+    """Bytes from each of `planes` to the next; ``None``: they lie otherwise, or there is one."""
+    starts = [plane.ctypes.data for plane in planes]
+    steps = {after - before for before, after in pairwise(starts)}
+    return steps.pop() if len(steps) == 1 else None
+
+
+def _as_one(planes: Sequence[NDArray[np.generic]], step: int) -> NDArray[np.generic]:
+    """All of `planes`, whose memory the caller keeps alive."""
+    first = planes[0]
+    return as_strided(first, (len(planes), *first.shape[1:]), (step, *first.strides[1:]))
 
 
 def _numbers(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
+
+
+def _words(view: Tensor) -> NDArray[np.generic]:
+    """The same elements in a type that NumPy has, too."""
+    words: NDArray[np.generic] = view.detach().view(_WORDS[view.element_size()]).numpy()
+    return words
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Which of `numbers` lie at one distance from each other; and they themselves, as slices."""
+    start = 0
+    while start < len(numbers):
+        stop = start + 1
+        step = numbers[stop] - numbers[start] if stop < len(numbers) else 1
+        while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == step:
+            stop += 1
+        last = numbers[stop - 1] + step
+        yield slice(start, stop), slice(numbers[start], None if last < 0 else last, step)
+        start = stop

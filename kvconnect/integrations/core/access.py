@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from kvconnect.connector.offload.background_load import BackgroundLoads
 from kvconnect.connector.offload.budget import LookupBudget
 from kvconnect.connector.offload.lookup import Hit, Query, look_up
 from kvconnect.connector.offload.messages import BlockLoad, BlockSave, LoadBlocks, SaveOrder
+from kvconnect.connector.offload.reply import Reply
 from kvconnect.connector.offload.save_queue import SaveQueue
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
 from kvconnect.connector.offload.store import BlockRoute, OffloadStore
@@ -145,7 +147,8 @@ class StoreAccess:
             return [Hit()] * len(queries)
         store = self._store
         asked = [
-            store.io.submit(self._budget.timed(look_up(store.backend, query))) for query in queries
+            store.io.submit(self._budget.timed(partial(look_up, store.backend, query)))
+            for query in queries
         ]
         self._wait(asked)
         return [self._answer(one, Hit()) for one in asked]
@@ -168,17 +171,17 @@ class StoreAccess:
                 else (self._route.store_key(key, group),)
             )
         ]
-        asked = store.io.submit(self._budget.timed(store.backend.lookup(wanted)))
+        asked = store.io.submit(self._budget.timed(lambda: store.backend.lookup(wanted)))
         self._wait([asked])
         return self._answer(asked, 0) // (len(wanted) // len(keys))
 
-    def _wait(self, asked: Sequence[Future[Any]]) -> None:
+    def _wait(self, asked: Sequence[Reply[Any]]) -> None:
         with self._asking:
             self._budget.start_step()
             for one in asked:
                 self._budget.wait(one)
 
-    def _answer(self, asked: Future[T], nothing: T) -> T:
+    def _answer(self, asked: Reply[T], nothing: T) -> T:
         if not asked.done():
             asked.cancel()
             count("connector.lookup.late")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
+import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.offload.reply import Reply
 from kvconnect.connector.offload.scheduler import OffloadScheduler
 from kvconnect.request import LlmRequest
 
@@ -26,17 +29,30 @@ class EngineScheduler(OffloadScheduler):
 
     def __init__(self, llm_args: LlmArgs, *, loads_in_step: bool) -> None:
         self._engine_loads_in_step = loads_in_step
-        self._unanswered: Future[Any] | None = None
+        self._unanswered: Reply[Any] | None = None
         super().__init__(llm_args)
 
     def ask_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As in `OffloadScheduler`."""
-        found, is_async = super().ask_num_new_matched_tokens(request, num_computed_tokens)
-        if found is None:
-            self._unanswered = self._states[request.request_id].lookup
-        return found, is_async
+        """As `get_num_new_matched_tokens`, for an engine that asks again instead of waiting.
+
+        Never blocks. May be called any number of times; only the last answer counts.
+
+        Returns:
+            ``None`` in place of the tokens while the lookup is under way and within its budget,
+            which counts from the first time that it is asked for.
+        """
+        state = self._states[request.request_id]
+        lookup = state.lookup
+        if state.hit is None and not lookup.done() and self._could_load(state, num_computed_tokens):
+            if state.asked_at is None:
+                state.asked_at = time.monotonic()
+            if self._budget.leaves_time(state.asked_at):
+                state.promised = None
+                self._unanswered = lookup
+                return None, False
+        return self._answer(state, num_computed_tokens)
 
     def wait_for_answer(self, timeout_s: float) -> None:
         """Block until a lookup that was not answered yet is, at most `timeout_s`.
@@ -46,7 +62,8 @@ class EngineScheduler(OffloadScheduler):
         """
         unanswered, self._unanswered = self._unanswered, None
         if unanswered is not None:
-            wait((unanswered,), timeout_s)
+            with suppress(TimeoutError, CancelledError):
+                unanswered.exception(timeout_s)
 
     @property
     def _loads_in_step(self) -> bool:

@@ -13,7 +13,7 @@ from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.keys import KEY_NBYTES, BlockKey, KeyChain, Namespace, chain_keys, root_key
 from kvconnect.request import LlmRequest
 from kvconnect.shards import whole_layouts
-from kvconnect.tokens import TokenArray, TokenBuffer
+from kvconnect.tokens import LateTokens, TokenArray, TokenBuffer
 
 __all__ = ["MixedKeyChain", "PromptContent", "RequestMaker", "extra_key_of"]
 
@@ -134,11 +134,11 @@ class RequestMaker:
     llm_args: LlmArgs
     extra_key: str | None
     _next_id: int = 0
-    _roots: dict[Namespace, BlockKey] = field(default_factory=dict)
+    _known: dict[str | None, tuple[Namespace, BlockKey]] = field(default_factory=dict)
 
     def make(
         self,
-        tokens: TokenArray,
+        tokens: TokenArray | LateTokens,
         *,
         cache_salt: str | None = None,
         adapter: str | None = None,
@@ -147,7 +147,8 @@ class RequestMaker:
         """A request with an id of its own.
 
         Args:
-            tokens: of the prompt, int32; not changed.
+            tokens: of the prompt, not changed; late ones are converted on the thread that first
+                reads them, usually the store's.
             cache_salt: the tenant's.
             adapter: digest of the LoRA adapter's files.
             contents: what tokens do not tell.
@@ -155,9 +156,8 @@ class RequestMaker:
         Raises:
             ConfigurationError: there are no tokens, or the salt is none.
         """
-        namespace = Namespace(cache_salt=cache_salt, lora_id=adapter, extra_key=self.extra_key)
+        namespace, root = self._root(cache_salt, adapter)
         size = self.llm_args.tokens_per_block
-        root = self._root(namespace)
         request = LlmRequest(
             self._next_id,
             tokens,
@@ -173,16 +173,16 @@ class RequestMaker:
     def separate(self, name: str) -> None:
         """From now on no key is one of those before: `name` is part of them all."""
         self.extra_key = name if self.extra_key is None else f"{self.extra_key};{name}"
-        self._roots.clear()
+        self._known.clear()
 
-    def _root(self, namespace: Namespace) -> BlockKey:
-        if namespace.cache_salt is not None:
-            return self._new_root(namespace)  # as many as there are tenants
-        if (known := self._roots.get(namespace)) is None:
-            known = self._roots[namespace] = self._new_root(namespace)
-        return known
-
-    def _new_root(self, namespace: Namespace) -> BlockKey:
+    def _root(self, cache_salt: str | None, adapter: str | None) -> tuple[Namespace, BlockKey]:
+        """A namespace, and the key before its first block; kept without a salt, by adapter."""
+        if cache_salt is None and (known := self._known.get(adapter)) is not None:
+            return known
+        namespace = Namespace(cache_salt=cache_salt, lora_id=adapter, extra_key=self.extra_key)
         args = self.llm_args
         layouts = whole_layouts(args.layouts, args.shard, args.num_kv_heads)
-        return root_key(args.model_digest, layouts, namespace)
+        found = namespace, root_key(args.model_digest, layouts, namespace)
+        if cache_salt is None:  # there are as many salts as tenants
+            self._known[adapter] = found
+        return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from kvconnect.integrations.core.requests import PromptContent
 
-__all__ = ["contents_of", "uncached_because"]
+__all__ = ["contents_of", "tokens_of", "uncached_because"]
 
 _HASH = re.compile(r"[0-9a-f]{40,128}")
 
@@ -29,6 +30,13 @@ def uncached_because(request: Any) -> str | None:
     if adapter is not None and getattr(adapter, "load_inplace", False):
         return "a LoRA adapter that replaces another in place"
     return None
+
+
+def tokens_of(request: Any) -> Sequence[int]:
+    """All tokens of `request`, not to be changed: of a new one the prompt itself, uncopied."""
+    prompt: Sequence[int] = request.prompt_token_ids
+    known: int = request.num_tokens
+    return prompt if len(prompt) == known else request.all_token_ids[:known]
 
 
 def contents_of(request: Any) -> list[PromptContent]:

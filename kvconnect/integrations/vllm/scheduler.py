@@ -13,10 +13,10 @@ from kvconnect.integrations.core.adapters import AdapterDigests, digest_now
 from kvconnect.integrations.core.offload import EngineScheduler
 from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
-from kvconnect.integrations.vllm.prompts import contents_of, uncached_because
+from kvconnect.integrations.vllm.prompts import contents_of, tokens_of, uncached_because
 from kvconnect.integrations.vllm.steps import StepReader, held_blocks
 from kvconnect.integrations.vllm.tracked import Tracked
-from kvconnect.tokens import as_token_array
+from kvconnect.tokens import LateTokens
 from kvconnect.trace import count, warn_once
 
 __all__ = ["NUM_TOKENS", "Roles", "SchedulerHalf"]
@@ -28,8 +28,10 @@ NUM_TOKENS = "kvconnect_num_tokens"
 _LOOK_S = 0.01
 _ADAPTER_S = 5.0
 # In a step that computes nothing, vLLM's loop turns at once: it waits so long for a lookup's end.
-_IDLE_S = 0.001
+# A turn costs the scheduler as much as blocks of a prompt do: long enough for a disk's answer.
+_IDLE_S = 0.003
 _NOTHING = StepMeta()
+_UNFIT = "a salt, or tokens, that cannot be in keys"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +163,29 @@ class SchedulerHalf:
             if adapter is None:
                 self._forget(tracked, "a LoRA adapter that cannot be read")
                 return False
+        tracked.tokens = LateTokens(tokens_of(request))
         try:
             llm = self._maker.make(
-                as_token_array(request.all_token_ids[: request.num_tokens]),
+                tracked.tokens,
                 cache_salt=request.cache_salt,
                 adapter=adapter,
                 contents=contents_of(request),
             )
         except ConfigurationError:  # which shows the salt
-            self._forget(tracked, "a salt, or tokens, that cannot be in keys")
+            self._forget(tracked, _UNFIT)
             return False
-        tracked.llm = llm
+        tracked.llm, tracked.num_tokens = llm, llm.prompt_len
         self._names[llm.request_id] = request.request_id
         self._scheduler.on_new_request(llm)
+        return True
+
+    @staticmethod
+    def _are_tokens(tokens: LateTokens) -> bool:
+        """Whether they can be converted, which the store's thread has not done yet."""
+        try:
+            tokens[:0]
+        except ConfigurationError:
+            return False
         return True
 
     def _forget(self, tracked: Tracked, why: str) -> None:
@@ -199,6 +211,11 @@ class SchedulerHalf:
         if tracked is None or tracked.llm is None:
             return
         llm = tracked.llm
+        if tracked.tokens.array is None and not self._are_tokens(tracked.tokens):
+            del self._names[llm.request_id]
+            self._scheduler.request_aborted(llm)
+            self._forget(tracked, _UNFIT)
+            return
         llm.num_connector_matched_tokens = tracked.external = num_external_tokens
         self._scheduler.update_state_after_alloc(llm, [])
         if num_external_tokens and not tracked.in_step:

@@ -15,6 +15,8 @@ _NULL_BLOCK = 0  # vLLM's place holder, where a window holds no block
 
 def held_blocks(block_ids: Sequence[int]) -> list[int]:
     """`block_ids` as the pair names them; -1: no block is held there."""
+    if _NULL_BLOCK not in block_ids:
+        return list(block_ids)
     return [-1 if one == _NULL_BLOCK else one for one in block_ids]
 
 

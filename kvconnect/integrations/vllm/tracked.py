@@ -8,9 +8,11 @@ from typing import Any
 
 from kvconnect.errors import UsageError
 from kvconnect.request import LlmRequest
-from kvconnect.tokens import as_token_array
+from kvconnect.tokens import LateTokens, as_token_array
 
 __all__ = ["Tracked"]
+
+_NO_TOKENS = LateTokens(())
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +22,8 @@ class Tracked:
     Attributes:
         request: vLLM's.
         since: when it came.
+        tokens: of it, when it was given to the pair.
+        num_tokens: those that the pair knows by now.
         llm: the pair's, ``None`` while `adapter` is being made.
         adapter: the digest of its LoRA adapter.
         preemptions: those of `request` that the pair knows of.
@@ -35,6 +39,8 @@ class Tracked:
 
     request: Any
     since: float
+    tokens: LateTokens = _NO_TOKENS
+    num_tokens: int = 0
     llm: LlmRequest | None = None
     adapter: Future[str] | None = None
     preemptions: int = 0
@@ -60,7 +66,8 @@ class Tracked:
 
     def grow(self) -> None:
         """The pair's request gets the tokens that vLLM's has by now."""
-        llm, request = self.started, self.request
-        known = llm.num_tokens
-        if request.num_tokens > known:
-            llm.append_tokens(as_token_array(request.all_token_ids[known : request.num_tokens]))
+        request, known = self.request, self.num_tokens
+        now: int = request.num_tokens
+        if now > known:
+            self.started.append_tokens(as_token_array(request.all_token_ids[known:now]))
+            self.num_tokens = now

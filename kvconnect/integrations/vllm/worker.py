@@ -20,8 +20,9 @@ from kvconnect.trace import warn_once
 
 __all__ = ["StepResults", "WorkerHalf"]
 
-# In a step that computes nothing, vLLM's loop turns at once: it waits so long for a load's end.
-_IDLE_S = 0.001
+# In a step that computes nothing, vLLM's loop turns at once: it waits so long for a load's end,
+# which ends the wait. Each turn keeps the load's threads from the interpreter.
+_IDLE_S = 0.003
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class WorkerHalf:
         self._worker.wait_for_save(self._current_stream())
 
     def take_results(self) -> StepResults:
-        """What ended since the last call. In a step that computes nothing, waits a millisecond."""
+        """What ended since the last call. In a step that computes nothing, waits a moment."""
         if self._meta.is_idle and self._loads:
             self._news.wait(_IDLE_S)
         self._news.clear()

@@ -10,7 +10,7 @@ __all__ = ["StepPause"]
 # What the store's threads get of the interpreter in a step in which a request waits for them; and
 # in one that computes nothing, unless they have news sooner.
 _YIELD_S = 0.0001
-_IDLE_S = 0.001
+_IDLE_S = 0.003
 # Steps that follow each other within this compute nothing. vLLM does not tell a tier.
 _SHORT_S = 0.002
 

@@ -16,8 +16,9 @@ import torch
 
 from kvconnect.config import KvCacheConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload.staging import PoolCopier, StagingPool
+from kvconnect.connector.offload.staging import StagingPool
 from kvconnect.connector.offload.store import BlockRoute, OffloadStore
+from kvconnect.connector.offload.strided import HostCopier
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.vllm_tier import engine
@@ -64,7 +65,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
 
     vLLM makes it and calls it in its scheduler. Nothing but `__init__`, `drain_jobs` and `shutdown`
     blocks, but in steps in which a request waits for the store: for a tenth of a millisecond, and
-    where vLLM has nothing to compute meanwhile for a millisecond at most. Nothing raises for a
+    where vLLM has nothing to compute meanwhile for three milliseconds at most. Nothing raises for a
     store's fault: what cannot be found, loaded or saved in time is computed.
 
     Args:
@@ -305,7 +306,7 @@ def _route(
         _check_store(store)
         staging = StagingPool(settings.staging_bytes, layout.block_nbytes)
         pool = PagedKv.from_pool(rows.view(layout.flat_shape(len(rows))), layout)
-        copier = PoolCopier(pool, layout, staging)
+        copier = HostCopier(pool, layout, staging)
         return BlockRoute.of(store, staging, (copier,))
     except BaseException:
         store.release()
