@@ -19,10 +19,11 @@ from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.core.arguments import make_arguments
 from kvconnect.integrations.core.metrics_port import tell_metrics
-from kvconnect.integrations.core.models import digest_of_model, directory_of
+from kvconnect.integrations.core.models import digest_of_model
 from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.sglang.host_pool import HostPool
 from kvconnect.integrations.sglang.page_stats import PageStats
+from kvconnect.integrations.sglang.server import Server
 from kvconnect.integrations.sglang.settings import ENGINE, rank_of, storage_settings
 from kvconnect.keys import BlockKey, Namespace, root_key
 from kvconnect.shards import whole_layouts
@@ -58,15 +59,20 @@ class KvConnectStorage(_Base):
 
     Raises:
         ConfigurationError: a setting is missing or wrong, or the model cannot be identified.
-        UnsupportedModel: the ranks divide pages in a way that is not served.
+        UnsupportedModel: the ranks divide pages in a way that is not served, or keys and values of
+            equal tokens are not equal.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         self._settings = storage_settings(storage_config)
         self._rank = rank_of(storage_config)
         self._is_mla = bool(storage_config.is_mla_model)
-        self._directory = directory_of(str(storage_config.model_name))
-        self._digest = digest_of_model(self._directory, revision=self._settings.own.model_revision)
+        revision = self._settings.own.model_revision
+        self._server = Server()
+        self._weights = self._server.weights()
+        self._directory = self._server.directory(str(storage_config.model_name))
+        self._server.refuse_unserved(self._directory, is_named=revision is not None)
+        self._digest = digest_of_model(self._directory, revision=revision)
         self._access: StoreAccess | None = None
 
     # ------------------------------------------------------------------ start and end
@@ -91,7 +97,7 @@ class KvConnectStorage(_Base):
             shard=self._rank,
             num_kv_heads=[heads],
         )
-        variant = {"kv_dtype": _kv_dtype(layout.dtype)}
+        variant = {"kv_dtype": _kv_dtype(layout.dtype, self._server), **self._server.variant()}
         namespace = Namespace(extra_key=extra_key_of(self._settings, variant))
         whole = whole_layouts([layout], self._rank, [heads])
         self._root = root_key(args.model_digest, whole, namespace)
@@ -125,7 +131,8 @@ class KvConnectStorage(_Base):
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many leading pages are stored, for all ranks; late answers count as none."""
-        return 0 if self._access is None else self._access.lookup(self._keys(keys))
+        access = self._usable
+        return 0 if access is None else access.lookup(self._keys(keys))
 
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: Tensor, extra_info: Any = None
@@ -134,10 +141,11 @@ class KvConnectStorage(_Base):
 
         Of the others the memory is undefined, and nothing writes to it any more.
         """
-        if self._access is None:
+        access = self._usable
+        if access is None:
             return [False] * len(keys)
         begun = time.perf_counter()
-        loaded = self._access.load(self._keys(keys), self._pool.pages(host_indices))
+        loaded = access.load(self._keys(keys), self._pool.pages(host_indices))
         self._stats.add_load(loaded, time.perf_counter() - begun)
         count("engine.loaded", blocks=loaded)
         return [number < loaded for number in range(len(keys))]
@@ -150,7 +158,7 @@ class KvConnectStorage(_Base):
         Blocks for room up to ``save_timeout_s``. True for the leading ones that are on their way;
         of a latent, ranks behind the first save nothing, and say True.
         """
-        access = self._access
+        access = self._usable
         if access is None:
             return [False] * len(keys)
         if not access.heads[0].is_first:
@@ -195,6 +203,18 @@ class KvConnectStorage(_Base):
         """Pages of each batch since the last call, for SGLang's own metrics; see `PageStats`."""
         return None if self._access is None else self._stats.take()
 
+    @property
+    def _usable(self) -> StoreAccess | None:
+        """The store, unless it is closed, or the server's weights are not those of the keys."""
+        if self._access is not None and self._server.weights() != self._weights:
+            warn_once(
+                "sglang.weights",
+                "SGLang's weights were replaced: from now on nothing is loaded or saved, until the "
+                "server is started with them",
+            )
+            return None
+        return self._access
+
     # ------------------------------------------------------------------ what only others call
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
@@ -234,7 +254,7 @@ class KvConnectStorage(_Base):
         ]
 
 
-def _kv_dtype(dtype: torch.dtype) -> str:
+def _kv_dtype(dtype: torch.dtype, server: Server) -> str:
     """The dtype that the elements of the pool mean: SGLang holds several 8-bit ones as bytes.
 
     Raises:
@@ -242,12 +262,10 @@ def _kv_dtype(dtype: torch.dtype) -> str:
     """
     if dtype.is_floating_point:
         return str(dtype).removeprefix("torch.")
-    try:
-        arguments: Any = import_module("sglang.srt.server_args")
-        given = arguments.get_global_server_args().kv_cache_dtype
-    except (ImportError, AttributeError, ValueError, RuntimeError) as error:
+    given = server.setting("kv_cache_dtype")
+    if given in (None, "auto"):
         raise ConfigurationError(
             f"kv-cache-dtype: the host pool holds {dtype}, and SGLang does not say what that "
             "stands for; use auto or bfloat16"
-        ) from error
+        )
     return str(given)

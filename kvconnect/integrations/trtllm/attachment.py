@@ -106,7 +106,10 @@ class Attachment:
         copier = self._access.attached[0]
         self._first_id = self._attached.enter_context(copier.attached(self._pool))
         self._layout = layout
-        variant = {**variant_of(self.llm_args), "pool": str(tuple(pool.shape[1:]))}
+        variant = {
+            **variant_of(self.llm_args, self._directory),
+            "pool": str(tuple(pool.shape[1:])),
+        }
         self._maker = RequestMaker(args, extra_key_of(self.settings, variant))
         close_at_exit(self)
 

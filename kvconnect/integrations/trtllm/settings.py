@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvconnect.errors import ConfigurationError, UnsupportedModel
+from kvconnect.integrations.core.long_rope import config_of_directory, original_length
 from kvconnect.integrations.core.settings import EngineSettings
 
 __all__ = ["ENGINE", "VARIABLE", "check_engine", "engine_settings", "variant_of"]
@@ -74,8 +76,13 @@ def check_engine(llm_args: object) -> None:
         )
 
 
-def variant_of(llm_args: object) -> Mapping[str, str]:
-    """What of TensorRT-LLM's own settings changes the bytes of a block of equal tokens."""
+def variant_of(llm_args: object, directory: Path) -> Mapping[str, str]:
+    """What of TensorRT-LLM's own settings changes the bytes of a block of equal tokens.
+
+    Args:
+        llm_args: TensorRT-LLM's.
+        directory: of the model.
+    """
     cache = getattr(llm_args, "kv_cache_config", None)
     found = {
         "attn_backend": getattr(llm_args, "attn_backend", None),
@@ -86,4 +93,7 @@ def variant_of(llm_args: object) -> Mapping[str, str]:
         "quant_config": getattr(llm_args, "quant_config", None),
         "sparse_attention_config": getattr(llm_args, "sparse_attention_config", None),
     }
+    if original_length(config_of_directory(directory)) is not None:
+        # Beyond the original length, or without one, it turns all tokens by the long factors.
+        found["max_seq_len"] = str(getattr(llm_args, "max_seq_len", None))
     return {name: str(value) for name, value in found.items() if value is not None}

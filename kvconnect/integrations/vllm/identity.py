@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.long_rope import original_length
 
 __all__ = ["comes_from_directory", "refuse_unserved", "settings_of_model", "variant_of"]
 
-_LONG_ROPES = ("longrope", "su")
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "[ngram]")
 
 # Ways to load the safetensors files of the model's directory, or others of it; the rest of vLLM's
@@ -120,21 +119,10 @@ def _uses_long_factors(model: Any) -> bool:
 
     It does where sequences may be longer than the model's original length, also those that are not.
     """
-    config = getattr(model, "hf_text_config", None)
-    for rope in _ropes(getattr(config, "rope_parameters", None)):
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", 0
-        )
-        if rope.get("rope_type") in _LONG_ROPES and model.max_model_len > original:
-            return True
-    return False
-
-
-def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """One set of parameters, or several by the kind of layer."""
-    if isinstance(parameters, Mapping):
-        nested = [one for one in parameters.values() if isinstance(one, Mapping)]
-        yield from nested or [parameters]
+    text = getattr(model, "hf_text_config", None)
+    names = ("rope_parameters", "original_max_position_embeddings")
+    original = original_length({name: getattr(text, name, None) for name in names})
+    return original is not None and model.max_model_len > original
 
 
 def _refuse_latents_on_cpu(vllm_config: Any) -> None:
