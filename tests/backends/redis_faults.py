@@ -51,6 +51,7 @@ class Relay:
             try:
                 client, _ = self._listener.accept()
             except OSError:
+                self._listener.close()
                 return
             thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
             self._threads.append(thread)
@@ -66,12 +67,16 @@ class Relay:
             server = socket.create_connection(("127.0.0.1", self._target))
         except OSError:
             self._end(client)
+            client.close()
             return
         self._open.add(server)
         up = threading.Thread(target=self._pass, args=(client, server, None), daemon=True)
         up.start()
         self._pass(server, client, self.change)
         up.join()
+        # Not before: the other thread's call might reach a new socket with the same descriptor.
+        client.close()
+        server.close()
 
     def _pass(self, source, target, change) -> None:
         passed = 0
@@ -95,7 +100,6 @@ class Relay:
         self._open.discard(sock)
         with contextlib.suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        sock.close()
 
 
 class Script:

@@ -40,7 +40,7 @@ async def test_answers_that_are_changed_cost_blocks_and_nothing_else(own_redis, 
     relay = Relay(own_redis.port)
 
     def make(deadline_s):
-        url = f"redis://127.0.0.1:{relay.port}?timeout=500ms"
+        url = f"redis://127.0.0.1:{relay.port}?timeout={deadline_s / 2}s"
         return open_backend(url, deadline_s=deadline_s)
 
     work = Workload("Redis answers changed on their way", make)

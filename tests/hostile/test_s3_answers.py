@@ -48,7 +48,7 @@ async def test_answers_that_are_changed_cost_blocks_and_nothing_else(moto, tries
     def make(deadline_s):
         url = (
             f"s3://{BUCKET}/kv?endpoint_url=http://127.0.0.1:{relay.port}&miss_ttl=0&lookup_ttl=0"
-            "&timeout=1s&blocks_per_object=4"
+            f"&timeout={deadline_s}s&blocks_per_object=4"
         )
         return open_backend(url, deadline_s=deadline_s)
 
