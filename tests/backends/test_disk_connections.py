@@ -23,6 +23,7 @@ from kvconnect.backends.disk.files import owner as disk_owner
 from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.errors import BackendUnavailable
+from kvconnect.testing.processes.usage import open_files
 
 
 class Watched(sqlite3.Connection):
@@ -80,10 +81,6 @@ def watched(store):
         WatchedLock(store._client.directory.reader),
         WatchedLock(store._client.directory.writer),
     ]
-
-
-def descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def names(path, pattern):
@@ -197,7 +194,6 @@ def hanging(monkeypatch):
 
 
 async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hanging):
-    files = descriptors()
     store = make_disk()
     await store.open([kit.layout])
     lanes = store._client.lanes
@@ -212,7 +208,7 @@ async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hangin
     await asyncio.wait([loading])
     await asyncio.to_thread(lanes.join)
     assert names(store.path, "owner-*") == []
-    assert descriptors() <= files + 1  # another loop's thread may have come
+    assert open_files(store.path) == []
 
 
 async def test_close_lets_every_call_end_that_came_before_it(make_disk, kit):
@@ -320,10 +316,9 @@ def test_open_that_fails_closes_its_connections_at_once(settings, monkeypatch, l
 
     DiskDirectory(settings, lanes).close()
     monkeypatch.setattr(disk_index, "has_model_column", fails)
-    files = descriptors()
     with pytest.raises(Exception, match="I/O error") as raised:
         DiskDirectory(settings, lanes)
-    assert descriptors() == files
+    assert open_files(settings.path) == []
     del raised
 
 
@@ -386,13 +381,13 @@ async def test_data_file_of_a_save_that_is_rolled_back_is_deleted(make_disk, kit
         allocate(*arguments)
 
     async with kit.opened(make_disk()) as store:
-        files = descriptors()
+        files = open_files(store.path)
         monkeypatch.setattr(os, "posix_fallocate", second_fails)
         blocks = [kit.block(kit.key(nbytes), nbytes=nbytes) for nbytes in (4096, 65536)]
         with pytest.raises(BackendUnavailable, match="fails here"):
             await store.save(blocks)
         assert names(store.path, "segment-*") == []
-        assert descriptors() == files
+        assert open_files(store.path) == files
         assert await store.save(blocks) == 2
 
 

@@ -14,7 +14,6 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
+from kvconnect.testing.processes.usage import open_files
 from kvconnect.trace import metrics
 
 ERRORS = [errno.EIO, errno.EMFILE, errno.ENXIO, errno.ESTALE]
@@ -58,10 +58,6 @@ def write_until_full(path):
 
 def run(*command):
     subprocess.run(command, check=True)
-
-
-def descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 # ---------------------------------------------------------------------------------------- injected
@@ -427,11 +423,11 @@ async def test_no_descriptor_thread_or_task_is_left(kit, make_disk, tmp_path):
 
     await round_of_use()
     gc.collect()
-    files, before = descriptors(), set(threading.enumerate())
+    files, before = open_files(tmp_path), set(threading.enumerate())
     for _ in range(5):
         await round_of_use()
     gc.collect()
-    assert descriptors() == files
+    assert open_files(tmp_path) == files == []
     left = [t for t in set(threading.enumerate()) - before if t.name.startswith("kvconnect-disk")]
     assert left == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -458,12 +454,10 @@ async def test_close_waits_for_a_disk_that_hangs_without_holding_up_anything_els
 async def test_failed_open_leaves_nothing_open(kit, tmp_path, monkeypatch):
     store = DiskBackend(tmp_path / "store")
     monkeypatch.setattr("kvconnect.backends.disk.writer.Owner", failing(errno.EMFILE))
-    files = descriptors()
-    for _ in range(3):
-        with pytest.raises(BackendUnavailable):
-            await store.open([kit.layout])
-    gc.collect()
-    assert descriptors() == files
+    with pytest.raises(BackendUnavailable) as raised:
+        await store.open([kit.layout])
+    assert open_files(tmp_path) == []
+    del raised  # what it refers to would have been closed by the garbage collector
     monkeypatch.undo()
     await store.open([kit.layout])
     await store.close()

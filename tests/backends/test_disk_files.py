@@ -14,15 +14,12 @@ from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.format import INDEX_NAME
 from kvconnect.backends.disk.slots import SlotAllocator
 from kvconnect.errors import BackendUnavailable
+from kvconnect.testing.processes.usage import open_files
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "store"
-
-
-def descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def test_save_into_a_file_that_was_deleted_stores_nothing(make_disk, kit):
@@ -93,11 +90,11 @@ def commit_fails(path, monkeypatch):
 async def test_data_file_of_a_commit_that_fails_takes_no_space(make_disk, kit, path, commit_fails):
     keys = kit.keys("room", count=2)
     async with kit.opened(make_disk()) as store:
-        files = descriptors()
+        files = open_files(path)
         with commit_fails():
             await store.save(kit.chain(keys))
         assert sum(file.stat().st_size for file in path.glob("segment-*")) == 0
-        assert descriptors() == files
+        assert open_files(path) == files
         assert await store.save(kit.chain(keys)) == 2
         assert await kit.stored(store, keys) == [True, True]
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
 
 import pytest
 
 from kvconnect.backends.daemon_threads import DaemonThreads
 from kvconnect.connector.offload.io_loop import IoLoop
 from kvconnect.errors import UsageError
+from kvconnect.testing.processes.usage import descriptors
 
 
 def test_coroutines_run_on_the_loops_thread() -> None:
@@ -25,6 +31,143 @@ def test_coroutines_run_on_the_loops_thread() -> None:
     with pytest.raises(UsageError, match="closed"):
         loop.submit(where())
     loop.call_soon(lambda: None)  # too late, and harmless
+
+
+@contextmanager
+def held_up(loop: IoLoop) -> Iterator[None]:
+    """The loop does nothing meanwhile."""
+    entered, goes_on = threading.Event(), threading.Event()
+    loop.call_soon(lambda: entered.set() or goes_on.wait(20))
+    assert entered.wait(5)
+    try:
+        yield
+    finally:
+        goes_on.set()
+
+
+@pytest.fixture(params=[True, False], ids=["eventfd", "socket"])
+def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[IoLoop]:
+    monkeypatch.setattr("kvconnect.connector.offload.io_loop._HAS_EVENTFD", request.param)
+    made = IoLoop()
+    yield made
+    made.close()
+
+
+def test_a_reply_is_waited_for_no_longer_than_asked(loop: IoLoop) -> None:
+    with held_up(loop):
+        reply = loop.submit(asyncio.sleep(0, "late"))
+        with pytest.raises(TimeoutError):
+            reply.result(0.01)
+        assert not reply.done()
+    assert reply.result(5) == "late"
+    assert reply.done()
+    assert reply.exception() is None
+
+
+def test_replies_come_in_the_order_of_the_questions(loop: IoLoop) -> None:
+    begun = []
+
+    async def begin(number: int) -> int:
+        begun.append(number)
+        return number
+
+    replies = [loop.submit(begin(number)) for number in range(100)]
+    assert [one.result(5) for one in replies] == begun == list(range(100))
+
+
+def test_a_reply_tells_the_error(loop: IoLoop) -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    reply = loop.submit(fail())
+    assert isinstance(reply.exception(5), ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        reply.result()
+
+
+def test_what_is_cancelled_before_it_begins_never_does(loop: IoLoop) -> None:
+    begun = []
+
+    async def begin() -> None:
+        begun.append(1)
+
+    with held_up(loop):
+        reply = loop.submit(begin())
+        reply.cancel()
+        assert reply.done()
+    assert loop.submit(asyncio.sleep(0, "next")).result(5) == "next"
+    assert not begun
+    with pytest.raises(CancelledError):
+        reply.result()
+
+
+def test_what_is_cancelled_while_it_runs_is_told(loop: IoLoop) -> None:
+    entered, told = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        entered.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            told.set()
+
+    reply = loop.submit(wait())
+    assert entered.wait(5)
+    reply.cancel()
+    assert told.wait(5)
+    with pytest.raises(CancelledError):
+        reply.exception()
+    loop.submit(asyncio.sleep(0)).result(5)
+    assert not loop._tasks
+
+
+def test_what_comes_as_the_loop_is_closed_is_cancelled(monkeypatch) -> None:
+    monkeypatch.setattr(IoLoop, "_woken", lambda _: None)  # it ends before it sees this
+    loop = IoLoop()
+    reply = loop.submit(asyncio.sleep(60))
+    loop.close()
+    with pytest.raises(CancelledError):
+        reply.result(5)
+
+
+def test_what_ends_in_the_loops_last_turn_is_told() -> None:
+    io = IoLoop("test-io")
+
+    async def last() -> int:
+        io.loop.stop()  # as `close` does, just then
+        return 7
+
+    try:
+        assert io.submit(last()).result(5) == 7
+    finally:
+        io.close()
+
+
+def test_no_descriptor_is_left() -> None:
+    gc.collect()
+    before = descriptors()
+    for _ in range(3):
+        loop = IoLoop()
+        loop.submit(asyncio.sleep(0)).result(5)
+        loop.close()
+    del loop
+    gc.collect()
+    assert descriptors() <= before
+
+
+def test_what_is_submitted_while_the_loop_is_closed_is_cancelled(loop: IoLoop, monkeypatch) -> None:
+    begin_all = loop._begin_all
+
+    class Closing(deque):
+        def append(self, one: object) -> None:
+            loop.close()  # by another thread, after `submit` has looked
+            super().append(one)
+
+    monkeypatch.setattr(loop, "_submitted", Closing())
+    reply = loop.submit(asyncio.sleep(60))
+    with pytest.raises(CancelledError):
+        reply.result(5)
+    begin_all()  # closes the coroutine
 
 
 def test_closing_does_not_wait_for_what_never_ends() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm_engine import Engine, engine, prompts_of
 
+from kvconnect.testing.processes.usage import descriptors, resident_nbytes
 from kvconnect.trace import metrics
 
 AT_ONCE = 50
@@ -86,8 +87,8 @@ def look(made: Engine, directory: Path) -> Look:
     instances = instances_at_rest()
     ctypes.CDLL(None).malloc_trim(0)
     return Look(
-        resident=int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096,
-        descriptors=len(list(Path("/proc/self/fd").iterdir())),
+        resident=resident_nbytes(),
+        descriptors=descriptors(),
         threads=len(list(Path("/proc/self/task").iterdir())),
         entries=entries(halves),
         instances=instances,
