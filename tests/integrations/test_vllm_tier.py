@@ -23,7 +23,7 @@ from kvconnect.integrations.vllm_tier import pause as pauses
 from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
 from kvconnect.integrations.vllm_tier.loads import Loads
-from kvconnect.integrations.vllm_tier.lookups import Lookups
+from kvconnect.integrations.vllm_tier.lookups import Known, Lookups, ScanEnd
 from kvconnect.integrations.vllm_tier.parents import Parents
 from kvconnect.integrations.vllm_tier.pause import StepPause
 from kvconnect.integrations.vllm_tier.saves import ChunkSave, Saves
@@ -39,6 +39,10 @@ def chunk(number: int, group: int = 0) -> bytes:
     return number.to_bytes(32, "little") + group.to_bytes(4, "big")
 
 
+def request_of(name: str, positions: dict[bytes, int]) -> SimpleNamespace:
+    return SimpleNamespace(req_id=name, get_offload_key_position=positions.get)
+
+
 # ---------------------------------------------------------------------- lookups
 
 
@@ -50,25 +54,25 @@ def answered(lookups: Lookups, **found: bool) -> None:
 
 def test_a_chunk_is_asked_for_once_and_answered_in_a_later_step():
     lookups = Lookups(10)
-    assert lookups.lookup(chunk(1), "a") is None
-    assert lookups.lookup(chunk(1), "a") is None
-    assert lookups.lookup(chunk(1), "b") is None
+    assert lookups.lookup(chunk(1), "a") is Known.ASKED
+    assert lookups.lookup(chunk(1), "a") is Known.AWAITED
+    assert lookups.lookup(chunk(1), "b") is Known.ASKED
     [[(asked, number)]] = lookups.take_questions()
     assert (asked, lookups.take_questions()) == (chunk(1), [])
     lookups.answer([(asked, number, True)])
-    assert lookups.lookup(chunk(1), "a") is True
-    assert lookups.lookup(chunk(1), "b") is True
+    assert lookups.lookup(chunk(1), "a") is Known.PRESENT
+    assert lookups.lookup(chunk(1), "b") is Known.PRESENT
 
 
 def test_what_was_missing_is_asked_for_again_by_the_next_request_only():
     lookups = Lookups(10)
     lookups.lookup(chunk(1), "a")
     answered(lookups, c1=False)
-    assert lookups.lookup(chunk(1), "a") is False
+    assert lookups.lookup(chunk(1), "a") is Known.MISSING
     assert lookups.take_questions() == []
-    assert lookups.lookup(chunk(1), "b") is None
+    assert lookups.lookup(chunk(1), "b") is Known.ASKED
     answered(lookups, c1=True)
-    assert lookups.lookup(chunk(1), "b") is True
+    assert lookups.lookup(chunk(1), "b") is Known.PRESENT
 
 
 def test_what_could_not_be_loaded_does_not_come_up_again_for_those_who_were_told_of_it():
@@ -76,7 +80,7 @@ def test_what_could_not_be_loaded_does_not_come_up_again_for_those_who_were_told
     lookups.lookup(chunk(1), "a")
     answered(lookups, c1=True)
     lookups.missing([chunk(1), chunk(2)])
-    assert lookups.lookup(chunk(1), "a") is False
+    assert lookups.lookup(chunk(1), "a") is Known.MISSING
     assert lookups.take_questions() == []
 
 
@@ -84,9 +88,9 @@ def test_what_is_not_answered_in_time_is_missing_and_a_late_answer_is_not_taken(
     lookups = Lookups(0.0)
     lookups.lookup(chunk(1), "a")
     [[(asked, number)]] = lookups.take_questions()
-    assert lookups.lookup(chunk(1), "a") is False
+    assert lookups.lookup(chunk(1), "a") is Known.MISSING
     lookups.answer([(asked, number, True)])
-    assert lookups.lookup(chunk(1), "a") is False
+    assert lookups.lookup(chunk(1), "a") is Known.MISSING
 
 
 @given(
@@ -115,6 +119,32 @@ def test_nothing_is_kept_of_requests_that_ended(steps):
         lookups.forget(request)
     assert len(lookups) == 0
     assert not lookups._of_request
+
+
+def look(ends: ScanEnd, request: SimpleNamespace, *chunks: bytes) -> list[bool]:
+    return [ends.is_behind_awaited(one, request) for one in chunks]
+
+
+def test_a_look_from_the_front_ends_behind_a_chunk_that_is_waited_for():
+    places = {chunk(number, group): 32 * number for number in (1, 2, 3) for group in (0, 1)}
+    ends, request = ScanEnd(), request_of("a", places)
+    assert look(ends, request, chunk(1), chunk(2)) == [False, True]
+    # Another look in the same step, one of another group, another request, and another step.
+    assert look(ends, request, chunk(1), chunk(3), chunk(1, 1), chunk(2, 1)) == [
+        *(False, True),
+        *(False, True),
+    ]
+    assert look(ends, request, chunk(1), chunk(2, 1)) == [False, False]
+    assert look(ends, request_of("b", places), chunk(3, 1)) == [False]
+    ends.end_step()
+    assert look(ends, request, chunk(2), chunk(2)) == [False, False]
+
+
+def test_a_look_from_the_end_goes_on():
+    places = {chunk(number): 32 * number for number in (1, 2, 3)}
+    ends = ScanEnd()
+    assert look(ends, request_of("a", places), chunk(3), chunk(2), chunk(1)) == [False] * 3
+    assert look(ends, request_of("b", {}), chunk(1), chunk(2)) == [False, False]
 
 
 # ---------------------------------------------------------------------- pauses of the scheduler
@@ -153,10 +183,6 @@ def test_a_step_that_computes_or_that_no_request_waits_in_does_not(monkeypatch):
 
 
 # ---------------------------------------------------------------------- parents
-
-
-def request_of(name: str, positions: dict[bytes, int]) -> SimpleNamespace:
-    return SimpleNamespace(req_id=name, get_offload_key_position=positions.get)
 
 
 def test_chunks_are_stored_in_the_order_of_the_prompt_each_with_the_one_before_it():

@@ -5,11 +5,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from enum import Enum
+from typing import Any
 
-__all__ = ["Answers", "Lookups"]
+__all__ = ["Answers", "Known", "Lookups", "ScanEnd"]
 
 Answers = list[tuple[bytes, int, bool]]
 """Chunks with the number of the question, and whether the store has them."""
+
+
+class Known(Enum):
+    """What a request is told of a chunk."""
+
+    PRESENT = "the store has it"
+    MISSING = "the store does not have it, or has not said so in time"
+    ASKED = "the store is being asked, since just now"
+    AWAITED = "the store has been asked for this request, and has not answered"
 
 
 class _Chunk:
@@ -44,8 +55,8 @@ class Lookups:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def lookup(self, chunk: bytes, request: str) -> bool | None:
-        """Whether the store has `chunk`; ``None``: not known yet, ask again in the next step."""
+    def lookup(self, chunk: bytes, request: str) -> Known:
+        """Whether the store has `chunk`, as far as that is known; asks it if need be."""
         if self._answers:
             self._take_answers()
         asked = self._of_request.get(request)
@@ -54,14 +65,18 @@ class Lookups:
         known = self._chunks.get(chunk)
         if known is None:
             known = self._chunks[chunk] = _Chunk()
+        waiting = Known.AWAITED
         if chunk not in asked:
+            waiting = Known.ASKED
             asked.add(chunk)
             known.num_requests += 1
             if known.found is False or known.number < 0:
                 self._question(known, chunk, request)
         elif known.found is None and time.monotonic() - known.asked_at > self._timeout_s:
             known.found, known.number = False, -1
-        return known.found
+        if known.found is None:
+            return waiting
+        return Known.PRESENT if known.found else Known.MISSING
 
     def missing(self, chunks: Sequence[bytes]) -> None:
         """`chunks` could not be loaded: no request that was told of them is told so again."""
@@ -110,3 +125,37 @@ class Lookups:
                 known = self._chunks.get(chunk)
                 if known is not None and known.number == number:
                     known.found = found
+
+
+class ScanEnd:
+    """Tells where vLLM's look through a prompt's chunks can end, as the store is still being asked.
+
+    vLLM asks for each chunk of a prompt in each step until all are known, and each call of its own
+    costs several microseconds. It takes a prompt to be waiting if one chunk is to be asked for
+    again, and ends at the first that is missing: so the one that follows a chunk that is waited for
+    is said to be missing, if its request has asked for it already. Layers with a window, for which
+    vLLM goes through the chunks from the end, and goes on behind one that is missing, are left out.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[str, bytes, int] | None = None
+
+    def is_behind_awaited(self, chunk: bytes, request: Any) -> bool:
+        """Whether `chunk`, which `request` waits for, follows another such in this look.
+
+        Args:
+            chunk: vLLM's key.
+            request: vLLM's ``ReqContext``.
+        """
+        last, self._last = self._last, None
+        end = request.get_offload_key_position(chunk)
+        if end is None:
+            return False
+        if last is not None and last[:2] == (request.req_id, chunk[-4:]) and last[2] < end:
+            return True
+        self._last = request.req_id, chunk[-4:], end
+        return False
+
+    def end_step(self) -> None:
+        """The next look begins anew."""
+        self._last = None

@@ -31,7 +31,7 @@ from kvconnect.integrations.vllm_tier.identity import (
     configuration_of_vllm,
 )
 from kvconnect.integrations.vllm_tier.loads import Loads
-from kvconnect.integrations.vllm_tier.lookups import Answers, Lookups
+from kvconnect.integrations.vllm_tier.lookups import Answers, Known, Lookups, ScanEnd
 from kvconnect.integrations.vllm_tier.parents import Parents
 from kvconnect.integrations.vllm_tier.pause import StepPause
 from kvconnect.integrations.vllm_tier.saves import Saves
@@ -111,6 +111,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             self._opened = undo.pop_all()
         timeout_s = given.lookup_timeout_ms / 1e3
         self._lookups = Lookups(timeout_s)
+        self._scan_end = ScanEnd()
         self._unanswered = False
         self._pause = StepPause()
         self._finder = Finder(self._route, names, self._answered, timeout_s=timeout_s)
@@ -131,21 +132,26 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
     # ------------------------------------------------------------------ lookups
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether the store has a chunk; ``RETRY`` until it has said so. Does not block."""
+        """Whether the store has a chunk; ``RETRY`` until it has said so. Does not block.
+
+        ``MISS`` also ends vLLM's look through the chunks of a prompt that waits: see `ScanEnd`.
+        """
         if len(key) != _KEY_NBYTES:
             warn_once(
                 "vllm_tier.hash",
                 f"{len(key) - 4} bytes of hash do not name a chunk safely; it is not looked up",
             )
             return engine.LookupResult.MISS
-        found = self._lookups.lookup(key, req_context.req_id)
-        if found is None:
-            self._unanswered = True
-            return engine.LookupResult.RETRY
-        if not found:
+        known = self._lookups.lookup(key, req_context.req_id)
+        if known is Known.PRESENT:
+            self._parents.note(key, req_context)
+            return engine.LookupResult.HIT
+        if known is Known.MISSING:
             return engine.LookupResult.MISS
-        self._parents.note(key, req_context)
-        return engine.LookupResult.HIT
+        self._unanswered = True
+        if known is Known.AWAITED and self._scan_end.is_behind_awaited(key, req_context):
+            return engine.LookupResult.MISS
+        return engine.LookupResult.RETRY
 
     def on_new_request(self, req_context: Any) -> Any:
         """Only what is new is stored, chunk by chunk."""
@@ -158,6 +164,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
 
     def on_schedule_end(self, context: Any) -> None:
         """Ask the store what came up in this step."""
+        self._scan_end.end_step()
         if questions := self._lookups.take_questions():
             self._finder.find(questions)
         unanswered, self._unanswered = self._unanswered, False
