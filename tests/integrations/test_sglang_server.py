@@ -15,6 +15,7 @@ from stand_ins import module
 
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.sglang import KvConnectStorage
+from kvconnect.trace import metrics
 
 PAGES = list(range(4))
 
@@ -132,6 +133,15 @@ def test_weights_that_are_not_read_from_the_directory_are_refused(serve, opened,
     opened(model_revision="org/name@1")
 
 
+@pytest.mark.parametrize("lora", [{"enable_lora": True}, {"lora_paths": ["a=/adapters/a"]}])
+def test_adapters_which_sglang_tells_by_name_are_refused(serve, opened, lora):
+    serve(**lora)
+    with pytest.raises(ConfigurationError, match="enable-lora"):
+        opened(model_revision="org/name@1")
+    serve(enable_lora=False, lora_paths=None)
+    opened()
+
+
 def test_of_files_the_content_is_in_keys(serve, opened, tmp_path):
     scales, moved = tmp_path / "scales.json", tmp_path / "moved.json"
     scales.write_text('{"k": 1}')
@@ -161,7 +171,9 @@ def test_after_the_weights_were_replaced_nothing_is_found_or_saved(serve, opened
     save(storage)
     assert found(storage) == len(PAGES)
     context.settings |= replaced
+    counted = metrics.snapshot().get("engine.request.uncached", 0)
     assert found(storage) == 0
+    assert metrics.snapshot()["engine.request.uncached"] == counted + 1
     assert save(storage) == [False] * len(PAGES)
     assert storage.batch_get_v1(hashes(len(PAGES)), indices(PAGES)) == [False] * len(PAGES)
 

@@ -179,6 +179,9 @@ def test_after_close_nothing_is_found(opened):
         ({"urll": "memory:"}, "did you mean 'url'"),
         ({"namespace": "shared"}, "namespace"),
         ({"lookup_timeout_ms": -1}, "lookup_timeout_ms"),
+        ({"save_on": "finish"}, "unknown field 'save_on'"),
+        ({"min_load_tokens": 64}, "unknown field 'min_load_tokens'"),
+        ({"producer_timeout_s": 1}, "unknown field 'producer_timeout_s'"),
     ],
 )
 def test_wrong_settings_are_refused_at_the_start(tiny, more, complaint):

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import ConfigurationError, UnsupportedModel
+from kvconnect.integrations.trtllm.settings import variant_of
 
 T = 8
 ROOM = "kvconnect.integrations.trtllm"
@@ -272,6 +274,8 @@ def test_staging_that_is_full_drops_blocks(classes, configured, tiny):
         ("{}", "KVCONNECT_CONFIG.url: is missing"),
         ('{"url": "memory:", "lookup_timeout": 3}', "did you mean 'lookup_timeout_ms'"),
         ('{"url": "memory:", "namespace": "shared"}', "namespace"),
+        ('{"url": "memory:", "save_on": "finish"}', "unknown field 'save_on'"),
+        ('{"url": "memory:", "producer_timeout_s": 1}', "unknown field 'producer_timeout_s'"),
     ],
 )
 def test_wrong_settings_are_refused_at_the_start(classes, tiny, monkeypatch, text, complaint):
@@ -297,6 +301,14 @@ def test_what_it_cannot_do_right_is_refused(classes, configured, tiny, tmp_path)
             classes[0](trt.llm_args(tiny, T, **wrong))
     with pytest.raises(ConfigurationError, match="model"):
         classes[0](trt.llm_args(tmp_path / "none", T))
+    for load_format in ("dummy", SimpleNamespace(name="DUMMY")):
+        with pytest.raises(ConfigurationError, match="load_format='dummy'"):
+            classes[0](trt.llm_args(tiny, T, load_format=load_format))
+    with pytest.raises(ConfigurationError, match=r"checkpoint_loader: .*model_revision"):
+        classes[0](trt.llm_args(tiny, T, checkpoint_loader=object()))
+    for drafts in (SimpleNamespace(decoding_type="Eagle"), SimpleNamespace()):
+        with pytest.raises(UnsupportedModel, match=r"speculative_config: .* serves NGram"):
+            classes[0](trt.llm_args(tiny, T, speculative_config=drafts))
     args = trt.llm_args(tiny, T)
     args.kv_cache_config.dtype = "nvfp4"
     with pytest.raises(UnsupportedModel, match="scales"):
@@ -308,6 +320,19 @@ def test_what_it_cannot_do_right_is_refused(classes, configured, tiny, tmp_path)
     configured(url="tape:x")
     with pytest.raises(ConfigurationError, match="tape"):
         Pair(classes, tiny)
+
+
+def test_what_names_or_changes_the_weights_is_served_and_told_apart(classes, configured, tiny):
+    configured(model_revision="org/name@1")
+    drafts = SimpleNamespace(decoding_type="NGram")
+    args = trt.llm_args(tiny, T, checkpoint_loader=object(), speculative_config=drafts)
+    classes[0](args)._attachment.close()
+    plain = trt.llm_args(tiny, T, model_kwargs={})
+    assert variant_of(plain, tiny) == variant_of(trt.llm_args(tiny, T), tiny)
+    scaled = [trt.llm_args(tiny, T, model_kwargs={"rope_theta": one}) for one in (5.0, 6.0)]
+    mistral = trt.llm_args(tiny, T, checkpoint_format="mistral")
+    variants = [variant_of(args, tiny) for args in (plain, *scaled, mistral)]
+    assert all(one not in variants[:number] for number, one in enumerate(variants))
 
 
 # ---------------------------------------------------------------------- a whole engine

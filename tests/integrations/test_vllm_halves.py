@@ -19,14 +19,18 @@ from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.offload.messages import WorkerMeta
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm.caches import group_planes
-from kvconnect.integrations.vllm.identity import refuse_unserved, variant_of
+from kvconnect.integrations.vllm.identity import (
+    refuse_other_dtype_on_cpu,
+    refuse_unserved,
+    variant_of,
+)
 from kvconnect.integrations.vllm.layouts import cache_groups, total_heads
 from kvconnect.integrations.vllm.messages import WorkerReport
 from kvconnect.integrations.vllm.scheduler import NUM_TOKENS, Roles
 from kvconnect.integrations.vllm.stats import CounterSteps
 from kvconnect.keys import Shard
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, FaultyBackend
-from kvconnect.trace import count
+from kvconnect.trace import count, metrics
 
 PROMPT = list(range(3, 3 + 5 * T + 2))
 Open = Callable[..., StandIn]
@@ -298,10 +302,12 @@ def test_no_reset_during_a_load(open_engine: Open, store):
     ],
     ids=str,
 )
-def test_what_cannot_be_told_apart_is_not_cached(open_engine: Open, store, more):
+def test_what_cannot_be_told_apart_is_not_cached_and_counted(open_engine: Open, store, more):
     engine = open_engine()
-    for _ in range(2):
+    counted = metrics.snapshot().get("engine.request.uncached", 0)
+    for number in (1, 2):
         assert engine.answer(PROMPT, **more).cached == 0
+        assert metrics.snapshot()["engine.request.uncached"] == counted + number
     engine.flush()
     assert engine.answer(PROMPT).cached == 0
     engine.check_empty()
@@ -531,6 +537,24 @@ def test_settings_that_change_kv_are_in_the_namespace():
     assert variant_of(plain) == {}
     assert variant_of(scaled) != variant_of(other)
     assert variant_of(plain, packing="opaque") == {"packing": "opaque"}
+
+
+def test_a_cache_of_another_dtype_than_the_models_is_apart_and_on_a_cpu_refused():
+    [group] = cache_groups(config((["layers.0"], spec(dtype=torch.bfloat16))))
+
+    def computes_in(dtype: torch.dtype, device: str = "cuda") -> SimpleNamespace:
+        return engine_config(
+            model_config=SimpleNamespace(dtype=dtype),
+            device_config=SimpleNamespace(device_type=device),
+        )
+
+    assert variant_of(computes_in(torch.bfloat16), [group.layout]) == {}
+    apart = [variant_of(computes_in(one), [group.layout]) for one in (torch.float16, torch.float32)]
+    assert apart == [{"dtype": "float16"}, {"dtype": "float32"}]
+    refuse_other_dtype_on_cpu(computes_in(torch.float16), [group.layout])
+    refuse_other_dtype_on_cpu(computes_in(torch.bfloat16, "cpu"), [group.layout])
+    with pytest.raises(ConfigurationError, match=r"kv_cache_dtype: bfloat16 .* in float16.*'auto'"):
+        refuse_other_dtype_on_cpu(computes_in(torch.float16, "cpu"), [group.layout])
 
 
 def test_a_configuration_from_elsewhere_is_in_the_namespace():

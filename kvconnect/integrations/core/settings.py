@@ -79,6 +79,7 @@ class EngineSettings:
         *,
         where: str,
         passed_over: Collection[str] = (),
+        without: Collection[str] = (),
     ) -> EngineSettings:
         """The settings that `given` holds.
 
@@ -87,11 +88,13 @@ class EngineSettings:
             given: field names and values, as the user wrote them.
             where: what the engine calls `given`, for errors.
             passed_over: names in `given` that the engine put there for itself.
+            without: fields that have no effect in this engine; they are refused as unknown ones.
 
         Raises:
             ConfigurationError: ``url`` is missing, a field is unknown or has a bad value; names it.
         """
-        valid = (*_CONNECTOR_FIELDS, *OwnSettings.model_fields)
+        known = (*_CONNECTOR_FIELDS, *OwnSettings.model_fields)
+        valid = tuple(name for name in known if name not in without)
         fields = {name: value for name, value in given.items() if name not in passed_over}
         namespace = fields.pop("namespace", "engine")
         if namespace not in ("engine", "shared"):

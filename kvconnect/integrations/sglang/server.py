@@ -108,6 +108,12 @@ class Server:
                         f"{name.replace('_', '-')}={shown(value)}: the weights need not be those "
                         "of the model's directory; name them with model_revision"
                     )
+        if self.setting("enable_lora") or self.setting("lora_paths"):
+            raise ConfigurationError(
+                "enable-lora: SGLang names pages by an adapter's name and path, so that another "
+                "adapter in its place would be given its pages; start the server without adapters, "
+                "or without this storage"
+            )
         config = config_of_directory(directory) | self._overrides()
         original = original_length(config)
         if original is None:

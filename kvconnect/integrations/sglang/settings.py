@@ -22,6 +22,8 @@ _ITS_OWN = (
 )
 # SGLang asks and saves on threads of its own: these may wait.
 _PATIENT = {"lookup_timeout_ms": 1000.0, "on_backlog": "wait"}
+# SGLang decides which pages are saved, and from how many on they are loaded; nobody tells of more.
+_WITHOUT = ("save_on", "min_load_tokens", "producer_timeout_s")
 
 
 def storage_settings(storage_config: Any) -> EngineSettings:
@@ -38,7 +40,9 @@ def storage_settings(storage_config: Any) -> EngineSettings:
             f"{WHERE}.interface_v1: {shown(given.get('interface_v1'))} must be 1: pages are moved "
             "by SGLang's batch_get_v1 and batch_set_v1"
         )
-    settings = EngineSettings.of(ENGINE, _PATIENT | given, where=WHERE, passed_over=_ITS_OWN)
+    settings = EngineSettings.of(
+        ENGINE, _PATIENT | given, where=WHERE, passed_over=_ITS_OWN, without=_WITHOUT
+    )
     if settings.is_shared:
         raise ConfigurationError(
             f"{WHERE}.namespace: 'shared' is not possible: SGLang tells its storage hashes instead "

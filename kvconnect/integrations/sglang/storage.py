@@ -132,7 +132,10 @@ class KvConnectStorage(_Base):
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many leading pages are stored, for all ranks; late answers count as none."""
         access = self._usable
-        return 0 if access is None else access.lookup(self._keys(keys))
+        if access is None:
+            count("engine.request.uncached")
+            return 0
+        return access.lookup(self._keys(keys))
 
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: Tensor, extra_info: Any = None

@@ -68,9 +68,9 @@ class Attachment:
             return known
 
     def __init__(self, llm_args: Any) -> None:
-        check_engine(llm_args)
-        self.llm_args = llm_args  # keeps its id from being given to another
         self.settings = engine_settings(llm_args)
+        check_engine(llm_args, is_named=self.settings.own.model_revision is not None)
+        self.llm_args = llm_args  # keeps its id from being given to another
         self._directory = directory_of(
             str(llm_args.model), revision=getattr(llm_args, "revision", None)
         )

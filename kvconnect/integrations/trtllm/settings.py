@@ -19,6 +19,10 @@ VARIABLE = "KVCONNECT_CONFIG"
 
 # TensorRT-LLM is stopped meanwhile: longer than that a prompt is better computed.
 _LOAD_TIMEOUT_S = 2.0
+# Blocks are saved in the step that fills them, and nobody tells of others.
+_WITHOUT = ("save_on", "producer_timeout_s")
+# A draft model's KV would be in the blocks, too, and depends on the token that follows.
+_DRAFTS_WITHOUT_MODEL = ("ngram",)
 
 
 def engine_settings(llm_args: object) -> EngineSettings:
@@ -43,7 +47,9 @@ def engine_settings(llm_args: object) -> EngineSettings:
             raise ConfigurationError(f"{VARIABLE}: is not JSON ({error})") from error
     if not isinstance(given, Mapping):
         raise ConfigurationError(f"{where}: must be an object of settings, with a url")
-    settings = EngineSettings.of(ENGINE, {"load_timeout_s": _LOAD_TIMEOUT_S, **given}, where=where)
+    settings = EngineSettings.of(
+        ENGINE, {"load_timeout_s": _LOAD_TIMEOUT_S, **given}, where=where, without=_WITHOUT
+    )
     if settings.is_shared:
         raise ConfigurationError(
             f"{where}.namespace: the order of bytes in TensorRT-LLM's blocks depends on its "
@@ -52,13 +58,17 @@ def engine_settings(llm_args: object) -> EngineSettings:
     return settings
 
 
-def check_engine(llm_args: object) -> None:
+def check_engine(llm_args: object, *, is_named: bool) -> None:
     """Refuse what a connector of TensorRT-LLM cannot do right.
+
+    Args:
+        llm_args: TensorRT-LLM's.
+        is_named: ``model_revision`` stands for the weights, wherever they come from.
 
     Raises:
         ConfigurationError: several ranks: a load that fails on one of them cannot be told to the
-            others.
-        UnsupportedModel: blocks have scales beside them.
+            others; or the weights are not those of the model's directory.
+        UnsupportedModel: blocks have scales, or a draft model's KV, beside them.
     """
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
         size = getattr(llm_args, name, 1) or 1
@@ -66,6 +76,25 @@ def check_engine(llm_args: object) -> None:
             raise ConfigurationError(
                 f"{name}={size}: TensorRT-LLM has no way to compute a prompt whose load failed on "
                 "one of several ranks; kvconnect serves it on one rank"
+            )
+    load_format = getattr(llm_args, "load_format", None)
+    if str(getattr(load_format, "name", load_format)).lower() == "dummy":
+        raise ConfigurationError(
+            "load_format='dummy': the weights are not those of the model's directory, which keys "
+            "are made of; kvconnect needs real ones"
+        )
+    if getattr(llm_args, "checkpoint_loader", None) is not None and not is_named:
+        raise ConfigurationError(
+            "checkpoint_loader: its weights need not be those of the model's directory, which keys "
+            "are made of; name them with model_revision"
+        )
+    drafts = getattr(llm_args, "speculative_config", None)
+    if drafts is not None:
+        kind = str(getattr(drafts, "decoding_type", type(drafts).__name__))
+        if kind.lower() not in _DRAFTS_WITHOUT_MODEL:
+            raise UnsupportedModel(
+                f"speculative_config: {kind} keeps KV of a draft model, which depends on the token "
+                "that follows; kvconnect serves NGram"
             )
     cache = getattr(llm_args, "kv_cache_config", None)
     if str(getattr(cache, "dtype", "auto")).lower() == "nvfp4":
@@ -92,8 +121,17 @@ def variant_of(llm_args: object, directory: Path) -> Mapping[str, str]:
         "sink_token_length": getattr(cache, "sink_token_length", None),
         "quant_config": getattr(llm_args, "quant_config", None),
         "sparse_attention_config": getattr(llm_args, "sparse_attention_config", None),
+        # Put in place of parts of the model's configuration.
+        "model_kwargs": getattr(llm_args, "model_kwargs", None) or None,
+        "checkpoint_format": getattr(llm_args, "checkpoint_format", None),
     }
     if original_length(config_of_directory(directory)) is not None:
         # Beyond the original length, or without one, it turns all tokens by the long factors.
         found["max_seq_len"] = str(getattr(llm_args, "max_seq_len", None))
-    return {name: str(value) for name, value in found.items() if value is not None}
+    return {name: _as_text(value) for name, value in found.items() if value is not None}
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True, default=repr)
+    return str(value)

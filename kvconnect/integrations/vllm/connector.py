@@ -24,7 +24,11 @@ from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm.caches import group_planes
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
-from kvconnect.integrations.vllm.identity import refuse_unserved, variant_of
+from kvconnect.integrations.vllm.identity import (
+    refuse_other_dtype_on_cpu,
+    refuse_unserved,
+    variant_of,
+)
 from kvconnect.integrations.vllm.layouts import CacheGroup, cache_groups, total_heads
 from kvconnect.integrations.vllm.lora import base_is_apart
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
@@ -64,10 +68,11 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
             settings = settings.without_saves()
         refuse_unserved(vllm_config, is_named=settings.own.model_revision is not None)
         self._groups = cache_groups(kv_cache_config)
-        self._packing = cpu_packing(self._groups[0].layout)
-        variant = variant_of(
-            vllm_config, packing=self._packing if self._packing == "opaque" else None
-        )
+        layouts = [group.layout for group in self._groups]
+        refuse_other_dtype_on_cpu(vllm_config, layouts)
+        self._packing = cpu_packing(layouts[0])
+        own_packing = self._packing if self._packing == "opaque" else None
+        variant = variant_of(vllm_config, layouts, packing=own_packing)
         if settings.is_shared and variant:
             raise ConfigurationError(
                 f"kv_connector_extra_config.namespace='shared': {', '.join(sorted(variant))} "
@@ -318,7 +323,8 @@ def _warn_of_policy(transfer: Any) -> None:
     if transfer.kv_load_failure_policy == "fail":
         _log.warning(
             "kv_load_failure_policy='fail': a request whose load fails ends with an error; set "
-            "'recompute' in kv_transfer_config, and its tokens are computed"
+            "'recompute' in kv_transfer_config, and its tokens are computed (beside others in a "
+            "MultiConnector: in that one's configuration, which is the one that vLLM obeys)"
         )
 
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.long_rope import original_length
+from kvconnect.layout import KvCacheLayout
 
-__all__ = ["comes_from_directory", "refuse_unserved", "settings_of_model", "variant_of"]
+__all__ = [
+    "comes_from_directory",
+    "refuse_other_dtype_on_cpu",
+    "refuse_unserved",
+    "settings_of_model",
+    "variant_of",
+]
 
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "[ngram]")
 
@@ -79,15 +87,43 @@ def comes_from_directory(vllm_config: Any) -> bool:
     return str(vllm_config.load_config.load_format) in (*_USUAL_FILES, *_OTHER_FILES)
 
 
-def variant_of(vllm_config: Any, *, packing: str | None = None) -> dict[str, str]:
+def refuse_other_dtype_on_cpu(vllm_config: Any, layouts: Sequence[KvCacheLayout]) -> None:
+    """Refuse a cache of another dtype than the model's where vLLM's kernels do not convert.
+
+    Those for CPUs write the model's own elements, whatever the cache is said to hold (0.32, 0.33).
+
+    Args:
+        vllm_config: vLLM's.
+        layouts: of the model's caches.
+
+    Raises:
+        ConfigurationError: names ``kv_cache_dtype``.
+    """
+    dtype = vllm_config.model_config.dtype
+    if vllm_config.device_config.device_type != "cpu":
+        return
+    for layout in layouts:
+        if layout.dtype != dtype:
+            raise ConfigurationError(
+                f"kv_cache_dtype: {_name(layout.dtype)} for a model in {_name(dtype)}, and on a "
+                "CPU vLLM writes its model's elements all the same; use kv_cache_dtype='auto'"
+            )
+
+
+def variant_of(
+    vllm_config: Any, layouts: Sequence[KvCacheLayout] = (), *, packing: str | None = None
+) -> dict[str, str]:
     """Settings that change KV, by name; those that change nothing are left off.
 
     Args:
         vllm_config: vLLM's.
+        layouts: of the model's caches, whose dtype need not be the one it computes in.
         packing: of the CPU's kernels, if it is their own.
     """
     model = vllm_config.model_config
     found = settings_of_model(vllm_config)
+    if any(layout.dtype != model.dtype for layout in layouts):
+        found["dtype"] = _name(model.dtype)
     if overrides := getattr(model, "hf_overrides", None):
         found["hf_overrides"] = _as_text(overrides)
     if getattr(model, "disable_sliding_window", False):
@@ -140,6 +176,10 @@ def _refuse_latents_on_cpu(vllm_config: Any) -> None:
             "this CPU; KvConnect serves such models on GPUs, and on CPUs with AMX; remove "
             "kv_transfer_config"
         )
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _as_text(value: object) -> str:

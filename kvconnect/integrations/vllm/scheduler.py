@@ -145,6 +145,7 @@ class SchedulerHalf:
         if lora is not None:
             tracked.adapter = self._adapters.find(lora.lora_int_id, lora.lora_path)
             if tracked.adapter is None:
+                self._refuse("a LoRA adapter that cannot be told from another")
                 return
         self._tracked[request.request_id] = tracked
         self._has_started(tracked)

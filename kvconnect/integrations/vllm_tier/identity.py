@@ -198,7 +198,11 @@ def _model_digest(config: Any, revision: str | None) -> bytes:
             "model's directory, so nothing names them; give the tier a model_revision"
         )
     model = config.model_config
-    directory = directory_of(model.model, revision=model.revision)
+    directory = directory_of(
+        model.model,
+        revision=model.revision,
+        cache_dir=getattr(config.load_config, "download_dir", None),
+    )
     return digest_of_model(directory, revision=revision)
 
 

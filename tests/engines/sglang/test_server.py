@@ -31,7 +31,7 @@ def test_settings_are_those_in_effect():
     "name",
     [
         *("model_path", "revision", "download_dir", "load_format", "context_length"),
-        *("weight_version", "kv_cache_dtype"),
+        *("weight_version", "kv_cache_dtype", "enable_lora", "lora_paths"),
         *server._SETTINGS,
         *server._FILES,
         *server._ELSEWHERE,

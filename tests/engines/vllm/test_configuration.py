@@ -27,6 +27,7 @@ pytestmark = pytest.mark.engines
         (connector("memory:"), {"hf_overrides": lambda one: one}, "hf_overrides"),
         (connector("memory:", namespace="shared"), {"hf_overrides": {"x": 1}}, "hf_overrides"),
         (connector("redis://127.0.0.1:1"), {}, "cannot be opened"),
+        (connector("memory:"), {"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype: bfloat16 for a"),
     ],
     ids=lambda one: str(one)[:40],
 )
