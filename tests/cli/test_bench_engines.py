@@ -12,6 +12,7 @@ import pytest
 
 from kvconnect.bench.blocks.party import PartyFailed
 from kvconnect.bench.engines import run
+from kvconnect.bench.peers import vllm_connectors
 from kvconnect.bench.peers.vllm_connectors import Clock, connector_config
 from kvconnect.cli.main import main
 
@@ -182,6 +183,19 @@ def test_time_is_taken_from_the_outermost_call_and_properties_are_left_alone():
     # What is waited for is none of the processor's time.
     assert waited.admission == 0
     assert waited.rest < 0.009 < waited.wall
+
+
+def test_what_the_clock_itself_costs_is_taken_off(monkeypatch):
+    class Connector:
+        def lookup(self) -> None:
+            pass
+
+    monkeypatch.setattr(vllm_connectors.time, "thread_time", iter((0.0, 3.0, 5.0, 9.0)).__next__)
+    connector = Connector()
+    clock = Clock(connector, 2.0)
+    connector.lookup()
+    connector.lookup()
+    assert clock.spent.admission == (3 - 0 - 2) + (9 - 5 - 2)
 
 
 def test_the_page_cache_gives_up_what_it_has_of_files(tmp_path):
