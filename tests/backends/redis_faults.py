@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+from kvconnect.errors import BackendUnavailable
+
+T = TypeVar("T")
+
+
+async def answered(call: Callable[[], Awaitable[T]]) -> T:
+    """The answer of `call`, asked again while a short timeout is too short for a busy machine."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await call()
+            except BackendUnavailable:
+                await asyncio.sleep(0.01)
 
 
 class Relay:

@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -47,16 +48,17 @@ def executable() -> str:
 
 
 def free_port() -> int:
-    """A port nobody listens on, nor on that ten thousand above it: a cluster's second one."""
+    """A port nobody listens on, nor on that ten thousand above it: a cluster's second one.
+
+    Both are below those that the system gives out by itself: until the server listens, and while it
+    is stopped, no other test is given them.
+    """
     while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            if port > 55_000:
-                continue
-            with contextlib.suppress(OSError):
-                other.bind(("127.0.0.1", port + 10_000))
-                return port
+        port = 10_000 + secrets.randbelow(10_000)
+        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 def until(happened: Callable[[], object], what: str, timeout: float = _START_S) -> None:

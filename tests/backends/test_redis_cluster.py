@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from redis.asyncio.cluster import NodesManager
 from redis.crc import key_slot
+from redis_faults import answered
 from redis_server import RedisGroup
 
 from kvconnect.backends import open_backend
@@ -22,7 +23,7 @@ def prefix(tmp_path):
 
 @pytest.fixture
 async def store(redis_cluster, prefix):
-    made = open_backend(f"{redis_cluster.url}?prefix={prefix}&timeout=2s").inner
+    made = open_backend(f"{redis_cluster.url}?prefix={prefix}&timeout=10s").inner
     await made.open([])
     yield made
     await made.close()
@@ -162,11 +163,12 @@ async def test_frozen_node_holds_up_nobody_but_who_needs_it(store, kit, redis_cl
     with frozen.frozen():
         waiting = asyncio.ensure_future(store.lookup(theirs[:1]))
         await asyncio.sleep(0)
+        start = loop.time()
         for _ in range(3):
-            start = loop.time()
             assert await store.lookup(others) == len(others)
             assert await load(store, kit, others, [1000] * len(others)) == len(others)
-            assert loop.time() - start < 1.5
+        assert loop.time() - start < 5  # half of what a call may take
+        assert not waiting.done()
     assert await waiting == 1
     assert await store.lookup(keys) == 30
 
@@ -214,9 +216,10 @@ async def test_news_that_do_not_come_are_not_waited_for_after_close(redis_cluste
 
 async def test_node_that_is_gone_is_an_error_for_its_keys(redis_cluster, kit, prefix):
     store = open_backend(f"{redis_cluster.url}?prefix={prefix}&timeout=300ms").inner
-    await store.open([])
+    await answered(lambda: store.open([]))
     keys = kit.keys("gone", count=9)
-    await store.save([kit.block(key, nbytes=1000) for key in keys])
+    blocks = [kit.block(key, nbytes=1000) for key in keys]
+    assert await answered(lambda: store.save(blocks)) == 9
     gone = redis_cluster.node_of(f"{prefix}b:{keys[0].hex()}")
     gone.freeze()
     try:
@@ -226,7 +229,7 @@ async def test_node_that_is_gone_is_an_error_for_its_keys(redis_cluster, kit, pr
             await store.load(keys, [kit.buffer(1000) for _ in keys])
     finally:
         gone.thaw()
-    assert await load(store, kit, keys, [1000] * 9) == 9
+    assert await answered(lambda: load(store, kit, keys, [1000] * 9)) == 9
     await store.close()
 
 
@@ -240,7 +243,7 @@ def group(tmp_path):
 
 
 async def test_sentinels_lead_to_the_master_and_to_the_next_one(group, kit):
-    store = open_backend(f"{group.url}?timeout=500ms").inner
+    store = open_backend(f"{group.url}?timeout=5s").inner
     await store.open([])
     keys = kit.keys("sentinel", count=3)
     blocks = [kit.block(key, nbytes=MIB) for key in keys]
@@ -258,12 +261,12 @@ async def test_sentinels_lead_to_the_master_and_to_the_next_one(group, kit):
                 lost += 1
             await asyncio.sleep(0.05)
     assert await load(store, kit, keys, [MIB] * 3) == 3
-    assert len(group.replica.names("kvconnect:")) == 4
+    assert f"kvconnect:b:{kit.key('after', lost).hex()}" in group.replica.names("kvconnect:")
     await store.close()
 
 
 async def test_master_that_became_a_replica_is_not_asked_for_ever(group, kit):
-    store = open_backend(f"{group.url}?timeout=500ms").inner
+    store = open_backend(f"{group.url}?timeout=5s").inner
     await store.open([])
     assert await store.save([kit.block(kit.key("before"), nbytes=1000)]) == 1
     ask = group.sentinel.admin.execute_command
@@ -290,7 +293,7 @@ async def test_sentinels_that_do_not_know_the_service_say_what_they_know(group):
 
 
 async def test_sentinels_that_are_gone_do_not_stop_the_master(group, kit):
-    store = open_backend(f"{group.url}?timeout=300ms").inner
+    store = open_backend(f"{group.url}?timeout=5s").inner
     await store.open([])
     await store.save([kit.block(kit.key(1), nbytes=10)])
     group.sentinel.stop()

@@ -79,7 +79,7 @@ async def test_lookup_waits_for_a_hanging_tier_once_and_then_not_at_all(kit):
         start = time.monotonic()
         for _ in range(50):
             assert await store.lookup(keys) == 2
-        assert time.monotonic() - start < PATIENCE_S
+        assert time.monotonic() - start < 2 * PATIENCE_S + 1  # not fifty times
         assert two.calls["lookup"] <= asked + 10  # by probes, not by requests
         two.recover()
         await until(lambda: store.tiers[1].prompt)
@@ -234,8 +234,9 @@ async def test_save_to_a_hanging_tier_keeps_the_data_until_it_ends(kit):
             await store.save([kit.block(kit.key("slow"))])
         assert not late.value.pending.done()
         start = time.monotonic()
-        assert await store.save([kit.block(kit.key("next"))]) == 1
-        assert time.monotonic() - start < 0.4
+        for number in range(10):
+            assert await store.save([kit.block(kit.key("next", number))]) == 1
+        assert time.monotonic() - start < 2 * 0.5 + 1  # not ten times the tier's deadline
         assert two.calls["save"] == 1
         two.recover()
         await until(late.value.pending.done)

@@ -200,12 +200,12 @@ def test_all_requests_of_a_step_share_one_lookup_budget() -> None:
     store = filled(inline=False)
     store.at_lookup.shut()
     with BenchEngine(llm_args(store, lookup_timeout_ms=200.0)) as bench:
-        requests = [bench.submit(PROMPT, 1) for _ in range(5)]
+        requests = [bench.submit(PROMPT, 1) for _ in range(10)]
         scheduler = bench.manager._scheduler
         started = time.monotonic()
         bench.step()
         elapsed = time.monotonic() - started
-        assert 0.2 <= elapsed < 0.8  # not five times the budget
+        assert 0.2 <= elapsed < 2 * 0.2 + 1  # not ten times the budget
         assert all(request.tokens.view[-1] == ANSWER[0] for request in requests)
         assert scheduler._budget.suspended  # later ones wait no more, until it answers in time
         store.at_lookup.open()
@@ -371,7 +371,7 @@ def test_all_requests_of_a_step_wait_for_room_together() -> None:
             bench.submit([first, *PROMPT], 3)
         started = time.monotonic()
         bench.step()
-        assert 0.25 < time.monotonic() - started < 3 * 0.3
+        assert 0.25 < time.monotonic() - started < 2 * 0.3 + 1  # not eight times as long
         store.open_doors()
         bench.run()
 

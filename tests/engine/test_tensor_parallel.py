@@ -138,7 +138,7 @@ def test_a_follower_ends_with_the_pipe_to_its_leader():
         start = {"sys_path": sys.path, "port": 1, "prepare": []}
         process.stdin.write(f"{json.dumps(start)}\n{{}}\n".encode())
         process.stdin.close()
-        assert process.wait(5) == 1
+        assert process.wait(60) == 1
 
 
 @pytest.mark.parametrize("settings", [{"kv_cache_manager": lambda *_: None}, {"device": "cuda:0"}])

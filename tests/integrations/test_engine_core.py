@@ -86,12 +86,12 @@ def test_namespaces_are_the_engines_own_unless_shared():
     assert extra_key_of(settings(), {"b": "2", "a": "1"}) == "engine=test;a=1;b=2"
 
 
-def arguments(backend: object = None) -> LlmArgs:
+def arguments(backend: object = None, load_timeout_s: float = 5.0) -> LlmArgs:
     return LlmArgs(
         model="none",
         kv_cache_config=KvCacheConfig(tokens_per_block=T),
         kv_connector_config=KvCacheConnectorConfig(
-            backend=backend, lookup_timeout_ms=2000, load_timeout_s=0.5
+            backend=backend, lookup_timeout_ms=5000, load_timeout_s=load_timeout_s
         ),
         layouts=(LAYOUT,),
         model_digest=b"d" * 32,
@@ -348,10 +348,17 @@ def store() -> FaultyBackend:
 
 
 @pytest.fixture
-def access(store: FaultyBackend) -> Iterator[tuple[StoreAccess, torch.Tensor]]:
+def load_timeout_s() -> float:
+    return 5.0
+
+
+@pytest.fixture
+def access(
+    store: FaultyBackend, load_timeout_s: float
+) -> Iterator[tuple[StoreAccess, torch.Tensor]]:
     values = torch.randn(LAYOUT.num_layers, 2, 9, T, 2, 8)
     planes = PagedKv.from_views([view for layer in values for view in layer], per_layer=2)
-    made = StoreAccess(arguments(store), [planes])
+    made = StoreAccess(arguments(store, load_timeout_s), [planes])
     yield made, values
     store.heal()
     made.close()
@@ -380,12 +387,13 @@ def test_blocks_are_saved_found_and_loaded(access):
     assert torch.equal(values[:, :, [5, 6, 7]], expected)
 
 
+@pytest.mark.parametrize("load_timeout_s", [0.5])
 @pytest.mark.parametrize("fault", ["raise", "hang", "swap", "miscount", "lie"])
 def test_faults_are_misses(access, store, fault):
     made, values = access
     keys = chain([]).keys()[:3]
     made.save(blocks(keys, [1, 2, 3]))
-    made.flush(5)
+    assert made.flush(5)
     before = values.clone()
     store._operations = frozenset({"load"})
     store.set(fault)

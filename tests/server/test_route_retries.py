@@ -272,15 +272,15 @@ async def test_after_the_first_token_the_stream_ends_with_an_error(routed):
 
 
 @pytest.mark.parametrize(
-    ("decode", "status", "code"),
+    ("decode", "within_s", "status", "code"),
     [
-        ([refused(429), refused(503)], 429, "queue_full"),
-        ([refused(429), refused(500)], 503, "no_decode_server"),
-        ([silence], 504, "timeout"),
+        ([refused(429), refused(503)], 20.0, 429, "queue_full"),
+        ([refused(429), refused(500)], 20.0, 503, "no_decode_server"),
+        ([silence], 0.5, 504, "timeout"),
     ],
 )
-async def test_when_none_is_left_the_reason_is_told(routed, decode, status, code):
-    one = await routed([computed], decode, request_timeout_s=0.5)
+async def test_when_none_is_left_the_reason_is_told(routed, decode, within_s, status, code):
+    one = await routed([computed], decode, request_timeout_s=within_s)
     answer = await one.post()
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert "127.0.0.1" not in answer.text

@@ -90,6 +90,15 @@ def pair() -> Iterator[tuple[Side, Side, Peer]]:
         yield p, d, peer
 
 
+def threads_cpu_s(name: str) -> float:
+    """Processor time of the threads so named: what others of the process do is no concern."""
+    ids = [one.native_id for one in threading.enumerate() if name in one.name]
+    assert ids
+    stats = [Path(f"/proc/self/task/{number}/stat").read_text("ascii") for number in ids]
+    ticks = (stat.rpartition(")")[2].split()[11:13] for stat in stats)  # user's and system's
+    return sum(int(one) for pair in ticks for one in pair) / os.sysconf("SC_CLK_TCK")
+
+
 def mark(number: int) -> WatermarkOf:
     return WatermarkOf(request="r", epoch=1, watermark=Watermark(layers=0, tokens=number))
 
@@ -171,14 +180,14 @@ def test_a_large_message_arrives(pair):
 def test_an_idle_channel_stays_open_and_costs_next_to_nothing(pair):
     _, d, peer = pair
     channel = peer.channel
-    before = time.process_time()
+    before = threads_cpu_s("control")
     began = time.monotonic()
     until(lambda: time.monotonic() - began > 2 * QUICK.silence_s)
-    used = time.process_time() - before
+    used = threads_cpu_s("control") - before
     assert peer.channel is channel
     assert d.events.empty()
     assert channel.round_trip_s is not None
-    # Both sides, five times the default's heartbeats, this test's polling; loaded machines.
+    # Both sides, five times the default's heartbeats; loaded machines.
     assert used < 0.5, f"{used:.3f} s of {time.monotonic() - began:.1f} s"
 
 
@@ -400,9 +409,10 @@ def test_attempts_become_rarer_and_never_stop():
     with Peer(d.endpoint, "127.0.0.1", port) as peer:
         until(lambda: peer.attempts >= 6)
         began, attempts = time.monotonic(), peer.attempts
-        until(lambda: time.monotonic() - began > 0.5)
+        until(lambda: time.monotonic() - began > 0.5 and peer.attempts > attempts)
         # Every 0.15 to 0.25 s now; a machine under load makes it fewer.
-        assert 1 <= peer.attempts - attempts <= 4
+        made = peer.attempts - attempts
+        assert made <= (time.monotonic() - began) / 0.15 + 1
         p = Side("P")
         with Listener(p.endpoint, port=port):
             d.connected()
