@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # As `make test` does. More threads than cores that are idle wait for each other at every operation:
 # on a busy machine an engine's test takes several times as long then.
@@ -22,8 +22,10 @@ if "OMP_NUM_THREADS" not in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
     torch.set_num_threads(1)  # plugins have loaded it by now
 
-# How long an example takes says how busy the machine is, no more.
-settings.register_profile("kvconnect", deadline=None)
+# How long an example takes, or takes to be made, says how busy the machine is, no more.
+settings.register_profile(
+    "kvconnect", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("kvconnect")
 
 # Ignored where this was started in the background, by every process that is started here, too.

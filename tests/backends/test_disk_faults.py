@@ -56,6 +56,11 @@ def write_until_full(path):
             file.write(bytes(4096))
 
 
+def own(records):
+    """Those of this package: asyncio tells of what earlier tests left when that is collected."""
+    return [one for one in records if one.name.startswith("kvconnect")]
+
+
 def run(*command):
     subprocess.run(command, check=True)
 
@@ -139,7 +144,7 @@ async def test_full_disk_at_a_write_stores_nothing_with_one_warning(
     with caplog.at_level(logging.WARNING, "kvconnect"):
         for _ in range(5):
             assert await store.save(kit.chain(keys)) == 0
-    assert len(caplog.records) == 1
+    assert len(own(caplog.records)) == 1
     assert "not saved until there is space" in caplog.text
     monkeypatch.undo()
     assert await store.save(kit.chain(keys)) == 4
@@ -162,7 +167,7 @@ async def test_disk_that_cannot_grow_reuses_the_slots_it_has(
             keys = kit.keys("more", batch, count=50)
             assert await store.save(kit.chain(keys)) == 50
             assert await kit.stored(store, keys) == [True] * 50
-    assert len(caplog.records) == 1
+    assert len(own(caplog.records)) == 1
     assert "drops older blocks" in caplog.text
     assert (await store.stats())["file_bytes"] == slots * kit.frame_nbytes
 
@@ -307,7 +312,7 @@ class TestMounted:
                 assert await kit.stored(store, keys) == [True] * 4
                 assert await store.save(kit.chain(more)) == 0
                 assert await kit.stored(store, keys) == [True] * 4
-                (warned,) = [record.getMessage() for record in caplog.records]
+                (warned,) = [record.getMessage() for record in own(caplog.records)]
                 assert "cannot be written to (No space left on device)" in warned
                 ballast.unlink()
                 assert await store.save(kit.chain(more)) == 2
@@ -330,7 +335,7 @@ class TestMounted:
                 assert await store.save(kit.chain(keys)) == 4
                 await store.delete(keys[3:])
                 assert await store.lookup(keys) == 3
-                assert len(caplog.records) == 1
+                assert len(own(caplog.records)) == 1
                 assert "nothing is saved" in caplog.text
                 self.remount(mounted, "rw")
                 assert await store.save(kit.chain(more)) == 2

@@ -119,7 +119,7 @@ def test_what_a_peer_registers_later_is_read_after_connecting_again(pair):
     assert np.array_equal(memory, pattern(2, 4096))
     failed = reader.pull(first, Reads(0, [0], into, [0], 1), deadline_s=10)
     with pytest.raises(PullFailed, match="disconnected"):
-        failed.done.result(1)
+        failed.done.result(5)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -145,7 +145,7 @@ def test_a_peer_that_is_disconnected_while_it_connects_anew_stays_known(pair, mo
     assert reader._thread.call(lambda: None) is None
     failed = reader.pull(again, Reads(0, [0], into, [0], 1), deadline_s=10)
     with pytest.raises(PullFailed, match="disconnected"):
-        failed.done.result(1)
+        failed.done.result(5)
 
 
 def descriptors(pid):
@@ -276,7 +276,7 @@ def test_whatever_is_raised_for_a_pull_the_thread_goes_on(pair, monkeypatch, whe
     failed = reader.pull(handle, Reads(0, [0], into, [0], 64), deadline_s=5)
     with pytest.raises(PullFailed, match="planted"):
         failed.done.result(4)
-    assert failed.terminal.wait(1)
+    assert failed.terminal.wait(5)
     sound = reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=5)
     sound.done.result(5)
     assert np.array_equal(memory, pattern(1, 4096))
@@ -321,7 +321,7 @@ def test_calls_after_close_come_back(pair):
     pull = NixlPull(1)
     thread.submit(pull, "source", lambda agent: None)
     with pytest.raises(PullFailed, match="closed"):
-        pull.done.result(1)
+        pull.done.result(5)
     with pytest.raises(PullFailed, match="closed"):
         thread.call(lambda: thread.agent)
     assert not handle.connected

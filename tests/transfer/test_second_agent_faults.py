@@ -19,6 +19,7 @@ CANARY = 0xA5
 NBYTES = 48 * MiB
 PIECE = 64 * 1024
 DEADLINE_S = 0.5
+PATIENT_S = 10.0  # of reads that do not end by their deadline
 
 
 class Pair:
@@ -31,14 +32,14 @@ class Pair:
         self.handle = reader.connect(peer.local)
         self.large = False
 
-    def pull(self, nbytes):
+    def pull(self, nbytes, deadline_s=DEADLINE_S):
         self.large = nbytes > PIECE
         offsets = np.arange(0, nbytes, PIECE)
         reads = Reads(0, offsets, self.into, offsets, PIECE)
-        return self.reader.pull(self.handle, reads, deadline_s=DEADLINE_S)
+        return self.reader.pull(self.handle, reads, deadline_s=deadline_s)
 
     def read_a_little(self):
-        self.pull(PIECE).done.result(DEADLINE_S + 1)
+        self.pull(PIECE, PATIENT_S).done.result(PATIENT_S + 1)
 
     def put_canaries(self):
         self.memory.fill_(CANARY)
@@ -122,9 +123,9 @@ def test_a_peer_killed_before_the_second_agent_read_from_it(pair, known):
         pair.read_a_little()
     pair.peer.signal(signal.SIGKILL)
     pair.peer.process.join(20)
-    pull = pair.pull(NBYTES)
+    pull = pair.pull(NBYTES, PATIENT_S)
     assert outcome(pull).reason == "peer"
     assert pull.terminal.wait(5)
     pair.put_canaries()
-    assert outcome(pair.pull(NBYTES)).reason == "peer"
+    assert outcome(pair.pull(NBYTES, PATIENT_S)).reason == "peer"
     assert pair.canaries_are_untouched()

@@ -114,7 +114,7 @@ def test_what_is_read_and_released_is_valid_and_unpinned_at_once(p, d):
     assert claimed.blocks == ((1, 2, 3),)
     assert client.release(claimed) is Outcome.VALID
     assert len(client) == 0
-    ended = unpinned.get(timeout=LEASE_S)
+    ended = unpinned.get(timeout=5)
     assert (ended.key, ended.why) == (key, "released")
 
 
@@ -151,7 +151,7 @@ def test_an_abort_by_either_side_is_heard_by_the_other(p, d):
     first, second = (client.claim("P", name) for name in "ab")
     until(lambda: first.lease.may_read() and second.lease.may_read())
     assert client.abort(first, "the client went away") is Outcome.INVALID
-    ended = unpinned.get(timeout=LEASE_S)
+    ended = unpinned.get(timeout=5)
     assert (ended.key, ended.why) == (keys[0], "aborted")
     server.withdraw(keys[1], "its request was aborted")
     until(lambda: second.lease.lost)
