@@ -23,9 +23,7 @@ if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # plugins have loaded it by now
 
 # How long an example takes, or takes to be made, says how busy the machine is, no more.
-settings.register_profile(
-    "kvconnect", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("kvconnect", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvconnect")
 
 # Ignored where this was started in the background, by every process that is started here, too.

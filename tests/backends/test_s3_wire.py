@@ -139,12 +139,18 @@ def test_body_that_ends_early_fills_no_more_than_came(transport):
 
 
 def test_body_that_stops_is_given_up_after_one_timeout(transport):
-    with answering(sending(DATA[:100_000], length=len(DATA), pause_s=20)) as url:
-        body = asked(transport, url)
-        started = time.monotonic()
-        with pytest.raises(ReadTimeoutError):
-            fill(body, views_of(bytearray(len(DATA)), 50_000))
-        assert TIMEOUT_S * 0.8 < time.monotonic() - started < TIMEOUT_S * 1.8
+    stops = sending(DATA[:100_000], length=len(DATA), pause_s=20)
+    with answering(stops, stops, stops) as url:
+        for _ in range(3):  # a busy machine may stop this process once, not three times
+            body = asked(transport, url)
+            started = time.monotonic()
+            with pytest.raises(ReadTimeoutError):
+                fill(body, views_of(bytearray(len(DATA)), 50_000))
+            took_s = time.monotonic() - started
+            assert took_s > TIMEOUT_S * 0.8
+            if took_s < TIMEOUT_S * 1.8:
+                return
+    pytest.fail(f"given up after {took_s:.1f} s")
 
 
 def test_body_that_goes_on_slowly_is_read_to_its_end(transport):

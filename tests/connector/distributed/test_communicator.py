@@ -88,7 +88,7 @@ def test_ranks_in_different_exchanges_all_raise_at_once(tmp_path: Path, ahead: i
         pattern = r"rank \d is in exchange \d, \w+; rank \d in exchange \d, \w+"
         assert all(re.fullmatch(pattern, one.text) for one in errors)
         assert all(f"rank {ahead} " in one.text for one in errors)
-        assert max(one.seconds for one in errors) < 2
+        assert max(one.seconds for one in errors) < 5  # not as long as a rank may let others wait
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -146,7 +146,7 @@ def test_a_rank_that_fails_ends_what_waits_for_it(
         assert job(exchanges.fail, ranks=[1]) == [None]
         errors = raised(job.answers([0, 2]), "ConnectorContractError")
         assert [one.text for one in errors] == ["rank 1: RuntimeError: planted"] * 2
-        assert max(one.seconds for one in errors) < 2
+        assert max(one.seconds for one in errors) < 5  # not as long as a rank may let others wait
 
 
 def test_a_job_is_needed() -> None:

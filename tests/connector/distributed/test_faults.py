@@ -69,7 +69,7 @@ def test_ranks_that_diverge_raise_at_once(tmp_path: Path) -> None:
         job(rank.diverge, ranks=[2])
         errors = job(rank.step)
         assert [one.name for one in errors] == ["RankDivergence"] * 4
-        assert max(one.seconds for one in errors) < 2
+        assert max(one.seconds for one in errors) < 5  # not as long as a rank may let others wait
 
 
 @pytest.mark.parametrize(("dead", "size"), [(0, 2), (1, 4)])
