@@ -87,9 +87,11 @@ def test_the_pace_of_a_server_is_what_is_told(bench):
     assert found["requests"] == 8
     assert found["hit rate: cached of them"] == 75
     assert found["time to first token, p50"] >= 1000 * FIRST_S
-    assert found["inter-token latency, mean"] >= 1000 * NEXT_S * 0.9  # they may come in a bunch
-    # Two rounds of four at once.
     whole = FIRST_S + (TOKENS - 1) * NEXT_S
+    # A busy machine may read the first token late, and those after it in a bunch.
+    latencies = ("time to first token, mean", 1), ("inter-token latency, mean", TOKENS - 1)
+    assert sum(found[name] * count for name, count in latencies) >= 1000 * whole
+    # Two rounds of four at once.
     assert found["duration"] >= 2 * whole
     assert found["output tokens per second"] == pytest.approx(8 * TOKENS / found["duration"])
 
