@@ -199,7 +199,7 @@ def test_the_end_of_a_load_wakes_the_engine() -> None:
 def test_all_requests_of_a_step_share_one_lookup_budget() -> None:
     store = filled(inline=False)
     store.at_lookup.shut()
-    with BenchEngine(llm_args(store, lookup_timeout_ms=200.0)) as bench:
+    with BenchEngine(llm_args(store, lookup_timeout_ms=200.0), kv=PlainKv(200)) as bench:
         requests = [bench.submit(PROMPT, 1) for _ in range(10)]
         scheduler = bench.manager._scheduler
         started = time.monotonic()
@@ -366,7 +366,7 @@ def test_all_requests_of_a_step_wait_for_room_together() -> None:
     store = DictStore()
     store.at_save.shut()
     settings = HASTY | {"on_backlog": "wait", "staging_bytes": 2 * SLOT}
-    with BenchEngine(llm_args(store, **settings)) as bench:
+    with BenchEngine(llm_args(store, **settings), kv=PlainKv(200)) as bench:
         for first in range(8):
             bench.submit([first, *PROMPT], 3)
         started = time.monotonic()
