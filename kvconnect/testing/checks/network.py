@@ -191,12 +191,12 @@ async def close_while_frozen(subject: Subject) -> None:
         start = time.monotonic()
         await way.store.close()
         took = time.monotonic() - start
+        await asyncio.gather(loading, return_exceptions=True)
         # Draining has a deadline, and the store's own close has one.
         demand(
             took < 2 * subject.deadline_s + 1.5,
             f"close() took {took:.1f} s beside a stopped server",
         )
-        await asyncio.gather(loading, return_exceptions=True)
 
 
 @check("network", limit_s=60)
