@@ -293,7 +293,8 @@ async def test_trickle_is_given_up_although_it_never_stops(kit, relay, make_stor
     relay.step, relay.pause = 10, 0.02
     for call in (store.lookup(keys), store.load(keys, into)):
         start = time.monotonic()
-        with pytest.raises(BackendUnavailable, match="less than 16 KiB"):
+        # One that was given up on a busy machine is made anew, and trickles from its first answer.
+        with pytest.raises(BackendUnavailable, match=r"less than 16 KiB|no answer for 0\.3 s"):
             await call
         assert time.monotonic() - start < 2
     relay.step, relay.pause = 1 << 20, 0
