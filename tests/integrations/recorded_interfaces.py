@@ -61,6 +61,11 @@ class Interface:
             setattr(sys.modules[module], attribute, _class(attribute, module, recorded))
         return modules
 
+    def made(self, name: str) -> Any:
+        """The class `name` of the stand-in."""
+        whole = next(one for one in self.classes if one.endswith(f":{name}"))
+        return getattr(sys.modules[whole.partition(":")[0]], name)
+
 
 def interfaces(engine: str) -> list[Interface]:
     """All recorded versions of `engine`, the oldest first."""
@@ -142,6 +147,7 @@ def _misfits(own: list[inspect.Parameter], recorded: list[Parameter]) -> list[st
 
 
 def _class(name: str, module: str, recorded: dict[str, Any]) -> type:
+    body = {key: _method(key, one, recorded) for key, one in recorded.get("methods", {}).items()}
     if "members" in recorded:
         made: type = enum.Enum(name, recorded["members"])  # type: ignore[assignment]
     elif "fields" in recorded:
@@ -152,9 +158,9 @@ def _class(name: str, module: str, recorded: dict[str, Any]) -> type:
                 (field, Any, dataclasses.field(default=None)) if optional else (field, Any)
                 for field, optional in recorded["fields"].items()
             ],
+            namespace=body,
         )
     else:
-        body = {key: _method(key, one, recorded) for key, one in recorded["methods"].items()}
         made = type(ABC)(name, (ABC,), body)
     made.__module__ = module
     return made

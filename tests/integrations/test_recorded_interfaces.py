@@ -12,17 +12,30 @@ from importlib import import_module
 import pytest
 from recorded_interfaces import Interface, interfaces, misfits
 
+_VLLM, _SGLANG = "kvconnect.integrations.vllm", "kvconnect.integrations.sglang"
+
 ADAPTERS = [
+    (_VLLM, "KvConnect", "vllm", ("KVConnectorBase_V1", "SupportsHMA")),
+    (f"{_VLLM}.exports", "KvConnectStats", "vllm", ("KVConnectorStats",)),
+    (f"{_VLLM}.exports", "KvConnectPromMetrics", "vllm", ("KVConnectorPromMetrics",)),
     ("kvconnect.integrations.vllm_tier", "KvConnectTier", "vllm", ("SecondaryTierManager",)),
+    (_SGLANG, "KvConnectStorage", "sglang", ("HiCacheStorage",)),
 ]
 """Module and name of a class of ours, the engine, and the classes of its that it must do for."""
 
 
 @pytest.fixture
 def stood_in(request) -> Iterator[Interface]:
-    """The engine's modules are answered with what was recorded, while a test runs."""
+    """Stand-ins for the engine's modules, made of what was recorded, while a test runs.
+
+    vLLM's factory takes the name of our class, as its module registers it when it is imported, and
+    does nothing with it.
+    """
     interface: Interface = request.param
     made = interface.stand_in()
+    if interface.engine == "vllm":
+        factory = interface.made("KVConnectorFactory")
+        factory.register_connector = classmethod(lambda cls, name, module_path, class_name: None)
     yield interface
     for name in made:
         del sys.modules[name]
@@ -30,10 +43,11 @@ def stood_in(request) -> Iterator[Interface]:
 
 def imported_anew(module: str, name: str, monkeypatch) -> type:
     """The class, from modules that see the stand-ins."""
-    for loaded in [one for one in sys.modules if f"{one}.".startswith(f"{module}.")]:
+    package = ".".join(module.split(".")[:3])
+    for loaded in [one for one in sys.modules if f"{one}.".startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, loaded)
     found = getattr(import_module(module), name)
-    for loaded in [one for one in sys.modules if f"{one}.".startswith(f"{module}.")]:
+    for loaded in [one for one in sys.modules if f"{one}.".startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, loaded)
     assert isinstance(found, type)
     return found
@@ -57,6 +71,20 @@ def test_our_class_does_for_the_engine_s(stood_in, module, name, bases, monkeypa
     }
     assert theirs >= set(bases)
     assert not getattr(cls, "__abstractmethods__", None)
+
+
+@pytest.mark.parametrize(
+    "stood_in", [pytest.param(one, id=one.version) for one in interfaces("vllm")], indirect=True
+)
+def test_vllm_is_told_that_dropped_saves_are_harmless_and_layers_need_no_hooks(
+    stood_in, monkeypatch
+):
+    cls = imported_anew(_VLLM, "KvConnect", monkeypatch)
+    assert cls.requires_kv_delivery.fget(object.__new__(cls)) is False
+    assert cls.requires_piecewise_for_cudagraph({}) is False
+    methods = stood_in.methods("KVConnectorBase_V1")
+    assert methods["requires_kv_delivery"]["kind"] == "property"
+    assert methods["requires_piecewise_for_cudagraph"]["kind"] == "classmethod"
 
 
 RECORDED = Interface(

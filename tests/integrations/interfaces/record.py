@@ -19,14 +19,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_TRANSFER = "vllm.distributed.kv_transfer.kv_connector"
 _OFFLOAD = "vllm.v1.kv_offload"
 
 CLASSES = {
     "vllm": (
-        f"{_CONNECTOR}:KVConnectorBase_V1",
-        f"{_CONNECTOR}:SupportsHMA",
-        f"{_CONNECTOR}:KVConnectorRole",
+        f"{_TRANSFER}.factory:KVConnectorFactory",
+        f"{_TRANSFER}.v1.base:KVConnectorBase_V1",
+        f"{_TRANSFER}.v1.base:SupportsHMA",
+        f"{_TRANSFER}.v1.base:KVConnectorRole",
+        f"{_TRANSFER}.v1.base:KVConnectorTransferResults",
+        f"{_TRANSFER}.v1.metrics:KVConnectorStats",
+        f"{_TRANSFER}.v1.metrics:KVConnectorPromMetrics",
         f"{_OFFLOAD}.base:Locality",
         f"{_OFFLOAD}.base:LookupResult",
         f"{_OFFLOAD}.base:Medium",
@@ -69,7 +73,7 @@ def interface(engine: str) -> dict[str, Any]:
 
 
 def recorded(name: str) -> dict[str, Any]:
-    """The class ``module:Class``: its methods, or its fields, or its members."""
+    """The class ``module:Class``: its members, or its fields, and its methods if it has any."""
     module, _, attribute = name.partition(":")
     cls = getattr(import_module(module), attribute)
     if issubclass(cls, enum.Enum):
@@ -87,7 +91,9 @@ def recorded(name: str) -> dict[str, Any]:
         if member == "__init__" or not member.startswith("_")
         if (described := _member(cls, member)) is not None
     }
-    if "fields" not in found:
+    if dataclasses.is_dataclass(cls):
+        del methods["__init__"]  # its parameters are the fields
+    if "fields" not in found or (dataclasses.is_dataclass(cls) and methods):
         found["abstract"] = sorted(getattr(cls, "__abstractmethods__", ()))
         found["methods"] = methods
     return found
