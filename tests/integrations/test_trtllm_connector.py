@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -71,11 +72,13 @@ def configured(monkeypatch: pytest.MonkeyPatch, url: str):
 class Pair:
     """A connector at work, over a pool of 32 blocks of two layers."""
 
-    def __init__(self, classes: tuple[type, type], model: Path, *, kv_factor: int = 2) -> None:
+    def __init__(
+        self, classes: tuple[type, type], model: Path, *, kv_factor: int = 2, form: str = "1.2"
+    ) -> None:
         args = trt.llm_args(model, T)
         self.scheduler, self.worker = (cls(args) for cls in classes)
         pool = torch.zeros(32, 2, kv_factor, T * 6, dtype=torch.float64)
-        self.runtime = trt.Runtime(self.scheduler, self.worker, pool, T)
+        self.runtime = trt.Runtime(self.scheduler, self.worker, pool, T, form)
 
     def __enter__(self) -> trt.Runtime:
         return self.runtime
@@ -97,7 +100,9 @@ def test_every_method_has_the_recorded_form(classes):
     for ours, recorded in zip(classes, (trt.SCHEDULER, trt.WORKER), strict=True):
         assert not inspect.isabstract(ours)
         for name, parameters in recorded.items():
-            assert tuple(inspect.signature(getattr(ours, name)).parameters)[1:] == parameters
+            own = list(inspect.signature(getattr(ours, name)).parameters.values())[1:]
+            assert tuple(one.name for one in own) == parameters
+            assert {one.kind for one in own} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     for name in trt.WORKER_CONCRETE:
         assert name not in vars(classes[1])
 
@@ -147,6 +152,34 @@ def test_chunks_and_prompts_that_fill_their_blocks(classes, configured, tiny):
             0,
             False,
         )
+
+
+@pytest.mark.parametrize("form", trt.REQUEST_DATA)
+@pytest.mark.parametrize("chunk", [10_000, 12])
+def test_every_form_of_request_data_is_understood(classes, configured, tiny, form, chunk):
+    configured()
+    prompt = a_prompt(45)
+    salts = ("cache_salt_id", 5, 6) if form == "between" else ("cache_salt", "a", "b")
+    salt, one, other = salts
+    with Pair(classes, tiny, form=form) as runtime:
+        assert runtime.run(trt.Request(1, prompt, **{salt: one}), 10, chunk=chunk) == 54
+        assert runtime.worker._attachment._access.flush(5)
+        assert runtime.run(trt.Request(2, prompt, **{salt: other}), 10, chunk=chunk) == 54
+    with Pair(classes, tiny, form=form) as runtime:
+        assert runtime.run(trt.Request(3, prompt, **{salt: one}), 10, chunk=chunk) == 54 - 40
+
+
+@pytest.mark.parametrize(
+    ("form", "priority", "saved"), [("1.2", 80, 35), ("1.4", 80, 80), ("1.4", None, 35)]
+)
+def test_blocks_are_saved_with_the_priorities_that_are_reported(
+    classes, configured, tiny, form, priority, saved
+):
+    configured()
+    with Pair(classes, tiny, form=form) as runtime:
+        runtime.run(trt.Request(1, a_prompt(45), priority), 10, chunk=12)
+        orders = [order for meta in runtime.metas if meta is not None for order in meta.saves]
+        assert [block.priority for order in orders for block in order.blocks] == [saved] * 6
 
 
 def test_requests_that_differ_in_more_than_tokens(classes, configured, tiny):
@@ -291,6 +324,24 @@ def test_wrong_settings_are_refused_at_the_start(classes, tiny, monkeypatch, tex
 def test_settings_may_come_with_the_arguments(classes, tiny, url):
     args = trt.llm_args(tiny, T)
     args.kv_connector_config.kvconnect = {"url": url}
+    classes[0](args)._attachment.close()
+
+
+@pytest.mark.parametrize("version", trt.CONNECTOR_CONFIG)
+def test_the_engine_s_own_settings_need_a_subclass_with_the_field(classes, tiny, url, version):
+    config = trt.connector_config(version)
+    given = {
+        "connector_module": ROOM,
+        "connector_scheduler_class": "KvConnectScheduler",
+        "connector_worker_class": "KvConnectWorker",
+    }
+    with pytest.raises(ValueError, match="kvconnect"):
+        config(**given, kvconnect={"url": url})
+
+    class WithStore(config):
+        kvconnect: dict[str, Any]
+
+    args = trt.llm_args(tiny, T, kv_connector_config=WithStore(**given, kvconnect={"url": url}))
     classes[0](args)._attachment.close()
 
 

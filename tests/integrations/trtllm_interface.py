@@ -1,17 +1,26 @@
-"""TensorRT-LLM's connector interface, as its public sources of 1.2 to 1.4 have it: names and forms.
+"""TensorRT-LLM's connector interface, as its public sources of 1.2 to 1.4 have it.
 
-Kept as data, since TensorRT-LLM itself cannot be installed here; and a small runtime that calls a
-connector as ``shared/spec/connector.md`` §5 counts it, written from that.
+Names, parameters, fields and their defaults are kept as data, since TensorRT-LLM itself cannot be
+installed here; and a small runtime that calls a connector as ``shared/spec/connector.md`` §5 counts
+it, written from that. Both are of its first cache manager, whose KV is one tensor.
+
+Not recorded: which release is the first with a later form (the sources that could be read are
+commits between releases), and the methods by which its second cache manager tells of layer groups
+(``register_kv_cache_layout``, ``update_state_after_alloc_by_layer_group``,
+``request_finished_by_layer_group``): their defaults fall back on the methods here if there is one
+group, or refuse, and kvconnect has none of its own.
 """
 
 from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import field, make_dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from pydantic import ConfigDict, create_model
 
 SCHEDULER = {
     "__init__": ("llm_args",),
@@ -39,20 +48,58 @@ WORKER_CONCRETE = {
 }
 """What the worker's base class implements, and the runtime calls."""
 
-REQUEST_DATA = {
-    "1.2": (
-        "request_id",
-        "new_tokens",
-        "new_block_ids",
-        "computed_position",
-        "num_scheduled_tokens",
-    ),
-    "1.4": (
-        *("request_id", "new_tokens", "new_block_ids", "computed_position"),
-        *("num_scheduled_tokens", "block_hashes", "priorities", "cache_salt"),
-        "new_block_ids_by_layer_group",
-    ),
+REQUIRED = object()
+
+_REQUEST_DATA = {
+    "request_id": REQUIRED,
+    "new_tokens": REQUIRED,
+    "new_block_ids": REQUIRED,
+    "computed_position": REQUIRED,
+    "num_scheduled_tokens": REQUIRED,
 }
+
+REQUEST_DATA: dict[str, dict[str, object]] = {
+    "1.2": _REQUEST_DATA,
+    "between": _REQUEST_DATA | {"priorities": None, "cache_salt_id": None},
+    "1.4": _REQUEST_DATA
+    | {
+        "block_hashes": [],
+        "priorities": None,
+        "cache_salt": None,
+        "new_block_ids_by_layer_group": {},
+    },
+}
+"""Fields of ``RequestData`` in their order, with their defaults; an empty one is made anew.
+
+``priorities`` are those of the new blocks, and None if the request has no retention configuration.
+``block_hashes`` are numbers, of all full blocks so far. ``new_block_ids_by_layer_group`` is by the
+group's number, empty under the first cache manager; later sources have a list in its place.
+"""
+
+SCHEDULER_OUTPUT: dict[str, object] = {"new_requests": [], "cached_requests": []}
+
+CONNECTOR_CONFIG: dict[str, dict[str, object]] = {
+    "1.2": dict.fromkeys(
+        ("connector_module", "connector_scheduler_class", "connector_worker_class"), REQUIRED
+    ),
+    "1.4": {
+        "connector": None,
+        "connector_module": None,
+        "connector_scheduler_class": None,
+        "connector_worker_class": None,
+        "server_url": None,
+    },
+}
+"""Fields of ``KvCacheConnectorConfig`` with their defaults; it refuses all others."""
+
+
+def _data_class(name: str, fields: dict[str, object]) -> Any:
+    def described(default: object) -> Any:
+        if default is REQUIRED:
+            return field()
+        return field(default_factory=type(default)) if default is not None else field(default=None)
+
+    return make_dataclass(name, [(one, Any, described(default)) for one, default in fields.items()])
 
 
 def _abstract(names: tuple[str, ...]) -> dict[str, object]:
@@ -92,29 +139,17 @@ KvCacheConnectorWorker = type(
 )
 
 
-@dataclass
-class RequestData:
-    """As of 1.2, with nothing beyond."""
-
-    request_id: int
-    new_tokens: list[int]
-    new_block_ids: list[int]
-    computed_position: int
-    num_scheduled_tokens: int
-
-
-@dataclass
-class SchedulerOutput:
-    new_requests: list[RequestData] = field(default_factory=list)
-    cached_requests: list[RequestData] = field(default_factory=list)
+RequestData = {form: _data_class("RequestData", data) for form, data in REQUEST_DATA.items()}
+SchedulerOutput = _data_class("SchedulerOutput", SCHEDULER_OUTPUT)
 
 
 class Request:
-    """What a connector sees of a request."""
+    """What a connector sees of a request; `priority` is that of its retention configuration."""
 
-    def __init__(self, request_id, tokens, **more):
+    def __init__(self, request_id, tokens, priority=None, **more):
         self.request_id = request_id
         self.prompt_len = len(tokens)
+        self.priority = priority
         self._tokens = list(tokens)
         vars(self).update(more)
 
@@ -127,11 +162,20 @@ class Request:
 
 
 class Runtime:
-    """Drives a pair over a pool in which the KV of a token is a function of it and its position."""
+    """Drives a pair over a pool in which the KV of a token is a function of it and its position.
 
-    def __init__(self, scheduler, worker, pool, tokens_per_block):
+    Args:
+        form: of `REQUEST_DATA`, what a step reports of a request. In 1.4 blocks are taken for one
+            chunk after the other, and later ones are reported with their chunks.
+
+    Attributes:
+        metas: what the scheduler built for each step.
+    """
+
+    def __init__(self, scheduler, worker, pool, tokens_per_block, form="1.2"):
         self.scheduler, self.worker = scheduler, worker
-        self.pool, self.size = pool, tokens_per_block
+        self.pool, self.size, self.form = pool, tokens_per_block, form
+        self.metas = []
         self.free = list(range(pool.shape[0]))
         self.computed = {}
         worker.register_kv_caches(pool)
@@ -150,25 +194,30 @@ class Runtime:
         assert matched + asked < request.prompt_len
         longest = request.prompt_len + max_tokens
         blocks = [self.free.pop() for _ in range(-(-longest // self.size))]
-        held = -(-request.prompt_len // self.size)
+        first = request.prompt_len
+        if self.form == "1.4":
+            first = min(first, matched + asked + chunk)
+        held = -(-first // self.size)
         self.scheduler.update_state_after_alloc(request, blocks[:held])
         position, known_tokens, known_blocks, external = matched + asked, 0, 0, asked
         steps, computed = 0, 0
         while True:
             tokens = request.get_tokens(0)
-            held = max(held, -(-len(tokens) // self.size))
             scheduled = min(len(tokens) - position, chunk)
-            data = RequestData(
+            held = max(held, -(-(position + scheduled) // self.size))
+            data = RequestData[self.form](
                 request.request_id,
                 tokens[known_tokens:],
                 blocks[known_blocks:held],
                 position - external,
                 scheduled,
+                **self.more(request, blocks[known_blocks:held], tokens[: position + scheduled]),
             )
             known_tokens, known_blocks, external = len(tokens), held, 0
             output = SchedulerOutput()
             (output.cached_requests if steps else output.new_requests).append(data)
             meta = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
+            self.metas.append(meta)
             self.worker.bind_connector_meta(meta)
             stream = None
             self.worker.start_load_kv(stream)
@@ -192,6 +241,20 @@ class Runtime:
         self.free += blocks
         return computed
 
+    def more(self, request, new_blocks, tokens):
+        """What the form has beyond 1.2."""
+        number = hash(tuple(tokens)) & (1 << 64) - 1
+        values = {
+            "priorities": None
+            if request.priority is None
+            else [request.priority] * len(new_blocks),
+            "cache_salt": getattr(request, "cache_salt", None),
+            "cache_salt_id": getattr(request, "cache_salt_id", None),
+            "block_hashes": [number ^ at for at in range(len(tokens) // self.size)],
+            "new_block_ids_by_layer_group": {0: list(new_blocks)},
+        }
+        return {name: values[name] for name in REQUEST_DATA[self.form] if name in values}
+
     def check(self, tokens, blocks, end):
         """Every position that counts as computed holds the KV of its token."""
         for at in range(end):
@@ -199,6 +262,15 @@ class Runtime:
             rows = block.view(*block.shape[:2], self.size, -1)[:, :, at % self.size]
             expected = self.kv(tokens, at)[:, :, None].to(rows.dtype).expand_as(rows)
             assert torch.equal(rows, expected), f"wrong KV at {at}"
+
+
+def connector_config(version):
+    """A model class with the recorded fields, as strict as TensorRT-LLM's."""
+    fields = {
+        name: (str, ...) if default is REQUIRED else (str | None, default)
+        for name, default in CONNECTOR_CONFIG[version].items()
+    }
+    return create_model("KvCacheConnectorConfig", __config__=ConfigDict(extra="forbid"), **fields)
 
 
 def llm_args(model, tokens_per_block, **more):
