@@ -28,6 +28,7 @@ from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.rows import PromptRow
 from kvconnect.keys import BlockKey, Namespace, chain_key
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, BackendFault, FaultyBackend
+from kvconnect.trace import metrics
 
 T = 16
 # Full attention, windows in some layers, a latent.
@@ -411,6 +412,12 @@ def test_a_salt_stands_with_the_blocks(llama64):
             del past
             assert prompts.flush()
         assert len(asyncio.run(namespaces())) == 2
+
+
+def test_metrics_of_the_process_carry_the_engine_s_name(llama64, store, monkeypatch):
+    monkeypatch.setattr(metrics, "engine", "kvconnect")
+    with opened(llama64, store):
+        assert metrics.engine == "transformers"
 
 
 def test_other_weights_settings_and_dtypes_are_apart(llama64, model_of, tmp_path, store):

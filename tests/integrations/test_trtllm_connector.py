@@ -21,6 +21,7 @@ from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.trtllm.settings import variant_of
+from kvconnect.trace import metrics
 
 T = 8
 ROOM = "kvconnect.integrations.trtllm"
@@ -293,6 +294,13 @@ def test_staging_that_is_full_drops_blocks(classes, configured, tiny):
         assert runtime.run(trt.Request(1, a_prompt(90)), 1) == 90
     with Pair(classes, tiny) as runtime:
         assert runtime.run(trt.Request(2, a_prompt(90)), 1) < 90  # what there was room for
+
+
+def test_metrics_of_the_process_carry_the_engine_s_name(classes, configured, tiny, monkeypatch):
+    monkeypatch.setattr(metrics, "engine", "kvconnect")
+    configured()
+    with Pair(classes, tiny):
+        assert metrics.engine == "trtllm"
 
 
 # ---------------------------------------------------------------------- settings

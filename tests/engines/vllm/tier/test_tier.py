@@ -66,6 +66,12 @@ def test_a_prompt_is_answered_alike_cold_from_the_device_the_host_and_the_store(
     assert cold == device == host == stored
 
 
+def test_metrics_of_the_process_carry_the_engine_s_name(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "engine", "kvconnect")
+    engine(tier(tmp_path))
+    assert metrics.engine == "vllm"
+
+
 def test_an_engine_that_turns_without_a_pause_leaves_the_store_time_to_answer(engine, tmp_path):
     """In the client's process it does; the store's threads then hardly ran, and were too late."""
     long = prompt_of(4000, seed=5)
