@@ -66,6 +66,18 @@ def test_the_tested_versions_are_those_that_are_installed(repository: Path, rows
         assert shown == {(pinned[package], pinned["torch"])}
 
 
+def test_the_version_of_transformers_is_that_of_the_constraints(repository: Path):
+    pinned = re.search(
+        r"^transformers==(\S+)$", (repository / "constraints.txt").read_text(), re.MULTILINE
+    )
+    page = (repository / "docs/engines.md").read_text(encoding="utf-8")
+    found = re.search(r"^\| .+ \| `transformers (\S+)` \| `(\S+)` \|$", page, re.MULTILINE)
+    assert pinned is not None
+    assert found is not None
+    assert found[1] == pinned[1]
+    assert (repository / found[2]).exists()
+
+
 def test_every_folder_of_engine_tests_is_run(repository: Path, runs):
     folders = {
         path.parent.relative_to(repository / "tests/engines").as_posix()
