@@ -160,11 +160,29 @@ def test_an_abort_during_a_load_gives_the_blocks_back(llama, fault):
         assert made.tokens(prompts) == wanted
 
 
-def test_what_is_counted_can_be_seen(llama, store):
+def test_what_is_counted_can_be_seen(llama, store, monkeypatch):
+    from kvconnect.integrations.vllm.connector import KvConnect
+
+    told = []
+    get_stats = KvConnect.get_kv_connector_stats
+
+    def noted(self):
+        told.append(get_stats(self))
+        return told[-1]
+
+    monkeypatch.setattr(KvConnect, "get_kv_connector_stats", noted)
     before = metrics.snapshot().get("store.save.saved", 0)
     with engine(llama, connector(store)) as made:
+        made.connector.get_kv_connector_stats()  # what other tests counted
+        told.clear()
         made.answer(prompts_of(200))
         made.flush()
-        stats = made.connector.get_kv_connector_stats()
+        made.connector.get_kv_connector_stats()
     assert metrics.snapshot()["store.save.saved"] - before == 6
-    assert stats is None or not stats.is_empty()
+    assert len(told) > 1, "vLLM never asked"
+    stats = KvConnect.build_kv_connector_stats()
+    for one in told:
+        assert one is None or not one.is_empty()
+        stats = stats if one is None else stats.aggregate(one)
+    assert stats.data["store_saved_blocks"] == 6
+    assert stats.reduce()["store saved blocks"] == 6
