@@ -237,6 +237,16 @@ def test_a_cache_that_is_kept_goes_on_and_a_copy_of_it_is_a_plain_one(llama64, s
 # ---------------------------------------------------------------------- what is refused
 
 
+def test_guidance_is_that_of_transformers(llama64, store):
+    inputs = given(prompt(40))
+    expected = generate(llama64, inputs, guidance_scale=1.5)
+    assert expected != generate(llama64, inputs)
+    with opened(llama64, store) as prompts:
+        assert answer(llama64, prompts, inputs, guidance_scale=1.5) == (expected, (0,))
+        assert prompts.flush()
+        assert answer(llama64, prompts, inputs, guidance_scale=1.5) == (expected, (39,))
+
+
 @pytest.mark.parametrize("more", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
 @pytest.mark.parametrize("restored", [False, True])
 def test_several_sequences_of_one_prompt_are_refused(llama64, more, restored, store):

@@ -67,9 +67,8 @@ def test_the_tested_versions_are_those_that_are_installed(repository: Path, rows
 
 
 def test_the_version_of_transformers_is_that_of_the_constraints(repository: Path):
-    pinned = re.search(
-        r"^transformers==(\S+)$", (repository / "constraints.txt").read_text(), re.MULTILINE
-    )
+    constraints = (repository / "constraints.txt").read_text(encoding="utf-8")
+    pinned = re.search(r"^transformers==(\S+)$", constraints, re.MULTILINE)
     page = (repository / "docs/engines.md").read_text(encoding="utf-8")
     found = re.search(r"^\| .+ \| `transformers (\S+)` \| `(\S+)` \|$", page, re.MULTILINE)
     assert pinned is not None

@@ -119,9 +119,9 @@ class StoredCache(DynamicCache):
         elif input_ids.shape[0] != len(self._rows):
             raise UsageError(
                 f"past_key_values: prefill() was given {len(self._rows)} prompts, and generate() "
-                f"computes {input_ids.shape[0]} sequences; beam search, num_return_sequences and "
-                "guidance are not possible with a PromptCache: leave past_key_values out, or give "
-                "the prompt several times"
+                f"computes {input_ids.shape[0]} sequences; beam search and num_return_sequences "
+                "are not possible with a PromptCache: leave past_key_values out, or give the "
+                "prompt several times"
             )
         elif not self._goes_on(input_ids, start):
             self._end_or_raise("other tokens are computed than prefill() was given")
