@@ -28,6 +28,7 @@ from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.rows import PromptRow
 from kvconnect.keys import BlockKey, Namespace, chain_key
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, BackendFault, FaultyBackend
+from kvconnect.tokens import TokenArray
 from kvconnect.trace import metrics
 
 T = 16
@@ -456,6 +457,54 @@ def test_other_weights_settings_and_dtypes_are_apart(llama64, model_of, tmp_path
     finds(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64), 0, 39)
     (directory / "config.json").write_text(json.dumps(settings))
     finds(same, 39)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_flush_in_the_middle_of_a_forward_pass(llama64, store, after):
+    """What the first layers have computed already is not taken for computed."""
+    inputs = given(prompt(75))
+    expected = generate(llama64, inputs)
+    passes: list[bool] = []
+
+    def flush(*_: object) -> None:
+        passes.append(len(passes) < after or prompts.flush())
+
+    with opened(llama64, store) as prompts:
+        handle = llama64.model.layers[1].register_forward_hook(flush)
+        try:
+            assert answer(llama64, prompts, inputs) == (expected, (0,))
+        finally:
+            handle.remove()
+        assert all(passes)
+        assert len(passes) > after
+    with opened(llama64, store) as prompts:
+        assert answer(llama64, prompts, inputs) == (expected, (74,))
+
+
+def test_flush_while_a_cache_that_has_ended_is_saved(llama64, store, monkeypatch):
+    """Each of the two threads waits until the other has saved."""
+    inputs = given(prompt(75))
+    begun, append = threading.Event(), CachedRow.append
+    other = threading.Thread(target=lambda: [one.save() for one in list(prompts._live)])
+
+    def append_beside(row: CachedRow, tokens: TokenArray) -> None:
+        if threading.current_thread().name == "kvconnect-prompt-cache":
+            other.start()
+            begun.set()
+            other.join(0.2)
+            assert other.is_alive()
+        append(row, tokens)
+
+    with opened(llama64, store) as prompts:
+        past = prompts.prefill(inputs)
+        generate(llama64, inputs, past_key_values=past, max_new_tokens=4)
+        monkeypatch.setattr(CachedRow, "append", append_beside)
+        del past
+        assert begun.wait(10)
+        assert prompts.flush()
+        other.join()
+    with opened(llama64, store) as prompts:
+        assert answer(llama64, prompts, inputs)[1] == (74,)
 
 
 def replace_weight(model: PreTrainedModel) -> None:

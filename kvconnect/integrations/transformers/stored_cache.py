@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -75,7 +76,10 @@ class StoredCache(DynamicCache):
         self.not_cached = not_cached
         self.loaded_tokens = tuple(max(0, restored.num_tokens - row.offset) for row in rows)
         self._saving = saving
+        # `PromptCache.flush` may save it while a pass computes elsewhere, or once it has ended.
+        self._lock = threading.Lock()
         self._rows = list(rows)
+        self._num_computed = restored.num_tokens  # of a row, padding included, by all layers
         self._num_loaded = restored.num_tokens
         self._prompt_end = max((row.offset + len(row.tokens) for row in rows), default=0)
         self._known = self._prompt_end  # tokens of a row, padding included, that rows know of
@@ -110,6 +114,12 @@ class StoredCache(DynamicCache):
             UsageError: they do not go on with what was loaded: another prompt, another number of
                 rows, other padding or positions. Nothing was computed.
         """
+        with self._lock:
+            self._begin(input_ids, attention_mask, positions)
+
+    def _begin(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, positions: Tensor | None
+    ) -> None:
         self._computing = None
         if not self._rows:
             return
@@ -133,9 +143,16 @@ class StoredCache(DynamicCache):
     def forward_ended(self) -> None:
         """The forward pass is over; saves what is due. Never raises for a store's fault."""
         computed, self._computing = self._computing, None
-        if computed is None or not self._rows or self._saving is None:
+        if computed is None:
             return
-        end = self.get_seq_length()
+        with self._lock:
+            self._num_computed = self.get_seq_length()
+            self._take_in(computed)
+
+    def _take_in(self, computed: Tensor) -> None:
+        if not self._rows or self._saving is None:
+            return
+        end = self._num_computed
         if end > self._known:
             beyond = end - self._known - sum(one.shape[1] for one in self._computed)
             self._computed.append(computed[:, computed.shape[1] - beyond :])
@@ -185,14 +202,20 @@ class StoredCache(DynamicCache):
     # ------------------------------------------------------------------ saving
 
     def save(self) -> None:
-        """Save what is left now. Never raises for a store's fault; blocks only if told to wait."""
+        """Save what passes that are over have computed; from any thread.
+
+        Never raises for a store's fault; blocks only if told to wait.
+        """
         saving = self._saving
-        if saving is None or not self._rows or not self.layers:
+        if saving is None:
             return
-        end = self.get_seq_length()
-        self._save_full(end)
-        if saving.store.saves_tails and end == self._known:
-            self._save_tails(end, saving)
+        with self._lock:
+            if not self._rows or not self._num_computed:
+                return
+            end = self._num_computed
+            self._save_full(end)
+            if saving.store.saves_tails and end == self._known:
+                self._save_tails(end, saving)
 
     def _save_full(self, end: int) -> None:
         """The full blocks of the first `end` tokens."""
@@ -282,18 +305,20 @@ class StoredCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers': the last tokens were rejected (assisted decoding)."""
-        super().crop(tokens_to_remove)
-        self._read_computed()
-        end = self.get_seq_length() if self.layers else 0
-        if end < self._known and self._rows:
-            for row in self._rows:
-                row.truncate(max(0, end - row.offset))
-            self._known = end
+        with self._lock:
+            super().crop(tokens_to_remove)
+            self._read_computed()
+            end = self._num_computed = self.get_seq_length() if self.layers else 0
+            if end < self._known and self._rows:
+                for row in self._rows:
+                    row.truncate(max(0, end - row.offset))
+                self._known = end
 
     def reset(self) -> None:
         """As transformers'; nothing of it is saved any more."""
-        super().reset()  # type: ignore[no-untyped-call]
-        self._end()
+        with self._lock:
+            super().reset()  # type: ignore[no-untyped-call]
+            self._end()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refused: rows change places in beam search.
