@@ -8,6 +8,7 @@ import gc
 import json
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import takewhile
@@ -505,6 +506,28 @@ def test_flush_while_a_cache_that_has_ended_is_saved(llama64, store, monkeypatch
         other.join()
     with opened(llama64, store) as prompts:
         assert answer(llama64, prompts, inputs)[1] == (74,)
+
+
+def test_flush_beside_a_prefill_of_another_thread(llama64, store):
+    """Caches are not added while those that there are are gone through."""
+
+    class Live(weakref.WeakSet):
+        def __iter__(self):
+            for one in super().__iter__():
+                other.start()
+                other.join(0.2)
+                assert other.is_alive()
+                yield one
+
+    made: list[StoredCache] = []
+    with opened(llama64, store) as prompts:
+        other = threading.Thread(target=lambda: made.append(prompts.prefill(given(prompt(20)))))
+        live, prompts._live = prompts._live, Live()
+        past = prompts.prefill(given(prompt(20)))
+        assert prompts.flush()
+        other.join(10)
+        assert {past, *made} == set(weakref.WeakSet.__iter__(prompts._live))
+        prompts._live = live
 
 
 def replace_weight(model: PreTrainedModel) -> None:

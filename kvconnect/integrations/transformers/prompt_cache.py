@@ -104,8 +104,8 @@ class PromptCache:
             config.save_on == "finish",
             EndedCaches(),
         )
+        self._lock = threading.Lock()  # of the two below, which several threads change
         self._live: weakref.WeakSet[StoredCache] = weakref.WeakSet()
-        self._closing = threading.Lock()
         self._closed = False
         self._hooks = _Hooks(model, self._live)
         metrics.engine = _ENGINE
@@ -167,7 +167,8 @@ class PromptCache:
         cache = StoredCache(self._saving, rows, restored)
         for prompt, loaded in zip(prompts, cache.loaded_tokens, strict=True):
             count("engine.request", prompt_tokens=len(prompt.tokens), store_tokens=loaded)
-        self._live.add(cache)
+        with self._lock:
+            self._live.add(cache)
         return cache
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -180,23 +181,27 @@ class PromptCache:
             Whether it was all stored, or given up, in time.
         """
         until = time.monotonic() + (self._config.save_timeout_s if timeout_s is None else timeout_s)
-        for cache in list(self._live):
-            cache.save()
+        self._save_live()
         saved = self._saving.ended.wait(max(0.0, until - time.monotonic()))
         return self._store.flush(max(0.0, until - time.monotonic())) and saved
 
     def close(self) -> None:
         """Save what is left, up to ``save_timeout_s``; let go of model and store. Idempotent."""
-        with self._closing:
+        with self._lock:
             closed, self._closed = self._closed, True
         if closed:
             return
         self._hooks.remove()
-        for cache in list(self._live):
-            cache.save()
+        self._save_live()
         self._saving.ended.close(self._config.save_timeout_s)
         self._store.close()
         _open.discard(self)
+
+    def _save_live(self) -> None:
+        with self._lock:
+            live = list(self._live)
+        for cache in live:
+            cache.save()
 
     def __enter__(self) -> Self:
         return self
