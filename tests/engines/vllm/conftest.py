@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,14 @@ def make_vllm_model(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="session")
 def llama(make_vllm_model) -> Path:
     return make_vllm_model()
+
+
+@pytest.fixture(params=[False, True], ids=["in-process", "core-process"])
+def start(request: pytest.FixtureRequest):
+    """`engine`, with its core in this process, or in one of its own as under ``vllm serve``."""
+    from vllm_engine import engine
+
+    return partial(engine, core_process=request.param)
 
 
 @pytest.fixture

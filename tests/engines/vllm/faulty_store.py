@@ -1,6 +1,7 @@
-"""A store in memory whose faults a test sets, by the URL ``faulty://NAME``.
+"""Stores whose faults a test sets: ``faulty://NAME`` in memory, ``faulty://NAME/PATH`` on disk.
 
-One whose name begins with ``background`` is too slow to load in the step that computes, it says.
+They are known where this module was imported. One whose name begins with ``background`` is too slow
+to load in the step that computes, it says.
 """
 
 from __future__ import annotations
@@ -9,21 +10,25 @@ from dataclasses import replace
 from typing import Any
 
 from kvconnect.backends import registry
+from kvconnect.backends.disk import from_url as disk
 from kvconnect.backends.memory import from_url as memory
 from kvconnect.backends.url import StoreUrl
 from kvconnect.testing.faults.faulty_backend import FaultyBackend
+
+SIZE = "capacity=64MiB"
 
 STORES: dict[str, FaultyBackend] = {}
 
 
 def from_url(url: Any) -> FaultyBackend:
     """A new one, in `STORES` by its name."""
-    made = STORES[url.location] = FaultyBackend(memory(StoreUrl.parse("memory:?capacity=64MiB")))
+    inner = memory(StoreUrl.parse(f"memory:?{SIZE}"))
+    if url.path:
+        inner = disk(StoreUrl.parse(f"disk://{url.path}?{SIZE}"))
+    made = STORES[url.location] = FaultyBackend(inner)
     if url.location.startswith("background"):
         made.capabilities = replace(made.capabilities, inline=False)
     return made
 
 
-def install() -> None:
-    """Make the scheme known."""
-    registry._BUILT_IN["faulty"] = f"{__name__}:from_url"
+registry._BUILT_IN["faulty"] = f"{__name__}:from_url"

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
 
-import faulty_store
-from vllm_engine import connector, engine, prompts_of
+import inside
+from vllm_engine import connector, prompts_of
 
 pytestmark = pytest.mark.engines
 
@@ -19,18 +19,16 @@ PROMPTS = prompts_of(400, 200, 90)
 LIMITS = {"lookup_timeout_ms": 200.0, "load_timeout_s": 1.0, "save_timeout_s": 1.0}
 
 
-def test_fail_ends_the_request_and_nothing_else(llama):
-    faulty_store.install()
-    transfer = connector("faulty://fail", KV_LOAD_FAILURE_POLICY="fail", **LIMITS)
-    with engine(llama, transfer) as made:
-        store = faulty_store.STORES["fail"]
+def test_fail_ends_the_request_and_nothing_else(start, llama, tmp_path):
+    transfer = connector(f"faulty://fail{tmp_path}", KV_LOAD_FAILURE_POLICY="fail", **LIMITS)
+    with start(llama, transfer) as made:
         wanted = made.tokens(PROMPTS)
         made.flush()
         made.forget_device()
-        store.set("flip")
+        made.inside(inside.plant, "fail", "flip")
         reasons = [one.reason for one in made.answer(PROMPTS)]
         assert "error" in reasons
-        store.heal()
+        made.inside(inside.heal, "fail")
         assert made.tokens(PROMPTS) == wanted
 
 
@@ -57,20 +55,20 @@ def segments(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("harm", [damaged, truncated])
-def test_a_store_that_was_harmed_while_nothing_ran(llama, tmp_path, harm):
+def test_a_store_that_was_harmed_while_nothing_ran(start, llama, tmp_path, harm):
     url = f"disk://{tmp_path}/store?capacity=64MiB"
-    with engine(llama, connector(url)) as made:
+    with start(llama, connector(url)) as made:
         wanted = made.tokens(PROMPTS)
     assert segments(tmp_path / "store")
     harm(tmp_path / "store")
-    with engine(llama, connector(url)) as made:
+    with start(llama, connector(url)) as made:
         assert made.tokens(PROMPTS) == wanted
         made.forget_device()
         assert made.tokens(PROMPTS) == wanted
 
 
-def test_a_directory_that_goes_while_the_engine_runs(llama, tmp_path):
-    with engine(llama, connector(f"disk://{tmp_path}/store?capacity=64MiB")) as made:
+def test_a_directory_that_goes_while_the_engine_runs(start, llama, tmp_path):
+    with start(llama, connector(f"disk://{tmp_path}/store?capacity=64MiB")) as made:
         wanted = made.tokens(PROMPTS)
         made.flush()
         shutil.rmtree(tmp_path / "store")

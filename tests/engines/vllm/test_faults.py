@@ -9,11 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
 
-import faulty_store
-import torch
+import inside
 from vllm_engine import Engine, connector, engine, prompts_of
 
-from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, FaultyBackend
+from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS
 
 pytestmark = pytest.mark.engines
 
@@ -21,50 +20,31 @@ PROMPTS = prompts_of(400, 200, 90)
 LIMITS = {"lookup_timeout_ms": 200.0, "load_timeout_s": 1.0, "save_timeout_s": 1.0}
 
 
-@pytest.fixture(scope="module", params=["background", "one-step"])
-def served(request, make_vllm_model) -> Iterator[tuple[Engine, FaultyBackend]]:
+@pytest.fixture(
+    scope="module",
+    params=[("background", False), ("one-step", False), ("background", True)],
+    ids=["background", "one-step", "core-process"],
+)
+def served(request, make_vllm_model, tmp_path_factory) -> Iterator[tuple[Engine, str]]:
     """On a faulty store; with loads in the background, or in the step that computes."""
-    faulty_store.install()
-    with engine(make_vllm_model(), connector(f"faulty://{request.param}", **LIMITS)) as made:
-        yield made, faulty_store.STORES[request.param]
+    loads, core_process = request.param
+    directory = tmp_path_factory.mktemp("store") if core_process else ""
+    transfer = connector(f"faulty://{loads}{directory}", **LIMITS)
+    with engine(make_vllm_model(), transfer, core_process=core_process) as made:
+        yield made, loads
 
 
 @pytest.fixture
-def healthy(served: tuple[Engine, FaultyBackend]) -> tuple[Engine, FaultyBackend]:
+def healthy(served: tuple[Engine, str]) -> tuple[Engine, str]:
     """The same, once the store is used again after the fault before."""
     made, store = served
-    store.heal()
-    pair = made.connector._scheduler._scheduler
+    made.inside(inside.heal, store)
     until = time.monotonic() + 20
-    while not pair._store.backend.available or pair._budget.suspended:
+    while not all(made.inside(inside.uses_store)):
         assert time.monotonic() < until
         time.sleep(0.02)
     made.forget_device()
     return made, store
-
-
-def caches(made: Engine) -> list[torch.Tensor]:
-    return made.core.model_executor.driver_worker.worker.model_runner.kv_caches
-
-
-def poison(made: Engine) -> None:
-    """Fill blocks that no request holds: what is not loaded is not what is computed with.
-
-    With numbers that are none only where a load failed: vLLM's kernel multiplies slots of a block
-    that are not written yet by zero.
-    """
-    for cache in caches(made):
-        cache.fill_(777.0)
-    half = made.worker._worker
-    take = type(half).take_invalid_blocks
-
-    def take_and_poison() -> set[int]:
-        invalid = take(half)
-        for cache in caches(made):
-            cache[sorted(invalid)] = float("nan")
-        return invalid
-
-    half.take_invalid_blocks = take_and_poison
 
 
 @pytest.mark.parametrize("fault", [one for one in BACKEND_FAULTS if one != "none"])
@@ -73,13 +53,13 @@ def test_no_fault_changes_a_token(healthy, fault):
     wanted = made.tokens(PROMPTS)
     made.flush()
     made.forget_device()
-    poison(made)
-    store.set(fault)
-    hits = store.hits
+    made.inside(inside.poison)
+    hits = sum(made.inside(inside.num_hits, store))
+    made.inside(inside.plant, store, fault)
     assert made.tokens(PROMPTS) == wanted
-    assert store.hits > hits
+    assert sum(made.inside(inside.num_hits, store)) > hits
     made.check_empty()
-    store.heal()
+    made.inside(inside.heal, store)
     made.forget_device()
     assert made.tokens(PROMPTS) == wanted
     made.check_empty()
@@ -91,14 +71,9 @@ def test_blocks_that_fail_to_load_are_computed(healthy, fault):
     wanted = made.tokens(PROMPTS)
     made.flush()
     made.forget_device()
-    poison(made)
-    store._operations = frozenset({"load"})
-    store.set(fault)
-    try:
-        assert made.tokens(PROMPTS) == wanted
-    finally:
-        store._operations = frozenset({"lookup", "load", "save", "delete", "children"})
-        store.heal()
+    made.inside(inside.poison)
+    made.inside(inside.plant, store, fault, ["load"])
+    assert made.tokens(PROMPTS) == wanted
     made.check_empty()
 
 
@@ -108,15 +83,11 @@ def test_poison_would_be_noticed(healthy):
     wanted = made.tokens(PROMPTS[:1])
     made.flush()
     made.forget_device()
-    half = made.worker._worker
-    half._worker._route.copiers[0].copy_in, kept = (
-        lambda *_, **__: None,
-        (half._worker._route.copiers[0].copy_in),
-    )
-    poison(made)
+    made.inside(inside.lose_loads, True)
+    made.inside(inside.poison)
     try:
         answers = made.tokens(PROMPTS[:1])
     finally:
-        half._worker._route.copiers[0].copy_in = kept
+        made.inside(inside.lose_loads, False)
         made.forget_device()
     assert answers != wanted

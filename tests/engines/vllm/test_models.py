@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
 
-import faulty_store
+import inside
 from vllm_engine import BLOCK, connector, engine, prompts_of
 
 pytestmark = pytest.mark.engines
@@ -15,14 +15,11 @@ PROMPTS = prompts_of(400, 200, 40)
 
 
 @pytest.mark.parametrize(("arch", "num_groups"), [("mistral", 1), ("gemma3", 2)])
-def test_windows_and_several_groups(make_vllm_model, arch, num_groups):
+def test_windows_and_several_groups(start, make_vllm_model, tmp_path, arch, num_groups):
     """A load that fails is of no use at all there: everything is computed."""
-    faulty_store.install()
     model = make_vllm_model(arch, sliding_window=48, num_layers=6)
-    with engine(model, connector("faulty://windows", load_timeout_s=2.0)) as made:
-        store = faulty_store.STORES["windows"]
-        groups = made.scheduler.kv_cache_config.kv_cache_groups
-        assert len(groups) >= num_groups
+    with start(model, connector(f"faulty://windows{tmp_path}", load_timeout_s=2.0)) as made:
+        assert sum(made.inside(inside.num_groups)) >= num_groups
         cold = made.answer(PROMPTS)
         wanted = [one.tokens for one in cold]
         made.flush()
@@ -30,13 +27,12 @@ def test_windows_and_several_groups(make_vllm_model, arch, num_groups):
         loaded = made.answer(PROMPTS)
         assert [one.tokens for one in loaded] == wanted
         assert [one.cached for one in loaded] == [12 * BLOCK, 6 * BLOCK, BLOCK]
-        store._operations = frozenset({"load"})
         for fault in ("swap", "raise"):
             made.forget_device()
-            store.set(fault)
+            made.inside(inside.plant, "windows", fault, ["load"])
             failed = made.answer(PROMPTS)
             assert [one.tokens for one in failed] == wanted
-            store.heal()
+            made.inside(inside.heal, "windows")
         made.check_empty()
         made.forget_device()
         longer = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, wanted, strict=True)]
@@ -45,11 +41,11 @@ def test_windows_and_several_groups(make_vllm_model, arch, num_groups):
         assert plain.tokens(PROMPTS) == wanted
 
 
-def test_a_device_hit_and_a_store_hit_together(make_vllm_model, store):
+def test_a_device_hit_and_a_store_hit_together(start, make_vllm_model, store):
     """What the device still has is not loaded; what follows it is."""
     model = make_vllm_model("gemma3", sliding_window=48, num_layers=6)
     long, other = prompts_of(600, 300)
-    with engine(model, connector(store)) as made:
+    with start(model, connector(store)) as made:
         [wanted] = made.tokens([long])
         made.flush()
         made.forget_device()

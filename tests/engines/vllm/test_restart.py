@@ -15,16 +15,16 @@ WHOLE = [480, 288, 32, 0]  # what of them is cached: whole blocks, never the las
 LOADED = [480, 320, 32, 0]  # by a load in the background: vLLM computes the last token again
 
 
-def test_cold_device_hit_reset_and_restart_give_the_same_tokens(llama, store):
+def test_cold_device_hit_reset_and_restart_give_the_same_tokens(start, llama, store):
     with engine(llama, None) as plain:
         wanted = plain.tokens(PROMPTS)
-    with engine(llama, connector(store)) as first:
+    with start(llama, connector(store)) as first:
         cold = first.answer(PROMPTS)
         again = first.answer(PROMPTS)
         first.flush()
         first.forget_device()
         loaded = first.answer(PROMPTS)
-    with engine(llama, connector(store)) as second:
+    with start(llama, connector(store)) as second:
         restarted = second.answer(PROMPTS)
     for answers in (cold, again, loaded, restarted):
         assert [one.tokens for one in answers] == wanted
@@ -34,11 +34,11 @@ def test_cold_device_hit_reset_and_restart_give_the_same_tokens(llama, store):
         assert [one.cached for one in answers] == LOADED
 
 
-def test_what_was_generated_is_saved_with_the_prompt(llama, store):
+def test_what_was_generated_is_saved_with_the_prompt(start, llama, store):
     [prompt] = prompts_of(50)
-    with engine(llama, connector(store)) as first:
+    with start(llama, connector(store)) as first:
         [answer] = first.answer([prompt], 3 * BLOCK)
-    with engine(llama, connector(store)) as second:
+    with start(llama, connector(store)) as second:
         [longer] = second.answer([prompt + answer.tokens], 4)
         # The last token of the answer was sampled, and never computed.
         assert longer.cached == (50 + 3 * BLOCK - 1) // BLOCK * BLOCK
@@ -80,8 +80,8 @@ def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(llama, store, url, w
     assert [one.cached for one in loaded] == [whole * BLOCK, 0]
 
 
-def test_salts_are_apart(llama, store):
-    with engine(llama, connector(store)) as one:
+def test_salts_are_apart(start, llama, store):
+    with start(llama, connector(store)) as one:
         one.answer(PROMPTS[:1], salt="one")
         one.flush()
         one.forget_device()

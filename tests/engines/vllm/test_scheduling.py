@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: make test-engines")
 
-import faulty_store
+import inside
 import vllm
 from vllm_engine import BLOCK, Engine, connector, engine, prompts_of
 
@@ -18,29 +18,16 @@ from kvconnect.trace import metrics
 pytestmark = pytest.mark.engines
 
 
-def count_preemptions(made: Engine) -> list[str]:
-    preempted: list[str] = []
-    scheduler = made.scheduler
-    real = scheduler._preempt_request
-
-    def preempt(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return real(request, *args, **kwargs)
-
-    scheduler._preempt_request = preempt
-    return preempted
-
-
 @pytest.mark.parametrize("save_on", ["full", "finish"])
-def test_preempted_requests_answer_the_same(llama, store, save_on):
+def test_preempted_requests_answer_the_same(start, llama, store, save_on):
     prompts = prompts_of(6 * BLOCK, 6 * BLOCK + 5, 6 * BLOCK + 9, 5 * BLOCK)
     with engine(llama, None) as plain:
         wanted = plain.tokens(prompts, 5 * BLOCK)
     transfer = connector(store, save_on=save_on)
-    with engine(llama, transfer, num_gpu_blocks_override=28, max_model_len=800) as made:
-        preempted = count_preemptions(made)
+    with start(llama, transfer, num_gpu_blocks_override=28, max_model_len=800) as made:
+        made.inside(inside.count_preemptions)
         assert made.tokens(prompts, 5 * BLOCK) == wanted
-        assert preempted
+        assert sum(made.inside(inside.num_preemptions))
         made.check_empty()
         made.flush()
         made.forget_device()
@@ -49,9 +36,9 @@ def test_preempted_requests_answer_the_same(llama, store, save_on):
     assert all(one.cached for one in again)
 
 
-def test_reset_of_the_connector_finds_nothing_that_was_saved_before(llama, store):
+def test_reset_of_the_connector_finds_nothing_that_was_saved_before(start, llama, store):
     prompts = prompts_of(300, 200)
-    with engine(llama, connector(store)) as made:
+    with start(llama, connector(store)) as made:
         cold = made.answer(prompts)
         made.flush()
         assert made.llm.reset_prefix_cache(reset_connector=True)
@@ -64,9 +51,9 @@ def test_reset_of_the_connector_finds_nothing_that_was_saved_before(llama, store
     assert [one.tokens for one in again] == [one.tokens for one in cold]
 
 
-def test_reset_while_requests_run(llama, store):
+def test_reset_while_requests_run(start, llama, store):
     prompts = prompts_of(300, 200)
-    with engine(llama, connector(store)) as made:
+    with start(llama, connector(store)) as made:
         wanted = made.tokens(prompts, 40)
         made.flush()
         made.forget_device()
@@ -102,14 +89,14 @@ def run(made: Engine, ids) -> list[list[int]]:
     return [found.get(name, []) for name in ids]
 
 
-def test_many_at_once_with_aborts_leave_nothing_behind(llama, store):
+def test_many_at_once_with_aborts_leave_nothing_behind(start, llama, store):
     rng = random.Random(3)
     common = prompts_of(5 * BLOCK)[0]
     prompts = [
         common[: rng.randrange(20, 5 * BLOCK)] + prompts_of(rng.randrange(1, 200), seed=n)[0]
         for n in range(64)
     ]
-    with engine(llama, connector(store), num_gpu_blocks_override=200) as made:
+    with start(llama, connector(store), num_gpu_blocks_override=200) as made:
         wanted = made.tokens(prompts, 12)
         made.flush()
         for _turn in range(2):
@@ -135,27 +122,22 @@ def test_many_at_once_with_aborts_leave_nothing_behind(llama, store):
 
 
 @pytest.mark.parametrize("fault", ["hang", "late"])
-def test_an_abort_during_a_load_gives_the_blocks_back(llama, fault):
-    faulty_store.install()
+def test_an_abort_during_a_load_gives_the_blocks_back(start, llama, tmp_path, fault):
     prompts = prompts_of(300, 260, 220)
-    transfer = connector("faulty://background-abort", load_timeout_s=2.0)
-    with engine(llama, transfer) as made:
-        store = faulty_store.STORES["background-abort"]
-        store._operations = frozenset({"load"})
+    transfer = connector(f"faulty://background-abort{tmp_path}", load_timeout_s=2.0)
+    with start(llama, transfer) as made:
         wanted = made.tokens(prompts)
         made.flush()
         made.forget_device()
-        store.set(fault)
-        store.delay_s = 0.5
+        made.inside(inside.plant, "background-abort", fault, ["load"], 0.5)
         ids = submit(made, prompts, 4)
-        half = made.connector._scheduler
         until = time.monotonic() + 10
-        while not any(one.loading for one in half._tracked.values()):
-            made.llm.llm_engine.step()
+        while not sum(made.inside(inside.num_loading)):
+            made.advance()
             assert time.monotonic() < until
         made.llm.llm_engine.abort_request(ids)
         made.check_empty()
-        store.heal()
+        made.inside(inside.heal, "background-abort")
         made.forget_device()
         assert made.tokens(prompts) == wanted
 

@@ -1,15 +1,18 @@
-"""A real vLLM engine in this process, with `KvConnect`."""
+"""A real vLLM engine with `KvConnect`, its core in this process or in one of its own."""
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import inside
 import numpy as np
 import vllm
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -38,6 +41,11 @@ SIZE = {
 }
 """A model whose heads vLLM's kernels on the CPU know: of 32 elements."""
 
+CORE_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of `inside`
+}
+
 
 def connector(url: str, **extra: Any) -> dict[str, Any]:
     """The configuration of `KvConnect`; names in capitals of vLLM's own fields in small ones."""
@@ -62,7 +70,17 @@ class Answer:
 class Engine:
     """An engine, and what a test asks of it."""
 
-    def __init__(self, model: Path, transfer: dict[str, Any] | None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        transfer: dict[str, Any] | None,
+        *,
+        core_process: bool = False,
+        **options: Any,
+    ) -> None:
+        self._core_process = core_process
+        if core_process and transfer is not None:
+            transfer = transfer | {"kv_connector_module_path": inside.__name__}
         settings: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "dtype": "float32",
@@ -74,8 +92,17 @@ class Engine:
         self.llm = vllm.LLM(str(model), kv_transfer_config=transfer, **(settings | options))
         self._numbers = 0
 
+    def inside(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What a function of the module `inside` says in each process."""
+        if not self._core_process:
+            return [function(inside.Inside.of_core(self.core, alone=False), *arguments)]
+        call = self.llm.llm_engine.engine_core.call_utility
+        in_core = call(inside.UTILITY, function, arguments)
+        return [in_core, *self.llm.collective_rpc(inside.in_worker, args=(function, arguments))]
+
     @property
     def core(self) -> Any:
+        """If it is in this process, as is what hangs on it below."""
         return self.llm.llm_engine.engine_core.engine_core
 
     @property
@@ -131,29 +158,25 @@ class Engine:
 
     def flush(self) -> None:
         """Until all that was saved is in the store."""
-        half = self.worker._worker
-        assert half._worker._queue.flush(30)
+        self.inside(inside.flush)
 
     def settle(self) -> None:
         """Let requests that ended, but whose blocks are kept, go."""
         until = time.monotonic() + 30
-        while self.scheduler.has_requests() and time.monotonic() < until:
-            self.core.step_fn()
+        while any(self.inside(inside.is_busy)) and time.monotonic() < until:
+            if not self._core_process:
+                self.core.step_fn()
+
+    def advance(self) -> None:
+        """A step, if the core does not go on by itself."""
+        if not self._core_process:
+            self.llm.llm_engine.step()
 
     def check_empty(self) -> None:
         """No request, and no block, is left of anything."""
         self.settle()
-        scheduler = self.scheduler
-        assert not scheduler.requests
-        assert scheduler.kv_cache_manager.block_pool.get_usage() == 0.0
-        half = getattr(self.connector, "_scheduler", None)
-        if half is not None:
-            assert half.num_tracked == 0
-            assert not half._names
-            assert not half._scheduler._states
-            worker = self.worker._worker
-            assert not worker._names
-            assert not worker._loads
+        left = self.inside(inside.left)
+        assert not any(value for one in left for value in one.values()), left
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -163,14 +186,18 @@ class Engine:
 
 
 @contextmanager
-def engine(model: Path, transfer: dict[str, Any] | None, **options: Any) -> Iterator[Engine]:
+def engine(
+    model: Path, transfer: dict[str, Any] | None, *, core_process: bool = False, **options: Any
+) -> Iterator[Engine]:
     """An engine that is empty when it ends, and then shut down."""
-    made = Engine(model, transfer, **options)
-    try:
-        yield made
-        made.check_empty()
-    finally:
-        made.close()
+    environment = CORE_PROCESS if core_process else {}
+    with patch.dict(os.environ, environment):
+        made = Engine(model, transfer, core_process=core_process, **options)
+        try:
+            yield made
+            made.check_empty()
+        finally:
+            made.close()
 
 
 def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:

@@ -45,7 +45,6 @@ def test_orders_of_the_memory_share_a_store(start, store):
 
 @pytest.mark.parametrize("start", ["v1", "v2-overlapping"], indirect=True)
 def test_fail_ends_the_request_and_nothing_else(start):
-    faulty_store.install()
     transfer = connector("faulty://fail", KV_LOAD_FAILURE_POLICY="fail", load_timeout_s=1.0)
     with start(transfer) as made:
         store = faulty_store.STORES["fail"]
@@ -64,7 +63,6 @@ def test_fail_ends_the_request_and_nothing_else(start):
 
 @pytest.mark.parametrize("windows", [(None, 40, 40), (40, 40, 40)])
 def test_several_groups_are_loaded_whole_or_not_at_all(start, windows):
-    faulty_store.install()
     with start(connector("faulty://windows", **LIMITS), windows=windows) as made:
         store = faulty_store.STORES["windows"]
         wanted = made.wanted(PROMPTS)
@@ -127,7 +125,6 @@ def test_prefill_and_decode_over_a_shared_store(start, store):
 def test_requests_aborts_preemptions_faults_and_resets_in_any_order(start, policy, windows):
     """In few blocks, and on a store that is never well for long."""
     rng = random.Random(f"{policy} {windows}")
-    faulty_store.install()
     common = prompts_of(12 * SIZE)[0]
     faults = [one for one in BACKEND_FAULTS if one != "none"]
     with start(

@@ -39,7 +39,6 @@ OPERATIONS = frozenset({"lookup", "load", "save", "delete", "children"})
 def served(request, starter) -> Iterator[tuple[StandInEngine, FaultyBackend]]:
     """On a faulty store; with loads in the background, or in the step that computes."""
     mode, loads = request.param
-    faulty_store.install()
     with starter(mode)(connector(f"faulty://{loads}", **LIMITS)) as made:
         made.poison_what_fails()
         yield made, faulty_store.STORES[loads]
