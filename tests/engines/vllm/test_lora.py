@@ -60,7 +60,7 @@ def request(number: int, directory: Path) -> LoRARequest:
     return LoRARequest(directory.name, number, str(directory))
 
 
-def test_two_adapters_and_none_share_nothing(llama, adapters, store):
+def test_two_adapters_and_none_share_nothing(start, llama, adapters, store):
     first, second = (request(n, one) for n, one in enumerate(adapters, 1))
     with engine(llama, None, **OPTIONS) as plain:
         wanted = []
@@ -70,7 +70,7 @@ def test_two_adapters_and_none_share_nothing(llama, adapters, store):
     assert len({str(one) for one in wanted}) == 3
     with engine(llama, connector(store)) as base:
         assert base.tokens(PROMPTS) == wanted[2]
-    with engine(llama, connector(store), **OPTIONS) as made:
+    with start(llama, connector(store), **OPTIONS) as made:
         for lora, tokens in zip((first, second), wanted, strict=False):
             cold = made.answer(PROMPTS, lora=lora)
             assert [one.tokens for one in cold] == tokens
