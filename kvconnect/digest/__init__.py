@@ -1,7 +1,8 @@
-"""What stands for a model in keys: the digest of its configuration and of its weights' content.
+"""The room of identity: the digest of a model's files, and the reasons against naming anything.
 
-Imports the vocabulary, no torch. Begin with `model`; then `files` (which files, opened once),
-`content` (how they are hashed), `cache` (what was hashed before).
+Imports the vocabulary. Only `watch` imports torch, and nothing here imports `watch`. Begin with
+`model`; then `files` (which files, opened once), `content` (how they are hashed) and `cache` (what
+was hashed before). `doubts` is the one table of reasons for which nothing is cached.
 """
 
 from __future__ import annotations

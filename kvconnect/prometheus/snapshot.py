@@ -38,6 +38,12 @@ class Snapshot:
         """A counter over all labels."""
         return sum(counters.get(name, 0) for counters in self.counters.values())
 
+    def labelled(self, name: str, label: tuple[str, str]) -> float:
+        """Returns a counter over all events that have `label`."""
+        return sum(
+            counters.get(name, 0) for labels, counters in self.counters.items() if label in labels
+        )
+
     def stores(self) -> Iterator[tuple[Store, Mapping[str, float]]]:
         """The counters of each store."""
         for labels, counters in self.counters.items():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from kvconnect.digest.doubts import Doubt
 from kvconnect.prometheus.snapshot import Snapshot
 
 __all__ = ["METRICS", "Metric"]
@@ -57,6 +58,13 @@ def _totals(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
     return lambda now: [(values, now.total(name)) for values, name in names.items()]
 
 
+def _by_label(
+    name: str, label: str, values: Sequence[str]
+) -> Callable[[Snapshot], Iterable[Sample]]:
+    """Reads a counter whose events have a `label`: one sample for each of its `values`."""
+    return lambda now: [((value,), now.labelled(name, (label, value))) for value in values]
+
+
 def _sizes(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
     return lambda now: [
         (values, size) for values, name in names.items() for size in now.gauge(name).values()
@@ -103,9 +111,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "kvconnect_uncached_requests_total",
-        "Requests of other engines whose KV cannot be told apart by keys: neither looked up nor "
-        "saved.",
-        _totals({(): "engine.request.uncached"}),
+        "Requests whose KV keys cannot tell apart: neither looked up nor saved; by the reason, as "
+        "in `kvconnect.digest.doubts`.",
+        _by_label("engine.request.uncached", "reason", [doubt.value for doubt in Doubt]),
+        ("reason",),
     ),
     Metric(
         "kvconnect_live_requests",

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvconnect import trace as trace_module
+from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError, MissingExtra
 from kvconnect.prometheus import METRICS, Collector, serve, snapshot
 from kvconnect.trace import Metrics, count, trace
@@ -117,9 +118,16 @@ def test_hit_tokens_are_told_by_tier(metrics: Metrics):
 
 def test_all_is_told_with_the_engine_whose_process_it_is(metrics: Metrics):
     metrics.engine = "vllm"
-    count("engine.request.uncached")
-    assert value("kvconnect_uncached_requests_total", engine="vllm") == 1
-    assert value("kvconnect_uncached_requests_total") is None
+    count("engine.request")
+    assert value("kvconnect_requests_total", engine="vllm") == 1
+    assert value("kvconnect_requests_total") is None
+
+
+def test_uncached_requests_are_counted_by_reason(metrics: Metrics):
+    note_doubt(Doubt.WEIGHTS_CHANGED, "a detail")
+    note_doubt(Doubt.WEIGHTS_CHANGED, "another")
+    reasons = {one: value("kvconnect_uncached_requests_total", reason=one.value) for one in Doubt}
+    assert {one: total for one, total in reasons.items() if total} == {Doubt.WEIGHTS_CHANGED: 2}
 
 
 def test_what_nixl_stores_did_is_told(metrics: Metrics):
