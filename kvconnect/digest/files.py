@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,11 +14,12 @@ from types import MappingProxyType
 from typing import Self
 
 from kvconnect.digest.identity import FileIdentity
+from kvconnect.digest.shard_index import chooses, weight_map
+from kvconnect.digest.weight_files import WEIGHTS, WeightFiles, is_regular
 from kvconnect.errors import ConfigurationError, ModelChanged
 
 __all__ = ["ModelFiles", "OpenFile"]
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _ADAPTER = "adapter_config.json"
 _SETTINGS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"
@@ -37,27 +37,32 @@ class OpenFile:
 
 
 class ModelFiles:
-    """A model directory as it is now, however long reading it takes; a context manager.
+    """A model directory as it was when this was made; a context manager.
 
-    Another directory under its name, or another file under the name of one, changes nothing in
-    what is read here: every file is opened once. What is written into an open file does; a `check`
-    after the last read finds that.
+    Every file that transformers loads is opened once, so replacing the directory or a file changes
+    nothing that is read here. Writing into an open file does; a `check` after the last read finds
+    it.
 
-    Holds what a loader may want: all files of the directory itself and its chat templates, but of
-    weights only those that transformers loads (``model.safetensors``, or the files that the index
-    names; with an adapter, its own). If these are not there, all weights, in folders, too.
+    Opened are all files of the directory itself and its chat templates, but of weights only those
+    that transformers loads: ``model.safetensors``, or the files that its index names; with an
+    adapter, its own. Without these, all weights, also in folders. Files that another loader may
+    take weights from are known by name and state.
 
     Args:
-        directory: of the model. Is looked up once.
+        directory: of the model. The name is resolved once.
 
     Attributes:
         directory: as given.
-        files: by name, relative to the directory.
+        files: open ones by name, relative to the directory.
         weights: names of those with weights, in the order in which they are digested.
+        beside: the other files that a loader may take weights from or go by, in order: weights,
+            indexes, settings, code that the configuration names.
+        folders: those with files of `weights` or `beside`.
+        aliases: links to folders of these, and the name that each folder goes by here.
 
     Raises:
-        ConfigurationError: no such directory, or something in it cannot be read.
-        ModelChanged: a file went away meanwhile.
+        ConfigurationError: the directory does not exist, or cannot be read.
+        ModelChanged: a file was removed meanwhile.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -69,11 +74,21 @@ class ModelFiles:
             for name in _regular(self._root, ".", _TEMPLATES):
                 if not name.endswith(WEIGHTS):
                     self._open(stack, name)
-            chosen = self._loaded_weights(stack) or set(_all_weights(self._root))
+            self._found = WeightFiles.under(self._root)
+            chosen = self._loaded_weights(stack) or self._all_weights()
             self.weights = tuple(sorted(chosen, key=PurePosixPath))
             for name in self.weights:
                 self._open(stack, name)
-            self.files: Mapping[str, OpenFile] = MappingProxyType(_a_tick_later(self._opened))
+            self.folders = tuple(self._found.folders)
+            self.aliases: Mapping[str, str] = MappingProxyType(self._found.aliases)
+            beside = {name: self._existing(name) for name in self._beside()}
+            _wait_a_tick([*(one.identity for one in self._opened.values()), *beside.values()])
+            self.files: Mapping[str, OpenFile] = MappingProxyType(
+                {name: _again(file) for name, file in self._opened.items()}
+            )
+            self.beside: Mapping[str, FileIdentity] = MappingProxyType(
+                {name: self._existing(name) for name in beside}
+            )
             self._open_files = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -83,26 +98,46 @@ class ModelFiles:
         self._open_files.close()
 
     def check(self) -> None:
-        """Refuse what was read since these files were opened if one of them has changed.
+        """Refuses what was read since these files were opened if one of them has changed.
 
-        Whatever else grows in the directory, as a log does, is no reason.
+        A file that was added counts if it has weights, or tells which to load. Others may be
+        written meanwhile, as logs are.
 
         Raises:
-            ModelChanged: names a file that was written to, replaced or removed.
+            ModelChanged: names a file that was written to, replaced, added or removed.
         """
-        for name, file in self.files.items():
-            if not name.endswith((*WEIGHTS, *_SETTINGS)):
-                continue
-            try:
-                now = FileIdentity.of(os.stat(name, dir_fd=self._root))
-            except OSError:
-                now = None
-            if now != file.identity:
+        states = {
+            name: file.identity
+            for name, file in self.files.items()
+            if name.endswith((*WEIGHTS, *_SETTINGS))
+        }
+        for name, identity in (states | dict(self.beside)).items():
+            if self._state(name) != identity:
                 raise _changed(self.directory, name)
+        now, then = WeightFiles.under(self._root), self._found
+        added = {*now.weights, *now.settings} - {*then.weights, *then.settings}
+        if added or now.aliases != then.aliases:
+            raise _changed(self.directory, min(added, default="."))
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """Opens a file of `beside` for reading; yields its descriptor.
+
+        Raises:
+            ModelChanged: the file is another one than was found, or has changed.
+            ConfigurationError: it cannot be read.
+        """
+        descriptor = self._descriptor(name)
+        try:
+            if FileIdentity.of(os.fstat(descriptor)) != self.beside[name]:
+                raise _changed(self.directory, name)
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     @contextmanager
     def linked(self) -> Iterator[Path]:
-        """A directory of links to the open files, for loaders that want a path; removed after."""
+        """Makes a directory of links to the open files, for loaders that want a path."""
         with ExitStack() as stack:
             try:
                 made = Path(stack.enter_context(TemporaryDirectory(prefix="kvconnect-model-")))
@@ -118,26 +153,61 @@ class ModelFiles:
             yield made
 
     def read(self, name: str) -> bytes:
-        """The content of the open file `name`."""
+        """Returns the content of the open file `name`."""
         return _read(self.files[name].descriptor)
 
     def _loaded_weights(self, stack: ExitStack) -> set[str]:
         named = self._json("config.json").get("transformers_weights")
         if not isinstance(named, str):
             whole, index = "model.safetensors", "model.safetensors.index.json"
-            named = whole if _is_regular(self._root, whole) else index
-        found: set[object] = {named}
+            named = whole if is_regular(self._root, whole) else index
+        found = {named}
         if named.endswith(".index.json"):
+            found = set()
             if self._inside(named):
                 self._open(stack, named)
-            shards = self._json(named).get("weight_map")
-            found = set(shards.values()) if isinstance(shards, dict) else set()
-        weights = {name for name in found if isinstance(name, str) and self._inside(name)}
+                found = set(weight_map(_read(self._opened[named].descriptor)).values())
+        weights = {name for name in found if self._inside(name)}
         if weights and _ADAPTER in self._opened:
             # Its scale changes what is computed no less than its weights do.
             adapter = ("adapter_model.safetensors", "adapter_model.bin")
             weights |= {_ADAPTER, *(name for name in adapter if self._inside(name))}
         return weights
+
+    def _all_weights(self) -> set[str]:
+        linked = self._found.linked
+        return {
+            name
+            for name in self._found.weights
+            if name.endswith(WEIGHTS) and PurePosixPath(name).parent.as_posix() not in linked
+        }
+
+    def _beside(self) -> list[str]:
+        found = self._found
+        beside = {*found.weights, *found.settings} - {*self.weights, "config.json"}
+        if "auto_map" in self._json("config.json"):
+            beside |= set(found.code)
+        indexes = {name for name in beside if name in self._opened and ".index." in name}
+        beside -= {name for name in indexes if not self._chooses(name)}
+        return sorted(beside, key=PurePosixPath)
+
+    def _chooses(self, index: str) -> bool:
+        def opened(name: str) -> int | None:
+            return self._opened[name].descriptor if name in self._opened else None
+
+        return chooses(index, _read(self._opened[index].descriptor), self._found.weights, opened)
+
+    def _state(self, name: str) -> FileIdentity | None:
+        try:
+            return FileIdentity.of(os.stat(name, dir_fd=self._root))
+        except OSError:
+            return None
+
+    def _existing(self, name: str) -> FileIdentity:
+        state = self._state(name)
+        if state is None:
+            raise _changed(self.directory, name)
+        return state
 
     def _json(self, name: str) -> Mapping[str, object]:
         """Empty if there is none; its reader says so."""
@@ -150,21 +220,23 @@ class ModelFiles:
     def _inside(self, name: str) -> bool:
         path = PurePosixPath(name)
         inside = not path.is_absolute() and ".." not in path.parts
-        return inside and _is_regular(self._root, name)
+        return inside and is_regular(self._root, name)
 
     def _open(self, stack: ExitStack, name: str) -> None:
-        if name in self._opened:
-            return
+        if name not in self._opened:
+            descriptor = self._descriptor(name)
+            stack.callback(os.close, descriptor)
+            self._opened[name] = OpenFile(descriptor, FileIdentity.of(os.fstat(descriptor)))
+
+    def _descriptor(self, name: str) -> int:
         try:
-            descriptor = os.open(name, _READ, dir_fd=self._root)
+            return os.open(name, _READ, dir_fd=self._root)
         except FileNotFoundError as error:
             raise _changed(self.directory, name) from error
         except OSError as error:
             raise ConfigurationError(
                 f"model: '{self.directory / name}' cannot be read ({error.strerror})"
             ) from error
-        stack.callback(os.close, descriptor)
-        self._opened[name] = OpenFile(descriptor, FileIdentity.of(os.fstat(descriptor)))
 
 
 def _read(descriptor: int) -> bytes:
@@ -194,13 +266,6 @@ def _open_directory(directory: Path) -> int:
         ) from error
 
 
-def _is_regular(root: int, name: str) -> bool:
-    try:
-        return stat.S_ISREG(os.stat(name, dir_fd=root).st_mode)
-    except OSError:  # a link to nothing, or gone
-        return False
-
-
 def _regular(root: int, *folders: str) -> Iterator[str]:
     """Names of the regular files in `folders`, relative to `root`, and of links to such."""
     for folder in folders:
@@ -214,23 +279,16 @@ def _regular(root: int, *folders: str) -> Iterator[str]:
         finally:
             os.close(descriptor)
         paths = (PurePosixPath(folder, name).as_posix() for name in names)
-        yield from (path for path in paths if _is_regular(root, path))
+        yield from (path for path in paths if is_regular(root, path))
 
 
-def _all_weights(root: int) -> Iterator[str]:
-    for folder, _, names, descriptor in os.fwalk(".", dir_fd=root):
-        for name in names:
-            if name.endswith(WEIGHTS) and _is_regular(descriptor, name):
-                yield PurePosixPath(folder, name).as_posix()
+def _again(file: OpenFile) -> OpenFile:
+    return OpenFile(file.descriptor, FileIdentity.of(os.fstat(file.descriptor)))
 
 
-def _a_tick_later(files: Mapping[str, OpenFile]) -> dict[str, OpenFile]:
-    """`files`, of which none was changed within this tick: the next change shows in its ctime."""
-    newest = max((file.identity.changed_ns for file in files.values()), default=0)
+def _wait_a_tick(states: Iterable[FileIdentity]) -> None:
+    """Waits until the clock's tick of the newest change is over: the next one has another ctime."""
+    newest = max((state.changed_ns for state in states), default=0)
     wait_s = newest / 1e9 + _TICK_S - time.time()
     if wait_s > 0:
         time.sleep(min(wait_s, _TICK_S))
-    return {
-        name: OpenFile(file.descriptor, FileIdentity.of(os.fstat(file.descriptor)))
-        for name, file in files.items()
-    }

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvconnect.digest.cache import DigestCache
 from kvconnect.digest.content import Content, content_digests
-from kvconnect.digest.files import WEIGHTS, ModelFiles
+from kvconnect.digest.files import ModelFiles
 from kvconnect.digest.identity import FileIdentity
+from kvconnect.digest.weight_files import WEIGHTS
 from kvconnect.errors import ConfigurationError
 from kvconnect.user_cache import cache_directory
 
@@ -20,14 +24,17 @@ __all__ = ["check_revision", "digest_of", "model_digest"]
 _VOLATILE = {"transformers_version", "_name_or_path"}
 # A file that changed so shortly before it was read may change again under the same times.
 _SETTLED_NS = 2 * 10**9
+_OPEN_AT_ONCE = 64  # files beside those that are loaded; a training run may have thousands
 
 
 def model_digest(
     directory: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None
 ) -> bytes:
-    """32 bytes that differ between any two models, fine-tunes and revisions included.
+    """Returns 32 bytes that differ between any two models, fine-tunes and revisions included.
 
-    Covers ``config.json`` and, for every weight file that is loaded, name, size and whole content.
+    Covers ``config.json`` and name, size and whole content of every file that any loader takes
+    weights from or goes by, also in folders. Of directories that hold one loader's files alone it
+    is the digest of release 0.1.
     Digests of contents are kept in `cache_dir` (default ``kvconnect`` in the user's cache
     directory) by device, inode, size, mtime and ctime. Blocks on file I/O.
 
@@ -37,7 +44,7 @@ def model_digest(
         cache_dir: where digests of files are kept.
 
     Raises:
-        ConfigurationError: no such directory, no ``config.json`` in it, or no weights.
+        ConfigurationError: the directory does not exist, or has no ``config.json`` or no weights.
         ModelChanged: the directory changed meanwhile.
     """
     with ModelFiles(directory) as files:
@@ -49,7 +56,7 @@ def model_digest(
 def digest_of(
     files: ModelFiles, *, revision: str | None = None, cache_dir: str | Path | None = None
 ) -> bytes:
-    """`model_digest` of open files; the caller checks afterwards that none has changed."""
+    """Returns the `model_digest` of open files; the caller checks afterwards that none changed."""
     if "config.json" not in files.files:
         raise ConfigurationError(f"model: '{files.directory}' has no config.json")
     check_revision(revision)
@@ -57,19 +64,20 @@ def digest_of(
         names = ", ".join(WEIGHTS)
         raise ConfigurationError(f"model: '{files.directory}' has no weight files ({names})")
     settings = json.dumps(_settings(files), sort_keys=True).encode()
+    cache = DigestCache(_default_directory() if cache_dir is None else Path(cache_dir))
     if revision is not None:
         state = hashlib.blake2b(settings, digest_size=32, person=b"kvc-revision")
         state.update(revision.encode("utf-8", "surrogatepass"))
-        return state.digest()
+        named = [name for name in files.beside if _says_how_to_read(name)]
+        return _with_files_beside(state.digest(), files, named, cache)
     state = hashlib.blake2b(settings, digest_size=32)
-    cache = DigestCache(_default_directory() if cache_dir is None else Path(cache_dir))
     for name, content in zip(files.weights, _weight_digests(files, cache), strict=True):
-        state.update(len(name.encode()).to_bytes(8, "little") + name.encode() + content)
-    return state.digest()
+        state.update(_counted(name) + content)
+    return _with_files_beside(state.digest(), files, list(files.beside), cache)
 
 
 def check_revision(revision: object) -> None:
-    """Refuse a `revision` that names nothing.
+    """Refuses a `revision` that names nothing.
 
     Raises:
         ConfigurationError: it is neither a non-empty string nor ``None``.
@@ -99,23 +107,70 @@ def _settings(files: ModelFiles) -> dict[str, object]:
     return {name: value for name, value in settings.items() if name not in _VOLATILE}
 
 
+def _says_how_to_read(name: str) -> bool:
+    """Returns whether a file beside the weights is a setting or code, which no revision names."""
+    return name.endswith((".json", ".py")) and ".index." not in name
+
+
+def _counted(name: str) -> bytes:
+    encoded = os.fsencode(name)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def _with_files_beside(
+    digest: bytes, files: ModelFiles, names: Sequence[str], cache: DigestCache
+) -> bytes:
+    """Returns `digest`, or another one if there are files that a second loader may take."""
+    if not names and not files.aliases:
+        return digest
+    state = hashlib.blake2b(digest, digest_size=32, person=b"kvc-beside")
+    for name, content in zip(names, _digests_beside(files, names, cache), strict=True):
+        state.update(_counted(name) + content)
+    for link, folder in sorted(files.aliases.items()):
+        state.update(b"alias" + _counted(link) + _counted(folder))
+    return state.digest()
+
+
 def _weight_digests(files: ModelFiles, cache: DigestCache) -> list[bytes]:
     weights = [files.files[name] for name in files.weights]
-    known = cache.read()
-    missing = {file.identity: file for file in weights if file.identity not in known}
-    if missing:
-        started_ns = time.time_ns()
-        contents = [Content(file.descriptor, file.identity.size) for file in missing.values()]
-        try:
-            made = dict(zip(missing, content_digests(contents), strict=True))
-        except OSError as error:
-            raise ConfigurationError(
-                f"model: '{files.directory}' cannot be read ({error.strerror})"
-            ) from error
-        files.check()
-        cache.add({key: made[key] for key in made if _settled(key, started_ns)})
-        known |= made
+    contents = {file.identity: file.descriptor for file in weights}
+    known = _hashed(files, contents, cache.read(), cache)
     return [known[file.identity] for file in weights]
+
+
+def _digests_beside(files: ModelFiles, names: Sequence[str], cache: DigestCache) -> list[bytes]:
+    known = cache.read()
+    missing = [name for name in names if files.beside[name] not in known]
+    for begin in range(0, len(missing), _OPEN_AT_ONCE):
+        with ExitStack() as stack:
+            contents = {
+                files.beside[name]: stack.enter_context(files.opened(name))
+                for name in missing[begin : begin + _OPEN_AT_ONCE]
+            }
+            known = _hashed(files, contents, known, cache)
+    return [known[files.beside[name]] for name in names]
+
+
+def _hashed(
+    files: ModelFiles,
+    contents: Mapping[FileIdentity, int],
+    known: dict[FileIdentity, bytes],
+    cache: DigestCache,
+) -> dict[FileIdentity, bytes]:
+    """Returns `known` with the digests of all `contents`, which are open; those read are cached."""
+    missing = {one: Content(file, one.size) for one, file in contents.items() if one not in known}
+    if not missing:
+        return known
+    started_ns = time.time_ns()
+    try:
+        made = dict(zip(missing, content_digests(list(missing.values())), strict=True))
+    except OSError as error:
+        raise ConfigurationError(
+            f"model: '{files.directory}' cannot be read ({error.strerror})"
+        ) from error
+    files.check()
+    cache.add({key: made[key] for key in made if _settled(key, started_ns)})
+    return known | made
 
 
 def _settled(identity: FileIdentity, started_ns: int) -> bool:

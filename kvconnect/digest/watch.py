@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ __all__ = ["WeightWatch"]
 
 _LINE = 64  # bytes; a cache line
 _ROUNDS = 16  # lines of each tensor in host memory, one of which is read at each call
+_TURNS = 8  # an eighth of the modules is compared at each call
 _PAGE = 4096  # bytes
 _PAGES = 8  # read at each call, of tensors on other devices
 
@@ -25,47 +27,55 @@ class _Watched:
     name: str
     tensor: weakref.ref[Tensor]
     pointer: int
-    version: int
+    version: int | None
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Self:
+        return cls(name, weakref.ref(tensor), _pointer(tensor), _version(tensor))
 
     def change(self) -> str | None:
         """Returns how the tensor differs from what was found, or ``None``."""
         tensor = self.tensor()
         if tensor is None:
-            return f"{self.name} was replaced by another tensor"
-        if _pointer(tensor) != self.pointer:
+            return f"{self.name} was replaced"
+        # The two cheapest of PyTorch's calls: all of a model are compared at every step.
+        if self.pointer and tensor.data_ptr() != self.pointer:
             return f"{self.name} got other memory"
-        if _version(tensor) != self.version:
+        if self.version is not None and tensor._version != self.version:  # noqa: SLF001  documented
             return f"{self.name} was written to"
         return None
 
 
 class _Members:
-    """The parameters, buffers and modules that a module holds, as they were found."""
+    """The parameters, buffers or modules that a module holds, as they were found.
 
-    __slots__ = ("_held", "_module", "_path")
+    They are compared by ``id()``, so their own records must have found them alive.
+    """
 
-    def __init__(self, path: str, module: nn.Module, *, buffers: bool) -> None:
+    __slots__ = ("_ids", "_kind", "_module", "_names", "_path")
+
+    def __init__(self, path: str, module: nn.Module, kind: str) -> None:
         self._path = path
         self._module = weakref.ref(module)
-        self._held = [
-            (kind, [(name, _reference(one)) for name, one in getattr(module, kind).items()])
-            for kind in ("_parameters", "_modules", *(["_buffers"] if buffers else []))
-        ]
+        self._kind = kind
+        members = getattr(module, kind)
+        self._names = list(members)
+        self._ids = list(map(id, members.values()))
 
     def change(self) -> str | None:
         """Returns which member is another one now, or ``None``."""
         module = self._module()
         if module is None:
-            return f"{self._path or 'the model'} was replaced by another module"
-        for kind, members in self._held:
-            now = getattr(module, kind)
-            for name, member in members:
-                if now.get(name) is not member():
-                    return f"{self._path}.{name}".lstrip(".") + " was replaced"
-            if len(now) != len(members):
-                added = sorted(now.keys() - {name for name, _ in members})
-                return f"{self._path}.{added[0]}".lstrip(".") + " was added"
-        return None
+            return f"{self._path or 'the model'} was replaced"
+        members = getattr(module, self._kind)
+        if list(map(id, members.values())) == self._ids:
+            return None
+        then = dict(zip(self._names, self._ids, strict=True))
+        for name in (*members, *then):
+            if name not in members or id(members[name]) != then.get(name):
+                how = "was replaced" if name in then else "was added"
+                return f"{self._path}.{name}".lstrip(".") + f" {how}"
+        return f"{self._path or 'the model'} was rearranged"
 
 
 class WeightWatch:
@@ -77,23 +87,23 @@ class WeightWatch:
     one of 16 offsets in turn. Of tensors on other devices it compares a page of 4 KiB, of eight
     tensors in turn.
 
-    Tensors are held weakly, so that replaced weights are freed. Not thread-safe.
+    Tensors are held weakly, so that replaced weights are freed. A tensor that is replaced is found
+    when it is freed; one that lives on elsewhere only by a watch made with `of`, within 8 calls.
+    Not thread-safe.
 
     Args:
-        tensors: names and tensors, each held by the caller's model. They are read once, so a tensor
-            that is replaced is found when the old one is freed. `of` finds it in any case.
+        tensors: names and tensors, each held by the caller's model. They are read once.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._members: list[_Members] = []
         self._watched = [
-            _Watched(name, weakref.ref(inner), _pointer(inner), _version(inner))
-            for name, one in tensors
-            for inner in _inner_tensors(one)
+            _Watched.of(name, inner) for name, one in tensors for inner in _inner_tensors(one)
         ]
         self._lines = _Lines(self._watched)
         self._pages = _Pages(self._watched)
         self._found: str | None = None
+        self._turn = 0
 
     @classmethod
     def of(cls, module: nn.Module, *, buffers: bool = True) -> WeightWatch:
@@ -103,9 +113,13 @@ class WeightWatch:
             module: is held weakly.
             buffers: watch buffers, too, also those that are not saved.
         """
+        kinds = ("_modules", "_parameters", *(["_buffers"] if buffers else []))
         made = cls([*module.named_parameters(), *(module.named_buffers() if buffers else ())])
         made._members = [
-            _Members(path, one, buffers=buffers) for path, one in module.named_modules()
+            _Members(path, one, kind)
+            for path, one in module.named_modules()
+            for kind in kinds
+            if getattr(one, kind)
         ]
         return made
 
@@ -121,7 +135,8 @@ class WeightWatch:
         return self._found
 
     def _change(self) -> str | None:
-        records: tuple[_Members | _Watched, ...] = (*self._members, *self._watched)
+        turn, self._turn = self._turn, (self._turn + 1) % _TURNS
+        records: tuple[_Watched | _Members, ...] = (*self._watched, *self._members[turn::_TURNS])
         for one in records:
             how = one.change()
             if how is not None:
@@ -135,35 +150,41 @@ class _Lines:
 
     def __init__(self, watched: Iterable[_Watched]) -> None:
         self._names: list[str] = []
-        self._rounds: list[list[tuple[int, int]]] = [[] for _ in range(_ROUNDS)]
+        # Views of addresses: they hold no memory, and are valid while their tensor lives.
+        self._rounds: list[list[ctypes.Array[ctypes.c_char]]] = [[] for _ in range(_ROUNDS)]
         for one in watched:
-            nbytes = _readable_nbytes(one.tensor(), "cpu")
+            nbytes = _readable_nbytes(one.tensor(), on_host=True)
             if nbytes:
                 self._names.append(one.name)
-                size = min(_LINE, nbytes)
-                for number, spans in enumerate(self._rounds):
-                    spans.append((one.pointer + (nbytes - size) * number // (_ROUNDS - 1), size))
-        self._content = [self._read(number) for number in range(_ROUNDS)]
+                line = ctypes.c_char * min(_LINE, nbytes)
+                step = (nbytes - ctypes.sizeof(line)) / (_ROUNDS - 1)
+                for number, lines in enumerate(self._rounds):
+                    lines.append(line.from_address(one.pointer + int(step * number)))
+        self._content = [b"".join(lines) for lines in self._rounds]
         self._next = 0
 
     def next_change(self) -> str | None:
-        """Returns the name of a tensor whose bytes differ at the next offset, or ``None``."""
-        number, self._next = self._next, (self._next + 1) % _ROUNDS
-        now, then = self._read(number), self._content[number]
-        if now == then:
-            return None
-        return next(name for name, a, b in zip(self._names, now, then, strict=True) if a != b)
+        """Returns the name of a tensor whose bytes differ at the next offset, or ``None``.
 
-    def _read(self, number: int) -> list[bytes]:
-        # The addresses are valid: every tensor was just seen alive, with this very memory.
-        return [ctypes.string_at(address, size) for address, size in self._rounds[number]]
+        Each tensor must have been found alive, at its address.
+        """
+        number, self._next = self._next, (self._next + 1) % _ROUNDS
+        lines, then = self._rounds[number], self._content[number]
+        if b"".join(lines) == then:
+            return None
+        begin = 0
+        for name, line in zip(self._names, lines, strict=True):
+            if line.raw != then[begin : begin + len(line)]:
+                return name
+            begin += len(line)
+        return "a weight"  # is being written to at this moment
 
 
 class _Pages:
     """A page of every tensor on another device than the host, as it was found."""
 
     def __init__(self, watched: Iterable[_Watched]) -> None:
-        self._watched = [one for one in watched if _readable_nbytes(one.tensor(), "other")]
+        self._watched = [one for one in watched if _readable_nbytes(one.tensor(), on_host=False)]
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._content = [self._read([one])[0] for one in self._watched]
         self._next = 0
@@ -204,14 +225,6 @@ class _Pages:
         return [copy.numpy().tobytes() for copy in copies]
 
 
-def _reference(member: Tensor | nn.Module | None) -> Callable[[], object]:
-    return _nothing if member is None else weakref.ref(member)
-
-
-def _nothing() -> None:
-    return None
-
-
 def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """`tensor`, or those that a subclass is made of: quantised ones, shards."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -226,15 +239,15 @@ def _pointer(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  documented
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001  documented
 
 
-def _readable_nbytes(tensor: Tensor | None, device: str) -> int:
-    """How many bytes at the tensor's address are its own; 0 if it is elsewhere."""
+def _readable_nbytes(tensor: Tensor | None, *, on_host: bool) -> int:
+    """Returns how many bytes lie at the tensor's address; 0 for one that is elsewhere."""
     if tensor is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return 0
-    if (tensor.device.type == "cpu") != (device == "cpu") or not tensor.is_contiguous():
+    if (tensor.device.type == "cpu") != on_host or not tensor.is_contiguous():
         return 0
     return tensor.numel() * tensor.element_size()
 

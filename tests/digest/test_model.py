@@ -150,28 +150,6 @@ def test_digests_of_models_of_small_files_stay_as_they_are(model: Path, digest_o
     assert digest_of(model).hex() == PINNED
 
 
-def test_weights_that_are_not_loaded_are_not_read(model: Path, digest_of):
-    (model / "model.safetensors").write_bytes(b"whole")
-    before = digest_of(model)
-    (model / "original").mkdir()
-    for name in ("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.pth"):
-        (model / name).write_bytes(b"other")
-    (model / "model-1.safetensors").write_bytes(b"a shard of another format")
-    assert digest_of(model) == before
-    (model / "model.safetensors").write_bytes(b"Whole")
-    assert digest_of(model) != before
-
-
-def test_the_shards_that_the_index_names_are_read(model: Path, digest_of):
-    index = model / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    before = digest_of(model)
-    (model / "model-2.safetensors").write_bytes(b"other")
-    assert digest_of(model) == before
-    (model / "model-1.safetensors").write_bytes(b"other")
-    assert digest_of(model) != before
-
-
 def test_weights_that_the_configuration_names_are_read(model: Path, digest_of):
     (model / "sub").mkdir()
     (model / "sub" / "mine.safetensors").write_bytes(b"mine")

@@ -1,0 +1,84 @@
+"""Tells an index that says no more than its shards do from one that chooses among files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import PurePosixPath
+from typing import TypeAlias
+
+__all__ = ["chooses", "weight_map"]
+
+_SAFETENSORS = ".safetensors"
+_MAX_HEADER = 100_000_000  # bytes, as the format's own library has it
+
+Opened: TypeAlias = Callable[[str], int | None]
+"""Returns the descriptor of a file by its name in the model's directory, if it is open."""
+
+
+def weight_map(content: bytes) -> Mapping[str, str]:
+    """Returns which file holds each tensor, of an index's `content`; empty if it does not say."""
+    try:
+        parsed = json.loads(content)
+    except ValueError:
+        return {}
+    found = parsed.get("weight_map") if isinstance(parsed, dict) else None
+    if not isinstance(found, dict):
+        return {}
+    return {name: file for name, file in found.items() if isinstance(file, str)}
+
+
+def chooses(index: str, content: bytes, weights: Collection[str], opened: Opened) -> bool:
+    """Returns whether an index has loaders take other weights than its shards alone tell.
+
+    It does not if it names all files that are called as its shards are, each of which has just the
+    tensors that the index says, and none twice. (Which tensors files of pickles have is not read:
+    loaders take all of them.)
+
+    Args:
+        index: its name in the model's directory.
+        content: of the index.
+        weights: names of all files with weights.
+        opened: of the shards.
+    """
+    placed = weight_map(content)
+    if not placed:
+        return False
+    folder, name = PurePosixPath(index).parent, PurePosixPath(index).name
+    whole = name.partition(".index.")[0]  # as the file is called if there are no shards
+    stem, _, ending = whole.rpartition(".")
+    named = {(folder / file).as_posix() for file in placed.values()}
+    alike = {
+        file
+        for file in weights
+        if PurePosixPath(file).parent == folder
+        and PurePosixPath(file).name.startswith(stem)
+        and file.endswith(f".{ending}")
+    }
+    if name != f"{whole}.index.json" or not named <= set(weights) or not alike <= named:
+        return True
+    if f".{ending}" != _SAFETENSORS:
+        return False
+    expected = {(tensor, (folder / file).as_posix()) for tensor, file in placed.items()}
+    found: set[tuple[str, str]] = set()
+    for file in named:
+        tensors = _tensors(opened(file))
+        if tensors is None:
+            return True
+        found |= {(tensor, file) for tensor in tensors}
+    return found != expected
+
+
+def _tensors(descriptor: int | None) -> list[str] | None:
+    """Returns the names of the tensors in a safetensors file, or ``None`` if it is none."""
+    if descriptor is None:
+        return None
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if not 0 < length <= _MAX_HEADER:
+        return None
+    try:
+        header = json.loads(os.pread(descriptor, length, 8))
+    except ValueError:
+        return None
+    return [name for name in header if name != "__metadata__"] if isinstance(header, dict) else None

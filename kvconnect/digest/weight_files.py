@@ -1,0 +1,168 @@
+"""Finds the files of a model's directory that some loader takes weights from, or goes by."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import deque
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+from typing import TypeAlias
+
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["WEIGHTS", "WeightFiles", "is_regular"]
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Endings of files with weights, as most loaders know them."""
+
+_RARE_WEIGHTS = (".npz", ".npy", ".tensors", ".ckpt")
+_SETTINGS = (
+    *("params.json", "*quant*config.json", "sparse_attention_config.json", "adapter_config.json"),
+    *("*.index.json", "*.index.*.json"),
+)
+# vLLM and SGLang unpack *.bin into a folder of this name (load_format=npcache): files without an
+# ending, and a list of them.
+_NUMPY_FOLDER, _NUMPY_LIST = "np", "weight_names.json"
+_MAX_FOLDERS = 10_000
+
+_Folder: TypeAlias = tuple[int, int]
+"""A folder's device and inode."""
+
+
+@dataclass(slots=True)
+class WeightFiles:
+    """Names of files under a model's directory, relative to it, sorted within a folder.
+
+    Folders are followed through links. A folder that is reached by several names counts under the
+    first: real ones go before links.
+
+    Attributes:
+        weights: files with weights, of any loader.
+        settings: files that tell a loader which weights to take, or how to read them. Those of the
+            directory itself and of folders with weights.
+        code: Python files of the directory itself, which its configuration may name.
+        folders: folders with any of these, as ``.`` or a name.
+        linked: those of them that a link leads to, or to a folder above them.
+        aliases: links to folders that count under another name, and that name.
+    """
+
+    weights: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    linked: set[str] = field(default_factory=set)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def under(cls, root: int) -> WeightFiles:
+        """Walks the directory that `root` is open on; opens no file.
+
+        Raises:
+            ConfigurationError: there are over 10,000 folders in it.
+        """
+        found = cls()
+        seen: dict[_Folder, str] = {}
+        folders, links = deque(["."]), deque[str]()
+        while folders or links:
+            is_link = not folders
+            name = (links if is_link else folders).popleft()
+            listed = _listed(root, name)
+            if listed is None:
+                continue
+            if listed.folder in seen:
+                found.aliases[name] = seen[listed.folder]
+                continue
+            if len(seen) == _MAX_FOLDERS:
+                raise ConfigurationError(
+                    f"model: its directory has over {_MAX_FOLDERS:,} folders; give a directory "
+                    "that holds the model alone, or model_revision"
+                )
+            seen[listed.folder] = name
+            if is_link or _parent(name) in found.linked:
+                found.linked.add(name)
+            found._take(name, listed.files)
+            folders += listed.folders
+            links += listed.links
+        found.linked &= set(found.folders)
+        found.aliases = {
+            link: name
+            for link, name in found.aliases.items()
+            if any(folder == name or _is_below(folder, name) for folder in found.folders)
+        }
+        return found
+
+    def _take(self, folder: str, files: list[str]) -> None:
+        base = [PurePosixPath(name).name for name in files]
+        unpacked = PurePosixPath(folder).name == _NUMPY_FOLDER and _NUMPY_LIST in base
+        weights = [name for name in files if unpacked or name.endswith((*WEIGHTS, *_RARE_WEIGHTS))]
+        if not weights and folder != ".":
+            return
+        patterns = _SETTINGS if folder == "." else ("config.json", *_SETTINGS)
+        settings = [
+            path
+            for path, name in zip(files, base, strict=True)
+            if any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]
+        if folder == ".":
+            self.code += [name for name in files if name.endswith(".py")]
+        self.weights += weights
+        self.settings += settings
+        self.folders.append(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    folder: _Folder
+    files: list[str]
+    folders: list[str]
+    links: list[str]
+
+
+def _listed(root: int, name: str) -> _Listed | None:
+    """The regular files and the folders in a folder, sorted; ``None``: it cannot be read."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+    except OSError:
+        return None
+    try:
+        state = os.fstat(descriptor)
+        with os.scandir(descriptor) as entries:
+            kinds = {one.name: _kind(descriptor, one) for one in entries}
+    finally:
+        os.close(descriptor)
+    base = PurePosixPath(name)
+
+    def of(wanted: str) -> list[str]:
+        return [(base / one).as_posix() for one in sorted(kinds) if kinds[one] == wanted]
+
+    return _Listed((state.st_dev, state.st_ino), of("file"), of("folder"), of("link"))
+
+
+def _kind(folder: int, entry: os.DirEntry[str]) -> str:
+    if entry.is_dir(follow_symlinks=False):
+        return "folder"
+    if entry.is_file(follow_symlinks=False):
+        return "file"
+    try:
+        mode = os.stat(entry.name, dir_fd=folder).st_mode
+    except OSError:  # a link to nothing, or gone
+        return ""
+    return "link" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else ""
+
+
+def is_regular(root: int, name: str) -> bool:
+    """Returns whether `name` is a regular file in the open directory `root`, or a link to one."""
+    try:
+        return stat.S_ISREG(os.stat(name, dir_fd=root).st_mode)
+    except OSError:  # a link to nothing, or gone
+        return False
+
+
+def _parent(name: str) -> str:
+    return PurePosixPath(name).parent.as_posix()
+
+
+def _is_below(folder: str, name: str) -> bool:
+    return name == "." or PurePosixPath(folder).is_relative_to(name)
