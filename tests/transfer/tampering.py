@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 TO_SERVER, TO_CLIENT = "to the server", "to the client"
 
@@ -88,7 +88,7 @@ class Relay:
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
