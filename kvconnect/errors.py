@@ -171,8 +171,9 @@ class PullFailed(Recompute):
     """A read from a peer's memory did not complete. Its destination holds anything.
 
     Attributes:
-        reason: ``peer`` (it died, was disconnected or broke the protocol), ``refused`` (it has no
-            such memory), ``deadline``, ``abandoned``, or ``closed`` (by this side, for all pulls).
+        reason: ``peer`` (it died, was disconnected or broke the protocol), ``corrupt`` (other bytes
+            came than those that it sent), ``refused`` (it has no such memory), ``deadline``,
+            ``abandoned``, or ``closed`` (by this side, for all pulls).
     """
 
     def __init__(self, reason: str, message: str) -> None:

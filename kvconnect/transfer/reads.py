@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy.typing as npt
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["RUN", "Offsets", "Reads", "Runs", "cut", "pairs", "runs"]
+__all__ = ["RUN", "Offsets", "Reads", "Runs", "cut", "pairs", "pieces", "runs"]
 
 Offsets: TypeAlias = npt.NDArray[np.int64]
 RUN = np.dtype([("offset", "<i8"), ("nbytes", "<i8")])
@@ -32,6 +34,8 @@ class Reads:
         local_region: number that this side's `Transport.register` returned.
         local_offsets: int64[n], bytes.
         nbytes: of each piece.
+        epoch: of the lease under which they are read; 0 where there is none. Both sides' checksums
+            cover it, where the transport has any.
 
     Raises:
         ConfigurationError: an array is not one-dimensional and integer, the two differ in length,
@@ -43,9 +47,10 @@ class Reads:
     local_region: int
     local_offsets: Offsets
     nbytes: int
+    epoch: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("remote_region", "local_region"):
+        for field in ("remote_region", "local_region", "epoch"):
             if getattr(self, field) < 0:
                 raise ConfigurationError(f"{field}={getattr(self, field)}: must be >= 0")
         if self.nbytes < 1:
@@ -120,3 +125,18 @@ def cut(whole: Runs, begin: int, end: int) -> Runs:
     part["offset"][0] += skipped
     part["nbytes"][0] -= skipped
     return part
+
+
+def pieces(whole: Runs, size: int) -> Iterator[Runs]:
+    """Yields the runs of each `size` bytes of their stream, in order; the last may have fewer."""
+    ends = np.cumsum(whole["nbytes"])
+    total = int(ends[-1])
+    cuts = np.arange(0, total, size)
+    begins = np.union1d(ends - whole["nbytes"], cuts)
+    index = np.searchsorted(ends, begins, side="right")
+    parts = np.empty(len(begins), RUN)
+    parts["offset"] = whole["offset"][index] + begins - (ends - whole["nbytes"])[index]
+    parts["nbytes"] = np.diff(begins, append=total)
+    places = [*np.searchsorted(begins, cuts).tolist(), len(parts)]
+    for first, last in pairwise(places):
+        yield parts[first:last]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvconnect.transfer.nixl import NixlTransport
+from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp import TcpTransport
 from kvconnect.transfer.transport import Reads, Transport
 
@@ -31,6 +32,8 @@ def pattern(seed: int, nbytes: int) -> np.ndarray:
 def make_transport(kind: str, **settings: Any) -> Transport:
     """``tcp``, ``nixl`` (between processes of one machine: shared memory) or ``nixl-tcp``."""
     if kind == "tcp":
+        if isinstance(settings.get("secret"), str):  # which another process can be given
+            settings["secret"] = SharedSecret(settings["secret"])
         return TcpTransport(**settings)
     if kind == "nixl-tcp":
         settings["tls"] = "tcp"

@@ -21,7 +21,7 @@ from peer_process import MiB, pattern
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.transfer.secret import SharedSecret
-from kvconnect.transfer.tcp import TcpTransport, source
+from kvconnect.transfer.tcp import TcpTransport, handshake, source
 from kvconnect.transfer.tcp.stream import receive_exactly
 from kvconnect.transfer.transport import PeerUnreachable, Reads
 
@@ -58,7 +58,7 @@ SECRET, OTHER = SharedSecret("hunter2 of sixteen"), SharedSecret("another of six
 
 
 def introduce(transport, *, let_in=True):
-    """A connection with a handshake made by hand, without a secret."""
+    """A connection with a handshake made by hand, without a secret, and the codes of its ways."""
     connection = connection_to(transport)
     greeting = receive_exactly(connection, 36)
     incarnation = bytes.fromhex(json.loads(transport.local())["incarnation"])
@@ -66,13 +66,18 @@ def introduce(transport, *, let_in=True):
     signed = greeting[:4] + b"reader" + greeting[4:] + ours + incarnation
     connection.sendall(greeting[:4] + incarnation + ours + hmac.digest(b"", signed, hashlib.sha256))
     assert (receive_exactly(connection, 33)[0] == 0) is let_in
-    return connection
+    return connection, handshake._seals(None, greeting[4:], ours)
 
 
-def request(region, runs, *, magic=0x4B565452, total=None, count=None):
+def request(region, runs, *, magic=0x4B565453, total=None, count=None):
+    """The parts of a request."""
     total = sum(nbytes for _, nbytes in runs) if total is None else total
-    head = struct.pack("<IIIQ", magic, region, len(runs) if count is None else count, total)
-    return head + b"".join(struct.pack("<qq", *run) for run in runs)
+    head = struct.pack("<IIIQQ", magic, region, len(runs) if count is None else count, total, 0)
+    return head, b"".join(struct.pack("<qq", *run) for run in runs)
+
+
+def send(connection, seals, parts):
+    connection.sendall(b"".join(part + seals.requests.code(part) for part in parts))
 
 
 def assert_serves(server, reader):
@@ -109,7 +114,7 @@ def test_random_bytes_on_the_port_do_no_harm(garbage):
 
 
 def test_a_reader_that_was_let_in_is_refused_what_is_outside(server, reader):
-    connection = introduce(server)
+    connection, seals = introduce(server)
     for region, runs in (
         (1, [(0, 16)]),
         (0xFFFFFFFF, [(0, 16)]),
@@ -118,12 +123,12 @@ def test_a_reader_that_was_let_in_is_refused_what_is_outside(server, reader):
         (0, [(0, 16), (MiB, 1)]),
         (0, [((1 << 63) - 8, 16)]),
     ):
-        connection.sendall(request(region, runs))
-        assert struct.unpack("<IIQ", receive_exactly(connection, 16))[1:] == (1, 0)
-    connection.sendall(request(0, [(16, 16), (0, 4)]))
-    answer = receive_exactly(connection, 16 + 20)
+        send(connection, seals, request(region, runs))
+        assert struct.unpack("<IIQ", receive_exactly(connection, 32)[:16])[1:] == (1, 0)
+    send(connection, seals, request(0, [(16, 16), (0, 4)]))
+    answer = receive_exactly(connection, 32 + 20 + 8)
     had = pattern(1, 32).tobytes()
-    assert answer[16:] == had[16:] + had[:4]
+    assert answer[32:-8] == had[16:] + had[:4]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +145,8 @@ def test_a_reader_that_was_let_in_is_refused_what_is_outside(server, reader):
     ids=["magic", "no runs", "too many runs", "sum", "negative", "huge", "overflow"],
 )
 def test_a_malformed_request_ends_its_connection_alone(server, reader, malformed):
-    connection = introduce(server)
-    connection.sendall(malformed)
+    connection, seals = introduce(server)
+    send(connection, seals, malformed)
     assert ended(connection)
     assert_serves(server, reader)
 
@@ -177,14 +182,14 @@ def test_one_that_is_pushed_out_while_it_proves_itself_reads_nothing(server, mon
         return known
 
     monkeypatch.setattr(source, "answer", late)
-    connection = introduce(server)
+    connection, seals = introduce(server)
     assert reached.wait(5)
     monkeypatch.setattr(source, "answer", answer)
     more = [connection_to(server) for _ in range(32)]
     receive_exactly(more[-1], 36)
     pushed.set()
     with contextlib.suppress(ConnectionError):
-        connection.sendall(request(0, [(0, 16)]))
+        send(connection, seals, request(0, [(0, 16)]))
     assert ended(connection)
     assert not server._source._readers
 
@@ -211,8 +216,8 @@ def test_a_reader_that_takes_nothing_is_disconnected(monkeypatch, transport_of, 
     monkeypatch.setattr(source, "_STALL_S", 0.2)
     server = transport_of("tcp")
     server.register(torch.from_numpy(pattern(1, 32 * MiB)))
-    connection = introduce(server)
-    connection.sendall(request(0, [(0, 32 * MiB)]))
+    connection, seals = introduce(server)
+    send(connection, seals, request(0, [(0, 32 * MiB)]))
     bound = time.monotonic() + 10
     while server._source._readers:
         assert time.monotonic() < bound
@@ -225,9 +230,9 @@ def test_a_reader_that_does_not_know_the_secret_is_sent_nothing(transport_of):
     """One that does not mind whether the source knows it."""
     server = transport_of("tcp", secret=SECRET)
     server.register(torch.from_numpy(pattern(1, 256)))
-    connection = introduce(server, let_in=False)
+    connection, seals = introduce(server, let_in=False)
     with contextlib.suppress(ConnectionError):
-        connection.sendall(request(0, [(0, 256)]))
+        send(connection, seals, request(0, [(0, 256)]))
     assert ended(connection)
 
 
@@ -255,7 +260,7 @@ def test_a_source_that_does_not_know_the_secret_is_not_read_from(transport_of):
 
     def impostor():
         connection, _ = listener.accept()
-        connection.sendall(b"KVT\x02" + bytes(32))
+        connection.sendall(handshake._MAGIC + bytes(32))
         connection.recv(84, socket.MSG_WAITALL)
         connection.sendall(bytes(33))
         connection.close()
@@ -268,6 +273,23 @@ def test_a_source_that_does_not_know_the_secret_is_not_read_from(transport_of):
         transport_of("tcp", secret=SECRET).connect(json.dumps(local).encode())
     thread.join()
     listener.close()
+
+
+def test_another_version_is_refused_by_name(server, reader):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def former():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"KVT\x02" + bytes(32))
+                connection.recv(1)
+
+        thread = threading.Thread(target=former)
+        thread.start()
+        local = json.loads(server.local()) | {"port": listener.getsockname()[1]}
+        with pytest.raises(PeerUnreachable, match=r"speaks version 2 .*this process version 3"):
+            reader.connect(json.dumps(local).encode())
+        thread.join()
 
 
 def test_nothing_listens_beyond_loopback_without_a_secret():
@@ -306,7 +328,7 @@ def test_more_runs_than_one_request_may_have(server, reader, monkeypatch):
 
 def test_memory_of_a_device_goes_through_a_buffer(server, reader, monkeypatch):
     """The way of CUDA memory, here with memory of the host."""
-    monkeypatch.setattr("kvconnect.transfer.tcp.stream._STAGING_NBYTES", 1000)
+    monkeypatch.setattr("kvconnect.transfer.tcp.stream.PIECE_NBYTES", 1000)
     memory = torch.zeros(MiB, dtype=torch.uint8)
     into = reader.register(memory)
     for transport in (server, reader):

@@ -23,7 +23,7 @@ from kvconnect.transfer.control.messages import (
     encode,
 )
 from kvconnect.transfer.control.send_queue import SendQueue
-from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
+from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout
 
 __all__ = ["Channel"]
 
@@ -55,7 +55,7 @@ class Channel:
         self.round_trip_s: float | None = None
         self._wire = wire
         self._endpoint = endpoint
-        self._queue = SendQueue(_MAX_WAITING_NBYTES, _MAX_WAITING_FRAMES)
+        self._queue = SendQueue(_MAX_WAITING_NBYTES, _MAX_WAITING_FRAMES, wire.frame)
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._pinged: tuple[int, float] = (-1, 0.0)
@@ -86,7 +86,7 @@ class Channel:
         Raises:
             ConfigurationError: it is too large.
         """
-        if self._queue.send(frame(encode(message)), self._wire.write_now):
+        if self._queue.send(encode(message), self._wire.write_now):
             return True
         if not self._queue.closed:
             self._close_now("the peer does not take what is sent")
@@ -102,7 +102,7 @@ class Channel:
             if self._reason is not None:
                 return
             self._reason = reason
-        self._queue.put(frame(encode(Error(kind="closing", message=reason[:1024]))))
+        self._queue.put(encode(Error(kind="closing", message=reason[:1024])))
         self._queue.close()
 
     def join(self, timeout_s: float) -> bool:
@@ -153,7 +153,7 @@ class Channel:
     def _handle(self, message: Message) -> bool:
         """Whether to go on reading."""
         if isinstance(message, Ping):
-            self._queue.put(frame(encode(Pong(number=message.number))))
+            self._queue.put(encode(Pong(number=message.number)))
         elif isinstance(message, Pong):
             number, at = self._pinged
             if message.number == number:
@@ -184,10 +184,10 @@ class Channel:
         try:
             while (data := self._queue.take(ping_at)) is not None:
                 now = time.monotonic()
-                if now >= ping_at:
+                if now >= ping_at:  # it is taken next, behind what others sent meanwhile
                     ping_at = now + timing.heartbeat_s
                     self._pinged = (next(numbers), now)
-                    data += frame(encode(Ping(number=self._pinged[0])))
+                    self._queue.put(encode(Ping(number=self._pinged[0])))
                 for start in range(0, len(data), _PIECE_NBYTES):
                     patience_s = timing.silence_s if self.is_open else _LAST_WORDS_S
                     piece = data[start : start + _PIECE_NBYTES]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PROTOCOL", "Compat", "PoolInfo"]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of what is said here and how; peers of another one are refused."""
 
 

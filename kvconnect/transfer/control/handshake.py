@@ -10,7 +10,9 @@
     Hello                          →
                                      ← Hello, or Error naming the field that differs
 
-Before the proof, an acceptor reads two small frames and keeps nothing of them.
+Every frame behind the openings is sealed: by a checksum over both openings, from the proof on by
+the secret. Before the proof, an acceptor reads two small frames and keeps nothing of them. A peer
+that has proved nothing, because there is no secret, is not told which field differs.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from kvconnect.transfer.control.messages import (
     encode,
 )
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
+from kvconnect.transfer.seal import Seal
 from kvconnect.transfer.secret import SharedSecret
 
 M = TypeVar("M", bound=Message)
@@ -48,6 +51,10 @@ _HELLO_LIMIT = 2 << 20
 _MAGIC = b"kvconnect-ctl\n\0\xff"
 _OPENING = struct.Struct(f">{len(_MAGIC)}sHB32s")
 _WITH_SECRET = 1
+_DIFFERS = (
+    "the two sides have another model or another cache; the log of the side that refused says in "
+    "what they differ (with a shared secret it is said here)"
+)
 _INITIATOR, _ACCEPTOR = b"kvconnect initiator", b"kvconnect acceptor"
 
 
@@ -66,8 +73,7 @@ def shake_hands(wire: Wire, endpoint: Endpoint, *, initiator: bool) -> Hello:
         return _Handshake(wire, endpoint, until, initiator=initiator).run()
     except PeerRefused as error:
         if not isinstance(error, _ByPeer):
-            detail = str(error).removeprefix(f"{error.field}: ")[:1024]
-            _say(wire, Error(kind="refused", field=error.field, message=detail))
+            _say(wire, _refusal(error, known=endpoint.secret is not None))
         raise
 
 
@@ -100,8 +106,10 @@ class _Handshake:
     def run(self) -> Hello:
         ours, theirs = self._open()
         openings = (ours, theirs) if self._initiator else (theirs, ours)
+        self._seal(None, openings)
         if self._endpoint.secret is not None:
             self._prove(self._endpoint.secret, openings)
+            self._seal(self._endpoint.secret, openings)
         self._wire.limit = _HELLO_LIMIT
         return self._introduce()
 
@@ -122,6 +130,10 @@ class _Handshake:
             one, other = ("here", "at the peer") if flags else ("at the peer", "here")
             raise PeerRefused("secret", f"is set {one} and not {other}; give both the same")
         return ours, theirs
+
+    def _seal(self, secret: SharedSecret | None, openings: tuple[bytes, bytes]) -> None:
+        mine, theirs = (_INITIATOR, _ACCEPTOR) if self._initiator else (_ACCEPTOR, _INITIATOR)
+        self._wire.seal(Seal(secret, mine, *openings), Seal(secret, theirs, *openings))
 
     def _prove(self, secret: SharedSecret, openings: tuple[bytes, bytes]) -> None:
         mine, theirs = (_INITIATOR, _ACCEPTOR) if self._initiator else (_ACCEPTOR, _INITIATOR)
@@ -148,7 +160,7 @@ class _Handshake:
         return theirs
 
     def _send(self, message: Message) -> None:
-        self._wire.write(frame(encode(message)), self._until)
+        self._wire.write(self._wire.frame(encode(message)), self._until)
 
     def _receive(self, kind: type[M]) -> M:
         message = decode(self._wire.read(self._until))
@@ -159,6 +171,14 @@ class _Handshake:
         return message
 
 
+def _refusal(error: PeerRefused, *, known: bool) -> Error:
+    """Returns what the peer is told: one that has not proved itself learns nothing of the model."""
+    if error.field in Compat.model_fields and not known:
+        return Error(kind="refused", field="compat", message=_DIFFERS)
+    detail = str(error).removeprefix(f"{error.field}: ")[:1024]
+    return Error(kind="refused", field=error.field, message=detail)
+
+
 def _plain(text: str) -> str:
     """What a peer wrote, fit for one line of a log."""
     return "".join(each if each.isprintable() else "?" for each in text)
@@ -166,4 +186,4 @@ def _plain(text: str) -> str:
 
 def _say(wire: Wire, message: Message) -> None:
     with suppress(WireClosed, WireTimeout):
-        wire.write(frame(encode(message)), time.monotonic() + 0.5)
+        wire.write(wire.frame(encode(message)), time.monotonic() + 0.5)

@@ -15,7 +15,7 @@ from kvconnect.transfer.control.channel import Channel
 from kvconnect.transfer.control.endpoint import Endpoint
 from kvconnect.transfer.control.handshake import OPENING_LIMIT, shake_hands
 from kvconnect.transfer.control.messages import Error, encode
-from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
+from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout
 from kvconnect.transfer.secret import require_secret
 
 __all__ = ["Listener"]
@@ -176,7 +176,8 @@ class Listener:
             message = f"{self._max_channels} peers are connected"
             warn_once("control busy", f"control channel: a peer was refused: {message}")
             with suppress(WireClosed, WireTimeout):
-                wire.write(frame(encode(Error(kind="busy", message=message))), wire.heard_at + 1)
+                busy = Error(kind="busy", message=message)
+                wire.write(wire.frame(encode(busy)), wire.heard_at + 1)
             return None
         if earlier is not None:
             earlier.close("the peer connected anew")

@@ -1,4 +1,4 @@
-"""Frames that wait to be sent on one channel."""
+"""Payloads that become frames in the order in which they were given, and wait to be sent."""
 
 from __future__ import annotations
 
@@ -16,48 +16,58 @@ class SendQueue:
     Args:
         max_nbytes: of all frames that wait; at least the largest frame.
         max_frames: that wait.
+        frame: makes the next frame of a payload; called by one thread at a time.
     """
 
-    def __init__(self, max_nbytes: int, max_frames: int) -> None:
+    def __init__(self, max_nbytes: int, max_frames: int, frame: Callable[[bytes], bytes]) -> None:
         self._frames: deque[bytes] = deque()
         self._nbytes = 0
         self._max_nbytes = max_nbytes
         self._max_frames = max_frames
+        self._frame = frame
         self._changed = threading.Condition()
         self._closed = False
         self._taken = False  # the caller of `take` sends what it got: nothing may overtake that
 
-    def put(self, data: bytes) -> bool:
-        """Leaves `data`; False, and it is dropped, if the queue is full or closed."""
+    def put(self, payload: bytes) -> bool:
+        """Leaves `payload`; False, and it is dropped, if the queue is full or closed."""
         with self._changed:
-            return self._put(data)
+            return self._put(payload)
 
-    def send(self, data: bytes, write: Callable[[bytes], int]) -> bool:
-        """Has `write` send `data` at once if nothing is before it; else, or the rest, as `put`.
+    def send(self, payload: bytes, write: Callable[[bytes], int]) -> bool:
+        """Makes `write` send `payload` at once if nothing is before it; else as `put`.
+
+        What `write` does not take waits, too.
 
         Args:
-            data: whole frames.
+            payload: of one frame.
             write: returns how many of its first bytes it took; must not block. Called on this
                 thread, one call at a time, and never while the caller of `take` sends.
 
         Returns:
-            False if the queue is full or closed. Some of `data` may have been sent then: the
-            connection is of no use any more.
+            False if the queue is full or closed.
         """
         with self._changed:
             if self._frames or self._taken or self._closed:
-                return self._put(data)
+                return self._put(payload)
+            data = self._frame(payload)
             sent = write(data)
-            return sent == len(data) or self._put(data[sent:])
+            if sent < len(data):
+                self._keep(data[sent:])
+            return True
 
-    def _put(self, data: bytes) -> bool:
-        fits = self._nbytes + len(data) <= self._max_nbytes
+    def _put(self, payload: bytes) -> bool:
+        # A frame that is made must be sent: those that follow count on it.
+        fits = self._nbytes + len(payload) <= self._max_nbytes
         if self._closed or not fits or len(self._frames) >= self._max_frames:
             return False
+        self._keep(self._frame(payload))
+        return True
+
+    def _keep(self, data: bytes) -> None:
         self._frames.append(data)
         self._nbytes += len(data)
         self._changed.notify()
-        return True
 
     def take(self, until: float) -> bytes | None:
         """Returns all frames that wait, joined; blocks until there is one.

@@ -1,4 +1,7 @@
-"""Frames over a TCP socket: four bytes of length, big-endian, then so many bytes."""
+"""Frames over a TCP socket: four bytes of length, big-endian, then so many bytes.
+
+The bytes of a sealed frame are a guard of its length, the code of its payload, and the payload.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ import time
 from contextlib import suppress
 
 from kvconnect.errors import BadMessage
+from kvconnect.trace import count
+from kvconnect.transfer.seal import CODE_NBYTES, GUARD_NBYTES, Seal
 
 __all__ = ["Wire", "WireClosed", "WireTimeout", "frame"]
 
 _LENGTH = struct.Struct(">I")
+_SEAL_NBYTES = GUARD_NBYTES + CODE_NBYTES
 _READ_NBYTES = 64 << 10
 # Between two looks at the clock, which show whether this process ran meanwhile.
 _LOOK_S = 0.25
@@ -35,7 +41,8 @@ def frame(payload: bytes) -> bytes:
 class Wire:
     """One connection. One thread may read while another writes.
 
-    Memory follows what was really received, not what a length promises.
+    Memory follows what was really received, not what a length promises. Frames are plain until
+    `seal` is called.
 
     Args:
         sock: connected; belongs to this from now on.
@@ -55,8 +62,26 @@ class Wire:
         self._sock = sock
         self._buffer = bytearray()
         self._closing = threading.Event()
+        self._outgoing: Seal | None = None
+        self._incoming: Seal | None = None
         self.limit = limit
         self.heard_at = time.monotonic()
+
+    def seal(self, outgoing: Seal, incoming: Seal) -> None:
+        """Seals frames that are made, and opens those that are read, from now on."""
+        self._outgoing, self._incoming = outgoing, incoming
+
+    def frame(self, payload: bytes) -> bytes:
+        """Returns the next frame to write, of `payload`.
+
+        The peer takes frames in the order in which they were made. One thread may call this at a
+        time.
+        """
+        if self._outgoing is None:
+            return frame(payload)
+        length = _LENGTH.pack(_SEAL_NBYTES + len(payload))
+        guard = self._outgoing.guard(length)
+        return length + guard + self._outgoing.code(payload) + payload
 
     def read(self, until: float) -> bytes:
         """Returns the payload of the next frame; blocks until then.
@@ -68,7 +93,8 @@ class Wire:
         Raises:
             WireTimeout: it is not whole at `until`.
             WireClosed: the connection has ended.
-            BadMessage: the frame is longer than `limit`. The connection is of no use any more.
+            BadMessage: the frame is longer than `limit`, or it is not the next one that the peer
+                sent, as it was. The connection is of no use any more.
         """
         while (payload := self._take()) is None:
             self._wait(select.POLLIN, until)
@@ -126,16 +152,25 @@ class Wire:
         self._sock.close()
 
     def _take(self) -> bytes | None:
-        if len(self._buffer) < _LENGTH.size:
+        seal = self._incoming
+        start = _LENGTH.size if seal is None else _LENGTH.size + _SEAL_NBYTES
+        if len(self._buffer) < start:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > self.limit:
-            raise BadMessage(f"a frame of {length} bytes; at most {self.limit} are taken")
+        if seal is not None:
+            guard = self._buffer[_LENGTH.size : _LENGTH.size + GUARD_NBYTES]
+            if guard != seal.guard(bytes(self._buffer[: _LENGTH.size])):
+                raise _damaged()
         end = _LENGTH.size + length
+        if not 0 <= end - start <= self.limit:
+            raise BadMessage(f"a frame of {length} bytes; at most {self.limit} are taken")
         if len(self._buffer) < end:
             return None
-        payload = bytes(self._buffer[_LENGTH.size : end])
+        code = bytes(self._buffer[start - CODE_NBYTES : start])
+        payload = bytes(self._buffer[start:end])
         del self._buffer[:end]
+        if seal is not None and not seal.fits(code, payload):
+            raise _damaged()
         return payload
 
     def _wait(self, event: int, until: float) -> None:
@@ -154,3 +189,8 @@ class Wire:
             until += max(0.0, now - looked_at - left_s)
             if now >= until:
                 raise WireTimeout("nothing came" if event == select.POLLIN else "nothing was taken")
+
+
+def _damaged() -> BadMessage:
+    count("transfer.control.damaged")
+    return BadMessage("a frame is damaged, repeated, or not the next one")

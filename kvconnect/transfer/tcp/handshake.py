@@ -4,7 +4,7 @@ The source greets with a nonce; the reader sends the incarnation that it expects
 proof; the source answers with a status and its own proof. Each proof is an HMAC-SHA256 over both
 nonces, the incarnation and the prover's role, so that none can be replayed or reflected. Without a
 secret the key is empty: the handshake then only tells incarnations apart. What follows on the
-connection is neither encrypted nor signed.
+connection has codes and checksums of both nonces, and is not encrypted.
 """
 
 from __future__ import annotations
@@ -15,19 +15,33 @@ import secrets
 import socket
 import struct
 import time
+from dataclasses import dataclass
 
 from kvconnect.errors import PeerUnreachable
+from kvconnect.transfer.seal import Seal
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.stream import receive_exactly
 
-__all__ = ["answer", "greet"]
+__all__ = ["Seals", "answer", "greet"]
 
-_MAGIC = b"KVT\x02"
+_MAGIC = b"KVT\x03"
 _NONCE_NBYTES = 32
 _GREETING = struct.Struct("<4s32s")
 _CLAIM = struct.Struct("<4s16s32s32s")
 _ANSWER = struct.Struct("<B32s")
 _OK, _WRONG_SECRET, _WRONG_INCARNATION = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Seals:
+    """The codes of what both sides send after the handshake."""
+
+    requests: Seal
+    answers: Seal
+
+
+def _seals(secret: SharedSecret | None, *nonces: bytes) -> Seals:
+    return Seals(Seal(secret, b"requests", *nonces), Seal(secret, b"answers", *nonces))
 
 
 def _proof(secret: SharedSecret | None, role: bytes, *parts: bytes) -> bytes:
@@ -43,8 +57,8 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
 
 def answer(
     connection: socket.socket, secret: SharedSecret | None, incarnation: bytes, deadline: float
-) -> bool:
-    """The source's side; returns whether the reader may read. Blocks until `deadline` at most.
+) -> Seals | None:
+    """The source's side; `None`: the reader may not read. Blocks until `deadline` at most.
 
     Raises:
         OSError: the connection broke, or was too slow (TimeoutError).
@@ -54,21 +68,21 @@ def answer(
     claim = _CLAIM.unpack(receive_exactly(connection, _CLAIM.size, deadline))
     magic, expected, theirs, proof = claim
     if magic != _MAGIC:
-        return False
+        return None
     if not hmac.compare_digest(proof, _proof(secret, b"reader", ours, theirs, expected)):
         _send(connection, _ANSWER.pack(_WRONG_SECRET, bytes(32)), deadline)
-        return False
+        return None
     if expected != incarnation:
         _send(connection, _ANSWER.pack(_WRONG_INCARNATION, bytes(32)), deadline)
-        return False
+        return None
     own = _proof(secret, b"source", theirs, ours, expected)
     _send(connection, _ANSWER.pack(_OK, own), deadline)
-    return True
+    return _seals(secret, ours, theirs)
 
 
 def greet(
     connection: socket.socket, secret: SharedSecret | None, incarnation: bytes, deadline: float
-) -> None:
+) -> Seals:
     """The reader's side. Blocks until `deadline` at most.
 
     Raises:
@@ -78,7 +92,7 @@ def greet(
     greeting = _GREETING.unpack(receive_exactly(connection, _GREETING.size, deadline))
     magic, theirs = greeting
     if magic != _MAGIC:
-        raise PeerUnreachable("what answers there speaks another protocol or version")
+        raise PeerUnreachable(_other_protocol(magic))
     ours = secrets.token_bytes(_NONCE_NBYTES)
     proof = _proof(secret, b"reader", theirs, ours, incarnation)
     _send(connection, _CLAIM.pack(_MAGIC, incarnation, ours, proof), deadline)
@@ -89,3 +103,13 @@ def greet(
         raise PeerUnreachable("another incarnation of the peer answers: it restarted")
     if not hmac.compare_digest(proof, _proof(secret, b"source", ours, theirs, incarnation)):
         raise PeerUnreachable("the peer's secret is another one")
+    return _seals(secret, theirs, ours)
+
+
+def _other_protocol(magic: bytes) -> str:
+    if magic[:-1] == _MAGIC[:-1]:
+        return (
+            f"the peer speaks version {magic[-1]} of the transfer over TCP, this process version "
+            f"{_MAGIC[-1]}: both sides need the same release"
+        )
+    return "what answers there speaks another protocol"

@@ -14,9 +14,9 @@ from kvconnect.transfer.regions import Regions
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.address import TcpLocal
 from kvconnect.transfer.tcp.handshake import greet
-from kvconnect.transfer.tcp.stream import Stream, prepare
+from kvconnect.transfer.tcp.stream import Corrupt, Stream, prepare
 from kvconnect.transfer.tcp.tcp_pull import Share, TcpPull
-from kvconnect.transfer.tcp.wire import MAX_RUNS, OUTSIDE, receive_answer, send_request
+from kvconnect.transfer.tcp.wire import MAX_RUNS, OUTSIDE, Malformed, receive_answer, send_request
 from kvconnect.transfer.transport import PeerHandle
 
 __all__ = ["TcpPeer"]
@@ -108,7 +108,7 @@ class TcpPeer(PeerHandle):
         with self._lock:
             self._pulls.discard(pull)
 
-    def _connected(self) -> socket.socket:
+    def _connected(self) -> Stream:
         deadline = time.monotonic() + self._connect_s
         address = (self._local.host, self._local.port)
         where = f"{self.identity} at {address[0]}:{address[1]}"
@@ -122,7 +122,7 @@ class TcpPeer(PeerHandle):
                     raise PeerUnreachable("it is disconnected")
                 self._greeting.add(connection)
             prepare(connection)
-            greet(connection, self._secret, bytes.fromhex(self.incarnation), deadline)
+            seals = greet(connection, self._secret, bytes.fromhex(self.incarnation), deadline)
         except OSError as error:
             connection.close()
             raise PeerUnreachable(f"{where}: {error}") from error
@@ -130,10 +130,9 @@ class TcpPeer(PeerHandle):
             with self._lock:
                 self._greeting.discard(connection)
         connection.settimeout(None)
-        return connection
+        return Stream(connection, seals)
 
-    def _read_shares(self, connection: socket.socket | None) -> None:
-        stream = Stream(connection) if connection is not None else None
+    def _read_shares(self, stream: Stream | None) -> None:
         while (share := self._shares.get()) is not None:
             stream = self._read_share(stream, share)
         if stream is not None:
@@ -146,7 +145,7 @@ class TcpPeer(PeerHandle):
         used = stream is not None
         try:
             if stream is None:
-                stream = Stream(self._connected())
+                stream = self._connected()
             if not share.pull.begin(share, stream.connection):
                 share.pull.end(share)
                 return stream
@@ -156,7 +155,8 @@ class TcpPeer(PeerHandle):
                 stream.connection.close()
             if used and isinstance(broken, _Stale) and not share.pull.stopped:
                 return self._read_share(None, share)
-            share.pull.end(share, PullFailed("peer", f"{self.identity}: {broken}"))
+            reason = "corrupt" if isinstance(broken, (Corrupt, Malformed)) else "peer"
+            share.pull.end(share, PullFailed(reason, f"{self.identity}: {broken}"))
             return None
         share.pull.end(share, error)
         return stream
@@ -166,16 +166,24 @@ class TcpPeer(PeerHandle):
         for first in range(0, len(share.remote), MAX_RUNS):
             asked = share.remote[first : first + MAX_RUNS]
             try:
-                total = send_request(stream.connection, share.remote_region, asked)
-                status = receive_answer(stream.connection, total)
+                request = send_request(
+                    stream.connection,
+                    stream.seals.requests,
+                    share.remote_region,
+                    asked,
+                    epoch=share.epoch,
+                )
+                status = receive_answer(stream.connection, stream.seals.answers, request.nbytes)
+            except Malformed:
+                raise
             except OSError as broken:
                 raise _Stale(str(broken)) from broken
             if status == OUTSIDE:
                 return PullFailed("refused", f"{self.identity} has not registered that memory")
             whole = begin == 0 and len(asked) == len(share.remote)
-            local = share.local if whole else cut(share.local, begin, begin + total)
-            stream.receive(self._memory[share.local_region], local)
-            begin += total
+            local = share.local if whole else cut(share.local, begin, begin + request.nbytes)
+            stream.receive(self._memory[share.local_region], local, request.seed)
+            begin += request.nbytes
         return None
 
 

@@ -14,7 +14,7 @@ from kvconnect.transfer.regions import Regions
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.handshake import answer
 from kvconnect.transfer.tcp.stream import Stream, block_until, prepare
-from kvconnect.transfer.tcp.wire import OUTSIDE, SERVED, receive_request, send_answer
+from kvconnect.transfer.tcp.wire import OUTSIDE, SERVED, Malformed, receive_request, send_answer
 
 __all__ = ["Source"]
 
@@ -111,12 +111,13 @@ class Source:
         try:
             with suppress(OSError):  # whatever the reader does ends its connection, nothing else
                 prepare(connection)
-                if not answer(
+                seals = answer(
                     connection, self._secret, self._incarnation, time.monotonic() + _HANDSHAKE_S
-                ):
+                )
+                if seals is None:
                     count("transfer.tcp.strangers")
                 elif self._admit(connection):
-                    self._serve(connection)
+                    self._serve(Stream(connection, seals))
         finally:
             with self._lock:
                 self._strangers.pop(connection, None)
@@ -133,17 +134,21 @@ class Source:
             self._readers[connection] = self._strangers.pop(connection)
             return True
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, stream: Stream) -> None:
+        connection, seals = stream.connection, stream.seals
         block_until(connection, socket.SO_SNDTIMEO, _STALL_S)
-        stream = Stream(connection)
         while True:
-            region, runs = receive_request(connection)
-            if not self._inside(region, runs):
+            try:
+                asked = receive_request(connection, seals.requests)
+            except Malformed:
+                count("transfer.tcp.malformed")
+                raise
+            if not self._inside(asked.region, asked.runs):
                 count("transfer.tcp.refused")
-                send_answer(connection, OUTSIDE, 0)
+                send_answer(connection, seals.answers, OUTSIDE, 0)
                 continue
-            send_answer(connection, SERVED, int(runs["nbytes"].sum()))
-            stream.send(self._regions[region], runs)
+            send_answer(connection, seals.answers, SERVED, asked.nbytes)
+            stream.send(self._regions[asked.region], asked.runs, asked.seed)
 
     def _inside(self, region: int, runs: Runs) -> bool:
         if region >= len(self._regions):

@@ -1,7 +1,7 @@
-"""Bytes between a socket and registered memory.
+"""Bytes between a socket and registered memory, each piece with a checksum.
 
-Host memory is what the kernel copies from and to. That of a device goes through a small buffer of
-host memory, one per connection.
+What is sent goes through a small buffer of host memory, one per connection. What is received lands
+in host memory at once, and in a device's through such a buffer.
 """
 
 from __future__ import annotations
@@ -9,23 +9,33 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvconnect.transfer.reads import Runs
+import xxhash
+
+from kvconnect.transfer.reads import Runs, pieces
 from kvconnect.transfer.regions import Region
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Disconnected", "Stream", "prepare", "receive_exactly"]
+    from kvconnect.transfer.tcp.handshake import Seals
+
+__all__ = ["PIECE_NBYTES", "Corrupt", "Disconnected", "Stream", "prepare", "receive_exactly"]
 
 _VECTORS = 1024  # IOV_MAX of Linux
-_STAGING_NBYTES = 4 << 20
+_SUM = struct.Struct("<Q")
+
+PIECE_NBYTES = 256 << 10
+"""Bytes under one checksum: few enough to stay in a core's second cache."""
 
 
 class Disconnected(OSError):
     """The other side closed the connection."""
+
+
+class Corrupt(OSError):
+    """Bytes arrived that are not those that were sent. The connection is of no use any more."""
 
 
 def prepare(connection: socket.socket) -> None:
@@ -65,90 +75,112 @@ def receive_exactly(connection: socket.socket, nbytes: int, deadline: float | No
 
 
 class Stream:
-    """A connection in blocking mode, and the buffer for what is not host memory.
+    """A connection in blocking mode, and the buffer that pieces go through.
+
+    The bytes of a request travel in pieces of `PIECE_NBYTES`, counted from its first byte; behind
+    each piece is its xxh3-64. Both sides hash a piece while it is in the processor's cache.
 
     Not thread-safe, but another thread may shut the connection down.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, seals: Seals) -> None:
         self.connection = connection
+        self.seals = seals
         self._buffer: Tensor | None = None
+        self._sum = memoryview(bytearray(_SUM.size))
 
-    def send(self, region: Region, runs: Runs) -> None:
-        """Sends the bytes of `runs`, as they are while they are sent.
+    def send(self, region: Region, runs: Runs, seed: int) -> None:
+        """Sends the bytes of `runs`, as they are when their piece is copied.
+
+        Their owner may write to them at any time. So each piece is copied, and the copy is hashed
+        and sent.
 
         Raises:
             OSError: the connection broke or its timeout passed without progress; some, all or none
                 was sent.
         """
-        if not region.host:
-            for part, offset in self._staged(runs):
-                part.copy_(region.bytes[offset : offset + part.numel()])
-                self._send_all([part.numpy().data])
-            return
-        view = region.view()
-        for vectors in _vectors(view, runs):
-            self._send_all(vectors)
+        buffer = self._staging()
+        staged = buffer.numpy().data
+        view = region.view() if region.host else None
+        for number, piece in enumerate(pieces(runs, PIECE_NBYTES)):
+            end = 0
+            for offset, nbytes in piece.tolist():
+                begin, end = end, end + nbytes
+                if view is not None:
+                    staged[begin:end] = view[offset : offset + nbytes]
+                else:
+                    buffer[begin:end].copy_(region.bytes[offset : offset + nbytes])
+            data = staged[:end]
+            _SUM.pack_into(self._sum, 0, _checksum([data], seed, number))
+            self._send_all([data, self._sum])
 
-    def receive(self, region: Region, runs: Runs) -> None:
+    def receive(self, region: Region, runs: Runs, seed: int) -> None:
         """Fills `runs` with what comes.
 
         Raises:
-            OSError: the connection broke or was shut down; some, all or none of the bytes have
-                changed, and none changes any more.
-        """
-        if not region.host:
-            for part, offset in self._staged(runs):
-                self._receive_all([part.numpy().data])
-                region.bytes[offset : offset + part.numel()].copy_(part)
-            return
-        view = region.view()
-        for vectors in _vectors(view, runs):
-            self._receive_all(vectors)
+            Corrupt: other bytes came than those that were sent.
+            OSError: the connection broke or was shut down.
 
-    def _staged(self, runs: Runs) -> Iterator[tuple[Tensor, int]]:
-        """Pieces of the buffer, and the offset of the bytes that go through each."""
+        After either, some, all or none of the bytes have changed, and none changes any more.
+        """
+        view = region.view() if region.host else None
+        for number, piece in enumerate(pieces(runs, PIECE_NBYTES)):
+            if view is not None:
+                parts = _views(view, piece)
+            else:
+                parts = [self._staging().numpy().data[: int(piece["nbytes"].sum())]]
+            self._receive_all([*parts, self._sum])
+            if _SUM.unpack(self._sum) != (_checksum(parts, seed, number),):
+                raise Corrupt("bytes arrived that are not those that were sent")
+            if view is None:
+                _scatter(self._staging(), region, piece)
+
+    def _staging(self) -> Tensor:
         import torch  # seconds
 
         if self._buffer is None:
             pinned = torch.cuda.is_available()
-            self._buffer = torch.empty(_STAGING_NBYTES, dtype=torch.uint8, pin_memory=pinned)
-        for offset, nbytes in runs.tolist():
-            for begin in range(0, nbytes, _STAGING_NBYTES):
-                yield self._buffer[: min(nbytes - begin, _STAGING_NBYTES)], offset + begin
+            self._buffer = torch.empty(PIECE_NBYTES, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffer
 
     def _send_all(self, vectors: list[memoryview]) -> None:
         while vectors:
-            sent = (
-                self.connection.send(vectors[0])
-                if len(vectors) == 1
-                else self.connection.sendmsg(vectors)
-            )
-            vectors = _left(vectors, sent)
+            vectors = _left(vectors, self.connection.sendmsg(vectors))
 
     def _receive_all(self, vectors: list[memoryview]) -> None:
         while vectors:
-            if len(vectors) == 1:
-                received = self.connection.recv_into(vectors[0], 0, socket.MSG_WAITALL)
-            else:
-                received = self.connection.recvmsg_into(vectors, 0, socket.MSG_WAITALL)[0]
+            first = vectors[:_VECTORS]
+            received = self.connection.recvmsg_into(first, 0, socket.MSG_WAITALL)[0]
             if not received:
                 raise Disconnected("the connection was closed")
             vectors = _left(vectors, received)
 
 
-def _vectors(view: memoryview, runs: Runs) -> Iterator[list[memoryview]]:
-    for begin in range(0, len(runs), _VECTORS):
-        part = runs[begin : begin + _VECTORS]
-        ends = part["offset"] + part["nbytes"]
-        yield [
-            view[offset:end]
-            for offset, end in zip(part["offset"].tolist(), ends.tolist(), strict=True)
-        ]
+def _checksum(parts: list[memoryview], seed: int, number: int) -> int:
+    """Returns the xxh3-64 of `parts`, the piece of that number."""
+    state = xxhash.xxh3_64(seed=(seed + number) % (1 << 64))
+    for part in parts:
+        state.update(part)
+    return state.intdigest()
+
+
+def _views(view: memoryview, piece: Runs) -> list[memoryview]:
+    ends = piece["offset"] + piece["nbytes"]
+    return [
+        view[offset:end]
+        for offset, end in zip(piece["offset"].tolist(), ends.tolist(), strict=True)
+    ]
+
+
+def _scatter(buffer: Tensor, region: Region, piece: Runs) -> None:
+    end = 0
+    for offset, nbytes in piece.tolist():
+        begin, end = end, end + nbytes
+        region.bytes[offset : offset + nbytes].copy_(buffer[begin:end])
 
 
 def _left(vectors: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of `vectors` after their first `nbytes`."""
+    """Returns what is left of `vectors` after their first `nbytes`."""
     for index, vector in enumerate(vectors):
         if nbytes < len(vector):
             return [vector[nbytes:], *vectors[index + 1 :]]

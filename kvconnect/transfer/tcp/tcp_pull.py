@@ -20,13 +20,17 @@ _SHARE_NBYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """A part of a pull that one connection reads: as many remote bytes as local ones."""
+    """A part of a pull that one connection reads: as many remote bytes as local ones.
+
+    `epoch` is that of the pull's `Reads`.
+    """
 
     pull: TcpPull
     remote_region: int
     remote: Runs
     local_region: int
     local: Runs
+    epoch: int
 
 
 class TcpPull(Pull):
@@ -97,16 +101,18 @@ def split(pull: TcpPull, reads: Reads, most: int) -> list[Share]:
     number = max(1, min(most, total // _SHARE_NBYTES))
     remote = runs(reads.remote_offsets, reads.nbytes)
     local = runs(reads.local_offsets, reads.nbytes)
+    regions = reads.remote_region, reads.local_region
     if number == 1 and total:
-        return [Share(pull, reads.remote_region, remote, reads.local_region, local)]
+        return [Share(pull, regions[0], remote, regions[1], local, reads.epoch)]
     ends = [total * index // number for index in range(number + 1)] if total else []
     return [
         Share(
             pull,
-            reads.remote_region,
+            regions[0],
             cut(remote, begin, end),
-            reads.local_region,
+            regions[1],
             cut(local, begin, end),
+            reads.epoch,
         )
         for begin, end in pairwise(ends)
     ]

@@ -1,13 +1,22 @@
-"""Requests and answers: which runs of a region, and whether their bytes follow."""
+"""Requests and answers: which runs of a region, and whether their bytes follow.
+
+Each part of a message is followed by its code (see `kvconnect.transfer.seal`): the head of a
+request, its runs, and an answer. The codes of a request make the `seed` of the checksums of the
+bytes that answer it: so these cover the nonces of both sides, the number of the request, its
+region, its runs and the epoch of the lease.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import struct
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvconnect.transfer.reads import RUN, Runs
+from kvconnect.transfer.seal import CODE_NBYTES, Seal
 from kvconnect.transfer.tcp.stream import receive_exactly
 
 __all__ = [
@@ -15,6 +24,7 @@ __all__ = [
     "OUTSIDE",
     "SERVED",
     "Malformed",
+    "Request",
     "receive_answer",
     "receive_request",
     "send_answer",
@@ -25,56 +35,101 @@ MAX_RUNS = 1 << 16
 """Of one request: 1 MiB of runs is the most that a source holds for one connection."""
 
 _MAX_NBYTES = 1 << 46
-_MAGIC = 0x4B565452
-_REQUEST = struct.Struct("<IIIQ")  # magic, region, runs, bytes of them all; then the runs
+_MAGIC = 0x4B565453
+_REQUEST = struct.Struct("<IIIQQ")  # magic, region, runs, bytes of them all, epoch; then the runs
 _ANSWER = struct.Struct("<IIQ")  # magic, status, bytes that follow
 SERVED, OUTSIDE = range(2)
 
 
 class Malformed(OSError):
-    """What came is no message of this protocol: the connection is of no use any more."""
+    """The bytes are no message of this protocol, or not the next one as it was sent.
+
+    The connection is of no use any more.
+    """
 
 
-def send_request(connection: socket.socket, region: int, runs: Runs) -> int:
-    """Asks for up to `MAX_RUNS` runs; returns how many bytes will follow."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, as both sides know it.
+
+    Attributes:
+        region: of the source.
+        runs: of that region.
+        nbytes: of all runs.
+        seed: of the checksums of the bytes that answer it.
+    """
+
+    region: int
+    runs: Runs
+    nbytes: int
+    seed: int
+
+
+def send_request(
+    connection: socket.socket, seal: Seal, region: int, runs: Runs, *, epoch: int
+) -> Request:
+    """Asks for up to `MAX_RUNS` runs, under a lease of that `epoch`."""
     total = int(runs["nbytes"].sum())
-    head = _REQUEST.pack(_MAGIC, region, len(runs), total)
-    connection.sendall(head + runs.tobytes())
-    return total
+    head = _REQUEST.pack(_MAGIC, region, len(runs), total, epoch)
+    body = runs.tobytes()
+    codes = seal.code(head), seal.code(body)
+    connection.sendall(b"".join((head, codes[0], body, codes[1])))
+    return Request(region, runs, total, _seed(seal, codes))
 
 
-def receive_request(connection: socket.socket) -> tuple[int, Runs]:
-    """Returns the region and the runs that are asked for, which may be outside of it.
+def receive_request(connection: socket.socket, seal: Seal) -> Request:
+    """Returns the next request. Its runs may be outside of the region.
 
     Raises:
-        Malformed: magic, count or sum are wrong.
+        Malformed: a code, the magic, the count or the sum is wrong.
         Disconnected: the reader closed the connection.
     """
-    magic, region, count, total = _REQUEST.unpack(receive_exactly(connection, _REQUEST.size))
+    head, first = _coded(connection, _REQUEST.size)
+    if not seal.fits(first, head):
+        raise Malformed("the head of a request has another code")
+    magic, region, count, total, _ = _REQUEST.unpack(head)
     if magic != _MAGIC or not 0 < count <= MAX_RUNS or total > _MAX_NBYTES:
         raise Malformed(f"a request with magic {magic:#x} for {total} bytes in {count} runs")
-    runs = np.frombuffer(receive_exactly(connection, count * RUN.itemsize), RUN)
+    body, second = _coded(connection, count * RUN.itemsize)
+    if not seal.fits(second, body):
+        raise Malformed("the runs of a request have another code")
+    runs = np.frombuffer(body, RUN)
     nbytes = runs["nbytes"]  # each at most `total`: their sum does not overflow
     if int(nbytes.min()) < 1 or int(nbytes.max()) > total or int(nbytes.sum()) != total:
         raise Malformed(f"a request for {total} bytes whose runs have others")
-    return region, runs
+    return Request(region, runs, total, _seed(seal, (first, second)))
 
 
-def send_answer(connection: socket.socket, status: int, nbytes: int) -> None:
+def send_answer(connection: socket.socket, seal: Seal, status: int, nbytes: int) -> None:
     """Says whether `nbytes` follow."""
-    connection.sendall(_ANSWER.pack(_MAGIC, status, nbytes))
+    answer = _ANSWER.pack(_MAGIC, status, nbytes)
+    connection.sendall(answer + seal.code(answer))
 
 
-def receive_answer(connection: socket.socket, expected: int) -> int:
+def receive_answer(connection: socket.socket, seal: Seal, expected: int) -> int:
     """Returns the status; with `SERVED` the `expected` bytes follow.
 
     Raises:
         Malformed: it is no answer, or another number of bytes would follow.
         Disconnected: the source closed the connection.
     """
-    magic, status, nbytes = _ANSWER.unpack(receive_exactly(connection, _ANSWER.size))
+    answer, code = _coded(connection, _ANSWER.size)
+    if not seal.fits(code, answer):
+        raise Malformed("an answer has another code")
+    magic, status, nbytes = _ANSWER.unpack(answer)
     if magic != _MAGIC or status not in {SERVED, OUTSIDE}:
         raise Malformed(f"an answer with magic {magic:#x} and status {status}")
     if nbytes != (expected if status == SERVED else 0):
         raise Malformed(f"an answer of {nbytes} bytes to a request for {expected}")
     return int(status)
+
+
+def _coded(connection: socket.socket, nbytes: int) -> tuple[bytes, bytes]:
+    """Returns the next `nbytes` and the code behind them."""
+    data = receive_exactly(connection, nbytes + CODE_NBYTES)
+    return data[:nbytes], data[nbytes:]
+
+
+def _seed(seal: Seal, codes: tuple[bytes, bytes]) -> int:
+    said = seal.derived(b"seed") + codes[0] + codes[1]
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big")

@@ -125,7 +125,7 @@ def test_messages_arrive_in_order_from_several_threads(pair):
 @given(st.lists(st.one_of(st.integers(1, 20), st.just("take")), max_size=30), st.data())
 def test_what_is_sent_at_once_overtakes_nothing(steps, data):
     """Frames of so many bytes; the kernel takes a part of each, the writer the rest."""
-    queue, arrived, sent = SendQueue(1000, 100), bytearray(), bytearray()
+    queue, arrived, sent = SendQueue(1000, 100, bytes), bytearray(), bytearray()
     taken = b""
 
     def write(piece):

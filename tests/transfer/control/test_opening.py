@@ -26,6 +26,7 @@ from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import Claim, Error, Ping, Proof, decode, encode
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
+from kvconnect.transfer.seal import Seal
 from kvconnect.transfer.secret import SharedSecret
 
 WORDS = "correct horse battery staple"
@@ -56,6 +57,19 @@ def soon() -> float:
     return time.monotonic() + 5
 
 
+def opening(*, secret: bool = False, version: int | None = None) -> bytes:
+    version = handshake.PROTOCOL if version is None else version
+    return handshake._OPENING.pack(handshake._MAGIC, version, secret, bytes(32))
+
+
+def seal(wire: Wire, ours: bytes, theirs: bytes, *, initiator: bool) -> None:
+    """Both openings were exchanged, no proof yet."""
+    openings = (ours, theirs) if initiator else (theirs, ours)
+    roles = (handshake._INITIATOR, handshake._ACCEPTOR)
+    mine, other = roles if initiator else roles[::-1]
+    wire.seal(Seal(None, mine, *openings), Seal(None, other, *openings))
+
+
 # ------------------------------------------------------------------------------ accepted
 
 
@@ -83,18 +97,39 @@ def test_hello_is_asked_for_at_each_connection(sides):
 # ------------------------------------------------------------------------------ refused
 
 
+def other_than(value):
+    return value + 1 if isinstance(value, int) else "other"
+
+
 @pytest.mark.parametrize("name", sorted(Compat.model_fields))
 def test_the_field_that_differs_is_named_on_both_sides(sides, caplog, name):
     value = getattr(COMPAT, name)
-    other = value + 1 if isinstance(value, int) else "other"
+    other = other_than(value)
     caplog.set_level(logging.WARNING)
-    _, peer = sides(Side("P"), Side("D", **{name: other}))
+    _, peer = sides(Side("P", secret=SECRET), Side("D", secret=SECRET, **{name: other}))
     assert not peer.wait(5)
     assert isinstance(peer.error, PeerRefused)
     assert peer.error.field == name
     assert repr(other) in str(peer.error)
     assert repr(value) in str(peer.error)
     until(lambda: f"a peer was refused: {name}: " in caplog.text)
+
+
+@pytest.mark.parametrize("name", sorted(Compat.model_fields))
+def test_one_that_has_proved_nothing_is_told_neither_field_nor_values(sides, caplog, name):
+    """The side that refuses has both in its log."""
+    value = "of a secret model" if name == "model" else 7_654_321
+    value = value if isinstance(getattr(COMPAT, name), int) else str(value)
+    p = Side("P", **{name: value})
+    caplog.set_level(logging.WARNING)
+    _, peer = sides(p, Side("D"))
+    assert not peer.wait(5)
+    assert isinstance(peer.error, PeerRefused)
+    assert peer.error.field == "compat"
+    assert "another model or another cache" in str(peer.error)
+    assert f"{name}:" not in str(peer.error)
+    assert str(value) not in str(peer.error)
+    until(lambda: f"a peer was refused: {name}: {value!r} here" in caplog.text)
 
 
 def test_the_first_field_that_differs_is_named():
@@ -129,7 +164,7 @@ def test_another_version_is_refused_by_name(sides, monkeypatch):
     (listening,) = sides(Side("P"))
     monkeypatch.setattr(handshake, "PROTOCOL", 7)
     wire = wire_to(listening.port)
-    wire.write(frame(handshake._OPENING.pack(handshake._MAGIC, 6, 0, bytes(32))), soon())
+    wire.write(frame(opening(version=6)), soon())
     wire.read(soon())  # its own version, so that the other side can say so, too
     said = decode(wire.read(soon()))
     assert isinstance(said, Error)
@@ -143,17 +178,19 @@ def test_a_proof_is_of_no_use_a_second_time(sides):
     p = Side("P", secret=SECRET)
     (listening,) = sides(p)
     first = wire_to(listening.port)
-    ours = handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 1, bytes(32))
+    ours = opening(secret=True)
     first.write(frame(ours), soon())
-    proof = Proof(mac=SECRET.mac(handshake._INITIATOR, ours, first.read(soon())))
-    first.write(frame(encode(proof)), soon())
+    greeting = first.read(soon())
+    seal(first, ours, greeting, initiator=True)
+    proof = Proof(mac=SECRET.mac(handshake._INITIATOR, ours, greeting))
+    first.write(first.frame(encode(proof)), soon())
     theirs = decode(first.read(soon()))
     assert isinstance(theirs, Proof)  # it was good
     for each in (proof, theirs):
         second = wire_to(listening.port)
         second.write(frame(ours), soon())
-        second.read(soon())
-        second.write(frame(encode(each)), soon())
+        seal(second, ours, second.read(soon()), initiator=True)
+        second.write(second.frame(encode(each)), soon())
         said = decode(second.read(soon()))
         assert isinstance(said, Error)
         assert said.field == "secret"
@@ -165,11 +202,10 @@ def test_a_proof_is_of_no_use_a_second_time(sides):
 def test_one_that_has_no_secret_learns_nothing_but_that(sides):
     (listening,) = sides(Side("P", secret=SECRET))
     wire = wire_to(listening.port)
-    wire.write(
-        frame(handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 1, bytes(32))), soon()
-    )
-    wire.read(soon())
-    wire.write(frame(encode(Side("X").hello)), soon())
+    ours = opening(secret=True)
+    wire.write(frame(ours), soon())
+    seal(wire, ours, wire.read(soon()), initiator=True)
+    wire.write(wire.frame(encode(Side("X").hello)), soon())
     with pytest.raises(WireClosed):  # not even an error: it is no proof
         wire.read(soon())
     wire.close()
@@ -182,13 +218,12 @@ def test_an_initiator_wants_a_proof_too():
 
     def pretend():
         wire = Wire(there, limit=OPENING_LIMIT, silence_s=5)
+        ours = opening(secret=True)
+        theirs = wire.read(soon())
+        wire.write(frame(ours), soon())
+        seal(wire, ours, theirs, initiator=False)
         wire.read(soon())
-        wire.write(
-            frame(handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 1, bytes(32))),
-            soon(),
-        )
-        wire.read(soon())
-        wire.write(frame(encode(Proof(mac=bytes(32)))), soon())
+        wire.write(wire.frame(encode(Proof(mac=bytes(32)))), soon())
         wire.close()
 
     thread = threading.Thread(target=pretend)
@@ -203,12 +238,18 @@ def test_a_message_before_the_opening_is_over_is_refused():
     side = Side("D")
     here, there = socket.socketpair()
     wire = Wire(there, limit=OPENING_LIMIT, silence_s=5)
-    wire.write(
-        frame(handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 0, bytes(32))), soon()
-    )
-    wire.write(frame(encode(Ping(number=1))), soon())
+
+    def pretend():
+        ours = opening()
+        wire.write(frame(ours), soon())
+        seal(wire, ours, wire.read(soon()), initiator=True)
+        wire.write(wire.frame(encode(Ping(number=1))), soon())
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
     with pytest.raises(BadMessage, match="Ping where Hello is due"):
         shake_hands(Wire(here, limit=OPENING_LIMIT, silence_s=5), side.endpoint, initiator=False)
+    thread.join()
     wire.close()
     here.close()
 
@@ -277,17 +318,17 @@ def test_an_address_of_another_machine_is_named():
 
 def garbage() -> list[bytes]:
     rng = random.Random(5)
-    opening = frame(handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 0, bytes(32)))
+    opened = frame(opening())
     return [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\0\0\0\0",
         b"\xff" * 100,
         struct.pack(">I", OPENING_LIMIT) + rng.randbytes(OPENING_LIMIT),
-        opening + frame(b""),
-        opening + frame(rng.randbytes(1000)),
-        opening + b"\xff\xff\xff\xff",
-        opening + frame(encode(Side("X").hello)) + frame(rng.randbytes(50)),
-        opening + frame(encode(Side("X").hello)) + b"\xff\xff\xff\xff",
+        opened + frame(b""),
+        opened + frame(rng.randbytes(1000)),
+        opened + b"\xff\xff\xff\xff",
+        opened + frame(encode(Side("X").hello)) + frame(rng.randbytes(50)),
+        opened + frame(encode(Side("X").hello)) + b"\xff\xff\xff\xff",
         *(rng.randbytes(rng.randrange(1, 300)) for _ in range(20)),
     ]
 
@@ -336,8 +377,7 @@ def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", listening.port)) as sock:
         sock.settimeout(0.05)
-        opening = frame(handshake._OPENING.pack(handshake._MAGIC, handshake.PROTOCOL, 0, bytes(32)))
-        for byte in opening:
+        for byte in frame(opening()):
             try:
                 sock.sendall(bytes([byte]))
                 if sock.recv(1) == b"":

@@ -1,0 +1,72 @@
+"""Codes by which a receiver sees that a message is the next one, and unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+import xxhash
+
+from kvconnect.transfer.secret import SharedSecret
+
+__all__ = ["CODE_NBYTES", "GUARD_NBYTES", "Seal"]
+
+CODE_NBYTES = 16
+"""Bytes of a code."""
+
+GUARD_NBYTES = 4
+"""Bytes of a guard."""
+
+_LABEL = b"kvconnect seal"
+
+
+class Seal:
+    """The codes of the messages that one side of a connection sends, in their order.
+
+    A code covers the message, the number of messages before it, and `context`. With a secret it is
+    a keyed BLAKE2b: only one who knows the secret can make it. Without a secret it is an xxh3-128,
+    which shows damage, repetition and loss, but stops no one who wants to deceive.
+
+    Sender and receiver each have one, of equal arguments. Not thread-safe.
+
+    Args:
+        secret: shared by both sides; ``None``: there is none.
+        context: nonces of both sides, and which of them sends.
+    """
+
+    def __init__(self, secret: SharedSecret | None, *context: bytes) -> None:
+        joined = b"".join(len(part).to_bytes(8, "big") + part for part in (_LABEL, *context))
+        self._key = hashlib.blake2b(joined).digest() if secret is None else secret.mac(joined)
+        self._is_secret = secret is not None
+        self._count = 0
+
+    def code(self, message: bytes) -> bytes:
+        """Returns the code of `message`, the next one."""
+        number = self._count.to_bytes(8, "big")
+        self._count += 1
+        if self._is_secret:
+            code = hashlib.blake2b(number, digest_size=CODE_NBYTES, key=self._key)
+            code.update(message)
+            return code.digest()
+        checksum = xxhash.xxh3_128(self._key + number)
+        checksum.update(message)
+        return checksum.digest()
+
+    def fits(self, code: bytes, message: bytes) -> bool:
+        """Returns whether `code` is that of `message` as the next one.
+
+        If not, no later code fits either.
+        """
+        return hmac.compare_digest(code, self.code(message))
+
+    def guard(self, head: bytes) -> bytes:
+        """Returns a short code of the `head` of the next message, before its own code is known.
+
+        A receiver that waits for as many bytes as the head says checks this first.
+        """
+        number = self._count.to_bytes(8, "big")
+        return xxhash.xxh3_64_digest(self._key + number + head)[:GUARD_NBYTES]
+
+    def derived(self, purpose: bytes) -> bytes:
+        """Returns 8 bytes for `purpose` that both sides know, and with a secret only they."""
+        return hashlib.blake2b(purpose, digest_size=8, key=self._key).digest()

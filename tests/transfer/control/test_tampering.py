@@ -1,0 +1,144 @@
+"""A channel between two sides on whose way one frame is changed, repeated, left out or swapped.
+
+Each side is delivered what the other said, in order, from the beginning and without a gap; or the
+channel ends, and soon.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from endpoints import Side, until
+
+from kvconnect.transfer.control.events import Connected, Disconnected
+from kvconnect.transfer.control.keyed import (
+    ClaimKeys,
+    FindChildren,
+    FindKeys,
+    ForgetKeys,
+    ForgotKeys,
+    FoundChildren,
+    FoundKeys,
+    GrantKeys,
+)
+from kvconnect.transfer.control.listener import Listener
+from kvconnect.transfer.control.messages import (
+    Abort,
+    Claim,
+    Expired,
+    Grant,
+    LeaseId,
+    Offer,
+    Release,
+    ReleasedOk,
+    Renew,
+    Renewed,
+    RenewedLease,
+    Unknown,
+    Watermark,
+    WatermarkOf,
+)
+from kvconnect.transfer.control.peer import Peer
+from kvconnect.transfer.secret import SharedSecret
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tampering import TO_CLIENT, TO_SERVER, Relay, Tampering
+
+SECRET = SharedSecret("correct horse battery staple")
+KEY = bytes(range(32))
+MARK = Watermark(layers=2, tokens=31, before=16)
+BLOCKS = ((3, 1, 4, 15), (9, 2))
+
+ASKED = (
+    Claim(seq=1, request="r", epoch=7),
+    Renew(seq=2, leases=(LeaseId(request="r", epoch=7),)),
+    Release(seq=3, request="r", epoch=7),
+    Abort(request="r", epoch=7, reason="not needed"),
+    FindKeys(seq=4, keys=(KEY,)),
+    ClaimKeys(seq=5, request="k", keys=(KEY,), verify="full"),
+    FindChildren(seq=6, parent=KEY),
+    ForgetKeys(seq=7, keys=(KEY,)),
+)
+ANSWERED = (
+    Grant(seq=1, request="r", epoch=7, lease_s=2.0, tokens=64, blocks=BLOCKS, watermark=MARK),
+    WatermarkOf(request="r", epoch=7, watermark=MARK, first=(4, 2), blocks=((5,), (6,))),
+    Renewed(seq=2, leases=(RenewedLease(request="r", epoch=7, lease_s=2.0, watermark=MARK),)),
+    ReleasedOk(seq=3, request="r", epoch=7),
+    Expired(seq=3, request="r", epoch=7),
+    Unknown(seq=3, request="r", epoch=7),
+    Offer(request="r", epoch=7, lease_s=2.0, tokens=64, blocks=BLOCKS, watermark=MARK),
+    FoundKeys(seq=4, found=b"\1"),
+    GrantKeys(
+        seq=5, request="k", epoch=8, lease_s=2.0, region=0, unit=64, sizes=(100,), units=(4, 2)
+    ),
+    FoundChildren(seq=6, keys=(KEY,), lengths=(1,), tokens=b"\5\0\0\0"),
+    ForgotKeys(seq=7),
+)
+
+
+class Speaker(Side):
+    """Says all its words on each channel, and checks what it hears.
+
+    Attributes:
+        wrong: what it was delivered that was not said; empty: nothing.
+        heard_all: whether some channel delivered everything.
+    """
+
+    def __init__(self, engine_id, words, secret):
+        super().__init__(engine_id, secret=secret, deliver=self._hear)
+        self.words = words
+        self.other: Speaker | None = None
+        self.wrong: list = []
+        self.heard_all = threading.Event()
+        self._left: dict = {}
+
+    def _hear(self, channel, event):
+        if isinstance(event, Connected):
+            if event.hello != self.other.hello:
+                self.wrong.append(event)
+            self._left[channel] = list(self.other.words)
+            for each in self.words:
+                channel.send(each)
+        elif not isinstance(event, Disconnected):
+            left = self._left[channel]
+            if not left or event != left.pop(0):
+                self.wrong.append(event)
+            if not left:
+                self.heard_all.set()
+
+
+def converse(change, secret):
+    """Both say everything on each connection, until both have heard it behind the change."""
+    p, d = Speaker("P", ANSWERED, secret), Speaker("D", ASKED, secret)
+    p.other, d.other = d, p
+    with (
+        Listener(p.endpoint) as listening,
+        Relay(listening.port, change) as relay,
+        Peer(d.endpoint, "127.0.0.1", relay.port) as peer,
+    ):
+        assert change.done.wait(5)
+        p.heard_all.clear()
+        d.heard_all.clear()
+        # A changed frame of the conversation's end is found by the next heartbeat.
+        until(lambda: p.wrong or d.wrong or peer.attempts > 1, 5)
+        until(lambda: p.wrong or d.wrong or (p.heard_all.is_set() and d.heard_all.is_set()), 5)
+    return p.wrong + d.wrong
+
+
+# Of a conversation without a secret: the opening and Hello; with one, the proof between them.
+FRAMES = {
+    (way, number)
+    for way, said in ((TO_SERVER, ASKED), (TO_CLIENT, ANSWERED))
+    for number in range(2 + len(said))
+}
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
+@pytest.mark.parametrize("how", ["flip", "repeat", "drop", "swap"])
+def test_no_side_hears_what_the_other_did_not_say(how, secret):
+    for way, number in sorted(FRAMES):
+        change = Tampering(how, way, number + (secret is not None), seed=number)
+        assert converse(change, secret) == [], (how, way, number)
