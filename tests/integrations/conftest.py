@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvconnect.backends.memory import from_url
+from kvconnect.backends.url import StoreUrl
+from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.connector.data import LlmArgs
 from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.integrations import trtllm_shim
+from kvconnect.testing.faults.faulty_backend import FaultyBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -66,3 +71,44 @@ def with_rope(tiny: Path, tmp_path: Path) -> Path:
     config: dict[str, Any] = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | LONG))
     return copy
+
+
+@pytest.fixture
+def store() -> FaultyBackend:
+    """What engines of `open_engine` keep their blocks in, unless they are given a URL."""
+    return FaultyBackend(from_url(StoreUrl.parse("memory:?capacity=16MiB")))
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> str:
+    """A store that several engines use at once."""
+    return f"disk://{tmp_path}/store?capacity=16MiB"
+
+
+@pytest.fixture
+def open_engine(store: FaultyBackend) -> Iterator[Callable[..., Any]]:
+    """Makes stand-ins for vLLM, `vllm_stand_in.StandIn`; closes them."""
+    from vllm_stand_in import BACKGROUND, LAYOUT, StandIn, T
+
+    made: list[StandIn] = []
+
+    def make(
+        roles: Any = BACKGROUND, *, num_blocks: int = 40, chunk: int = 100, **config: Any
+    ) -> StandIn:
+        settings = {"lookup_timeout_ms": 2000, "load_timeout_s": 2.0} | config
+        args = LlmArgs(
+            model="none",
+            kv_cache_config=KvCacheConfig(tokens_per_block=T),
+            kv_connector_config=KvCacheConnectorConfig(
+                backend=None if "url" in settings else store, save_partial_tails=False, **settings
+            ),
+            layouts=(LAYOUT,),
+            model_digest=b"d" * 32,
+        )
+        made.append(StandIn(args, roles, num_blocks=num_blocks, chunk=chunk))
+        return made[-1]
+
+    yield make
+    store.heal()
+    for one in made:
+        one.close()

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_stand_in import BACKGROUND, LAYOUT, StandIn, T
+from vllm_stand_in import PROMPT, Open, StandIn, T, told
 
-from kvconnect.backends.memory import from_url
-from kvconnect.backends.url import StoreUrl
-from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
-from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.offload.messages import WorkerMeta
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm.caches import group_planes
@@ -31,49 +26,6 @@ from kvconnect.integrations.vllm.stats import CounterSteps
 from kvconnect.keys import Shard
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, FaultyBackend
 from kvconnect.trace import count, metrics
-
-PROMPT = list(range(3, 3 + 5 * T + 2))
-Open = Callable[..., StandIn]
-
-
-@pytest.fixture
-def store() -> FaultyBackend:
-    return FaultyBackend(from_url(StoreUrl.parse("memory:?capacity=16MiB")))
-
-
-@pytest.fixture
-def open_engine(store: FaultyBackend) -> Iterator[Open]:
-    made: list[StandIn] = []
-
-    def make(
-        roles: Roles = BACKGROUND, *, num_blocks: int = 40, chunk: int = 100, **config
-    ) -> StandIn:
-        settings = {"lookup_timeout_ms": 2000, "load_timeout_s": 2.0} | config
-        args = LlmArgs(
-            model="none",
-            kv_cache_config=KvCacheConfig(tokens_per_block=T),
-            kv_connector_config=KvCacheConnectorConfig(
-                backend=None if "url" in settings else store, save_partial_tails=False, **settings
-            ),
-            layouts=(LAYOUT,),
-            model_digest=b"d" * 32,
-        )
-        made.append(StandIn(args, roles, num_blocks=num_blocks, chunk=chunk))
-        return made[-1]
-
-    yield make
-    store.heal()
-    for one in made:
-        one.close()
-
-
-def told(engine: StandIn, prompt: list[int] = PROMPT) -> float:
-    """What an engine without a store would answer."""
-    before = 1.0
-    for token in prompt:
-        before = (before * 31 + token) % 1000003
-    return before
-
 
 # ------------------------------------------------------------------ saved, and loaded
 
@@ -140,8 +92,7 @@ def test_generated_tokens_are_saved_when_they_fill_a_block(open_engine: Open):
 @pytest.mark.parametrize("save_on", ["full", "finish"])
 def test_a_preempted_request_is_loaded_again(open_engine: Open, save_on):
     engine = open_engine(save_on=save_on)
-    plain = engine.answer(PROMPT, 3 * T)
-    engine.scheduler.reset_cache()
+    plain = engine.answer(PROMPT, 3 * T, cache_salt="not found")
     request = engine.submit(PROMPT, wanted=len(PROMPT) + 3 * T)
     engine.run(lambda: request.num_tokens == len(PROMPT) + T)
     engine.preempt(request)
@@ -259,32 +210,6 @@ def test_an_abort_of_a_preempted_request(open_engine: Open):
     engine.check_empty()
 
 
-def test_a_reset_finds_nothing_and_saves_nothing_of_what_ran(open_engine: Open):
-    engine = open_engine()
-    running = engine.submit(PROMPT, wanted=len(PROMPT) + 9)
-    engine.run(lambda: running.num_tokens > len(PROMPT))
-    assert engine.scheduler.reset_cache()
-    engine.run()
-    engine.flush()
-    assert engine.answer(PROMPT).cached == 0  # not even what `running` went on to compute
-    engine.flush()
-    assert engine.answer(PROMPT).cached == 5 * T
-    engine.check_empty()
-
-
-def test_no_reset_during_a_load(open_engine: Open, store):
-    engine = open_engine()
-    engine.answer(PROMPT)
-    engine.flush()
-    store.delay_s = 0.1
-    store.set("late")
-    request = engine.submit(PROMPT, wanted=len(PROMPT) + 1)
-    engine.run(lambda: request.state == "loading")
-    assert not engine.scheduler.reset_cache()
-    engine.run()
-    assert engine.answer(PROMPT).cached == 5 * T
-
-
 # ------------------------------------------------------------------ apart, and together
 
 
@@ -372,12 +297,6 @@ def test_salts_and_adapters_are_apart(open_engine: Open, tmp_path: Path):
     assert engine.answer(PROMPT, lora_request=lora("a", 1)).cached == 0
     assert engine.answer(PROMPT, lora_request=lora("a", 9)).cached == 0
     engine.check_empty()
-
-
-@pytest.fixture
-def shared(tmp_path: Path) -> str:
-    """A store that several engines use at once."""
-    return f"disk://{tmp_path}/store?capacity=16MiB"
 
 
 def test_a_producer_tells_how_far_and_a_consumer_waits_for_it(open_engine: Open, shared):

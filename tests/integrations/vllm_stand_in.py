@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +19,14 @@ from kvconnect.connector.data import LlmArgs
 from kvconnect.integrations.core.memory import planes_of
 from kvconnect.integrations.vllm.messages import WorkerReport
 from kvconnect.integrations.vllm.scheduler import Roles, SchedulerHalf
+from kvconnect.integrations.vllm.weights import WatchedWeights
 from kvconnect.integrations.vllm.worker import WorkerHalf
 from kvconnect.layout import KvCacheLayout
 
 T = 4
 LAYOUT = KvCacheLayout(2, 1, 2, 2, T, torch.float64)
 BACKGROUND = Roles()
+PROMPT = list(range(3, 3 + 5 * T + 2))
 
 
 class Request:
@@ -61,6 +63,18 @@ class Request:
         return (self.blocks,)
 
 
+class Model(torch.nn.Module):
+    """What the KV of a token is made with; more weights stand for those of other layers."""
+
+    def __init__(self, factor: float = 31.0) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.full((4,), factor, dtype=torch.float64))
+        self.others = torch.nn.Linear(4, 4)
+
+    def next(self, before: float, token: int) -> float:
+        return (before * self.factor[0].item() + token) % 1000003
+
+
 class StandIn:
     """An engine of one step at a time, without a prefix cache of its own."""
 
@@ -69,12 +83,14 @@ class StandIn:
     ) -> None:
         self.scheduler = SchedulerHalf(args, "engine=test", roles)
         self.worker = WorkerHalf(args)
+        self.model = Model()
         # Heads before tokens, keys and values in one row, as vLLM's on a GPU.
         self.caches = torch.zeros(LAYOUT.num_layers, num_blocks, 1, T, 4, dtype=torch.float64)
         layers = [
             (one[..., :2].transpose(1, 2), one[..., 2:].transpose(1, 2)) for one in self.caches
         ]
-        self.worker.register([planes_of(layers, LAYOUT, num_blocks, name="test")])
+        planes = planes_of(layers, LAYOUT, num_blocks, name="test")
+        self.worker.register([planes], WatchedWeights(lambda: self.model))
         self.free = list(range(1, num_blocks))  # 0 is vLLM's place holder
         self.requests: dict[str, Request] = {}
         self.resumed: set[str] = set()
@@ -115,6 +131,14 @@ class StandIn:
 
     def abort(self, request: Request) -> None:
         self._end(request, delayed=request.state == "loading")
+
+    def reset(self) -> bool:
+        """As vLLM's, with the connector's; what runs is computed anew."""
+        for request in list(self.requests.values()):
+            if request.state == "running":
+                self.preempt(request)
+        is_empty = len(self.free) == self.caches.shape[1] - 1
+        return self.scheduler.reset_cache(device_is_empty=is_empty)
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -224,7 +248,7 @@ class StandIn:
         start = request.num_computed_tokens
         before = self._kv(request, start - 1) if start else 1.0
         for position in range(start, start + number):
-            before = (before * 31 + request.all_token_ids[position]) % 1000003
+            before = self.model.next(before, request.all_token_ids[position])
             block, slot = request.blocks[position // T], position % T
             for layer, cache in enumerate(self.caches):
                 cache[block, 0, slot] = before + layer
@@ -310,3 +334,15 @@ class StandIn:
         assert request.state == "finished"
         self._give_back(request)
         del self.requests[request.request_id]
+
+
+Open = Callable[..., StandIn]
+"""The fixture `open_engine`."""
+
+
+def told(engine: StandIn, prompt: list[int] = PROMPT) -> float:
+    """What an engine without a store would answer."""
+    before = 1.0
+    for token in prompt:
+        before = engine.model.next(before, token)
+    return before

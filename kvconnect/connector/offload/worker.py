@@ -229,6 +229,23 @@ class OffloadWorker(KvCacheConnectorWorker):
         if missing := len(order.blocks) - staged:
             self._count_dropped(missing)
 
+    @property
+    def has_unstaged(self) -> bool:
+        """True while blocks of requests that ended are not staged."""
+        return bool(self._leaving)
+
+    def drop_saves(self) -> None:
+        """Forgets all blocks that are not staged, those of this step among them.
+
+        For a runtime that finds that something else computed them than their keys say. Requests
+        that ended are reported as saved.
+        """
+        if isinstance(self._metadata, OffloadMeta):
+            self._metadata = replace(self._metadata, saves=())
+        self._held = HeldSaves(self._llm_args.layouts)
+        for leaving in self._leaving.values():
+            leaving.order = None
+
     def _note_missing(self, request_id: int, block: int) -> None:
         self._missing[request_id] = min(block, self._missing.get(request_id, block))
 

@@ -133,6 +133,7 @@ class RequestMaker:
 
     llm_args: LlmArgs
     extra_key: str | None
+    _name: str | None = None
     _next_id: int = 0
     _known: dict[str | None, tuple[Namespace, BlockKey]] = field(default_factory=dict)
 
@@ -171,15 +172,16 @@ class RequestMaker:
         return request
 
     def separate(self, name: str) -> None:
-        """From now on no key is one of those before: `name` is part of them all."""
-        self.extra_key = name if self.extra_key is None else f"{self.extra_key};{name}"
+        """Puts `name` into all keys from now on, in place of the name that was put there before."""
+        self._name = name
         self._known.clear()
 
     def _root(self, cache_salt: str | None, adapter: str | None) -> tuple[Namespace, BlockKey]:
         """A namespace, and the key before its first block; kept without a salt, by adapter."""
         if cache_salt is None and (known := self._known.get(adapter)) is not None:
             return known
-        namespace = Namespace(cache_salt=cache_salt, lora_id=adapter, extra_key=self.extra_key)
+        extra_key = ";".join(filter(None, (self.extra_key, self._name))) or None
+        namespace = Namespace(cache_salt=cache_salt, lora_id=adapter, extra_key=extra_key)
         args = self.llm_args
         layouts = whole_layouts(args.layouts, args.shard, args.num_kv_heads)
         found = namespace, root_key(args.model_digest, layouts, namespace)

@@ -23,11 +23,13 @@ from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm.caches import group_planes
+from kvconnect.integrations.vllm.callers import executor_of_caller, model_of_caller
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
 from kvconnect.integrations.vllm.identity import (
     refuse_other_dtype_on_cpu,
     refuse_unserved,
     variant_of,
+    vllm_version,
 )
 from kvconnect.integrations.vllm.layouts import CacheGroup, cache_groups, total_heads
 from kvconnect.integrations.vllm.lora import base_is_apart
@@ -35,6 +37,8 @@ from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
 from kvconnect.integrations.vllm.packing import cpu_packing
 from kvconnect.integrations.vllm.scheduler import Roles, SchedulerHalf
 from kvconnect.integrations.vllm.stats import CounterSteps
+from kvconnect.integrations.vllm.weight_calls import WeightCalls
+from kvconnect.integrations.vllm.weights import WatchedWeights
 from kvconnect.integrations.vllm.worker import WorkerHalf
 from kvconnect.keys import Shard
 
@@ -92,7 +96,10 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
                 _warn_of_policy(transfer)
                 extra_key = extra_key_of(settings, variant)
                 roles = _roles(settings, vllm_config, self._groups)
-                self._scheduler = SchedulerHalf(self._args, extra_key, roles)
+                self._scheduler = half = SchedulerHalf(self._args, extra_key, roles)
+                if (executor := executor_of_caller()) is not None:
+                    calls = WeightCalls(executor, half.weights_changed, reports_unknown=False)
+                    undo.callback(calls.close)
             else:
                 self._worker = WorkerHalf(self._args)
             self._attached = undo.pop_all()
@@ -122,15 +129,21 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
     # ------------------------------------------------------------------ the workers' half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The pool's memory, by layer.
+        """The pool's memory, by layer; called by vLLM's model runner.
 
         Raises:
-            ConfigurationError: its shape or strides cannot be served.
+            ConfigurationError: its shape or strides cannot be served, or the runner shows no model.
         """
+        model = model_of_caller()
+        if model is None:
+            raise ConfigurationError(
+                f"KvConnect: vLLM {vllm_version()} does not show a connector its model, so that "
+                "weights that are replaced while it runs would go unseen; tested versions are in "
+                "docs/engines.md"
+            )
         num_blocks = self._kv_cache_config.num_blocks
-        self._own_worker.register(
-            group_planes(self._groups, kv_caches, num_blocks, packing=self._packing)
-        )
+        planes = group_planes(self._groups, kv_caches, num_blocks, packing=self._packing)
+        self._own_worker.register(planes, WatchedWeights(model))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Before blocks are overwritten."""
@@ -226,8 +239,15 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         return self._own_scheduler.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """Find nothing that was saved before. False while a load is under way."""
-        return self._own_scheduler.reset_cache()
+        """Name the model's weights anew if they have changed; see `SchedulerHalf.reset_cache`."""
+        return self._own_scheduler.reset_cache(device_is_empty=self._device_is_empty())
+
+    def _device_is_empty(self) -> bool:
+        """Whether vLLM's own cache holds no block, of requests or of prefixes."""
+        if self._kv_cache_manager is None:
+            return False
+        pool = self._kv_cache_manager.block_pool
+        return not pool.get_usage() and not len(pool.cached_block_hash_to_block)
 
     # ------------------------------------------------------------------ what vLLM exports
 

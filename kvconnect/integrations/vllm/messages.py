@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvconnect.connector.offload.messages import OffloadMeta, WorkerMeta
+from kvconnect.integrations.vllm.weights import WeightChange, WeightsMeta
 
 __all__ = ["StepMeta", "WorkerReport"]
 
@@ -20,6 +21,7 @@ class StepMeta:
         cancelled: loads that no request waits for any more.
         preempted: requests whose blocks go before this step computes, and their valid tokens.
         is_idle: the step computes nothing.
+        weights: whether the model's weights have a name in keys.
     """
 
     offload: OffloadMeta | None = None
@@ -27,6 +29,7 @@ class StepMeta:
     cancelled: tuple[int, ...] = ()
     preempted: tuple[tuple[int, int], ...] = ()
     is_idle: bool = False
+    weights: WeightsMeta = field(default_factory=WeightsMeta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +39,20 @@ class WorkerReport:
     Attributes:
         ranks: of each rank that has something to tell.
         failed: for requests whose load failed, leading tokens that are valid all the same.
+        change: of the weights, since they were named.
     """
 
     ranks: tuple[WorkerMeta, ...] = ()
     failed: Mapping[int, int] = field(default_factory=dict)
+    change: WeightChange | None = None
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both; of a load that failed on several ranks what is valid on all of them."""
         failed = dict(self.failed)
         for request_id, valid in other.failed.items():
             failed[request_id] = min(valid, failed.get(request_id, valid))
-        return WorkerReport((*self.ranks, *other.ranks), failed)
+        changes = [one for one in (self.change, other.change) if one is not None]
+        # One that was found after something was computed counts more.
+        changes.sort(key=lambda change: change.num_resets is not None)
+        change = changes[0] if changes else None
+        return WorkerReport((*self.ranks, *other.ranks), failed, change)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.connector.data import LlmArgs
+from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.adapters import AdapterDigests, digest_now
 from kvconnect.integrations.core.offload import EngineScheduler
@@ -16,6 +17,7 @@ from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
 from kvconnect.integrations.vllm.prompts import contents_of, tokens_of, uncached_because
 from kvconnect.integrations.vllm.steps import StepReader, held_blocks
 from kvconnect.integrations.vllm.tracked import Tracked
+from kvconnect.integrations.vllm.weights import WeightNames
 from kvconnect.tokens import LateTokens
 from kvconnect.trace import count, warn_once
 
@@ -30,8 +32,8 @@ _ADAPTER_S = 5.0
 # In a step that computes nothing, vLLM's loop turns at once: it waits so long for a lookup's end.
 # A turn costs the scheduler as much as blocks of a prompt do: long enough for a disk's answer.
 _IDLE_S = 0.003
-_NOTHING = StepMeta()
 _UNFIT = "a salt, or tokens, that cannot be in keys"
+_RESET = "reset_prefix_cache(reset_connector=True)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class SchedulerHalf:
         self._ending: dict[int, str] = {}  # and the next for the next step's metadata
         self._cancelled: list[int] = []
         self._dropped: list[int] = []
-        self._num_resets = 0
+        self._weights = WeightNames()
 
     @property
     def num_tracked(self) -> int:
@@ -97,7 +99,7 @@ class SchedulerHalf:
     ) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed_tokens`; ``None``: ask again. May be called at any time."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or request.skip_reading_prefix_cache:
+        if tracked is None or request.skip_reading_prefix_cache or self._weights.is_stopped:
             return 0, False
         if tracked.llm is None and not self._has_started(tracked):
             return (None, False) if tracked.adapter is not None else (0, False)
@@ -131,6 +133,9 @@ class SchedulerHalf:
         return True
 
     def _track(self, request: Any) -> None:
+        if self._weights.is_stopped:
+            note_doubt(Doubt.WEIGHTS_CHANGED)
+            return
         why = uncached_because(request)
         lora = getattr(request, "lora_request", None)
         if why is None and lora is None and not self._roles.base_is_apart:
@@ -230,6 +235,8 @@ class SchedulerHalf:
         if is_idle:
             self._scheduler.wait_for_answer(_IDLE_S)
         starting, self._starting = self._starting, []
+        if starting or not is_idle:
+            self._weights.note_step()
         step = self._steps.read(output, self._tracked, starting)
         if step is None:
             offload = self._scheduler.build_idle_meta()
@@ -237,7 +244,7 @@ class SchedulerHalf:
             offload = self._scheduler.build_connector_meta(step)
         preempted = self._preempted(output)
         if offload is None and not (self._ending or self._cancelled or preempted or is_idle):
-            return _NOTHING
+            return StepMeta(weights=self._weights.meta)
         names = self._ending
         self._ending = {}
         if offload is not None:
@@ -250,6 +257,7 @@ class SchedulerHalf:
             cancelled,
             preempted,
             is_idle=is_idle,
+            weights=self._weights.meta,
         )
 
     def _preempted(self, output: Any) -> tuple[tuple[int, int], ...]:
@@ -281,6 +289,11 @@ class SchedulerHalf:
         for name in output.finished_recving or ():
             if (tracked := self._tracked.get(name)) is not None:
                 tracked.loading = False
+        change = report.change if isinstance(report, WorkerReport) else None
+        if change is not None and self._weights.is_news(change):
+            self._take_change(change.how, can_begin=self._weights.can_begin(change))
+        if self._weights.is_stopped:
+            self._drop_all()
 
     # ------------------------------------------------------------------ the end
 
@@ -314,35 +327,73 @@ class SchedulerHalf:
         saved = min(llm.num_computed_tokens, llm.prompt_len)
         return is_kept, {NUM_TOKENS: saved - saved % self._size}
 
-    def reset_cache(self) -> bool:
-        """Nothing that was saved before is found any more, as after a change of the weights.
+    # ------------------------------------------------------------------ other weights
+
+    def weights_changed(self, how: str) -> None:
+        """Notes that the model's weights are others from the next step on.
+
+        Args:
+            how: for the log.
+        """
+        if not self._weights.is_stopped:
+            self._take_change(how, can_begin=self._weights.can_begin())
+
+    def reset_cache(self, *, device_is_empty: bool) -> bool:
+        """Names the weights anew if they have changed. Otherwise what was saved is found again.
+
+        Args:
+            device_is_empty: the engine's own cache holds nothing.
 
         Returns:
-            Whether it was done: not while a load is under way.
+            Whether it was done. After a change: only if the device is empty and no load runs.
         """
-        if any(one.loading for one in self._tracked.values()):
-            return False
-        self._num_resets += 1
-        self._maker.separate(f"reset={time.time_ns():x}-{id(self):x}-{self._num_resets}")
-        for tracked in list(self._tracked.values()):
-            if tracked.llm is None:
-                continue
+        is_empty = device_is_empty and not self._is_loading
+        self._weights.note_reset(device_is_empty=is_empty)
+        if not self._weights.is_stopped:
+            return True
+        if is_empty:
+            self._begin()
+        return is_empty
+
+    @property
+    def _is_loading(self) -> bool:
+        return any(one.loading for one in self._tracked.values())
+
+    def _take_change(self, how: str, *, can_begin: bool) -> None:
+        if can_begin and not self._is_loading:
+            self._begin()
+            return
+        self._weights.stop()
+        warn_once(f"vllm.weights {how}", f"nothing is loaded or saved until a {_RESET}: {how}")
+        self._drop_all()
+
+    def _begin(self) -> None:
+        """Names the weights of now; requests that run go on without the store."""
+        self._maker.separate(self._weights.begin())
+        self._drop_all(is_restart=True)
+
+    def _drop_all(self, *, is_restart: bool = False) -> None:
+        """Forgets requests, but for loads that run.
+
+        Args:
+            is_restart: requests that have computed nothing are looked up again.
+        """
+        for tracked in [one for one in self._tracked.values() if not one.loading]:
+            if (llm := tracked.llm) is not None:
+                self._scheduler.request_reset(llm)
+                self._scheduler.request_aborted(llm)
+                del self._names[llm.request_id]
+                self._dropped.append(llm.request_id)
+                tracked.llm = None
             is_running = tracked.computed > 0 and (
                 tracked.preemptions == tracked.request.num_preemptions
             )
-            self._scheduler.request_reset(tracked.llm)
-            self._scheduler.request_aborted(tracked.llm)
-            del self._names[tracked.llm.request_id]
-            self._dropped.append(tracked.llm.request_id)
-            tracked.llm = None
-            if is_running:
-                # Computed with what was before: neither saved nor looked up.
+            if is_running or not is_restart:
                 self._tracked.pop(tracked.request.request_id)
             else:
                 tracked.preemptions = tracked.request.num_preemptions
                 tracked.computed = tracked.num_full = 0
                 self._has_started(tracked)
-        return True
 
     def shutdown(self) -> None:
         """Let go of the store. Idempotent."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvconnect.connector.data import Direction, LlmArgs, TransferFailure
-from kvconnect.connector.offload.messages import LoadBlocks
+from kvconnect.connector.offload.messages import LoadBlocks, OffloadMeta
 from kvconnect.connector.offload.strided import StridedPlanes
 from kvconnect.connector.offload.worker import OffloadWorker
 from kvconnect.connector.stream import CpuStream, ForwardStream
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
+from kvconnect.integrations.vllm.weights import WatchedWeights, WeightChange
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.trace import warn_once
 
@@ -23,6 +24,7 @@ __all__ = ["StepResults", "WorkerHalf"]
 # In a step that computes nothing, vLLM's loop turns at once: it waits so long for a load's end,
 # which ends the wait. Each turn keeps the load's threads from the interpreter.
 _IDLE_S = 0.003
+_OTHER_WEIGHTS = "the model's weights were changed since they were named"
 
 
 @dataclass(slots=True)
@@ -42,6 +44,9 @@ class StepResults:
 class WorkerHalf:
     """Drives `OffloadWorker` from vLLM's model runner. No method raises for the store.
 
+    Once the model's weights have changed, nothing is saved and every load fails, until the
+    scheduler gives the new weights a name.
+
     Args:
         llm_args: of the pair, for this rank.
     """
@@ -57,15 +62,21 @@ class WorkerHalf:
         self._loads: dict[int, LoadBlocks] = {}
         self._invalid: set[int] = set()
         self._failed: dict[int, int] = {}
+        self._void: set[int] = set()  # loads of what other weights computed
+        self._refused: list[LoadBlocks] = []
+        self._weights: WatchedWeights | None = None
         self._news = threading.Event()
         self._worker.set_wakeup(self._news.set)
 
-    def register(self, pools: Sequence[PagedKv | StridedPlanes]) -> None:
-        """Take the planes of each pool group.
+    def register(
+        self, pools: Sequence[PagedKv | StridedPlanes], weights: WatchedWeights | None = None
+    ) -> None:
+        """Takes the planes of each pool group, and the model's weights.
 
         Raises:
             ConfigurationError: ``staging_bytes`` is below one block.
         """
+        self._weights = weights
         self._on_cuda = pools[0].device.type == "cuda"
         self._worker.register_planes(pools, self._layouts)
 
@@ -73,16 +84,28 @@ class WorkerHalf:
 
     def handle_preemptions(self, meta: StepMeta) -> None:
         """Save what is held of requests that lose their blocks; they have them still."""
+        if not meta.preempted:
+            return
+        is_named = self._are_named(meta)
         for request_id, num_committed in meta.preempted:
-            self._worker.request_reset(request_id, num_committed)
+            self._worker.request_reset(request_id, num_committed if is_named else 0)
 
     def bind(self, meta: StepMeta) -> None:
         """The instructions of this step."""
         self._meta = meta
         self._names.update(meta.names)
-        if meta.offload is not None:
-            self._loads.update((load.request_id, load) for load in meta.offload.loads)
-        self._worker.bind_connector_meta(meta.offload)
+        offload = meta.offload
+        if offload is not None:
+            self._loads.update((load.request_id, load) for load in offload.loads)
+        if self._weights is not None:
+            self._weights.begin_step(meta.weights)
+        if meta.weights.is_stopped or self._change is not None:
+            self._void_loads()
+            if offload is not None:
+                self._refused += [load for load in offload.loads if load.is_async]
+                offload = _without_blocks(offload)
+        self._worker.bind_connector_meta(offload)
+        self._meta = replace(meta, offload=offload)
         for request_id in meta.cancelled:
             self._worker.cancel(request_id)
 
@@ -108,9 +131,32 @@ class WorkerHalf:
         vLLM calls this also when the step ends by an error, or by a signal that ends the process:
         then its blocks are not what their keys say, and nothing is staged.
         """
+        is_named = True
         if sys.exc_info()[0] is not None:
             self._worker.clear_connector_meta()
+        elif (self._meta.offload is not None or self._loads) and not self._are_named(self._meta):
+            is_named = False
+            self._worker.drop_saves()
         self._worker.wait_for_save(self._current_stream())
+        if not is_named:
+            self._void_loads()  # whose blocks this step may have used
+
+    def _are_named(self, meta: StepMeta) -> bool:
+        """Returns whether keys name the weights that compute; looks for a change of them."""
+        if meta.weights.is_stopped:
+            return False
+        return self._weights is None or self._weights.look() is None
+
+    @property
+    def _change(self) -> WeightChange | None:
+        return None if self._weights is None else self._weights.change
+
+    def _void_loads(self) -> None:
+        """Fails every load that has not ended."""
+        for load in self._loads.values():
+            if load.request_id not in self._void:
+                self._void.add(load.request_id)
+                self._worker.cancel(load.request_id)
 
     def take_results(self) -> StepResults:
         """What ended since the last call. In a step that computes nothing, waits a moment."""
@@ -121,15 +167,29 @@ class WorkerHalf:
         saved, loaded = self._worker.get_finished([], [])
         results.saved.update(self._names.pop(request_id) for request_id in saved)
         for request_id in loaded:
+            if request_id in self._void:
+                self._fail(self._loads[request_id], results)
+                continue
             del self._loads[request_id]
             results.loaded.add(self._names.pop(request_id))
         for failure in self._worker.get_failed():
             self._take_failure(failure, results)
+        refused, self._refused = self._refused, []
+        for load in refused:
+            self._fail(load, results)
         for load in [one for one in self._loads.values() if not one.is_async]:
             # Over with the step that it was for.
+            if load.request_id in self._void:
+                self._fail(load, results)
             del self._loads[load.request_id]
             del self._names[load.request_id]
         return results
+
+    def _fail(self, load: LoadBlocks, results: StepResults) -> None:
+        """Ends `load`, of which nothing counts: other weights computed what it brings."""
+        self._take_failure(
+            TransferFailure(load.request_id, Direction.LOAD, load.start, _OTHER_WEIGHTS), results
+        )
 
     def _take_failure(self, failure: TransferFailure, results: StepResults) -> None:
         request_id = failure.request_id
@@ -137,6 +197,9 @@ class WorkerHalf:
             results.saved.add(self._names.pop(request_id))
             return
         load, name = self._loads[request_id], self._names[request_id]
+        if request_id in self._void:
+            self._void.discard(request_id)
+            failure = replace(failure, num_valid_tokens=load.start)
         warn_once(
             "vllm.load",
             f"a load failed, its tokens are computed: {failure.reason}",
@@ -161,14 +224,24 @@ class WorkerHalf:
     def build_report(self) -> WorkerReport | None:
         """What the scheduler is to know of this step."""
         meta = self._worker.build_worker_meta()
-        if meta is None and not self._failed:
+        if meta is None and not self._failed and self._change is None:
             return None
         failed, self._failed = self._failed, {}
-        return WorkerReport(() if meta is None else (meta,), failed)
+        return WorkerReport(() if meta is None else (meta,), failed, self._change)
 
     def shutdown(self) -> None:
         """Write what is staged, up to ``save_timeout_s``. Idempotent."""
+        weights, self._weights = self._weights, None
+        if weights is not None and self._worker.has_unstaged and weights.look() is not None:
+            self._worker.drop_saves()
         self._worker.shutdown()
 
     def _current_stream(self) -> ForwardStream:
         return torch.cuda.current_stream() if self._on_cuda else self._stream
+
+
+def _without_blocks(offload: OffloadMeta) -> OffloadMeta:
+    """`offload` without loads and saves; what is held of requests that ended is forgotten."""
+    ended = tuple(replace(end, rest=None, waits=False) for end in offload.ended)
+    forgotten = (*offload.forgotten, *(end.request_id for end in ended))
+    return OffloadMeta(ended=ended, forgotten=forgotten)

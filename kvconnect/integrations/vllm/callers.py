@@ -1,0 +1,57 @@
+"""Objects of vLLM that a connector is not given: those of the callers that make or register it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["executor_of_caller", "model_of_caller", "scheduler_of_caller"]
+
+
+def executor_of_caller() -> Any | None:
+    """Returns the executor of the engine core that is being made on this thread, or ``None``."""
+    for owner in _callers():
+        executor = getattr(owner, "__dict__", {}).get("model_executor")
+        if callable(getattr(executor, "collective_rpc", None)):
+            return executor
+    return None
+
+
+def scheduler_of_caller() -> Any | None:
+    """Returns the scheduler of vLLM that is being made on this thread, or ``None``."""
+    for owner in _callers():
+        if hasattr(type(owner), "add_request") and hasattr(type(owner), "schedule"):
+            return owner
+    return None
+
+
+def model_of_caller() -> Callable[[], nn.Module] | None:
+    """Returns a function that returns the model of the calling model runner, or ``None``.
+
+    The function returns another model once the runner has one.
+    """
+    for owner in _callers():
+        get_model = getattr(type(owner), "get_model", None)
+        if get_model is None:
+            continue
+        try:
+            model = get_model(owner)
+        except NotImplementedError:  # of an abstract base class
+            continue
+        if isinstance(model, nn.Module):
+            return lambda: get_model(owner)
+    return None
+
+
+def _callers() -> Iterator[object]:
+    """Yields the ``self`` of each method that runs on this thread, the innermost first."""
+    caller: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to a caller's names
+    while caller is not None:
+        owner = caller.f_locals.get("self")
+        if owner is not None:
+            yield owner
+        caller = caller.f_back

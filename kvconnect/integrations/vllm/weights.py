@@ -1,0 +1,142 @@
+"""Which weights compute, and whether keys name them: the scheduler's record and a worker's."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from kvconnect.digest.watch import WeightWatch
+
+__all__ = ["WatchedWeights", "WeightChange", "WeightNames", "WeightsMeta"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsMeta:
+    """The scheduler's record, as workers get it in each step.
+
+    Attributes:
+        epoch: number of the name in keys. It names the weights that a worker has in its first step.
+        num_resets: of vLLM's caches.
+        is_stopped: the weights have no name; nothing is loaded or saved.
+    """
+
+    epoch: int = 0
+    num_resets: int = 0
+    is_stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChange:
+    """A change that a worker found.
+
+    Attributes:
+        epoch: in which it found the change.
+        how: which tensor changed, and how.
+        num_resets: the change was found before anything was computed after this reset of vLLM's
+            caches. ``None``: something was computed.
+    """
+
+    epoch: int
+    how: str
+    num_resets: int | None
+
+
+class WeightNames:
+    """The scheduler's record of what keys name the model's weights by.
+
+    The first weights have the name of the model's directory. Others get a name of this process as
+    soon as the device holds nothing that weights before them computed.
+
+    Attributes:
+        meta: for the workers.
+    """
+
+    def __init__(self) -> None:
+        self.meta = WeightsMeta()
+        self._is_clean = True  # nothing was computed since the device held nothing
+        self._reset_was_clean = True
+
+    @property
+    def is_stopped(self) -> bool:
+        """True from a change on until the weights have a name."""
+        return self.meta.is_stopped
+
+    def note_step(self) -> None:
+        """Notes that a step computes or loads something."""
+        self._is_clean = False
+
+    def note_reset(self, *, device_is_empty: bool) -> None:
+        """Notes a reset of vLLM's caches."""
+        self.meta = replace(self.meta, num_resets=self.meta.num_resets + 1)
+        self._is_clean = self._reset_was_clean = device_is_empty
+
+    def is_news(self, change: WeightChange) -> bool:
+        """Returns whether `change` is of the weights that have a name now."""
+        return change.epoch == self.meta.epoch and not self.is_stopped
+
+    def can_begin(self, change: WeightChange | None = None) -> bool:
+        """Returns whether the device holds nothing that weights before `change` computed."""
+        if change is not None and change.num_resets == self.meta.num_resets:
+            return self._reset_was_clean
+        return self._is_clean
+
+    def stop(self) -> None:
+        """The weights have no name from now on."""
+        self.meta = replace(self.meta, is_stopped=True)
+
+    def begin(self) -> str:
+        """Returns a name for the weights of now, for keys."""
+        self.meta = replace(self.meta, epoch=self.meta.epoch + 1, is_stopped=False)
+        return f"weights={secrets.token_hex(16)}"
+
+
+class WatchedWeights:
+    """A worker's record: whether the weights are those that keys name.
+
+    Args:
+        model: returns the model runner's model.
+
+    Attributes:
+        change: what was found since the scheduler named the weights; ``None``: nothing.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module]) -> None:
+        self._model = model
+        self._watched = model()
+        # Without buffers: kernels may replace some when the engine warms up.
+        self._watch = WeightWatch.of(self._watched, buffers=False)
+        self._told: WeightsMeta | None = None
+        self.change: WeightChange | None = None
+
+    def begin_step(self, told: WeightsMeta) -> None:
+        """Takes in the scheduler's record; looks for a change before the first step of a reset."""
+        before, self._told = self._told, told
+        if before is not None and told.epoch != before.epoch:
+            self._take()
+            self.change = None
+        elif before is None or told.num_resets != before.num_resets:
+            self.look(num_resets=told.num_resets)
+            if before is None and self.change is None:
+                self._take()
+
+    def look(self, *, num_resets: int | None = None) -> WeightChange | None:
+        """Returns the change that was found, perhaps just now.
+
+        Args:
+            num_resets: see `WeightChange`.
+        """
+        if self.change is None and self._told is not None:
+            how = self._watch.changed()
+            if how is None and self._model() is not self._watched:
+                how = "the model was replaced"
+            if how is not None:
+                self.change = WeightChange(self._told.epoch, how, num_resets)
+        return self.change
+
+    def _take(self) -> None:
+        """Watches the model as it is now."""
+        self._watched = self._model()
+        self._watch = WeightWatch.of(self._watched)
