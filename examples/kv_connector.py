@@ -1,14 +1,16 @@
-"""A persistent KV cache by subclassing the connector API: a safetensors file per block.
+"""A persistent KV cache by subclassing the connector API: a safetensors file per block and rank.
 
-Usage: ``python examples/kv_connector.py MODEL_DIR``
+Usage: ``python examples/kv_connector.py MODEL_DIR [--tensor-parallel-size N]``
 
 It answers a prompt, destroys the engine, makes a new one with the same connector and answers again:
 the blocks come from the files and the answer is the same.
 
-The leader names each block's file by the block's chained key, which stands for the whole prefix,
-the model, the cache's geometry and the tenant's salt. The worker copies blocks between the pool and
-the files. A file that is missing, damaged or of another block is a failed load: the runtime then
-computes those tokens, and the file is written again.
+A block's chained key stands for the whole prefix, the model, the cache's geometry and the tenant's
+salt. It is the same on every rank, and each rank holds other heads of the block: so a file has the
+name of the rank's own share, ``llm_args.shard.store_key(block_key)``. The leader finds a block if
+the files of all shares are there. Each worker copies blocks between its pool and its files. A file
+that is missing, damaged or of another block is a failed load: the runtime then computes those
+tokens on all ranks, and the file is written again.
 
 To keep it short, loads and saves run inside the engine's step, only whole blocks are stored, and
 nothing bounds the folder. `kvconnect.connector.offload.worker` does all that.
@@ -47,11 +49,22 @@ CACHE_FOLDER = "CONNECTOR_CACHE_FOLDER"
 """The environment variable that names the folder; default: ``./connector_cache``."""
 
 
-@dataclass(frozen=True)
-class BlockFile:
-    """One block on its way: its file, its id, whose it is, and the token it begins with."""
+def _folder() -> Path:
+    return Path(os.environ.get(CACHE_FOLDER, "connector_cache"))
 
-    file: str
+
+def _file(share: BlockKey) -> Path:
+    return _folder() / f"{share.hex()}.safetensors"
+
+
+@dataclass(frozen=True)
+class BlockTransfer:
+    """One block to load or save: its key, its id, whose it is, and the token it begins with.
+
+    The same for all ranks; each of them names its own file.
+    """
+
+    key: BlockKey
     block_id: int
     request_id: int
     first_token: int
@@ -61,8 +74,8 @@ class BlockFile:
 class PersistentKvCacheConnectorMetadata:
     """What the workers are to do in one step."""
 
-    load: list[BlockFile] = field(default_factory=list)
-    save: list[BlockFile] = field(default_factory=list)
+    load: list[BlockTransfer] = field(default_factory=list)
+    save: list[BlockTransfer] = field(default_factory=list)
 
 
 @dataclass
@@ -79,19 +92,18 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
     def __init__(self, llm_args: LlmArgs) -> None:
         super().__init__(llm_args)
         self._tokens_per_block = llm_args.kv_cache_config.tokens_per_block
-        self._folder = Path(os.environ.get(CACHE_FOLDER, "connector_cache"))
-        self._folder.mkdir(parents=True, exist_ok=True)
+        _folder().mkdir(parents=True, exist_ok=True)
         self._matches: dict[int, range] = {}  # blocks that were matched and not yet loaded
         self._progress: dict[int, Progress] = {}
 
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Count the full blocks that follow and have a file; the last token is always computed."""
+        """Count the full blocks that follow and have all their files; one token is computed."""
         first = num_computed_tokens // self._tokens_per_block
         end = first
         for key in request.block_keys(first, (request.num_tokens - 1) // self._tokens_per_block):
-            if not self._file(key).exists():
+            if not self._is_stored(key):
                 break
             end += 1
         self._matches[request.request_id] = range(first, end)
@@ -103,29 +115,35 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
             self._matches.pop(request.request_id, None)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object:
-        """Load what was matched; save every block that this step fills."""
+        """Load what was matched; save every block that is full of valid KV after this step.
+
+        In a step that loads for a request nothing of it is saved: a rank does not know yet whether
+        the load failed on another, and what follows was computed from it. The next step saves it.
+        """
         metadata = PersistentKvCacheConnectorMetadata()
         for data in scheduler_output.new_requests:
             self._progress[data.request_id] = Progress()
             metadata.load += self._loads(data)
+        loading = {one.request_id for one in metadata.load}
         for data in scheduler_output.new_requests + scheduler_output.cached_requests:
-            metadata.save += self._saves(data)
+            self._progress[data.request_id].block_ids += data.new_block_ids
+            if data.request_id not in loading:
+                metadata.save += self._saves(data)
         return metadata
 
-    def _loads(self, data: RequestData) -> list[BlockFile]:
+    def _loads(self, data: RequestData) -> list[BlockTransfer]:
         blocks = self._matches.pop(data.request_id, range(0))
         self._progress[data.request_id].num_saved = blocks.stop
-        return [self._block_file(data, index, data.new_block_ids[index]) for index in blocks]
+        return [self._transfer(data, index, data.new_block_ids[index]) for index in blocks]
 
-    def _saves(self, data: RequestData) -> list[BlockFile]:
+    def _saves(self, data: RequestData) -> list[BlockTransfer]:
         progress = self._progress[data.request_id]
-        progress.block_ids += data.new_block_ids
-        start = max(data.computed_position, progress.num_saved * self._tokens_per_block)
-        num_full = (start + data.num_scheduled_tokens) // self._tokens_per_block
-        filled = range(progress.num_saved, min(num_full, len(data.block_keys)))
-        progress.num_saved = max(progress.num_saved, filled.stop)
-        files = [self._block_file(data, index, progress.block_ids[index]) for index in filled]
-        return [one for one in files if not Path(one.file).exists()]
+        computed = data.computed_position + data.num_scheduled_tokens
+        num_full = min(computed // self._tokens_per_block, len(data.block_keys))
+        filled = range(progress.num_saved, num_full)
+        progress.num_saved = max(progress.num_saved, num_full)
+        blocks = [self._transfer(data, index, progress.block_ids[index]) for index in filled]
+        return [one for one in blocks if not self._is_stored(one.key)]
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
         """Blocks from there on are computed, so they can be saved again."""
@@ -147,19 +165,20 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
         self._matches.pop(request.request_id, None)
         self._progress.pop(request.request_id, None)
 
-    def _block_file(self, data: RequestData, index: int, block_id: int) -> BlockFile:
-        file = str(self._file(data.block_keys[index]))
-        return BlockFile(file, block_id, data.request_id, index * self._tokens_per_block)
+    def _transfer(self, data: RequestData, index: int, block_id: int) -> BlockTransfer:
+        first_token = index * self._tokens_per_block
+        return BlockTransfer(data.block_keys[index], block_id, data.request_id, first_token)
 
-    def _file(self, key: BlockKey) -> Path:
-        return self._folder / f"{key.hex()}.safetensors"
+    def _is_stored(self, key: BlockKey) -> bool:
+        return all(_file(share).exists() for share in self._llm_args.shard.store_keys(key))
 
 
 class PersistentKvCacheConnectorWorker(KvCacheConnectorWorker):
-    """Copies blocks from files to the pool, and back."""
+    """Copies this rank's share of blocks from files to the pool, and back."""
 
     def __init__(self, llm_args: LlmArgs) -> None:
         super().__init__(llm_args)
+        self._shard = llm_args.shard
         self._failed: dict[int, TransferFailure] = {}
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
@@ -171,11 +190,12 @@ class PersistentKvCacheConnectorWorker(KvCacheConnectorWorker):
         for one in self._step().load:
             if one.request_id in self._failed:
                 continue
+            file = _file(self._shard.store_key(one.key))
             try:
-                block = _read_block(Path(one.file), self._pool[one.block_id])
+                block = _read_block(file, self._pool[one.block_id])
             except (OSError, ValueError, SafetensorError) as error:
-                print(f"cannot load {one.file}: {error}", file=sys.stderr)
-                Path(one.file).unlink(missing_ok=True)
+                print(f"cannot load {file}: {error}", file=sys.stderr)
+                file.unlink(missing_ok=True)
                 self._failed[one.request_id] = TransferFailure(
                     one.request_id, Direction.LOAD, one.first_token, str(error)
                 )
@@ -189,14 +209,17 @@ class PersistentKvCacheConnectorWorker(KvCacheConnectorWorker):
         """Whole blocks are saved in `wait_for_save`."""
 
     def wait_for_save(self, stream: ForwardStream) -> None:
-        """Write the blocks that this step filled, but nothing computed behind a failed load."""
+        """Write this rank's share of the blocks, unless a rank with the same heads does."""
+        if not self._shard.is_first():
+            return
         for one in self._step().save:
-            if one.request_id in self._failed:
+            file = _file(self._shard.store_key(one.key))
+            if file.exists():
                 continue
             try:
-                _write_block(Path(one.file), self._pool[one.block_id].cpu())
+                _write_block(file, self._pool[one.block_id].cpu())
             except OSError as error:
-                print(f"cannot save {one.file}: {error}", file=sys.stderr)
+                print(f"cannot save {file}: {error}", file=sys.stderr)
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
@@ -261,9 +284,10 @@ def main() -> None:
     """Answer the same prompt with two engines, one after the other."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("model", metavar="MODEL", help="directory of a Hugging Face causal LM")
-    model = parser.parse_args().model
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks")
+    options = parser.parse_args()
     connector = KvCacheConnectorConfig(
-        connector_module=__name__,
+        connector_module=Path(__file__).stem,  # all ranks import it by this name
         connector_scheduler_class=PersistentKvCacheConnectorLeader.__name__,
         connector_worker_class=PersistentKvCacheConnectorWorker.__name__,
     )
@@ -272,7 +296,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault(CACHE_FOLDER, folder)
         for title in ("First run", "Second run"):
-            with LLM(model, connector=connector) as llm:  # leaving the block destroys the instance
+            with LLM(
+                options.model,
+                connector=connector,
+                tensor_parallel_size=options.tensor_parallel_size,
+            ) as llm:  # leaving the block destroys the instance
                 output = llm.generate(PROMPT, sampling)[0]
             print(f"{title}: {output.output_text!r}")
             print(

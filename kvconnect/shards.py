@@ -15,7 +15,14 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey, Shard, store_key
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["HeadSlice", "StoredHeads", "dividing_rank", "stored_heads", "whole_layouts"]
+__all__ = [
+    "HeadSlice",
+    "RankShard",
+    "StoredHeads",
+    "dividing_rank",
+    "stored_heads",
+    "whole_layouts",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,12 @@ class StoredHeads:
         if self.layout.num_kv_heads == self.num_kv_heads:
             return 1
         return min(self.shard.tp_size, self.num_kv_heads)
+
+    @property
+    def heads(self) -> range:
+        """The rank's KV heads, by their numbers in a layer of the whole model."""
+        own = self.layout.num_kv_heads
+        return range(self._rank * own, (self._rank + 1) * own)
 
     @property
     def own(self) -> Shard:
@@ -140,6 +153,42 @@ class StoredHeads:
 
 
 _MOST_SHARES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RankShard(Shard):
+    """A rank's part of the model, and the keys under which a store holds it.
+
+    A block key is the same on every rank; the bytes under it are not. So ranks that share a store
+    name what they keep by `store_key`, and a block is there if all of `store_keys` are.
+
+    Attributes:
+        groups: how a store holds the KV heads of each pool group.
+    """
+
+    groups: tuple[StoredHeads, ...] = ()
+
+    @classmethod
+    def of(cls, rank: Shard, groups: tuple[StoredHeads, ...]) -> RankShard:
+        """Returns the part of `rank`."""
+        return cls(rank.tp_rank, rank.tp_size, rank.pp_rank, rank.pp_size, groups)
+
+    def store_key(self, block_key: BlockKey, group: int = 0) -> BlockKey:
+        """Returns the key of this rank's share of a block; ranks with the same heads share it."""
+        return store_key(block_key, group, self.groups[group].own)
+
+    def store_keys(self, block_key: BlockKey, group: int = 0) -> tuple[BlockKey, ...]:
+        """Returns the keys of all ranks' shares of a block: the whole of it."""
+        heads = self.groups[group]
+        return heads.store_keys(block_key, group, heads.size)
+
+    def heads(self, group: int = 0) -> range:
+        """Returns the KV heads that this rank holds, of those of a layer of the whole model."""
+        return self.groups[group].heads
+
+    def is_first(self, group: int = 0) -> bool:
+        """Returns whether no rank before this one holds the same heads: one of them saves."""
+        return self.groups[group].is_first
 
 
 def stored_heads(

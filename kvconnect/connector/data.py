@@ -12,7 +12,7 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.parallel import Mapping, ParallelConfig
 from kvconnect.keys import BlockHash, BlockKey, Shard
 from kvconnect.layout import KvCacheLayout
-from kvconnect.shards import StoredHeads, stored_heads
+from kvconnect.shards import RankShard, StoredHeads, stored_heads
 
 __all__ = [
     "Direction",
@@ -33,7 +33,7 @@ class LlmArgs:
         kv_cache_config, kv_connector_config: as the user gave them.
         layouts: of the pool groups, group 0 first.
         model_digest: 32 bytes; see `kvconnect.digest.model_digest`.
-        shard: this rank's part of the model.
+        place: this rank's place; what follows from it is `shard`.
         backend: a store that the user made; ``None`` if `kv_connector_config` names one.
         num_kv_heads: of each pool group in the whole model; by default no heads are on several
             tensor-parallel ranks, but those of a latent (MLA) on all.
@@ -44,7 +44,7 @@ class LlmArgs:
     kv_connector_config: KvCacheConnectorConfig
     layouts: tuple[KvCacheLayout, ...]
     model_digest: bytes
-    shard: Shard = Shard()
+    place: Shard = Shard()
     backend: Backend | None = None
     num_kv_heads: tuple[int, ...] = ()
 
@@ -55,22 +55,31 @@ class LlmArgs:
         Raises:
             ConfigurationError: `num_kv_heads` does not fit the layouts.
         """
-        return stored_heads(self.layouts, self.shard, self.num_kv_heads)
+        return stored_heads(self.layouts, self.place, self.num_kv_heads)
+
+    @property
+    def shard(self) -> RankShard:
+        """This rank's part of the model: its heads, and the keys of its share of a block.
+
+        Raises:
+            ConfigurationError: `num_kv_heads` does not fit the layouts.
+        """
+        return RankShard.of(self.place, self.stored_heads)
 
     @property
     def tensor_parallel_size(self) -> int:
         """Ranks that each hold a part of every layer."""
-        return self.shard.tp_size
+        return self.place.tp_size
 
     @property
     def pipeline_parallel_size(self) -> int:
         """Ranks that hold layers one after the other."""
-        return self.shard.pp_size
+        return self.place.pp_size
 
     @property
     def parallel_config(self) -> ParallelConfig:
         """How the model is spread; ``to_mapping()`` tells this rank's place."""
-        return ParallelConfig(self.shard)
+        return ParallelConfig(self.place)
 
     @property
     def mapping(self) -> Mapping:

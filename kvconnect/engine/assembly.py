@@ -142,7 +142,7 @@ def _connector_args(
         options.connector,
         layouts=geometry.layouts,
         model_digest=digest,
-        shard=Shard(0, options.tensor_parallel_size),
+        place=Shard(0, options.tensor_parallel_size),
         num_kv_heads=geometry.num_kv_heads,
     )
 

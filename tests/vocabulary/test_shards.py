@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey, Shard, store_key
 from kvconnect.layout import KvCacheLayout
-from kvconnect.shards import StoredHeads, dividing_rank, stored_heads, whole_layouts
+from kvconnect.shards import (
+    RankShard,
+    StoredHeads,
+    dividing_rank,
+    stored_heads,
+    whole_layouts,
+)
 
 KEY = BlockKey(bytes(range(32)))
 LATENT = KvCacheLayout(2, 1, 576, 0, 16, torch.bfloat16)
@@ -80,6 +86,39 @@ def test_pipeline_stages_have_keys_of_their_own() -> None:
     assert shards == (Shard(0, 2, 0, 2), Shard(1, 2, 0, 2), Shard(0, 2, 1, 2), Shard(1, 2, 1, 2))
     [part] = ranks(4, 2, pp_size=2)[3].slices(1)
     assert part.shard == Shard(0, 1, 1, 2)
+
+
+def rank_shards(heads: int, tp_size: int, pp_size: int = 1) -> list[RankShard]:
+    return [RankShard.of(one.shard, (one,)) for one in ranks(heads, tp_size, pp_size)]
+
+
+@pytest.mark.planted("rank-share", "engine", "key")
+def test_ranks_keep_a_block_under_a_key_of_their_own_and_say_which_heads_it_has() -> None:
+    found = rank_shards(8, 4)
+    assert [one.heads() for one in found] == [range(n, n + 2) for n in (0, 2, 4, 6)]
+    own = tuple(one.store_key(KEY) for one in found)
+    assert own == tuple(store_key(KEY, 0, Shard(rank, 4)) for rank in range(4))
+    assert len({KEY, *own}) == 5
+    assert all(one.store_keys(KEY) == own for one in found)
+    assert [(one.tp_rank, one.tp_size) for one in found] == [(rank, 4) for rank in range(4)]
+
+
+def test_ranks_with_the_same_heads_share_a_key_and_the_first_saves() -> None:
+    found = rank_shards(2, 4)
+    assert [one.heads() for one in found] == [range(1), range(1), range(1, 2), range(1, 2)]
+    assert [one.is_first() for one in found] == [True, False, True, False]
+    keys = [one.store_key(KEY) for one in found]
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+    assert found[0].store_keys(KEY) == (keys[0], keys[2])
+
+
+def test_the_share_of_each_stage_and_group_has_its_key() -> None:
+    stages = rank_shards(4, 2, pp_size=2)
+    assert {one.store_keys(KEY) for one in stages} == {tuple(one.store_key(KEY) for one in stages)}
+    [full, window] = (ranks(8, 2)[1], ranks(2, 2)[1])
+    both = RankShard.of(full.shard, (full, window))
+    assert both.store_key(KEY, 1) == store_key(KEY, 1, Shard(1, 2)) != both.store_key(KEY)
+    assert (both.heads(0), both.heads(1)) == (range(4, 8), range(1, 2))
 
 
 def test_its_own_size_is_looked_for_first_and_there_are_few_others() -> None:

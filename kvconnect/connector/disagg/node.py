@@ -115,7 +115,7 @@ class TransferNode:
             host, port = host_and_port(config.listen)
             endpoint = Endpoint(self._hello, self._deliver, self._secret, Timing())
             if port:
-                port += self._llm_args.shard.tp_rank
+                port += self._llm_args.place.tp_rank
             self._listener = Listener(endpoint, host, port)
         if config.role != "prefill":
             self._quarantine = Quarantine(self._max_quarantined(pools), self._rebuild)

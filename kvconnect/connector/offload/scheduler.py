@@ -89,7 +89,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._has_windows = any(window is not None for window in self._windows)
         # Without windows, in one pool: a load serves as far as it comes.
         self._divisible = self._windows == (None,)
-        shard = llm_args.shard
+        shard = llm_args.place
         self._alone = shard.tp_size * shard.pp_size == 1
         self._states: dict[int, _State] = {}
         self._ended: list[RequestEnd] = []  # and the next are for the next step's metadata

@@ -137,7 +137,7 @@ class Follower:
             settings.connector,
             layouts=geometry.layouts,
             model_digest=stored_as(geometry.digest(self._digest), settings.connector),
-            shard=Shard(self._group.rank, self._group.size),
+            place=Shard(self._group.rank, self._group.size),
             num_kv_heads=geometry.num_kv_heads,
         )
         self._connector = KvCacheConnectorManager(

@@ -44,7 +44,7 @@ def make_arguments(
         kv_connector_config=settings.connector,
         layouts=tuple(layouts),
         model_digest=stored_as(model_digest, settings.connector, engine=settings.engine),
-        shard=shard,
+        place=shard,
         num_kv_heads=tuple(num_kv_heads),
     )
     _ = args.stored_heads  # refuses what does not fit
@@ -86,6 +86,6 @@ def _key(args: LlmArgs) -> Hashable:
         config.model_dump_json(),
         args.layouts,
         args.model_digest,
-        args.shard,
+        args.place,
         args.num_kv_heads,
     )

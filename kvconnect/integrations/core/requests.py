@@ -183,7 +183,7 @@ class RequestMaker:
         extra_key = ";".join(filter(None, (self.extra_key, self._name))) or None
         namespace = Namespace(cache_salt=cache_salt, lora_id=adapter, extra_key=extra_key)
         args = self.llm_args
-        layouts = whole_layouts(args.layouts, args.shard, args.num_kv_heads)
+        layouts = whole_layouts(args.layouts, args.place, args.num_kv_heads)
         found = namespace, root_key(args.model_digest, layouts, namespace)
         if cache_salt is None:  # there are as many salts as tenants
             self._known[adapter] = found

@@ -96,7 +96,7 @@ class RankEngine(BenchEngine):
         self.part, self.communicator = part, communicator
         self.own_exchanges = 0
         self._ids = itertools.count()  # type: ignore[misc]
-        args = replace(llm_args(config), layouts=(part.layout,), shard=part.shard)
+        args = replace(llm_args(config), layouts=(part.layout,), place=part.shard)
         super().__init__(args, kv=PlainKv(layout=part.layout), communicator=communicator)
         self.kv.set_external_matcher(self)
 
