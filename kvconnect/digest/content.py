@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import xxhash
 
+from kvconnect.digest.progress import Progress
 from kvconnect.errors import ModelChanged
 
 __all__ = ["Content", "content_digests"]
-
-logger = logging.getLogger("kvconnect.digest")
 
 _WHOLE = 256 << 20
 _LEAF = 16 << 20
 _PIECE = 1 << 20  # is hashed while it is in the processor's cache
 _MAX_THREADS = 16
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 class Content(NamedTuple):
@@ -53,7 +49,7 @@ def content_digests(contents: Sequence[Content]) -> list[bytes]:
     """
     pool = ThreadPoolExecutor(_num_threads(), "kvconnect-digest")
     buffer = _Buffer()
-    progress = _Progress(sum(content.size for content in contents))
+    progress = Progress(sum(content.size for content in contents))
     try:
         pending = [
             [pool.submit(_hash, content, start, buffer) for start in _starts(content.size)]
@@ -118,18 +114,3 @@ class _Buffer(threading.local):
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(_PIECE))
-
-
-class _Progress:
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._told_at = time.monotonic()
-
-    def advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        now = time.monotonic()
-        if now - self._told_at >= _SECONDS_BETWEEN_LINES:
-            self._told_at = now
-            done, total = self._done / 2**30, self._total / 2**30
-            logger.info("digest of the weights: %.1f of %.1f GiB read", done, total)

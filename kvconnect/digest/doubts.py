@@ -59,6 +59,7 @@ class Doubt(StrEnum):
     POSITION_IDS = "position_ids", "positions of the caller's own were given"
     OTHER_INPUTS = "other_inputs", "inputs beside tokens were given that keys do not name"
     FOREIGN_PASS = "foreign_pass", "something other than the model's own passes wrote to the cache"
+    OTHER_TOKENS = "other_tokens", "other tokens are computed than prefill() was given"
     CROPPED = "cropped", "the cache was cropped or rearranged"
 
     # What comes with a request.

@@ -81,7 +81,7 @@ def test_a_file_that_got_shorter_is_refused(tmp_path):
 
 
 def test_long_work_tells_how_far_it_is(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(content, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("kvconnect.digest.progress._SECONDS_BETWEEN_LINES", 0.0)
     with caplog.at_level(logging.INFO, "kvconnect.digest"):
         digests_of(tmp_path, bytes(3 * LEAF))
     assert len(caplog.messages) == 3

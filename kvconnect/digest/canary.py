@@ -1,0 +1,94 @@
+"""A small computation that is repeated, to find out whether it still gives the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvconnect.digest.memory import same_bits
+
+__all__ = ["Canary", "CanaryRun"]
+
+CanaryRun: TypeAlias = Callable[[], Sequence[Tensor]]
+"""Computes something that depends on all that is watched, and returns its results."""
+
+_NUM_TRIES = 2
+
+
+class Canary:
+    """Results of a computation, kept to be compared bit for bit with those of later runs.
+
+    Finds changes that no counter shows: optimizers and kernels that write past PyTorch's version
+    counter, dropout, hooks, adapters that are switched, changed buffers and settings.
+
+    The computation runs when this is made, on the caller's thread, until two runs in a row agree:
+    twice, and once more if the first run was the odd one (lazy initialisation, autotuning).
+    Random numbers that it draws on the CPU or on `device` are given back.
+
+    Args:
+        run: the computation. Is called on the thread that calls.
+        device: of its results.
+
+    Attributes:
+        stable: two runs in a row agreed. Otherwise `agrees` is always false.
+    """
+
+    def __init__(self, run: CanaryRun, device: torch.device) -> None:
+        self._run = run
+        self._device = device
+        self.stable = False
+        with _random_numbers_kept(device):
+            self._kept = self._results()
+            for _ in range(_NUM_TRIES):
+                before, self._kept = self._kept, self._results()
+                self.stable = _equal(before, self._kept)
+                if self.stable:
+                    break
+
+    def agrees(self) -> bool:
+        """Computes again, and returns whether every bit is as it was. Blocks for as long."""
+        if not self.stable:
+            return False
+        with _random_numbers_kept(self._device):
+            return _equal(self._kept, self._results())
+
+    def _results(self) -> list[Tensor]:
+        """The results, those of one dtype as one flat tensor: one comparison, not one a layer."""
+        with torch.no_grad():
+            results = self._run()
+            kinds = dict.fromkeys(one.dtype for one in results)
+            return [
+                torch.cat([one.reshape(-1) for one in results if one.dtype == kind])
+                for kind in kinds
+            ]
+
+
+@contextmanager
+def _random_numbers_kept(device: torch.device) -> Iterator[None]:
+    """Puts the generators' states back if something was drawn; else it only reads them.
+
+    Runs must not begin from one state, as with `torch.random.fork_rng`: dropout would look the same
+    each time.
+    """
+    host: Any = torch.random
+    states: list[tuple[Any, dict[str, Any], Tensor]] = [(host, {}, host.get_rng_state())]
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        states.append((module, {"device": device}, module.get_rng_state(device)))
+    try:
+        yield
+    finally:
+        for module, where, state in states:
+            if not torch.equal(module.get_rng_state(**where), state):
+                module.set_rng_state(state, **where)
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(
+        one.dtype == other.dtype and same_bits(one, other)
+        for one, other in zip(some, others, strict=True)
+    )
