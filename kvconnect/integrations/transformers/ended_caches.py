@@ -1,55 +1,95 @@
-"""Caches whose last reference went: saved on a thread of their own, not where that happened."""
+"""Caches whose last reference went: held until the model is checked, then saved on a thread."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+from collections import deque
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from kvconnect.errors import KvConnectError
-
-__all__ = ["EndedCaches"]
+__all__ = ["EndedCaches", "Savable"]
 
 _log = logging.getLogger("kvconnect")
 
 
-class _Savable(Protocol):
-    def save(self) -> None: ...
+class Savable(Protocol):
+    """A cache that can be saved."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values."""
+
+    def save(self, *, whole: bool) -> None:
+        """Saves what was checked; `whole`: the partly filled last block, too."""
 
 
-class EndedCaches:
-    """Takes caches in from their destructors, which may run anywhere, also inside of a lock.
+C = TypeVar("C", bound=Savable)
 
-    `put` takes no lock and does no work. The thread is a daemon; in a forked process there is none,
-    and nothing is taken in.
+
+class EndedCaches(Generic[C]):
+    """Takes caches in from their destructors, and saves those that it is given back.
+
+    `put` may run anywhere, also inside of a lock: it takes none, and does no work. Saving happens
+    on one daemon thread, which no error of a save ends. In a forked process nothing is taken in.
+
+    Args:
+        held_nbytes: memory that caches may hold until they are checked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held_nbytes: int) -> None:
         self._process = os.getpid()
         self._open = True
-        self._queue: SimpleQueue[_Savable | threading.Event | None] = SimpleQueue()
+        self._held_nbytes = held_nbytes
+        self._held: deque[C] = deque()
+        self._dropped = 0
+        self._queue: SimpleQueue[partial[None] | threading.Event | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, name="kvconnect-prompt-cache", daemon=True
         )
         self._thread.start()
 
-    def put(self, cache: _Savable) -> None:
-        """Have `cache` saved soon; nothing after `close`."""
-        if self._open and os.getpid() == self._process:
-            self._queue.put(cache)
+    @property
+    def usable(self) -> bool:
+        """It is open, and of this process."""
+        return self._open and os.getpid() == self._process
+
+    def put(self, cache: C) -> None:
+        """Holds `cache` until it is taken. Beyond the bound it is dropped, and counted."""
+        if not self.usable:
+            return
+        if sum(one.nbytes for one in tuple(self._held)) + cache.nbytes > self._held_nbytes:
+            self._dropped += 1
+        else:
+            self._held.append(cache)
+
+    def take(self) -> tuple[list[C], int]:
+        """Returns all that is held, and how many were dropped; neither is known here after it."""
+        taken: list[C] = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._held.popleft())
+        dropped, self._dropped = self._dropped, 0
+        return taken, dropped
+
+    def save(self, cache: C, *, whole: bool) -> None:
+        """Has `cache` saved on the thread; does not block. Does nothing after `close`."""
+        if self.usable:
+            self._queue.put(partial(cache.save, whole=whole))
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until all that was put before is saved, at most `timeout_s`; whether it is."""
-        if not self._open or os.getpid() != self._process:
+        """Blocks until what was given to `save` is saved, at most `timeout_s`; returns whether."""
+        if not self.usable:
             return True
         reached = threading.Event()
         self._queue.put(reached)
         return reached.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Save what was put before, and end the thread; blocks at most `timeout_s`. Idempotent."""
+        """Ends the thread once all is saved; blocks at most `timeout_s`. Idempotent."""
         if os.getpid() != self._process:
             return
         was_open, self._open = self._open, False
@@ -63,7 +103,7 @@ class EndedCaches:
                 item.set()
                 continue
             try:
-                item.save()
-            except (KvConnectError, RuntimeError) as error:
-                _log.warning("a prompt cache was not saved at its end: %s", error)
+                item()
+            except Exception as error:  # noqa: BLE001  the next cache is to be saved all the same
+                _log.warning("a prompt cache was not saved: %s", error, exc_info=error)
             del item

@@ -1,94 +1,185 @@
-"""What stands for a loaded model in keys: the directory that it came from, or a name."""
+"""What stands for a loaded model in keys: the files that equal it, its content, or a name."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from kvconnect.digest.model import check_revision, model_digest
+from kvconnect.digest.files import ModelFiles
+from kvconnect.digest.memory import content_of_tensors, module_tensors, same_bits
+from kvconnect.digest.model import check_revision, digest_of
 from kvconnect.engine.checkpoint.hub_cache import model_directory
 from kvconnect.errors import ConfigurationError, UnsupportedModel
+from kvconnect.integrations.transformers.settings import settings_of
+from kvconnect.integrations.transformers.stored_weights import difference_from_files
+from kvconnect.integrations.transformers.structure import attributes, unnamed_code
+from kvconnect.integrations.transformers.twin import initial_buffers, twin_of
 
-__all__ = ["WeightVersions", "digest_of_loaded"]
-
-# What from_pretrained sets, or what changes no key and no value.
-_HARMLESS = {
-    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"),
-    *("output_attentions", "output_hidden_states", "name_or_path", "model_type", "id2label"),
-    *("label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder"),
-    *("pad_token_id", "bos_token_id", "eos_token_id"),
-}
+__all__ = ["LoadedIdentity", "identify"]
 
 
-def digest_of_loaded(model: PreTrainedModel, revision: str | None) -> bytes:
-    """32 bytes that stand for `model`: those of its directory, as kvconnect's own engine has them.
+@dataclass(frozen=True, slots=True)
+class LoadedIdentity:
+    """The name of a model in memory.
 
-    Settings that were given when it was loaded and differ from the directory's make another digest,
-    and so does another dtype than it was loaded in.
-    Blocks on file I/O.
+    Attributes:
+        digest: 32 bytes that stand for the model in keys.
+        own: why no other engine has this digest; empty: `digest` is that of the model's directory.
+    """
+
+    digest: bytes
+    own: str = ""
+
+
+def identify(model: PreTrainedModel, revision: str | None) -> LoadedIdentity:
+    """Names `model` by what is in memory now.
+
+    The first of these that applies:
+
+    1. `revision`, with the model's settings. Weights are not read.
+    2. The digest of the directory that the model came from, as kvconnect's own engine has it, if
+       every weight and buffer in memory is bit for bit what loading that directory gives.
+    3. A digest of the content of all tensors, the settings, and the classes and attributes of all
+       modules.
+
+    Blocks on file I/O, and while it reads all weights.
 
     Args:
-        model: loaded with ``from_pretrained``, and not changed since.
-        revision: names the weights instead; they are then not read, and no directory is needed. The
-            caller promises that no other weights go by this name.
+        model: in the caller's hands; not changed.
+        revision: stands for the weights. The caller promises that no other weights, adapters and
+            hooks go by this name.
 
     Raises:
-        ConfigurationError: it came from no directory, or the directory is gone.
-        UnsupportedModel: an adapter is attached to it, and no `revision` names both.
+        UnsupportedModel: without `revision`: a part of the model computes by code that no digest
+            covers, such as an adapter, a hook or a patched method.
+        ConfigurationError: `revision` is empty, or a file of the directory cannot be read.
         ModelChanged: the directory changed meanwhile.
     """
     check_revision(revision)
-    if revision is None and _has_adapter(model):
-        raise UnsupportedModel(
-            "model: an adapter is attached, which its directory says nothing of; give "
-            "model_revision, a name of weights and adapter, for example 'org/name@commit+adapter@1'"
-        )
     directory = _directory(model)
+    code = _unnamed(model)
+    if revision is not None:
+        return LoadedIdentity(_promised(model, directory, revision, named=not code))
+    if code:
+        raise UnsupportedModel(
+            f"model: {code}, which no digest of weights names; give model_revision, a name of the "
+            "weights and of what was added to them, for example 'org/name@commit+adapter@1'"
+        )
     if directory is None:
-        if revision is None:
+        return _of_content(model, "it was not loaded from a directory")
+    if odd := _difference_from_twin(model):
+        return _of_content(model, odd)
+    with ModelFiles(directory) as files:
+        try:
+            digest = digest_of(files)
+            difference = difference_from_files(model, files)
+        except OSError as error:
             raise ConfigurationError(
-                f"model: '{model.name_or_path}' is no directory, nor in the Hugging Face cache, so "
-                "nothing tells it from other models; load it with from_pretrained, or give "
-                "model_revision, a name that no other weights have"
-            )
-        return _named(revision, _settings(model.config))
-    digest = model_digest(directory, revision=revision)
-    loaded = _settings(model.config)
-    stored = _settings(AutoConfig.from_pretrained(directory, local_files_only=True))
-    cast = _cast(model)
-    if loaded == stored and not cast:
+                f"model: '{directory}' cannot be read ({error.strerror})"
+            ) from error
+        settings = _other_settings(model, directory)
+        files.check()
+    if difference:
+        return _of_content(model, difference)
+    if settings is None:
+        return LoadedIdentity(digest)
+    return LoadedIdentity(
+        _with(digest, b"kvc-settings", settings), "its settings are not those of its directory"
+    )
+
+
+def _promised(
+    model: PreTrainedModel, directory: Path | None, revision: str, *, named: bool
+) -> bytes:
+    """Returns the digest of the caller's name of the weights, and of the model's settings.
+
+    Args:
+        model: its weights are not read.
+        directory: of its configuration; ``None``: there is none.
+        revision: the caller's name.
+        named: all of the model's code is torch's and transformers'. Attributes and buffers that its
+            settings do not explain are then a part of the digest.
+    """
+    if directory is None:
+        settings = _as_json(settings_of(model.config))
+        state = hashlib.blake2b(settings, digest_size=32, person=b"kvc-named")
+        state.update(revision.encode("utf-8", "surrogatepass"))
+        digest = state.digest()
+    else:
+        with ModelFiles(directory) as files:
+            digest = digest_of(files, revision=revision)
+            other = _other_settings(model, directory, cast=_cast(model))
+            files.check()
+        digest = digest if other is None else _with(digest, b"kvc-settings", other)
+    if not named or not _difference_from_twin(model):
         return digest
+    stored = model.state_dict().keys()
+    tensors = [(name, one) for name, one in module_tensors(model) if name not in stored]
+    return _with(digest, b"kvc-attributes", _structure(model) + content_of_tensors(tensors))
+
+
+def _of_content(model: PreTrainedModel, reason: str) -> LoadedIdentity:
+    state = hashlib.blake2b(digest_size=32, person=b"kvc-memory")
+    state.update(_as_json(settings_of(model.config)))
+    state.update(_structure(model))
+    state.update(content_of_tensors(module_tensors(model)))
+    return LoadedIdentity(state.digest(), reason)
+
+
+def _unnamed(model: PreTrainedModel) -> str:
+    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        return "an adapter is attached"
+    return unnamed_code(model)
+
+
+def _difference_from_twin(model: PreTrainedModel) -> str:
+    """Returns what of `model` is not as its class makes it from its configuration; empty: nothing.
+
+    Covers what no file holds: classes and attributes of modules, and buffers such as ``inv_freq``.
+    """
+    try:
+        twin = twin_of(model)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        return f"its class does not make it from its configuration ({error})"
+    own, made = attributes(model), attributes(twin)
+    if own != made:
+        paths = [one[0] for one, other in zip(own, made, strict=False) if one != other]
+        where = paths[0] if paths and paths[0] else "the model"
+        return f"{where} is not as its configuration makes it"
+    now = dict(model.named_buffers())
+    # It may have been made on the host, and moved.
+    on_host = initial_buffers(twin, torch.device("cpu"))
+    on_device = on_host if model.device.type == "cpu" else initial_buffers(twin, model.device)
+    for (name, one), (_, other) in zip(on_host, on_device, strict=True):
+        if not any(_same(now[name], wanted) for wanted in (one, other)):
+            return f"{name} is not as its configuration makes it"
+    return ""
+
+
+def _same(tensor: Tensor, wanted: Tensor) -> bool:
+    alike = tensor.dtype == wanted.dtype and tensor.shape == wanted.shape
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return alike and same_bits(flat, wanted.cpu().reshape(-1))
+
+
+def _other_settings(
+    model: PreTrainedModel, directory: Path, *, cast: list[str] | None = None
+) -> bytes | None:
+    """Returns the settings in which `model` differs from its directory; ``None``: in none."""
+    loaded = settings_of(model.config)
+    stored = settings_of(AutoConfig.from_pretrained(directory, local_files_only=True))
+    if loaded == stored and not cast:
+        return None
     changed = {name: loaded.get(name) for name in loaded if loaded.get(name) != stored.get(name)}
     missing = sorted(stored.keys() - loaded.keys())
-    state = hashlib.blake2b(digest, digest_size=32, person=b"kvc-settings")
-    state.update(_as_json([changed, missing, *cast]))
-    return state.digest()
-
-
-class WeightVersions:
-    """Tells whether weights were changed in place, or replaced, since this was made.
-
-    PyTorch counts the changes of each tensor; what goes past that count (``weight.data``) is not
-    seen.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._versions = self._now()
-
-    def changed(self) -> bool:
-        """Whether they were."""
-        return self._now() != self._versions
-
-    def _now(self) -> list[tuple[int, int]]:
-        return [
-            (id(one), 0 if one.is_inference() else one._version)  # noqa: SLF001  documented
-            for one in self._model.parameters()
-        ]
+    return _as_json([changed, missing, *(cast or [])])
 
 
 def _cast(model: PreTrainedModel) -> list[str]:
@@ -98,10 +189,6 @@ def _cast(model: PreTrainedModel) -> list[str]:
     """
     given, now = (str(one).removeprefix("torch.") for one in (model.config.dtype, model.dtype))
     return [] if given in {now, "None"} else [given, now]
-
-
-def _has_adapter(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"))
 
 
 def _directory(model: PreTrainedModel) -> Path | None:
@@ -118,27 +205,15 @@ def _directory(model: PreTrainedModel) -> Path | None:
     return directory if (directory / "config.json").is_file() else None
 
 
-def _settings(config: Any) -> dict[str, Any]:
-    """All that shapes keys and values, and some that does not."""
-    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return {name: _without_harmless(value) for name, value in settings.items() if _counts(name)}
+def _structure(model: PreTrainedModel) -> bytes:
+    return _as_json(attributes(model))
 
 
-def _without_harmless(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_harmless(each) for name, each in value.items() if _counts(name)}
-    return [_without_harmless(each) for each in value] if isinstance(value, list) else value
-
-
-def _counts(name: str) -> bool:
-    return name not in _HARMLESS and not name.startswith("_")
-
-
-def _named(revision: str, settings: dict[str, Any]) -> bytes:
-    state = hashlib.blake2b(_as_json(settings), digest_size=32, person=b"kvc-named")
-    state.update(revision.encode("utf-8", "surrogatepass"))
+def _with(digest: bytes, person: bytes, more: bytes) -> bytes:
+    state = hashlib.blake2b(digest, digest_size=32, person=person)
+    state.update(more)
     return state.digest()
 
 
 def _as_json(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True).encode()
+    return json.dumps(value, sort_keys=True, default=str).encode()

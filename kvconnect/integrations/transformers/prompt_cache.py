@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Self
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.offload.store import stored_as
+from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.errors import ConfigurationError, UsageError
@@ -22,10 +25,14 @@ from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.geometry import ModelGeometry
-from kvconnect.integrations.transformers.identity import WeightVersions, digest_of_loaded
+from kvconnect.integrations.transformers.guard import ModelGuard
+from kvconnect.integrations.transformers.hooks import PassHooks
+from kvconnect.integrations.transformers.identity import identify
 from kvconnect.integrations.transformers.restoring import restore
-from kvconnect.integrations.transformers.rows import prompt_rows
-from kvconnect.integrations.transformers.stored_cache import SavingTo, StoredCache
+from kvconnect.integrations.transformers.rows import PromptRow, prompt_rows
+from kvconnect.integrations.transformers.saving import SavingTo
+from kvconnect.integrations.transformers.stored_cache import StoredCache
+from kvconnect.integrations.transformers.structure import Change
 from kvconnect.keys import Namespace, root_key
 from kvconnect.text import shown
 from kvconnect.trace import count, metrics, warn_once
@@ -76,6 +83,8 @@ class PromptCache:
         *,
         tokens_per_block: int = 32,
         model_revision: str | None = None,
+        canary_interval: float = 0.0,
+        held_bytes: int | None = None,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise ConfigurationError(
@@ -84,11 +93,18 @@ class PromptCache:
             )
         config = _store_config(connector)
         cache_config = KvCacheConfig(tokens_per_block=tokens_per_block)
-        digest = digest_of_loaded(model, model_revision)
+        identity = identify(model, model_revision)
+        if identity.own and config.namespace is not None:
+            warn_once(
+                f"transformers.own {identity.own}",
+                f"PromptCache: {identity.own}; engines that read the directory share no blocks "
+                f"with it, whatever their namespace",
+            )
         geometry = ModelGeometry.of(model, tokens_per_block)
-        digest = stored_as(digest, config, engine=_ENGINE)
+        guard = ModelGuard(model, geometry.device, interval_s=canary_interval)
+        digest = stored_as(identity.digest, config, engine=_ENGINE)
         self._model = model
-        self._versions = WeightVersions(model)
+        self._guard = guard
         self._config = config
         self._geometry = geometry
         self._digest = digest
@@ -101,13 +117,13 @@ class PromptCache:
             self._store,
             geometry.layouts,
             None if limit is None else limit.num_tokens,
-            config.save_on == "finish",
-            EndedCaches(),
+            EndedCaches(_held_nbytes(geometry.device) if held_bytes is None else held_bytes),
+            guard,
         )
         self._lock = threading.Lock()  # of the two below, which several threads change
         self._live: weakref.WeakSet[StoredCache] = weakref.WeakSet()
         self._closed = False
-        self._hooks = _Hooks(model, self._live)
+        self._hooks = PassHooks(model, self._live)
         metrics.engine = _ENGINE
         _open.add(self)
         close_at_exit(self)
@@ -134,17 +150,11 @@ class PromptCache:
         if self._closed:
             raise UsageError("PromptCache: was closed; make another one")
         namespace = Namespace(cache_salt=cache_salt)
-        prompts, reason = prompt_rows(inputs, self._pad_token_ids())
-        longest = max(len(prompt.tokens) for prompt in prompts)
-        limit = self._geometry.limit
-        if limit is not None and longest > limit.num_tokens:
-            reason = reason or f"{longest} tokens exceed {limit.num_tokens} ({limit.reason})"
-        if self._versions.changed():
-            reason = reason or "the model's weights were changed since PromptCache was made"
-        if reason:
-            count("engine.request.uncached")
-            warn_once(f"transformers.{reason}", f"PromptCache: nothing is cached: {reason}")
-            return StoredCache(None, not_cached=reason)
+        prompts, doubt = prompt_rows(inputs, self._pad_token_ids())
+        doubt = doubt or self._too_long(prompts)
+        doubt = self._check(prompts) or doubt
+        if doubt is not None:
+            return StoredCache(None, not_cached=note_doubt(*doubt))
         layouts = self._geometry.layouts
         root = root_key(self._digest, layouts, namespace)
         rows = [
@@ -181,9 +191,9 @@ class PromptCache:
             Whether it was all stored, or given up, in time.
         """
         until = time.monotonic() + (self._config.save_timeout_s if timeout_s is None else timeout_s)
-        self._save_live()
+        checked = self._check_to_save()
         saved = self._saving.ended.wait(max(0.0, until - time.monotonic()))
-        return self._store.flush(max(0.0, until - time.monotonic())) and saved
+        return self._store.flush(max(0.0, until - time.monotonic())) and saved and checked
 
     def close(self) -> None:
         """Save what is left, up to ``save_timeout_s``; let go of model and store. Idempotent."""
@@ -191,17 +201,87 @@ class PromptCache:
             closed, self._closed = self._closed, True
         if closed:
             return
+        self._check_to_save()
         self._hooks.remove()
-        self._save_live()
         self._saving.ended.close(self._config.save_timeout_s)
         self._store.close()
         _open.discard(self)
 
-    def _save_live(self) -> None:
+    def _check(self, prompts: Sequence[PromptRow]) -> Change | None:
+        """Returns why nothing may be loaded for `prompts`, or ``None``.
+
+        If a check is due it runs the canary, and has saved what was computed before it. A prompt
+        that begins like one of these waits for that, at most ``lookup_timeout_ms``.
+        """
+        with self._guard.turn() as mine:
+            if not mine:
+                return Change(Doubt.STORE_CLOSED, "in a forked process, or a hook of the canary")
+            if self._guard.doubt is None and not self._guard.is_due:
+                return self._guard.autocast_doubt()
+            saved = self._save_checked(whole=False)
+        if saved is None:
+            return self._guard.doubt
+        size = self._geometry.layouts[0].tokens_per_block
+        if any(one.begins_like(prompt.tokens[:size]) for one in saved for prompt in prompts):
+            until = time.monotonic() + self._config.lookup_timeout_ms / 1000
+            self._saving.ended.wait(max(0.0, until - time.monotonic()))
+            self._store.flush(max(0.0, until - time.monotonic()))
+        return self._guard.autocast_doubt()
+
+    def _check_to_save(self) -> bool:
+        """Runs the canary, and has all saved that was computed, or given up.
+
+        Returns:
+            Whether that is done. In the middle of a forward pass of this thread it is not.
+        """
+        with self._guard.turn() as mine:
+            if not mine or self._hooks.in_pass:
+                return False
+            known = self._guard.doubt
+            saved = self._save_checked(whole=True)
+        if saved is None and known is None and self._guard.doubt is not None:
+            note_doubt(*self._guard.doubt)
+        return True
+
+    def _save_checked(self, *, whole: bool) -> list[StoredCache] | None:
+        """Has caches saved as far as they are computed now, if the model is unchanged.
+
+        Args:
+            whole: live ones, too, whose partly filled last block may grow.
+
+        Returns:
+            Those that are saved; ``None``: the model has changed, and none is.
+        """
+        ended, dropped = self._saving.ended.take()
+        if dropped:
+            count("transformers.held.dropped", caches=dropped)
+            warn_once(
+                "transformers.held",
+                f"{dropped} prompts were not saved: until the next prefill() or flush(), caches "
+                "may hold held_bytes; give more, or call flush() more often",
+            )
         with self._lock:
             live = list(self._live)
-        for cache in live:
-            cache.save()
+        caches: dict[StoredCache, bool] = dict.fromkeys(live, whole) | dict.fromkeys(ended, True)
+        unsaved = {one: end for one, end in caches.items() if one.mark()}
+        if whole and not unsaved:
+            return []
+        if (doubt := self._guard.check()) is not None:
+            for one in caches:
+                one.disown(doubt)
+            return None
+        for one, end in unsaved.items():
+            one.vouch()
+            if end or self._config.save_on != "finish":
+                self._saving.ended.save(one, whole=end)
+        return list(unsaved)
+
+    def _too_long(self, prompts: Sequence[PromptRow]) -> Change | None:
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        limit = self._geometry.limit
+        if limit is None or longest <= limit.num_tokens:
+            return None
+        return Change(Doubt.TOO_LONG, f"over {limit.num_tokens} tokens ({limit.reason})")
 
     def __enter__(self) -> Self:
         return self
@@ -218,41 +298,11 @@ class PromptCache:
         return frozenset({pad})
 
 
-class _Hooks:
-    """Tells the live caches of a model of its forward passes, until they are removed."""
-
-    def __init__(self, model: nn.Module, live: weakref.WeakSet[StoredCache]) -> None:
-        self._live = live
-        self._handles = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
-        )
-
-    def remove(self) -> None:
-        """No cache is told any more."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(
-        self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cache = named.get("past_key_values")
-        if isinstance(cache, StoredCache) and cache in self._live:
-            repeated = cache.num_repeated(named.get("input_ids"))
-            if repeated:
-                parts = ("input_ids", "position_ids")
-                cut = {
-                    one: named[one][..., repeated:] for one in parts if named.get(one) is not None
-                }
-                named = named | cut
-            ids = named.get("input_ids", args[0] if args else None)
-            cache.forward_begins(ids, named.get("attention_mask"), named.get("position_ids"))
-        return args, named
-
-    def _after(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
-        cache = named.get("past_key_values")
-        if isinstance(cache, StoredCache) and cache in self._live:
-            cache.forward_ended()
+def _held_nbytes(device: torch.device) -> int:
+    """An eighth of the memory that caches are in."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory) // 8
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
 
 
 def _store_config(connector: Connector) -> KvCacheConnectorConfig:

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvconnect.digest.doubts import Doubt
 from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.transformers.structure import Change
 from kvconnect.text import shown
 from kvconnect.tokens import TokenArray
 
@@ -33,7 +35,7 @@ class PromptRow:
 
 def prompt_rows(
     inputs: Mapping[str, object] | Tensor, pad_token_ids: frozenset[int]
-) -> tuple[list[PromptRow], str]:
+) -> tuple[list[PromptRow], Change | None]:
     """The prompts of what a tokenizer returned.
 
     Args:
@@ -42,7 +44,7 @@ def prompt_rows(
         pad_token_ids: ids that transformers takes for padding if there is no mask.
 
     Returns:
-        The prompts, and why they cannot be cached; an empty text: they can.
+        The prompts, and why they cannot be cached; ``None``: they can.
 
     Raises:
         ConfigurationError: there are no ``input_ids`` ``[batch, tokens]``; or there is padding
@@ -64,8 +66,9 @@ def prompt_rows(
     mask = given.get("attention_mask")
     if mask is None:
         padded = pad_token_ids & set(np.unique(tokens).tolist())
-        reason = "the prompt has padding and no attention_mask" if padded else ""
-        return [PromptRow(row, 0) for row in tokens], _other_inputs(given) or reason
+        doubt = Change(Doubt.MASK, "the prompt has padding and no attention_mask")
+        rows = [PromptRow(row, 0) for row in tokens]
+        return rows, _other_inputs(given) or (doubt if padded else None)
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         raise ConfigurationError(
             f"inputs: attention_mask={shown(mask)} must be a tensor of the shape of input_ids, "
@@ -84,14 +87,14 @@ def prompt_rows(
     return rows, _other_inputs(given)
 
 
-def _other_inputs(given: Mapping[str, object]) -> str:
-    """Names what else goes into the model and may change keys and values."""
+def _other_inputs(given: Mapping[str, object]) -> Change | None:
+    """Returns what else goes into the model and may change keys and values."""
     others = sorted(
         name
         for name, value in given.items()
         if name not in _TEXT and value is not None and not _is_zero(value)
     )
-    return f"the prompt has {', '.join(others)} beside its tokens" if others else ""
+    return Change(Doubt.OTHER_INPUTS, ", ".join(others)) if others else None
 
 
 def _is_zero(value: object) -> bool:

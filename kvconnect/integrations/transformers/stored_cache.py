@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -14,39 +12,32 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from kvconnect.connector.offload.messages import SaveOrder
+from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import UsageError
-from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.transformers.cached_row import CachedRow
-from kvconnect.integrations.transformers.ended_caches import EndedCaches
+from kvconnect.integrations.transformers.passes import ForwardPass, placement
 from kvconnect.integrations.transformers.restoring import Restored
-from kvconnect.integrations.transformers.tensors import LayerTensors, as_blocks, tail_block
-from kvconnect.layout import KvCacheLayout
-from kvconnect.trace import warn_once
+from kvconnect.integrations.transformers.saving import SavingTo, save_full_blocks, save_tails
+from kvconnect.integrations.transformers.structure import Change
+from kvconnect.integrations.transformers.tensors import LayerTensors
+from kvconnect.tokens import TokenArray
 
-__all__ = ["SavingTo", "StoredCache"]
-
-# Saved as soon as so many tokens wait for it: each time costs about as much as a few blocks.
-_SAVE_TOKENS = 256
+__all__ = ["StoredCache"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SavingTo:
-    """Where a cache is saved, and how.
+class _Computed(NamedTuple):
+    """A pass that is over, and was not read back from the device yet.
 
     Attributes:
-        store: where.
-        layouts: of its pool groups.
-        max_tokens: sequences beyond that are not saved any more; ``None``: no limit.
-        at_end: save only at the end.
-        ended: takes caches in that no one refers to any more.
+        start, end: of its tokens, padding included.
+        beyond: ids of those that rows do not know, ``[batch, tokens]``.
+        plain: booleans on the device; the pass is plain if all hold.
     """
 
-    store: StoreAccess
-    layouts: tuple[KvCacheLayout, ...]
-    max_tokens: int | None
-    at_end: bool
-    ended: EndedCaches
+    start: int
+    end: int
+    beyond: Tensor
+    plain: tuple[Tensor, ...]
 
 
 class StoredCache(DynamicCache):
@@ -54,9 +45,9 @@ class StoredCache(DynamicCache):
 
     Holds keys and values of all layers from the first token on, also those that a sliding window
     does not reach any more: masks see to the window. `PromptCache` tells it which tokens each
-    forward pass computes. Whole blocks are saved behind the pass that fills them, a few at a time;
-    what is left, the last partly filled block included, when this object goes (which is when
-    ``generate()`` returns, unless it was asked to return the cache), or by `save`.
+    forward pass computes. It is saved as far as plain causal passes of this model computed it, one
+    behind the other, once `PromptCache` has found the model unchanged. A pass of another kind, or
+    anything else that writes here, ends what is saved.
 
     Attributes:
         loaded_tokens: tokens of each prompt that were loaded, and not computed.
@@ -76,26 +67,33 @@ class StoredCache(DynamicCache):
         self.not_cached = not_cached
         self.loaded_tokens = tuple(max(0, restored.num_tokens - row.offset) for row in rows)
         self._saving = saving
-        # `PromptCache.flush` may save it while a pass computes elsewhere, or once it has ended.
+        # It may be saved while a pass computes elsewhere, or once it has ended.
         self._lock = threading.Lock()
         self._rows = list(rows)
-        self._num_computed = restored.num_tokens  # of a row, padding included, by all layers
-        self._num_loaded = restored.num_tokens
+        self._num_loaded = restored.num_tokens  # of a row, padding included
+        self._num_computed = restored.num_tokens  # by plain passes, or loaded
+        self._num_marked = 0
+        self._num_checked = 0  # of what was computed, before the last good check
+        self._num_saved = restored.num_tokens
+        self._disowned: Change | None = None
         self._prompt_end = max((row.offset + len(row.tokens) for row in rows), default=0)
         self._known = self._prompt_end  # tokens of a row, padding included, that rows know of
+        self._followed = saving is not None and bool(rows)
         self._begins_anew = False
-        self._computing: Tensor | None = None
-        self._computed: list[Tensor] = []  # behind what rows know of, not read yet
+        self._computing: _Computed | None = None
+        self._unread: list[_Computed] = []
+        self._copied: Any = None  # an event behind all that was computed, on CUDA
         for keys, values in restored.layers:
             layer = _new_layer()
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys.transpose(1, 2), values.transpose(1, 2)
             self.layers.append(layer)
+        self._stamp = self._tensor_stamp()
 
     # ------------------------------------------------------------------ told by the model's hooks
 
     def num_repeated(self, input_ids: Tensor | None) -> int:
-        """How many leading tokens of the next forward pass are loaded already.
+        """Returns how many leading tokens of the next forward pass are loaded already.
 
         Assisted decoding begins with the whole prompt, whatever the cache holds.
         """
@@ -105,69 +103,77 @@ class StoredCache(DynamicCache):
         whole = input_ids.shape[1] >= self._prompt_end
         return self._num_loaded if whole and self.get_seq_length() == self._num_loaded else 0
 
-    def forward_begins(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, positions: Tensor | None
-    ) -> None:
-        """A forward pass computes these tokens next.
+    def forward_begins(self, given: ForwardPass) -> None:
+        """Takes note of the pass that computes next.
 
         Raises:
-            UsageError: they do not go on with what was loaded: another prompt, another number of
-                rows, other padding or positions. Nothing was computed.
+            UsageError: it does not go on with what was loaded: another prompt, another number of
+                rows, other padding or positions, a model that has changed. Nothing was computed.
         """
         with self._lock:
-            self._begin(input_ids, attention_mask, positions)
+            self._computing = None
+            if self._disowned is not None:
+                self._end_or_raise(self._disowned)
+            if not self._followed:
+                return
+            ids = given.input_ids
+            if ids is not None and ids.shape[0] != len(self._rows):
+                raise UsageError(
+                    f"past_key_values: prefill() was given {len(self._rows)} prompts, and "
+                    f"generate() computes {ids.shape[0]} sequences; beam search and "
+                    "num_return_sequences are not possible with a PromptCache: leave "
+                    "past_key_values out, or give the prompt several times"
+                )
+            found = self._begin(given)
+            if isinstance(found, Change):
+                self._end_or_raise(found)
+            else:
+                self._computing = found
 
-    def _begin(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, positions: Tensor | None
-    ) -> None:
-        self._computing = None
-        if not self._rows:
-            return
+    def _begin(self, given: ForwardPass) -> _Computed | Change:
         start = self.get_seq_length()
-        if input_ids is None:
-            self._end_or_raise("the model is called with embeddings instead of tokens")
-        elif input_ids.shape[0] != len(self._rows):
-            raise UsageError(
-                f"past_key_values: prefill() was given {len(self._rows)} prompts, and generate() "
-                f"computes {input_ids.shape[0]} sequences; beam search and num_return_sequences "
-                "are not possible with a PromptCache: leave past_key_values out, or give the "
-                "prompt several times"
-            )
-        elif not self._goes_on(input_ids, start):
-            self._end_or_raise("other tokens are computed than prefill() was given")
-        elif start == self._num_loaded and not self._placed_alike(attention_mask, positions, start):
-            self._end_or_raise("attention_mask or position_ids are others than prefill() was given")
-        else:
-            self._computing = input_ids
+        if start != self._num_computed or self._is_foreign():
+            return Change(Doubt.FOREIGN_PASS, "")
+        placed = placement(given, start, [row.offset for row in self._rows])
+        ids = given.input_ids
+        if placed.doubt is not None or ids is None:
+            return Change(placed.doubt or Doubt.EMBEDDINGS, "")
+        if not self._goes_on(ids, start):
+            return Change(Doubt.OTHER_TOKENS, "")
+        on_loaded = start == self._num_loaded > 0
+        if on_loaded and not all(map(bool, placed.conditions)):
+            return Change(Doubt.MASK, "attention_mask or position_ids are others than prefill()'s")
+        end = start + ids.shape[1]
+        unknown = end - max(start, self._known_soon())
+        beyond = ids[:, ids.shape[1] - max(0, unknown) :]
+        if (saving := self._saving) is not None:
+            # What a generate() begins with; a step of it has no time for that.
+            changed = saving.guard.glance() if on_loaded or ids.shape[1] > 1 else None
+            if changed := changed or saving.guard.autocast_doubt():
+                return changed
+            limit = saving.max_tokens
+            if limit is not None and end - min(row.offset for row in self._rows) > limit:
+                # Keys of all rows are others from here on; those before are as they were.
+                self._followed = False
+        return _Computed(start, end, beyond, placed.conditions)
 
-    def forward_ended(self) -> None:
-        """The forward pass is over; saves what is due. Never raises for a store's fault."""
-        computed, self._computing = self._computing, None
-        if computed is None:
-            return
+    def forward_ended(self, *, succeeded: bool) -> None:
+        """Takes note that the pass is over."""
         with self._lock:
-            self._num_computed = self.get_seq_length()
-            self._take_in(computed)
-
-    def _take_in(self, computed: Tensor) -> None:
-        if not self._rows or self._saving is None:
-            return
-        end = self._num_computed
-        if end > self._known:
-            beyond = end - self._known - sum(one.shape[1] for one in self._computed)
-            self._computed.append(computed[:, computed.shape[1] - beyond :])
-        limit = self._saving.max_tokens
-        if limit is not None and end - min(row.offset for row in self._rows) > limit:
-            # From here on keys of all rows are others; those before are as they were.
-            self._save_full(end - computed.shape[1])
-            self._end()
-            return
-        if self._saving.at_end:
-            return
-        due = max(row.num_due(end - row.offset) for row in self._rows)
-        size = self._saving.layouts[0].tokens_per_block
-        if due * size >= _SAVE_TOKENS or (due and end == self._prompt_end):
-            self._save_full(end)
+            computed, self._computing = self._computing, None
+            if computed is None:
+                return
+            layers: list[Any] = self.layers
+            if not succeeded or any(one.get_seq_length() != computed.end for one in layers):
+                self._followed = False
+            if not self._followed:
+                return
+            self._num_computed = computed.end
+            self._unread.append(computed)
+            self._stamp = self._tensor_stamp()
+            device = computed.beyond.device
+            if device.type == "cuda":
+                self._copied = torch.cuda.current_stream(device).record_event()
 
     def _goes_on(self, input_ids: Tensor, start: int) -> bool:
         """Whether tokens that are known already are the same ones."""
@@ -182,121 +188,139 @@ class StoredCache(DynamicCache):
                 return False
         return True
 
-    def _placed_alike(self, mask: Tensor | None, positions: Tensor | None, start: int) -> bool:
-        offsets = [row.offset for row in self._rows]
-        if mask is None:
-            if any(offsets):
-                return False
-        elif mask.ndim == 2:
-            kept = mask.to("cpu").numpy() != 0
-            end = min(kept.shape[1], self._prompt_end)
-            wanted = np.arange(end) >= np.array(offsets)[:, None]
-            if not np.array_equal(kept[:, :end], wanted):
-                return False
-        if positions is None or positions.ndim != 2:
-            return True
-        at = start + np.arange(positions.shape[1]) - np.array(offsets)[:, None]
-        given = positions.to("cpu").numpy()
-        return bool(np.all((given == at) | (at < 0)))
+    def _known_soon(self) -> int:
+        """Tokens of a row that rows know of once all passes are read."""
+        return self._known + sum(one.beyond.shape[1] for one in self._unread)
+
+    def _tensor_stamp(self) -> list[tuple[int, int]]:
+        """Tells whether keys or values were replaced or written to between two passes."""
+        layers: list[Any] = self.layers
+        return [
+            (id(one), 0 if one.is_inference() else one._version)  # noqa: SLF001  documented
+            for layer in layers
+            if layer.is_initialized
+            for one in (layer.keys, layer.values)
+        ]
+
+    def _is_foreign(self) -> bool:
+        """Whether keys or values were replaced since the last pass; then none of them is known.
+
+        This says no of a pass under way, and of those behind the last plain one: they write behind
+        what is known.
+        """
+        if not self._followed or self._computing is not None:
+            return False
+        if self._stamp == self._tensor_stamp():
+            return False
+        self._followed = False
+        self._num_computed = self._num_marked = self._num_checked = 0
+        return True
+
+    def _end_or_raise(self, change: Change) -> None:
+        """Ends saving; raises if what was loaded would be used by another computation."""
+        if self._num_loaded and self.get_seq_length() == self._num_loaded:
+            reason = ": ".join(filter(None, (change.doubt.sentence, change.detail)))
+            raise UsageError(
+                f"past_key_values: {reason}; call prefill() with what generate() is called with"
+            )
+        if self._followed:
+            note_doubt(*change)
+        self._followed = False
 
     # ------------------------------------------------------------------ saving
 
-    def save(self) -> None:
-        """Save what passes that are over have computed; from any thread.
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values."""
+        layers: list[Any] = self.layers
+        return sum(one.keys.nbytes + one.values.nbytes for one in layers if one.is_initialized)
+
+    def mark(self) -> bool:
+        """Notes that a check of the model begins, which speaks for what was computed until now.
+
+        Returns:
+            Whether something of that is not saved yet.
+        """
+        with self._lock:
+            self._num_marked = self._num_computed
+            return self._num_marked > self._num_saved
+
+    def begins_like(self, tokens: TokenArray) -> bool:
+        """Returns whether some row begins with all of `tokens`."""
+        count = len(tokens)
+        return any(np.array_equal(row.tokens.view[:count], tokens) for row in self._rows)
+
+    def vouch(self) -> None:
+        """The check that began with `mark` was good: `save` may save what was computed then."""
+        with self._lock:
+            self._num_checked = self._num_marked
+
+    def disown(self, change: Change) -> None:
+        """The check was not good: nothing is saved any more, and what was loaded is of no use."""
+        with self._lock:
+            self._num_marked = self._num_checked = 0
+            self._disowned = change
+            self._followed = False
+
+    def save(self, *, whole: bool) -> None:
+        """Saves what was computed before the last good check; from any thread.
 
         Never raises for a store's fault; blocks only if told to wait.
+
+        Args:
+            whole: the partly filled last block, too.
         """
         saving = self._saving
-        if saving is None:
-            return
         with self._lock:
-            if not self._rows or not self._num_computed:
+            if saving is None or not self._num_checked or self._is_foreign():
                 return
-            end = self._num_computed
-            self._save_full(end)
-            if saving.store.saves_tails and end == self._known:
-                self._save_tails(end, saving)
-
-    def _save_full(self, end: int) -> None:
-        """The full blocks of the first `end` tokens."""
-        saving = self._saving
-        if saving is None:
-            return
-        self._read_computed()
-        layers = self._tensors()
-        for number, row in enumerate(self._rows):
-            valid = min(end, self._known) - row.offset
-            if not row.num_due(valid):
-                continue
-            with ExitStack() as attached:
-                first_ids: list[int | None] = []
-                for group, layout in enumerate(saving.layouts):
-                    size = layout.tokens_per_block
-                    low, high = row.num_done[group] * size, valid - valid % size
-                    if low >= high:
-                        first_ids.append(None)
-                        continue
-                    tokens = range(row.offset + low, row.offset + high)
-                    blocks = as_blocks(layers, layout, number, tokens)
-                    copier = saving.store.attached[group]
-                    first_ids.append(attached.enter_context(copier.attached(blocks)))
-                order = row.order(valid, first_ids)
-                if _saved(saving.store, order) == len(order.blocks):
-                    row.saved(valid)
-                else:
-                    row.open = False
-
-    def _save_tails(self, end: int, saving: SavingTo) -> None:
-        layers = self._tensors()
-        size = saving.layouts[0].tokens_per_block
-        for number, row in enumerate(self._rows):
-            valid = end - row.offset
-            if not row.open or valid % size == 0:
-                continue
-            tokens = range(row.offset + valid - valid % size, end)
-            with ExitStack() as attached:
-                first_ids = [
-                    attached.enter_context(
-                        copier.attached(tail_block(layers, layout, number, tokens))
-                    )
-                    for copier, layout in zip(saving.store.attached, saving.layouts, strict=True)
-                ]
-                order = row.tail_order(valid, first_ids)
-                if order is not None:
-                    _saved(saving.store, order)
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._read_computed()
+            end = min(self._num_checked, self._num_computed, self._known)
+            layers = self._tensors()
+            save_full_blocks(saving, self._rows, layers, end)
+            if whole and end == self._known:
+                save_tails(saving, self._rows, layers, end)
+            if whole:
+                self._num_saved = end
 
     def _read_computed(self) -> None:
-        """Take in the tokens of forward passes; the host waits for the device here."""
-        if not self._computed:
+        """Takes in the tokens of plain passes; the host waits for the device here."""
+        unread, self._unread = self._unread, []
+        if not unread:
             return
-        computed, self._computed = torch.cat(self._computed, dim=1), []
-        for row, tokens in zip(self._rows, computed.to("cpu", torch.int32).numpy(), strict=True):
+        for number, one in enumerate(unread):
+            if not all(map(bool, one.plain)):
+                self._num_computed = one.start
+                self._followed = False
+                unread = unread[:number]
+                break
+        beyond = torch.cat([one.beyond for one in unread], dim=1)
+        for row, tokens in zip(self._rows, beyond.to("cpu", torch.int32).numpy(), strict=True):
             row.append(tokens)
-        self._known += computed.shape[1]
+        self._known += beyond.shape[1]
 
     def _tensors(self) -> list[LayerTensors]:
         layers: list[Any] = self.layers
         return [(one.keys.transpose(1, 2), one.values.transpose(1, 2)) for one in layers]
 
-    def _end(self) -> None:
-        """It is not saved any more."""
-        self._rows, self._computed = [], []
-
-    def _end_or_raise(self, reason: str) -> None:
-        if self._num_loaded:
-            raise UsageError(
-                f"past_key_values: {reason}; call prefill() with what generate() is called with"
-            )
-        warn_once("transformers.not_saved", f"PromptCache: {reason}; it is not saved")
-        self._end()
-
     def __del__(self) -> None:
         # The saving happens elsewhere: this may run inside of any lock, on any thread.
         saving = getattr(self, "_saving", None)
-        if saving is not None and getattr(self, "_rows", None):
+        if saving is not None and self._num_computed > self._num_saved:
             saving.ended.put(self)
 
     # ------------------------------------------------------------------ what generate() does to it
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As transformers'. Outside of a pass that was begun here, it ends what is saved."""
+        if self._computing is None and self._followed:
+            self._followed = False
+            note_doubt(Doubt.FOREIGN_PASS)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def activate_past_recording(self) -> None:
         """As transformers': assisted decoding begins."""
@@ -306,19 +330,26 @@ class StoredCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers': the last tokens were rejected (assisted decoding)."""
         with self._lock:
+            self._is_foreign()
             super().crop(tokens_to_remove)
             self._read_computed()
-            end = self._num_computed = self.get_seq_length() if self.layers else 0
-            if end < self._known and self._rows:
+            end = min(self._num_computed, self.get_seq_length() if self.layers else 0)
+            self._num_computed = end
+            self._num_marked = min(self._num_marked, end)
+            self._num_checked = min(self._num_checked, end)
+            self._num_saved = min(self._num_saved, end)
+            if end < self._known:
                 for row in self._rows:
                     row.truncate(max(0, end - row.offset))
                 self._known = end
+            self._stamp = self._tensor_stamp()
 
     def reset(self) -> None:
         """As transformers'; nothing of it is saved any more."""
         with self._lock:
             super().reset()  # type: ignore[no-untyped-call]
-            self._end()
+            self._followed = False
+            self._num_computed = self._num_marked = self._num_checked = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refused: rows change places in beam search.
@@ -364,7 +395,3 @@ class StoredCache(DynamicCache):
 
 def _new_layer() -> DynamicLayer:
     return DynamicLayer()  # type: ignore[no-untyped-call]
-
-
-def _saved(store: StoreAccess, order: SaveOrder) -> int:
-    return store.save(order.blocks, namespace=order.namespace)

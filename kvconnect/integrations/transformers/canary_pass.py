@@ -1,0 +1,42 @@
+"""The pass that tells whether a model still computes what it computed when it was named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+__all__ = ["CanaryPass", "canary_ids"]
+
+_NUM_TOKENS = 16
+# Coprime to every vocabulary's size, so that ids lie far apart.
+_STEP = 1_000_003
+
+
+class CanaryPass:
+    """A forward pass over 16 fixed tokens, with the model's own ``forward`` and all its hooks.
+
+    Args:
+        model: is neither changed nor put into another mode.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __call__(self) -> list[Tensor]:
+        """Returns keys and values of every layer, and the logits after each token."""
+        past = DynamicCache()
+        ids = canary_ids(self._model, _NUM_TOKENS)
+        output: Any = self._model(input_ids=ids, past_key_values=past, use_cache=True)
+        layers: list[Any] = past.layers
+        return [*(one for layer in layers for one in (layer.keys, layer.values)), output.logits]
+
+
+def canary_ids(model: PreTrainedModel, count: int) -> Tensor:
+    """Returns `count` ids, ``[1, count]``, that are the same for each model of a vocabulary."""
+    embeddings: Any = model.get_input_embeddings()
+    size = int(embeddings.weight.shape[0])
+    ids = [(_STEP * (number + 1)) % size for number in range(count)]
+    return torch.tensor([ids], device=model.device)

@@ -1,0 +1,138 @@
+"""Decides whether what a model computes may still go by the name that it was given."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvconnect.digest.canary import Canary
+from kvconnect.digest.doubts import Doubt
+from kvconnect.digest.watch import WeightWatch
+from kvconnect.integrations.transformers.canary_pass import CanaryPass
+from kvconnect.integrations.transformers.structure import Change, Structure
+
+__all__ = ["ModelGuard"]
+
+
+class ModelGuard:
+    """Watches a model from the moment at which it was named.
+
+    `glance` is cheap: it compares counters, attributes and settings. `check` also runs the canary,
+    and what it finds is final: the model needs another name.
+
+    Args:
+        model: as it was named. Computes 32 tokens, or 48, for this.
+        device: on which it computes.
+        interval_s: seconds for which a good check holds before something is loaded.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, *, interval_s: float) -> None:
+        self._device = device
+        self._interval_s = interval_s
+        self._process = os.getpid()
+        # Frequencies that change with a prompt's length are left to the canary.
+        self._watch = WeightWatch.of(model, buffers=not _rope_varies(model))
+        self._structure = Structure(model)
+        self._autocast = _autocast(device)
+        self._turn = threading.Lock()
+        self._holder: int | None = None
+        self._doubt: Change | None = None
+        self._canary: Canary | None = None
+        if any(module.training for module in model.modules()):
+            self._doubt = Change(Doubt.TRAINING, "call model.eval() and make another PromptCache")
+            return
+        self._canary = Canary(CanaryPass(model), device)
+        if not self._canary.stable:
+            self._doubt = Change(Doubt.CANARY_UNSTABLE, "")
+        self._good_at = time.monotonic()
+
+    @property
+    def doubt(self) -> Change | None:
+        """Why nothing is loaded and saved any more; ``None``: nothing speaks against it."""
+        return self._doubt
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """One thread checks at a time; yields whether it is this one's turn.
+
+        It is not inside of a check: hooks of the model may call for another. Nor is it in a process
+        that was forked.
+        """
+        if self._holder == threading.get_ident() or os.getpid() != self._process:
+            yield False
+            return
+        with self._turn:
+            self._holder = threading.get_ident()
+            try:
+                yield True
+            finally:
+                self._holder = None
+
+    @property
+    def is_due(self) -> bool:
+        """The last good check is older than the interval, or something may have changed since."""
+        if self._doubt is not None:
+            return False
+        late = time.monotonic() - self._good_at >= self._interval_s
+        return late or self.glance() is not None
+
+    def glance(self) -> Change | None:
+        """Returns what cheap checks find changed since the last good check, or ``None``.
+
+        Of hooks and attributes of modules only a canary can tell whether they matter.
+        """
+        if self._doubt is not None:
+            return self._doubt
+        written = self._watch.changed()
+        if written is not None:
+            return Change(Doubt.WEIGHTS_CHANGED, written)
+        return self._structure.change()
+
+    def check(self) -> Change | None:
+        """Runs the canary, and returns why the model has no name any more, or ``None``.
+
+        Call it in a `turn`. What is found is final: see `doubt`.
+        """
+        if self._doubt is not None:
+            return self._doubt
+        change = self.glance()
+        decides = change is None or change.doubt is Doubt.MODULES_CHANGED
+        if decides and self._canary_agrees():
+            if change is not None:
+                self._structure.take()
+            self._good_at = time.monotonic()
+            return None
+        self._doubt = change or Change(Doubt.CANARY, "")
+        return self._doubt
+
+    def autocast_doubt(self) -> Change | None:
+        """Returns why the calling thread's ``torch.autocast`` changes results, or ``None``."""
+        same = _autocast(self._device) == self._autocast
+        return None if same else Change(Doubt.SETTINGS_CHANGED, "torch.autocast")
+
+    def _canary_agrees(self) -> bool:
+        enabled, dtype = self._autocast
+        with torch.autocast(self._device.type, dtype=dtype, enabled=enabled):
+            return self._canary is not None and self._canary.agrees()
+
+
+def _rope_varies(model: nn.Module) -> bool:
+    """Whether its rotary embedding replaces its buffers for long prompts, and back again."""
+    kinds: list[Any] = [getattr(module, "rope_type", None) for module in model.modules()]
+    return any(
+        kind in {"dynamic", "longrope"}
+        for given in kinds
+        for kind in (given.values() if isinstance(given, dict) else (given,))
+    )
+
+
+def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

@@ -1,0 +1,71 @@
+"""Hooks into a model's forward pass, which tell caches which tokens are computed."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from torch import nn
+
+from kvconnect.integrations.transformers.passes import ForwardPass, parameters_of
+from kvconnect.integrations.transformers.stored_cache import StoredCache
+
+__all__ = ["PassHooks"]
+
+_CUT = ("input_ids", "position_ids", "cache_position")
+
+
+class PassHooks:
+    """Tells the live caches of a model of its forward passes, until they are removed.
+
+    Args:
+        model: is hooked as a whole; passes of its parts are not seen.
+        live: its caches.
+    """
+
+    def __init__(self, model: nn.Module, live: weakref.WeakSet[StoredCache]) -> None:
+        self._live = live
+        self._names = parameters_of(model)
+        self._thread = threading.local()
+        self._handles = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        )
+
+    @property
+    def in_pass(self) -> bool:
+        """A forward pass of the model is under way on this thread."""
+        return getattr(self._thread, "in_pass", False)
+
+    def remove(self) -> None:
+        """No cache is told any more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(
+        self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._thread.in_pass = True
+        given = self._by_name(args, named)
+        cache = given.get("past_key_values")
+        if not isinstance(cache, StoredCache) or cache not in self._live:
+            return args, named
+        repeated = cache.num_repeated(given.get("input_ids"))
+        if repeated:
+            cut = {one: given[one][..., repeated:] for one in _CUT if given.get(one) is not None}
+            args, named = (), given | cut
+            given = named
+        cache.forward_begins(ForwardPass(given.get("input_ids"), given))
+        return args, named
+
+    def _after(
+        self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: object
+    ) -> None:
+        self._thread.in_pass = False
+        cache = self._by_name(args, named).get("past_key_values")
+        if isinstance(cache, StoredCache) and cache in self._live:
+            cache.forward_ended(succeeded=output is not None)
+
+    def _by_name(self, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._names, args, strict=False)) | named

@@ -1,0 +1,110 @@
+"""Tells plain causal passes, whose tokens alone name what they compute, from all others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvconnect.digest.doubts import Doubt
+
+__all__ = ["ForwardPass", "Placement", "parameters_of", "placement"]
+
+# Change no key and no value, or are looked at by themselves.
+_HARMLESS = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}
+    | {"inputs_embeds", "use_cache", "return_dict", "logits_to_keep", "labels"}
+    | {"output_attentions", "output_hidden_states", "output_router_logits"}
+)
+
+
+class ForwardPass(NamedTuple):
+    """What a model's ``forward`` is called with.
+
+    Attributes:
+        input_ids: ``[batch, tokens]``; ``None``: it was given embeddings.
+        named: all arguments by name.
+    """
+
+    input_ids: Tensor | None
+    named: Mapping[str, Any]
+
+
+class Placement(NamedTuple):
+    """How the tokens of a pass lie.
+
+    Attributes:
+        doubt: why the pass is not plain; ``None``: it is if `conditions` hold.
+        conditions: tensors of one boolean, on the device; not read yet, as that would wait for it.
+    """
+
+    doubt: Doubt | None
+    conditions: tuple[Tensor, ...] = ()
+
+
+def parameters_of(model: nn.Module) -> tuple[str, ...]:
+    """Returns the names that positional arguments of the model's ``forward`` stand for."""
+    return tuple(inspect.signature(model.forward).parameters)
+
+
+def placement(given: ForwardPass, start: int, offsets: Sequence[int]) -> Placement:
+    """Returns whether `given` is a plain causal pass behind the first `start` tokens.
+
+    Plain is: ids; a mask that is 2-D and hides the padding on the left, nothing else; positions
+    that count from the first token of each row. Where rows are padded, mask and positions have to
+    be given.
+
+    Args:
+        given: the pass.
+        start: tokens in the cache when it begins, padding included.
+        offsets: padding of each row.
+    """
+    ids = given.input_ids
+    if ids is None or given.named.get("inputs_embeds") is not None:
+        return Placement(Doubt.EMBEDDINGS)
+    if any(name not in _HARMLESS and _shapes(value) for name, value in given.named.items()):
+        return Placement(Doubt.OTHER_INPUTS)
+    end = start + ids.shape[1]
+    padding = torch.tensor(offsets, device=ids.device)[:, None] if any(offsets) else None
+    mask = _mask(given.named.get("attention_mask"), end, padding)
+    if mask.doubt is not None:
+        return mask
+    positions = _positions(given.named.get("position_ids"), range(start, end), padding)
+    if positions.doubt is not None:
+        return positions
+    numbers = given.named.get("cache_position")
+    counted = Placement(None) if numbers is None else _positions(numbers, range(start, end), None)
+    return Placement(counted.doubt, (*mask.conditions, *positions.conditions, *counted.conditions))
+
+
+def _shapes(value: object) -> bool:
+    """Whether an argument of another name may shape keys and values; zeros do not."""
+    return bool(value.any()) if isinstance(value, Tensor) else value not in (None, False, 0)
+
+
+def _mask(mask: object, end: int, padding: Tensor | None) -> Placement:
+    if mask is None:
+        return Placement(None if padding is None else Doubt.MASK)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < end:
+        return Placement(Doubt.MASK)
+    kept = mask[:, :end] != 0
+    if padding is None:
+        return Placement(None, (kept.all(),))
+    wanted = torch.arange(end, device=mask.device) >= padding.to(mask.device)
+    return Placement(None, ((kept == wanted).all(),))
+
+
+def _positions(positions: object, tokens: range, padding: Tensor | None) -> Placement:
+    """As `_mask`. Several planes of positions, as models of pictures have them, must be alike."""
+    if positions is None:
+        return Placement(None if padding is None else Doubt.POSITION_IDS)
+    if not isinstance(positions, Tensor) or positions.shape[-1] != len(tokens):
+        return Placement(Doubt.POSITION_IDS)
+    wanted = torch.arange(tokens.start, tokens.stop, device=positions.device)
+    if padding is None:
+        return Placement(None, ((positions == wanted).all(),))
+    wanted = wanted - padding.to(positions.device)
+    return Placement(None, (((positions == wanted) | (wanted < 0)).all(),))

@@ -1,0 +1,198 @@
+"""Compares a model's weights in memory with the files of its directory, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from kvconnect.digest.files import ModelFiles
+from kvconnect.digest.memory import as_bytes, memory_place, pieces, same_bits
+from kvconnect.digest.progress import Progress
+
+__all__ = ["StoredTensor", "difference_from_files"]
+
+_SUFFIX = ".safetensors"
+_MAX_HEADER = 100 << 20  # the format's own limit
+_PIECE = 1 << 20  # is compared while it is in the processor's cache
+_MAX_THREADS = 16
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in an open file.
+
+    Attributes:
+        descriptor: of the file.
+        dtype, shape: as stored.
+        start: of its first byte in the file.
+    """
+
+    descriptor: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+def difference_from_files(model: PreTrainedModel, files: ModelFiles) -> str:
+    """Returns how the weights in memory differ from those that `files` hold; empty: they do not.
+
+    A weight equals its file if loading gives these bits: renamed, merged or split as transformers
+    does it for this architecture, and cast to the dtype it has in memory. A weight that no file
+    names must be one that another name shares. Of weights that the model does not use nothing is
+    said.
+
+    Blocks on file I/O, and logs every 5 seconds how far it is.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    stored = _stored_tensors(files)
+    if stored is None:
+        return "no safetensors files of the directory hold its weights"
+    pairs, missing = _paired(model, stored)
+    if missing:
+        return f"{missing} is in no file"
+    for name, tensor, file in pairs:
+        if tuple(tensor.shape) != file.shape:
+            return f"{name} has shape {list(tensor.shape)}, in the file {list(file.shape)}"
+    return _first_difference(pairs)
+
+
+def _paired(
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor]
+) -> tuple[list[tuple[str, Tensor, StoredTensor]], str]:
+    """Finds the file of each tensor; also the name of one that has none."""
+    state: dict[str, Tensor] = model.state_dict()
+    reverted: Mapping[str, Tensor] = revert_weight_conversion(model, state)
+    pairs, alone = [], []
+    found = set()
+    for name, tensor in reverted.items():
+        file = next((stored[one] for one in _spellings(model, name) if one in stored), None)
+        if file is None:
+            alone.append((name, tensor))
+        else:
+            pairs.append((name, tensor, file))
+            found.add(memory_place(tensor))
+    missing = next((name for name, tensor in alone if memory_place(tensor) not in found), "")
+    return pairs, missing
+
+
+def _spellings(model: PreTrainedModel, name: str) -> Iterator[str]:
+    """Names under which files may hold a weight: of the whole model, or of its inner one."""
+    prefix = f"{model.base_model_prefix}."
+    yield name
+    yield name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+
+
+def _first_difference(pairs: list[tuple[str, Tensor, StoredTensor]]) -> str:
+    progress = Progress(sum(tensor.nbytes for _, tensor, _ in pairs), "weights in memory")
+    buffer = _Buffer()
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "kvconnect-compare")
+    try:
+        pending = [
+            (name, tensor.nbytes, pool.submit(partial(_equal, tensor, file, buffer)))
+            for name, tensor, file in pairs
+        ]
+        for name, nbytes, one in pending:
+            if not one.result():
+                return f"{name} differs from the file"
+            progress.advance(nbytes)
+        return ""
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _equal(tensor: Tensor, file: StoredTensor, buffer: _Buffer) -> bool:
+    start = file.start
+    for piece in pieces(tensor, _PIECE):
+        nbytes = piece.numel() * file.dtype.itemsize
+        if nbytes == 0:
+            continue
+        read = buffer.read(file.descriptor, start, nbytes)
+        if read is None:
+            return False
+        loaded = read.view(file.dtype).to(piece.device, piece.dtype)
+        if not same_bits(loaded, piece):
+            return False
+        start += nbytes
+    return True
+
+
+class _Buffer(threading.local):
+    """Memory of each thread for a piece of a file."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(8 * _PIECE, dtype=torch.uint8)  # of 8 bytes for 1 in memory
+
+    def read(self, descriptor: int, start: int, nbytes: int) -> Tensor | None:
+        """Returns so many bytes of a file; ``None``: it has fewer."""
+        piece = self._memory[:nbytes]
+        view = as_bytes(piece)
+        done = 0
+        while done < nbytes:
+            count = os.preadv(descriptor, [view[done:]], start + done)
+            if count == 0:
+                return None
+            done += count
+        return piece
+
+
+def _stored_tensors(files: ModelFiles) -> dict[str, StoredTensor] | None:
+    """Returns all tensors of the files that transformers loads, by name.
+
+    ``None`` if a file has another format, or two files have a tensor of one name.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name in files.weights:
+        if not name.endswith(_SUFFIX):
+            return None
+        header = _header(files.files[name].descriptor)
+        if header is None or found.keys() & header.keys():
+            return None
+        found |= header
+    return found
+
+
+def _header(descriptor: int) -> dict[str, StoredTensor] | None:
+    """The tensors of a file, see https://huggingface.co/docs/safetensors/index#format."""
+    size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if size > _MAX_HEADER:
+        return None
+    try:
+        entries = json.loads(os.pread(descriptor, size, 8))
+        return {
+            name: StoredTensor(
+                descriptor,
+                _DTYPES[entry["dtype"]],
+                tuple(entry["shape"]),
+                8 + size + entry["data_offsets"][0],
+            )
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

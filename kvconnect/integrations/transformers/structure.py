@@ -1,0 +1,221 @@
+"""What a model is besides its tensors: classes, settings of modules, hooks, configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
+from operator import is_
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvconnect.digest.doubts import Doubt
+from kvconnect.integrations.transformers.settings import counts
+
+__all__ = ["Change", "Structure", "attributes", "unnamed_code"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Say nothing of what a module computes, or are compared by themselves.
+_LEFT_OUT = frozenset(
+    {"training", "config", "generation_config", "name_or_path", "warnings_issued"}
+    | {"gradient_checkpointing", "is_gradient_checkpointing"}
+)
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
+_KNOWN = ("torch.nn.modules.", "transformers.")
+# Code that leaves results as they are, or is a part of its library.
+_KNOWN_CALLABLES = ("torch.", "transformers.", "kvconnect.", "accelerate.", "builtins", "_operator")
+
+
+class Change(NamedTuple):
+    """How a model differs from what it was."""
+
+    doubt: Doubt
+    detail: str
+
+
+class _Module(NamedTuple):
+    """A module as it was found.
+
+    Attributes:
+        path: its name in the model.
+        module: itself.
+        kind: its class.
+        then: a copy of its ``__dict__``.
+        values: those of `then`.
+        hooks: its live tables of hooks.
+    """
+
+    path: str
+    module: nn.Module
+    kind: type
+    then: dict[str, Any]
+    values: tuple[Any, ...]
+    hooks: tuple[Mapping[Any, Any], ...]
+
+
+class Structure:
+    """Tells cheaply whether modules, hooks or settings of a model are others than they were.
+
+    One comparison of identities for each attribute, tenths of a millisecond for a model of some
+    hundred modules. Tensors are left to `WeightWatch`.
+
+    Args:
+        model: as it is now.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.take()
+
+    def take(self) -> None:
+        """Takes the model as it is now for unchanged."""
+        self._modules = [
+            _Module(
+                path,
+                one,
+                type(one),
+                dict(vars(one)),
+                tuple(vars(one).values()),
+                tuple(getattr(one, name) for name in _HOOKS),
+            )
+            for path, one in self._model.named_modules()
+        ]
+        self._hooked = self._hook_ids()
+        self._configs = [(one, _copied(one)) for one in _configs(self._model)]
+
+    def change(self) -> Change | None:
+        """Returns the first change that is found, or ``None``; the configuration's first."""
+        for config, then in self._configs:
+            if vars(config) != then and (name := _changed_setting(vars(config), then)):
+                return Change(Doubt.SETTINGS_CHANGED, name)
+        for found in self._modules:
+            if type(found.module) is not found.kind:
+                return Change(Doubt.MODULES_CHANGED, f"the class of {found.path or 'the model'}")
+            now = tuple(vars(found.module).values())
+            if len(now) != len(found.values) or not all(map(is_, now, found.values)):
+                change = _changed_attribute(found)
+                if change is not None:
+                    return change
+        if self._hook_ids() != self._hooked:
+            return Change(Doubt.MODULES_CHANGED, "a hook was added or removed")
+        return None
+
+    def _hook_ids(self) -> list[int]:
+        return [
+            key
+            for found in self._modules
+            for table in found.hooks
+            if table
+            for key, hook in table.items()
+            if not _owner(hook).startswith("kvconnect.")
+        ]
+
+
+def attributes(model: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
+    """Returns path, class and plain attributes of each module.
+
+    They are what ``__init__`` made of the configuration. Names that begin with an underscore are
+    left out, and so is what has no value to compare.
+    """
+    return [
+        (path, _name(type(one)), {n: v for n, v in sorted(vars(one).items()) if _counts(n, v)})
+        for path, one in model.named_modules()
+    ]
+
+
+def unnamed_code(model: PreTrainedModel) -> str:
+    """Returns what of `model` computes by code that no name covers; empty: nothing does.
+
+    Torch's and transformers' own modules are named by their class. Hooks, patched methods and
+    classes from elsewhere may compute anything, and so may tensors of other kinds.
+    """
+    found = (_foreign(path or "the model", one) for path, one in model.named_modules())
+    return next(filter(None, found), "")
+
+
+def _foreign(where: str, module: nn.Module) -> str:
+    kind = type(module)
+    if not f"{kind.__module__}.".startswith(_KNOWN):
+        return f"{where} is a {_name(kind)}"
+    if not _owner(kind.forward).startswith(_KNOWN):
+        return f"forward of {_name(kind)} is {_owner(kind.forward)}"
+    methods = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (FunctionType, MethodType, partial))
+    }
+    hooks = {
+        f"a hook ({key})": hook for name in _HOOKS for key, hook in getattr(module, name).items()
+    }
+    for name, code in (methods | hooks).items():
+        if not f"{_owner(code)}.".startswith(_KNOWN_CALLABLES):
+            return f"{name} of {where} is {_owner(code)}"
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    for name, tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return f"{name} of {where} is a {_name(type(tensor))}"
+    return ""
+
+
+def _owner(code: Any) -> str:
+    """The module and name of a function, below what wraps it."""
+    while isinstance(code, partial):
+        code = code.func
+    plain = inspect.unwrap(getattr(code, "__func__", code))
+    named = plain if hasattr(plain, "__qualname__") else type(plain)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _counts(name: str, value: object) -> bool:
+    return not name.startswith("_") and name not in _LEFT_OUT and _is_plain(value)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _changed_attribute(found: _Module) -> Change | None:
+    now = vars(found.module)
+    for name in (*now, *found.then):
+        value, before = now.get(name), found.then.get(name)
+        if value is before:
+            continue
+        if name == "training":
+            return Change(Doubt.TRAINING, "" if value else "its mode was switched")
+        if name.startswith("_") or name in _LEFT_OUT:
+            continue
+        same = _is_plain(value) and _is_plain(before) and value == before
+        # Some models keep tensors of the last prompt here, which no key names.
+        if not same and not isinstance(value, Tensor):
+            return Change(Doubt.MODULES_CHANGED, f"{found.path}.{name}".lstrip("."))
+    return None
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    found = [getattr(one, "config", None) for one in model.modules()]
+    return list({id(one): one for one in found if hasattr(one, "to_dict")}.values())
+
+
+def _copied(config: Any) -> dict[str, Any]:
+    """Its settings, those that can change in place as copies; parts of it by their own."""
+    return {name: _value(value) for name, value in vars(config).items()}
+
+
+def _value(value: Any) -> Any:
+    return deepcopy(value) if isinstance(value, (dict, list)) else value
+
+
+def _changed_setting(now: Mapping[str, Any], then: Mapping[str, Any]) -> str | None:
+    names = (name for name in (*now, *then) if now.get(name) != then.get(name))
+    return next(filter(counts, names), None)
