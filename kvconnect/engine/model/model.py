@@ -255,10 +255,8 @@ def position_limit(config: PreTrainedConfig) -> PositionLimit | None:
             original = rope.get("original_max_position_embeddings") or longest
             if original is None:
                 raise UnsupportedModel(f"{kind} RoPE without an original length is not served")
-            # `dynamic` takes the original frequencies up again only below the original length.
-            last = original - 1 if kind == "dynamic" else original
             reason = f"the original length of the model's {kind} RoPE, beyond which keys change"
-            limits.append(PositionLimit(last, reason))
+            limits.append(PositionLimit(original, reason))
     return min(limits, key=lambda limit: limit.num_tokens, default=None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class ModelGeometry:
                 f"{name} keeps keys and values on several devices, or in several dtypes; load it "
                 "on one device"
             )
-        limit = position_limit(config)
+        limit = _limit(config)
         longest = None if limit is None else limit.num_tokens
         layouts = group_layouts(
             layers,
@@ -69,6 +69,18 @@ class ModelGeometry:
             dtype=keys.dtype,
         )
         return cls(layouts, keys.device, limit)
+
+
+def _limit(config: Any) -> PositionLimit | None:
+    """How long a sequence may get, in a model that also computes longer ones, without a cache.
+
+    After those, `dynamic` RoPE takes its original frequencies up again only for a sequence that is
+    shorter than the original length.
+    """
+    limit = position_limit(config)
+    if limit is None or "dynamic RoPE" not in limit.reason:
+        return limit
+    return replace(limit, num_tokens=limit.num_tokens - 1)
 
 
 def _windows(config: Any, name: str) -> list[int | None]:
