@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,9 +79,14 @@ def _limit(config: Any) -> PositionLimit | None:
     shorter than the original length.
     """
     limit = position_limit(config)
-    if limit is None or "dynamic RoPE" not in limit.reason:
-        return limit
-    return replace(limit, num_tokens=limit.num_tokens - 1)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    for rope in nested or [parameters]:
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if rope.get("rope_type") == "dynamic" and limit is not None:
+            longest = PositionLimit(original - 1, "below the original length of its dynamic RoPE")
+            limit = min(limit, longest, key=lambda one: one.num_tokens)
+    return limit
 
 
 def _windows(config: Any, name: str) -> list[int | None]:
