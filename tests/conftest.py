@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import time
 from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
@@ -43,6 +44,14 @@ they are not on the path of the server that forks."""
 
 ModelOf = Callable[[str], Path]
 WithTemplate = Callable[[Path, str], Path]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def models_are_older_than_this_process() -> Generator[None]:
+    """Engines in a test's own process load models that tests made just before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvconnect.integrations.core.models.process_started_ns", time.time_ns)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,12 +23,13 @@ from kvconnect.connector.offload.messages import BlockSave
 from kvconnect.connector.offload.reply import Reply
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
 from kvconnect.connector.offload.strided import HostCopier, StridedCopier, StridedPlanes
+from kvconnect.digest.files import ModelFiles
 from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.integrations.core import EngineSettings
 from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.core.adapters import AdapterDigests, adapter_digest
 from kvconnect.integrations.core.memory import planes_of
-from kvconnect.integrations.core.models import digest_of_model, directory_of
+from kvconnect.integrations.core.models import digest_of_model, directory_of, refuse_changed
 from kvconnect.integrations.core.requests import (
     MixedKeyChain,
     PromptContent,
@@ -261,6 +262,85 @@ def test_a_model_that_changed_since_an_engines_process_started_has_no_digest(tin
             digest(third)
         digest(third, "org/name@commit")  # the caller's promise
     assert digest_of_model(third) == wanted
+
+
+def settle() -> int:
+    """A moment that comes after all changes so far, and before all to come."""
+    time.sleep(0.02)
+    now = time.time_ns()
+    time.sleep(0.02)
+    return now
+
+
+@pytest.fixture
+def shipped(tiny, tmp_path) -> Path:
+    """A model below another folder, with weights in a folder, behind links."""
+    model = shutil.copytree(tiny, tmp_path / "models" / "mine")
+    (model / "fp16").mkdir()
+    (tmp_path / "blob").write_bytes(b"weights")
+    (tmp_path / "to blob").symlink_to("blob")
+    (model / "fp16" / "model.safetensors").symlink_to("../../../to blob")
+    (model / "params.json").write_text("{}")
+    (tmp_path / "current").symlink_to("models/mine")
+    return tmp_path
+
+
+def switch_link(root: Path) -> None:
+    shutil.copy2(root / "blob", root / "old")
+    (root / "new").symlink_to("old")
+    (root / "new").replace(root / "to blob")
+
+
+def rename_folder(root: Path) -> None:
+    (root / "models").rename(root / "old models")
+    (root / "old models").rename(root / "models")
+
+
+CHANGES = {
+    "models/mine/params.json": lambda root: (root / "models/mine/params.json").write_text("{ }"),
+    "models/mine/fp16": lambda root: (root / "models/mine/fp16/x.bin").write_bytes(b""),
+    "models/mine": lambda root: (root / "models/mine/x.log").write_bytes(b""),
+    "to blob": switch_link,
+    "blob": lambda root: (root / "blob").write_bytes(b"Weights"),
+    "models": rename_folder,
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_a_change_on_the_way_to_any_file_that_counts_is_found(shipped, changed):
+    directory = shipped / "current"
+    since = settle()
+    wanted = digest_of_model(directory, since_ns=since)
+    (shipped / "models" / "another model").mkdir()
+    (shipped / "log").write_text("of others")
+    assert digest_of_model(directory, since_ns=since) == wanted
+    CHANGES[changed](shipped)
+    with pytest.raises(ModelChanged, match=rf"'{shipped / changed}' changed after"):
+        digest_of_model(directory, since_ns=since)
+    digest_of_model(directory, since_ns=settle())
+
+
+def test_a_file_of_the_hubs_cache_that_is_no_link_to_it_counts(tiny, tmp_path):
+    """The engine itself may have downloaded the others: their names are those of their content."""
+    snapshot, blobs = tmp_path / "snapshots" / "commit", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(tiny.iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert digest_of_model(snapshot, since_ns=0) == digest_of_model(tiny)
+    (snapshot / "pytorch_model.bin").write_bytes(b"of the user's own")
+    with pytest.raises(ModelChanged, match=r"pytorch_model.bin' changed after"):
+        digest_of_model(snapshot, since_ns=0)
+
+
+def test_links_in_a_circle_are_a_change(tiny, tmp_path, monkeypatch):
+    model = shutil.copytree(tiny, tmp_path / "model")
+    with ModelFiles(model) as files:
+        (tmp_path / "circle").symlink_to("circle")
+        monkeypatch.setattr(files, "directory", tmp_path / "circle")
+        with pytest.raises(ModelChanged, match="changed while it was read"):
+            refuse_changed(files, time.time_ns())
 
 
 # ------------------------------------------------------------------ memory

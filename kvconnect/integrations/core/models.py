@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
-import multiprocessing
 import os
 import stat
 import time
@@ -15,14 +15,15 @@ from kvconnect.digest.identity import FileIdentity
 from kvconnect.digest.model import digest_of, model_digest
 from kvconnect.errors import ConfigurationError, ModelChanged
 
-__all__ = ["digest_of_model", "directory_of"]
+__all__ = ["digest_of_model", "directory_of", "process_started_ns", "refuse_changed"]
 
 # Longer than a tick of the clocks that start times and ctimes are taken of, 10 ms at most.
 _TICK_S = 0.05
+_MAX_LINKS = 40  # on the way to a file, as Linux has it
 
 
 def directory_of(model: str, *, revision: str | None = None, cache_dir: str | None = None) -> Path:
-    """The directory that holds `model`: itself, or its snapshot in the Hugging Face cache.
+    """Returns the directory of `model`: itself, or its snapshot in the Hugging Face cache.
 
     Nothing is downloaded.
 
@@ -50,68 +51,106 @@ def directory_of(model: str, *, revision: str | None = None, cache_dir: str | No
     return Path(found)
 
 
-def digest_of_model(directory: Path, *, revision: str | None = None) -> bytes:
-    """32 bytes that differ between any two models; see `kvconnect.digest.model_digest`.
+def digest_of_model(
+    directory: Path, *, revision: str | None = None, since_ns: int | None = None
+) -> bytes:
+    """Returns 32 bytes that differ between any two models; see `kvconnect.digest.model_digest`.
 
-    Engines have loaded the weights by then. In a process that the engine started for itself, as
-    most do, nothing may have changed since: what was loaded could be either. In the caller's own
-    process that cannot be told, and the directory must not change while the engine loads it.
+    The engine has loaded the weights by then. If a file changed since it began to, it may have
+    loaded the old or the new one, so neither is named.
     Blocks on file I/O: hashes all weights the first time, about as long as reading them takes.
 
     Args:
         directory: of the model.
         revision: stands for the weights, which are then not read. The caller's promise.
+        since_ns: when the engine may have begun to load, in nanoseconds since the epoch; ``None``:
+            when this process started.
 
     Raises:
-        ConfigurationError: it holds no model.
-        ModelChanged: it changed meanwhile, or since this process started.
+        ConfigurationError: the directory holds no model.
+        ModelChanged: it changed meanwhile, or since `since_ns`.
     """
-    if revision is not None or multiprocessing.parent_process() is None:
+    if revision is not None:
         return model_digest(directory, revision=revision)
     with ModelFiles(directory) as files:
         digest = digest_of(files)
-        _refuse_changed(files, _started_ns())
+        refuse_changed(files, process_started_ns() if since_ns is None else since_ns)
         files.check()
     return digest
 
 
-def _refuse_changed(files: ModelFiles, since_ns: int) -> None:
-    directory = files.directory
+def refuse_changed(files: ModelFiles, since_ns: int) -> None:
+    """Refuses a model of which something changed at `since_ns` or later.
+
+    Looks at every file that its digest covers, the folders that these are in, every link on the way
+    to them, and whether a folder above them was renamed. A file in the Hugging Face cache is named
+    by its content, and perhaps the engine itself downloaded it: it counts only if it is no link to
+    such a one.
+
+    Args:
+        files: of the model, open.
+        since_ns: nanoseconds since the epoch.
+
+    Raises:
+        ModelChanged: names what changed.
+    """
+    directory = files.directory.absolute()
+    names = ("config.json", *files.weights, *files.beside)
     if directory.parent.name == "snapshots":
-        return  # of the hub: named by its content, and perhaps downloaded by the engine itself
-    states = [
-        (directory / name, files.files[name].identity) for name in ("config.json", *files.weights)
-    ]
+        paths = [directory / name for name in names if not _is_blob(directory / name)]
+    else:
+        folders = (directory / folder for folder in (*files.folders, *files.aliases))
+        paths = [directory, *folders, *(directory / name for name in names)]
+    seen: set[Path] = set()
     try:
-        states += [(path, FileIdentity.of(state)) for path, state in _places(directory)]
+        changed = next((at for path in paths for at in _changed(path, since_ns, seen)), None)
     except OSError as error:
         raise ModelChanged(f"model: '{directory}' changed while it was read") from error
-    for path, identity in states:
-        if identity.changed_ns > since_ns:
-            raise ModelChanged(
-                f"model: '{path}' changed after this process had started, so the engine may have "
-                "loaded what was there before: start it again, or name the weights with "
-                "model_revision"
-            )
+    if changed is not None:
+        raise ModelChanged(
+            f"model: '{changed}' changed after this process had started, so the engine may have "
+            "loaded what was there before: start it again, or name the weights with model_revision"
+        )
 
 
-def _places(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """`directory` itself, and every link on the way to it: what decides which one it is."""
-    at, todo = Path(directory.anchor or Path.cwd()), list(reversed(directory.parts))
-    while todo:
-        path = at / todo.pop()
-        state = path.lstat()
-        if stat.S_ISLNK(state.st_mode):
-            yield path, state
-            todo += reversed(path.readlink().parts)
-        else:
-            at = path
-    yield at, at.stat()
-
-
-def _started_ns() -> int:
-    """When this process started, in nanoseconds since the epoch; at most a tick too late."""
+def process_started_ns() -> int:
+    """Returns when this process started, in nanoseconds since the epoch, up to a tick late."""
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     ticks = int(fields[19])  # starttime, see proc(5)
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return int((time.time() - age + _TICK_S) * 1e9)
+
+
+def _is_blob(path: Path) -> bool:
+    """Returns whether `path` is a link to a file of the Hugging Face cache."""
+    try:
+        return path.is_symlink() and path.readlink().parent.name == "blobs"
+    except OSError:
+        return False
+
+
+def _changed(path: Path, since_ns: int, seen: set[Path]) -> Iterator[Path]:
+    """What decides which file or folder `path` is, where it changed: itself, links, renames."""
+    at, todo, links = Path(path.anchor), list(reversed(path.parts[1:])), 0
+    while todo:
+        at = at.parent if (part := todo.pop()) == ".." else at / part
+        if at in seen and not at.is_symlink():
+            continue
+        seen.add(at)
+        state = at.lstat()
+        identity = FileIdentity.of(state)
+        if stat.S_ISLNK(state.st_mode):
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            target = at.readlink()
+            todo += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            if identity.changed_ns > since_ns:
+                yield at
+            at = Path(target.anchor) if target.is_absolute() else at.parent
+        elif todo:
+            # Entries that come and go set both times; a rename sets the ctime alone.
+            if identity.ctime_ns > since_ns and identity.ctime_ns != identity.mtime_ns:
+                yield at
+        elif identity.changed_ns > since_ns:
+            yield at
