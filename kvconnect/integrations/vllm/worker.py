@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvconnect.connector.data import Direction, LlmArgs, TransferFailure
-from kvconnect.connector.offload.messages import LoadBlocks, OffloadMeta
+from kvconnect.connector.offload.messages import LoadBlocks
 from kvconnect.connector.offload.strided import StridedPlanes
 from kvconnect.connector.offload.worker import OffloadWorker
 from kvconnect.connector.stream import CpuStream, ForwardStream
@@ -63,7 +63,6 @@ class WorkerHalf:
         self._invalid: set[int] = set()
         self._failed: dict[int, int] = {}
         self._void: set[int] = set()  # loads of what other weights computed
-        self._refused: list[LoadBlocks] = []
         self._weights: WatchedWeights | None = None
         self._news = threading.Event()
         self._worker.set_wakeup(self._news.set)
@@ -99,13 +98,7 @@ class WorkerHalf:
             self._loads.update((load.request_id, load) for load in offload.loads)
         if self._weights is not None:
             self._weights.begin_step(meta.weights)
-        if meta.weights.is_stopped or self._change is not None:
-            self._void_loads()
-            if offload is not None:
-                self._refused += [load for load in offload.loads if load.is_async]
-                offload = _without_blocks(offload)
         self._worker.bind_connector_meta(offload)
-        self._meta = replace(meta, offload=offload)
         for request_id in meta.cancelled:
             self._worker.cancel(request_id)
 
@@ -174,9 +167,6 @@ class WorkerHalf:
             results.loaded.add(self._names.pop(request_id))
         for failure in self._worker.get_failed():
             self._take_failure(failure, results)
-        refused, self._refused = self._refused, []
-        for load in refused:
-            self._fail(load, results)
         for load in [one for one in self._loads.values() if not one.is_async]:
             # Over with the step that it was for.
             if load.request_id in self._void:
@@ -238,10 +228,3 @@ class WorkerHalf:
 
     def _current_stream(self) -> ForwardStream:
         return torch.cuda.current_stream() if self._on_cuda else self._stream
-
-
-def _without_blocks(offload: OffloadMeta) -> OffloadMeta:
-    """`offload` without loads and saves; what is held of requests that ended is forgotten."""
-    ended = tuple(replace(end, rest=None, waits=False) for end in offload.ended)
-    forgotten = (*offload.forgotten, *(end.request_id for end in ended))
-    return OffloadMeta(ended=ended, forgotten=forgotten)

@@ -121,6 +121,20 @@ def uses_store(inside: Inside) -> bool:
     return all(store.backend.available for store in stores)
 
 
+# ---------------------------------------------------------------------- other weights
+
+
+def scale(inside: Inside, factor: float) -> None:
+    """Multiply some of the model's weights, past PyTorch's counter of versions.
+
+    Those of norms: vLLM's linear layers on the CPU compute with packed copies of theirs.
+    """
+    if inside.runner is not None:
+        for name, weight in inside.runner.get_model().named_parameters():
+            if name.endswith("layernorm.weight"):
+                weight.data.mul_(factor)
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 
