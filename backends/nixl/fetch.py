@@ -224,11 +224,11 @@ class Fetcher:
         ]
         direct = self._staging.direct(targets)
         if direct is not None:
-            return await self._pulls.run(handle, portion.reads(granted.region, *direct))
+            return await self._pulls.run(handle, portion.reads(granted, *direct))
         slot = await self._staging.take()
         try:
             ends = list(itertools.accumulate((part.nbytes for part in portion.parts), initial=slot))
-            reads = portion.reads(granted.region, self._staging.region, ends[:-1])
+            reads = portion.reads(granted, self._staging.region, ends[:-1])
             if not await self._pulls.run(handle, reads):
                 return False
             arrived = self._staging.tensor.numpy()

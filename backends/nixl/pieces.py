@@ -41,8 +41,8 @@ class Portion:
         """Of all parts."""
         return sum(part.nbytes for part in self.parts)
 
-    def reads(self, remote_region: int, local_region: int, local: Sequence[int]) -> list[Reads]:
-        """What to pull; `local` is where each part goes, bytes from the local region's begin.
+    def reads(self, granted: GrantKeys, local_region: int, local: Sequence[int]) -> list[Reads]:
+        """Returns what to pull; `local` says where in the local region each part goes, in bytes.
 
         Pieces of one size are one `Reads`: of blocks of one length there are one or two.
         """
@@ -56,11 +56,12 @@ class Portion:
                 done += nbytes
         return [
             Reads(
-                remote_region,
+                granted.region,
                 np.array(far, np.int64),
                 local_region,
                 np.array(near, np.int64),
                 nbytes,
+                granted.epoch,
             )
             for nbytes, (far, near) in by_size.items()
         ]

@@ -110,9 +110,8 @@ class Stream:
                     staged[begin:end] = view[offset : offset + nbytes]
                 else:
                     buffer[begin:end].copy_(region.bytes[offset : offset + nbytes])
-            data = staged[:end]
-            _SUM.pack_into(self._sum, 0, _checksum([data], seed, number))
-            self._send_all([data, self._sum])
+            _SUM.pack_into(staged, end, _checksum([staged[:end]], seed, number))
+            self.connection.sendall(staged[: end + _SUM.size])
 
     def receive(self, region: Region, runs: Runs, seed: int) -> None:
         """Fills `runs` with what comes.
@@ -140,12 +139,9 @@ class Stream:
 
         if self._buffer is None:
             pinned = torch.cuda.is_available()
-            self._buffer = torch.empty(PIECE_NBYTES, dtype=torch.uint8, pin_memory=pinned)
+            size = PIECE_NBYTES + _SUM.size
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer
-
-    def _send_all(self, vectors: list[memoryview]) -> None:
-        while vectors:
-            vectors = _left(vectors, self.connection.sendmsg(vectors))
 
     def _receive_all(self, vectors: list[memoryview]) -> None:
         while vectors:
@@ -158,7 +154,10 @@ class Stream:
 
 def _checksum(parts: list[memoryview], seed: int, number: int) -> int:
     """Returns the xxh3-64 of `parts`, the piece of that number."""
-    state = xxhash.xxh3_64(seed=(seed + number) % (1 << 64))
+    seed = (seed + number) % (1 << 64)
+    if len(parts) == 1:
+        return xxhash.xxh3_64_intdigest(parts[0], seed)
+    state = xxhash.xxh3_64(seed=seed)
     for part in parts:
         state.update(part)
     return state.intdigest()

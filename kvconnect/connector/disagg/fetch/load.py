@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from kvconnect.connector.disagg.fetch.claims import Claim
@@ -187,7 +188,8 @@ class Fetch:
         while len(self._reading) < _PULLS_IN_FLIGHT and not self.over:
             if not self._ready and not self._plan.complete:
                 for reads in self._plan.take(self._coverage, self._remote):
-                    self._ready += cut_reads(reads, _PULL_NBYTES)
+                    leased = replace(reads, epoch=claimed.lease.epoch or 0)
+                    self._ready += cut_reads(leased, _PULL_NBYTES)
             if not self._ready:
                 break
             if not claimed.lease.may_read():
