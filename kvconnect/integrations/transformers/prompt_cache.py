@@ -26,7 +26,7 @@ from kvconnect.integrations.transformers.identity import WeightVersions, digest_
 from kvconnect.integrations.transformers.restoring import restore
 from kvconnect.integrations.transformers.rows import prompt_rows
 from kvconnect.integrations.transformers.stored_cache import SavingTo, StoredCache
-from kvconnect.keys import Namespace, root_key
+from kvconnect.keys import Namespace, check_salt, root_key
 from kvconnect.text import shown
 from kvconnect.trace import count, metrics, warn_once
 
@@ -124,7 +124,7 @@ class PromptCache:
             inputs: what ``generate()`` is called with: ``input_ids`` ``[batch, tokens]``, padded on
                 the left, and ``attention_mask``; or just the ids. With other inputs beside them
                 (pictures, embeddings) nothing is cached.
-            cache_salt: prompts share stored blocks only if theirs is equal.
+            cache_salt: 1 to 1,024 characters; prompts share stored blocks only if theirs is equal.
 
         Raises:
             ConfigurationError: the ids or the mask are of no such shape, or there is padding inside
@@ -133,6 +133,7 @@ class PromptCache:
         """
         if self._closed:
             raise UsageError("PromptCache: was closed; make another one")
+        check_salt(cache_salt)
         namespace = Namespace(cache_salt=cache_salt)
         prompts, reason = prompt_rows(inputs, self._pad_token_ids())
         longest = max(len(prompt.tokens) for prompt in prompts)
