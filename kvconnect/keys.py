@@ -10,26 +10,29 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 import numpy as np
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
-from kvconnect.text import check_text
+from kvconnect.text import check_text, shown
 from kvconnect.tokens import TokenArray, TokenBuffer
 
 __all__ = [
     "FORMAT_VERSION",
     "KEY_NBYTES",
+    "LONGEST_SALT",
     "BlockHash",
     "BlockKey",
     "KeyChain",
     "Namespace",
+    "NamespaceId",
     "Shard",
     "chain_key",
     "chain_keys",
+    "check_salt",
     "model_tag",
     "root_key",
     "split_keys",
@@ -39,6 +42,8 @@ __all__ = [
 
 FORMAT_VERSION = 1
 KEY_NBYTES = 32
+LONGEST_SALT = 1024
+"""Characters of a salt that is given to kvconnect itself; other engines' salts may be longer."""
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes."""
@@ -72,40 +77,91 @@ def _optional(value: str | int | None) -> bytes:
     return b"i%d" % value if isinstance(value, int) else b"s" + value.encode()
 
 
+def check_salt(cache_salt: object, field: str = "cache_salt") -> None:
+    """Checks a salt where it is given to kvconnect: in Python, over HTTP, on the command line.
+
+    Raises:
+        ConfigurationError: it is neither ``None`` nor a string of 1 to 1,024 characters. The error
+            names `field` and shows the beginning of what was given.
+    """
+    if cache_salt is None:
+        return
+    if not isinstance(cache_salt, str):
+        raise ConfigurationError(f"{field}: {shown(cache_salt)} must be a string, or None")
+    if not cache_salt:
+        raise ConfigurationError(
+            f"{field}: '' must not be empty; give 1 to {LONGEST_SALT:,} characters, or no salt"
+        )
+    if len(cache_salt) > LONGEST_SALT:
+        raise ConfigurationError(
+            f"{field}: {shown(cache_salt)} has {len(cache_salt):,} characters; give 1 to "
+            f"{LONGEST_SALT:,}, or no salt"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceId:
+    """A namespace by its digest: what is kept of it when the requests that named it are gone.
+
+    Attributes:
+        digest: 32 bytes, of all fields of the `Namespace`.
+        lora_id: its adapter.
+        has_cache_salt: whether it has a salt.
+    """
+
+    digest: bytes
+    lora_id: int | str | None
+    has_cache_salt: bool
+
+    def encode(self) -> bytes:
+        """Returns the digest, as `Namespace.encode` does."""
+        return self.digest
+
+
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """Requests share cached blocks only within one namespace.
+
+    It has the texts that requests gave. Whatever outlives a request holds `id` instead: a salt may
+    be of any length.
 
     Attributes:
         cache_salt: the tenant's salt, never empty.
         lora_id: the adapter. For stores this must be a digest of the adapter, not a local number.
         extra_key: anything else that changes the KV of equal tokens (a picture's hash, say).
+        id: the namespace without those texts.
     """
 
     cache_salt: str | None = None
     lora_id: int | str | None = None
     extra_key: str | int | None = None
+    id: NamespaceId = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise ConfigurationError(f"cache_salt: {self.cache_salt!r} must be a string, or None")
+            raise ConfigurationError(
+                f"cache_salt: {shown(self.cache_salt)} must be a string, or None"
+            )
         if self.cache_salt == "":
             raise ConfigurationError("cache_salt: '' must not be empty; use None for no salt")
-        for field in ("lora_id", "extra_key"):
-            value = getattr(self, field)
+        for name in ("lora_id", "extra_key"):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, str, type(None))):
                 raise ConfigurationError(
-                    f"{field}: {value!r} is a {type(value).__name__}; "
+                    f"{name}: {shown(value)} is a {type(value).__name__}; "
                     "give an integer, a string, or None"
                 )
-        for field in ("cache_salt", "lora_id", "extra_key"):
-            if isinstance(value := getattr(self, field), str):
-                check_text(field, value)
+        for name in ("cache_salt", "lora_id", "extra_key"):
+            if isinstance(value := getattr(self, name), str):
+                check_text(name, value)
+        parts = (_optional(self.cache_salt), _optional(self.lora_id), _optional(self.extra_key))
+        digest = _digest(b"kvc-namespace", parts)
+        short = NamespaceId(digest, self.lora_id, self.cache_salt is not None)
+        object.__setattr__(self, "id", short)
 
     def encode(self) -> bytes:
-        """Bytes that differ whenever a field does."""
-        parts = (_optional(self.cache_salt), _optional(self.lora_id), _optional(self.extra_key))
-        return _digest(b"kvc-namespace", parts)
+        """Returns 32 bytes that differ whenever a field does."""
+        return self.id.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +175,7 @@ class Shard:
 
 
 def root_key(
-    model_digest: bytes, layouts: Sequence[KvCacheLayout], namespace: Namespace
+    model_digest: bytes, layouts: Sequence[KvCacheLayout], namespace: Namespace | NamespaceId
 ) -> BlockKey:
     """The key before the first block of a namespace of one model and cache geometry."""
     geometry = b"".join(layout.fingerprint() for layout in layouts)

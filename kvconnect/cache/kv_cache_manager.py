@@ -248,7 +248,7 @@ class KVCacheManager(BaseKVCacheManager):
     def _admit(self, request: LlmRequest, batch: ScheduledBatch) -> bool:
         """Give `request` its blocks, or put it where `batch` has those that got none."""
         chunk = self._max_chunk
-        prompt = Prompt.of(request.tokens.view, request.namespace).within(first_chunk=chunk)
+        prompt = Prompt.of(request.tokens.view, request.namespace.id).within(first_chunk=chunk)
         external = self._match_external(request, prompt)
         if external is None:
             batch.refused_requests.append(request)

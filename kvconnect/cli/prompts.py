@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.config import KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.keys import check_salt
 from kvconnect.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def read_jobs(arguments: argparse.Namespace, sampling: Mapping[str, object]) -> 
     Raises:
         ConfigurationError: a file cannot be read, or a line of it is wrong, which it names.
     """
+    check_salt(arguments.cache_salt, "--cache-salt")
     plain = SamplingParams.given("sampling", sampling)
     texts = list(arguments.prompt or ())
     texts += [_read("--prompt-file", name) for name in arguments.prompt_file or ()]
@@ -144,6 +146,7 @@ def _job(line: str, sampling: Mapping[str, object], cache_salt: str | None) -> J
     if len(forms) != 1:
         raise ConfigurationError(f"{len(forms)} of {', '.join(_FORMS)} are given; {_FORM}")
     (form,) = forms
+    check_salt(given.get("cache_salt"))
     own = {name: given[name] for name in given.keys() & SamplingParams.model_fields.keys()}
     return Job(
         given[form],

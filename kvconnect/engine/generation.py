@@ -21,7 +21,7 @@ from kvconnect.engine.request.stops import StopChecker
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.engine.thread import EngineThread
 from kvconnect.errors import ConfigurationError, nearest
-from kvconnect.keys import Namespace
+from kvconnect.keys import Namespace, check_salt
 from kvconnect.request import SamplingParams
 
 __all__ = ["Generation"]
@@ -63,8 +63,8 @@ class Generation:
             prompts: one or several; one is answered by a list of one. Each is text, token ids, or a
                 dict with one of ``prompt`` and ``prompt_token_ids``.
             sampling_params: one for all, or one each; also as a dict.
-            cache_salt: requests share cached blocks only if theirs is equal; one for all, or a
-                list of one each.
+            cache_salt: 1 to 1,024 characters; requests share cached blocks only if theirs is
+                equal; one for all, or a list of one each.
             lora_id: the same for adapters. None is applied: the id only keeps blocks apart.
             extra_key: the same for anything else.
             retention: which blocks are worth keeping; one for all, or a list of one each; also as
@@ -86,7 +86,7 @@ class Generation:
         kept = one_each("retention", retention, count)
         carried = one_each("kv_transfer_params", kv_transfer_params, count)
         made = [
-            self._make(prompt, one, Namespace(salt, lora_id, extra_key), keep, carry)
+            self._make(prompt, one, _namespace(salt, lora_id, extra_key), keep, carry)
             for prompt, one, salt, keep, carry in zip(
                 several, params, salts, kept, carried, strict=True
             )
@@ -182,7 +182,7 @@ class Generation:
             ConfigurationError: the prompt or a setting is wrong.
             EngineClosed: the engine takes no more requests.
         """
-        namespace = Namespace(cache_salt, lora_id, extra_key)
+        namespace = _namespace(cache_salt, lora_id, extra_key)
         made = self._make(prompt, sampling_params, namespace, retention, kv_transfer_params)
         return self._post(made)
 
@@ -248,6 +248,13 @@ class Generation:
 
     def _abort(self, siblings: Siblings) -> None:
         siblings.abort()
+
+
+def _namespace(
+    cache_salt: str | None, lora_id: int | str | None, extra_key: str | int | None
+) -> Namespace:
+    check_salt(cache_salt)
+    return Namespace(cache_salt, lora_id, extra_key)
 
 
 def _params(given: Params | None) -> SamplingParams:

@@ -164,7 +164,11 @@ def test_without_json_the_text_goes_to_standard_output_and_numbers_to_standard_e
         (["--prompt", "x", "--store", "memory:?capcity=1"], "did you mean 'capacity'"),
         (["--prompt", "x", "--dtype", "float23"], "dtype: 'float23' is unknown"),
         (["--prompt", "x", "--max-tokens", "-1"], "SamplingParams.max_tokens=-1"),
-        (["--prompt", "x", "--cache-salt", ""], "cache_salt: '' must not be empty"),
+        (["--prompt", "x", "--cache-salt", ""], "--cache-salt: '' must not be empty"),
+        (
+            ["--prompt", "x", "--cache-salt", "s" * 1025],
+            "has 1,025 characters; give 1 to 1,024, or no salt",
+        ),
         (["--prompt", "x", "--retention", "0:9"], "--retention 0:9: write START:END=PRIORITY"),
         (["--prompt", "x", "--retention", "5=9"], "--retention 5=9: write START:END=PRIORITY"),
         (["--prompt", "x", "--retention", "0:9=101"], "priority=101"),

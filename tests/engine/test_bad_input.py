@@ -112,6 +112,7 @@ BAD_CARGO = [
     ),
     ({"cache_salt": "a\udc80"}, r"cache_salt: '\\udc80' at position 1 is half of a surrogate"),
     ({"cache_salt": 5}, "cache_salt: 5 must be a string, or None"),
+    ({"cache_salt": "s" * 1025}, r"cache_salt: 's{79}\.\.\. has 1,025 characters; give 1 to 1,024"),
     ({"lora_id": 1.5}, "lora_id: 1.5 is a float; give an integer, a string, or None"),
     ({"lora_id": [1]}, r"lora_id: \[1\] is a list; give an integer"),
     ({"lora_id": True}, "lora_id: True is a bool; give an integer"),

@@ -104,6 +104,7 @@ def goes_on(engines: Engines, saved_by: int, ranks: int, arch: str) -> None:
     engines.restart(several, lambda: engines.open(1))
 
 
+@pytest.mark.planted("other-rank-count", "engine", "equal")
 def test_one_rank_and_two_go_on_from_each_other(engines):
     goes_on(engines("llama"), 1, 2, "llama")
 

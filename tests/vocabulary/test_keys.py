@@ -60,6 +60,37 @@ def test_whatever_changes_the_bytes_changes_the_root(other):
     assert other != ROOT
 
 
+@pytest.mark.parametrize(
+    ("namespace", "encoded", "root"),
+    [
+        (Namespace(), "dc8fdb171605ffc70e3419b7", "bfdbe8d753dd05bee6e4ed62"),
+        (Namespace("tenant"), "a5f005e26c5a55ef65f02165", "8bf16aad34e7de703216468c"),
+        (Namespace("é" * 3000), "d0c3856a35be0d185ffe6e51", "1194a14b5e157cfa79f77fca"),
+        (Namespace("t", lora_id=7), "818860e67747c6980dc8cd47", "2defd096bc55fe091e636652"),
+        (
+            Namespace("t", lora_id="7", extra_key="picture"),
+            "6e3b272cf8b53cbb153df829",
+            "ab41d1daa74c27c87fc4b13b",
+        ),
+        (Namespace(None, None, 0), "e6c8de0a4413be46de59b107", "295355e79ec0993f53464ae5"),
+    ],
+)
+def test_keys_of_namespaces_are_those_of_earlier_releases(namespace, encoded, root):
+    """What was stored under them is found again."""
+    layout = KvCacheLayout(2, 4, 8, 8, 16, torch.bfloat16)
+    assert namespace.encode().hex().startswith(encoded)
+    assert root_key(MODEL, [layout], namespace).hex().startswith(root)
+    assert root_key(MODEL, [layout], namespace.id) == root_key(MODEL, [layout], namespace)
+
+
+def test_a_namespace_that_is_kept_has_no_texts():
+    salt = "tenant" * 100_000
+    kept = Namespace(salt, lora_id="adapter").id
+    assert dataclasses.astuple(kept) == (Namespace(salt, "adapter").encode(), "adapter", True)
+    assert kept == Namespace(salt, lora_id="adapter").id != Namespace(salt).id
+    assert not Namespace(lora_id="adapter").id.has_cache_salt
+
+
 def test_another_format_version_changes_the_root(monkeypatch):
     monkeypatch.setattr(keys, "FORMAT_VERSION", keys.FORMAT_VERSION + 1)
     assert root_key(MODEL, [LAYOUT], Namespace()) != ROOT

@@ -6,26 +6,26 @@ from typing import NamedTuple
 
 from kvconnect.cache.sequence.sequence import check_position
 from kvconnect.errors import ConfigurationError
-from kvconnect.keys import Namespace
+from kvconnect.keys import Namespace, NamespaceId
 from kvconnect.tokens import Tokens, as_token_array
 
 __all__ = ["Prompt", "namespace_of"]
 
-_COMMON = Namespace()
+_COMMON = Namespace().id
 """Of prompts without salt, adapter or other key: a dictionary finds it without comparing."""
 
 
 def namespace_of(
     cache_salt: str | None, lora_id: int | str | None, extra_key: str | int | None
-) -> Namespace:
-    """The namespace of these arguments of `BlockManager.add_sequence`.
+) -> NamespaceId:
+    """Returns the namespace of these arguments of `BlockManager.add_sequence`.
 
     Raises:
         ConfigurationError: (a ``ValueError``) an empty salt.
     """
     if cache_salt is None and lora_id is None and extra_key is None:
         return _COMMON
-    return Namespace(cache_salt, lora_id, extra_key)
+    return Namespace(cache_salt, lora_id, extra_key).id
 
 
 class Prompt(NamedTuple):
@@ -39,7 +39,7 @@ class Prompt(NamedTuple):
         external_end: leading tokens that an external store fills before any is computed.
     """
 
-    namespace: Namespace
+    namespace: NamespaceId
     tokens: bytearray
     max_matched: int | None = None
     first_chunk: int | None = None
@@ -51,7 +51,7 @@ class Prompt(NamedTuple):
         return len(self.tokens) // 4
 
     @staticmethod
-    def of(tokens: Tokens, namespace: Namespace = _COMMON) -> Prompt:
+    def of(tokens: Tokens, namespace: NamespaceId = _COMMON) -> Prompt:
         """The prompt of a copy of `tokens`, without limits.
 
         Raises:

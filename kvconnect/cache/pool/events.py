@@ -138,7 +138,7 @@ class EventLog:
                 PRIMARY,
                 state.retention.priority,
                 namespace.lora_id,
-                namespace.cache_salt is not None,
+                namespace.has_cache_salt,
             )
             for i, key in enumerate(keys, first)
         )

@@ -11,7 +11,7 @@ from kvconnect.cache.tree.radix_tree import RadixTree, TokenBytes, shared_tokens
 from kvconnect.cache.tree.residence import Span
 from kvconnect.cache.tree.segment import Children, Segment
 from kvconnect.config import KvCacheConfig
-from kvconnect.keys import Namespace
+from kvconnect.keys import NamespaceId
 
 __all__ = ["Match", "Matcher", "PartialSource", "first_in_window"]
 
@@ -66,7 +66,7 @@ class Matcher:
         self._plain = len(pools) == 1 and pools[0].window is None
 
     def match(
-        self, namespace: Namespace, tokens: TokenBytes, limit: int, *, partial: bool = True
+        self, namespace: NamespaceId, tokens: TokenBytes, limit: int, *, partial: bool = True
     ) -> Match:
         """The most of the first `limit` of `tokens` that every pool can serve.
 

@@ -14,7 +14,7 @@ from kvconnect.cache.sequence.pinned_blocks import PinnedBlocks
 from kvconnect.cache.tree.residence import BlockIds
 from kvconnect.cache.tree.retention import RetentionPlan
 from kvconnect.errors import ConfigurationError
-from kvconnect.keys import BlockKey, KeyChain, Namespace, root_key
+from kvconnect.keys import BlockKey, KeyChain, NamespaceId, root_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import TokenBuffer
 
@@ -60,7 +60,7 @@ class Sequence:
         pins: handles that hold private blocks of it.
     """
 
-    namespace: Namespace
+    namespace: NamespaceId
     tokens: bytearray
     plan: RetentionPlan
     chain: KeyChain | None

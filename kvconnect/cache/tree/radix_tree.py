@@ -8,7 +8,7 @@ import numpy as np
 
 from kvconnect.cache.tree.key_index import KeyIndex
 from kvconnect.cache.tree.segment import Root, Segment
-from kvconnect.keys import KEY_NBYTES, BlockKey, KeyChain, Namespace
+from kvconnect.keys import KEY_NBYTES, BlockKey, KeyChain, NamespaceId
 
 __all__ = ["RadixTree", "TokenBytes", "shared_tokens"]
 
@@ -38,9 +38,9 @@ class RadixTree:
         self.on_split: list[Callable[[Segment, Segment], None]] = []
         self.on_join: list[Callable[[Segment], None]] = []
         self._num_pools = num_pools
-        self.roots: dict[Namespace, Root] = {}
+        self.roots: dict[NamespaceId, Root] = {}
 
-    def root(self, namespace: Namespace, chain_root: BlockKey | None = None) -> Root:
+    def root(self, namespace: NamespaceId, chain_root: BlockKey | None = None) -> Root:
         """The namespace's root, made if need be; it goes with its last child.
 
         The first `chain_root` that is given is the key before its first blocks.

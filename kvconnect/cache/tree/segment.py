@@ -7,7 +7,7 @@ from itertools import islice
 
 from kvconnect.cache.tree.residence import Residence
 from kvconnect.cache.tree.sorted_keys import SortedKeys
-from kvconnect.keys import BlockKey, Namespace
+from kvconnect.keys import BlockKey, NamespaceId
 
 __all__ = ["Children", "Root", "Segment"]
 
@@ -150,7 +150,7 @@ class Root(Segment):
 
     __slots__ = ("chain_root", "namespace")
 
-    def __init__(self, namespace: Namespace, num_pools: int) -> None:
+    def __init__(self, namespace: NamespaceId, num_pools: int) -> None:
         super().__init__(None, 0, 0, bytearray(), num_pools)
         self.namespace = namespace
         self.chain_root: BlockKey | None = None

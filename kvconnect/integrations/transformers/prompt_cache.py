@@ -33,7 +33,7 @@ from kvconnect.integrations.transformers.rows import PromptRow, prompt_rows
 from kvconnect.integrations.transformers.saving import SavingTo
 from kvconnect.integrations.transformers.stored_cache import StoredCache
 from kvconnect.integrations.transformers.structure import Change
-from kvconnect.keys import Namespace, root_key
+from kvconnect.keys import Namespace, check_salt, root_key
 from kvconnect.text import shown
 from kvconnect.trace import count, metrics, warn_once
 
@@ -140,7 +140,7 @@ class PromptCache:
             inputs: what ``generate()`` is called with: ``input_ids`` ``[batch, tokens]``, padded on
                 the left, and ``attention_mask``; or just the ids. With other inputs beside them
                 (pictures, embeddings) nothing is cached.
-            cache_salt: prompts share stored blocks only if theirs is equal.
+            cache_salt: 1 to 1,024 characters; prompts share stored blocks only if theirs is equal.
 
         Raises:
             ConfigurationError: the ids or the mask are of no such shape, or there is padding inside
@@ -149,6 +149,7 @@ class PromptCache:
         """
         if self._closed:
             raise UsageError("PromptCache: was closed; make another one")
+        check_salt(cache_salt)
         namespace = Namespace(cache_salt=cache_salt)
         prompts, doubt = prompt_rows(inputs, self._pad_token_ids())
         doubt = doubt or self._too_long(prompts)

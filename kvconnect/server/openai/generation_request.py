@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.errors import ConfigurationError
+from kvconnect.keys import check_salt
 from kvconnect.request import SamplingParams
 from kvconnect.server.openai.answer import Answer
 from kvconnect.server.openai.kv_transfer import KvTransferParams
@@ -87,7 +88,7 @@ class GenerationRequest(Settings):
         model: name of the model that is asked; ``None``: the one that is served.
         stream: answer with server-sent events.
         stream_options: how.
-        cache_salt: requests share cached blocks only if theirs is equal.
+        cache_salt: 1 to 1,024 characters; requests share cached blocks only if theirs is equal.
         kv_transfer_params: from a router: hand out the prompt and generate nothing, or fetch it.
     """
 
@@ -119,6 +120,7 @@ class GenerationRequest(Settings):
         Raises:
             ConfigurationError: a field is unknown, wrong, or asks for what is not served.
         """
+        check_salt(body.get("cache_salt"))
         for name, neutral in _NEUTRAL.items():
             value = body.get(name)
             if value is not None and value not in neutral:
