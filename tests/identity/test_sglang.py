@@ -31,7 +31,6 @@ from kvconnect.integrations.core import models
 from kvconnect.integrations.sglang import KvConnectStorage
 from kvconnect.trace import metrics
 
-planted = pytest.mark.planted
 PAGES = 3
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "rope_theta": 10000.0}
 EARLIER = "effe09bd8d9b8d1ffc58f48f32447f1fc01b2707637efd485b99189a572124f5"
@@ -137,27 +136,31 @@ SHARDS = {
     ("beside", "changed", "into"),
     [
         pytest.param(
-            {}, "model.safetensors", 7, marks=planted("other-model", "sglang", "key"), id="other"
+            {},
+            "model.safetensors",
+            7,
+            marks=pytest.mark.planted("other-model", "sglang", "key"),
+            id="other",
         ),
         pytest.param(
             SHARDS,
             "model-00001-of-00001.safetensors",
             7,
-            marks=planted("file-beside-index", "sglang", "key"),
+            marks=pytest.mark.planted("file-beside-index", "sglang", "key"),
             id="beside-index",
         ),
         pytest.param(
             SHARDS,
             "model.safetensors.index.json",
             {"weight_map": {"w": "model-00002-of-00002.safetensors"}},
-            marks=planted("index-changed", "sglang", "key"),
+            marks=pytest.mark.planted("index-changed", "sglang", "key"),
             id="index",
         ),
         pytest.param(
             {"consolidated.safetensors": 2},
             "consolidated.safetensors",
             7,
-            marks=planted("consolidated-beside-hf", "sglang", "key"),
+            marks=pytest.mark.planted("consolidated-beside-hf", "sglang", "key"),
             id="consolidated",
         ),
         pytest.param(
@@ -167,73 +170,77 @@ SHARDS = {
             },
             "other.safetensors",
             7,
-            marks=planted("transformers-weights", "sglang", "key"),
+            marks=pytest.mark.planted("transformers-weights", "sglang", "key"),
             id="transformers_weights",
         ),
         pytest.param(
             {"model.fp16.safetensors": 2},
             "model.fp16.safetensors",
             7,
-            marks=planted("variant", "sglang", "key"),
+            marks=pytest.mark.planted("variant", "sglang", "key"),
             id="variant",
         ),
         pytest.param(
             {"text/model.safetensors": 2},
             "text/model.safetensors",
             7,
-            marks=planted("subfolder", "sglang", "key"),
+            marks=pytest.mark.planted("subfolder", "sglang", "key"),
             id="subfolder",
         ),
         pytest.param(
             {"pytorch_model.bin": 2},
             "pytorch_model.bin",
             7,
-            marks=planted("bin-beside-safetensors", "sglang", "key"),
+            marks=pytest.mark.planted("bin-beside-safetensors", "sglang", "key"),
             id="bin",
         ),
         pytest.param(
             {"consolidated.00.pth": 2, "model.pt": 2},
             "model.pt",
             7,
-            marks=planted("pt-beside", "sglang", "key"),
+            marks=pytest.mark.planted("pt-beside", "sglang", "key"),
             id="pt",
         ),
         pytest.param(
             {"model.gguf": 2},
             "model.gguf",
             7,
-            marks=planted("gguf-beside", "sglang", "key"),
+            marks=pytest.mark.planted("gguf-beside", "sglang", "key"),
             id="gguf",
         ),
         pytest.param(
-            {"model.npz": 2}, "model.npz", 7, marks=planted("npz-beside", "sglang", "key"), id="npz"
+            {"model.npz": 2},
+            "model.npz",
+            7,
+            marks=pytest.mark.planted("npz-beside", "sglang", "key"),
+            id="npz",
         ),
         pytest.param(
             {"params.json": {"rope_theta": 1.0}, "consolidated.safetensors": 2},
             "params.json",
             {"rope_theta": 2.0},
-            marks=planted("params-json", "sglang", "key"),
+            marks=pytest.mark.planted("params-json", "sglang", "key"),
             id="params",
         ),
         pytest.param(
             {"quantize_config.json": {"bits": 4}},
             "quantize_config.json",
             {"bits": 8},
-            marks=planted("quantize-config", "sglang", "key"),
+            marks=pytest.mark.planted("quantize-config", "sglang", "key"),
             id="quantize_config",
         ),
         pytest.param(
             {"adapter_config.json": {"r": 8}, "adapter_model.safetensors": 2},
             "adapter_model.safetensors",
             7,
-            marks=planted("adapter-in-directory", "sglang", "key"),
+            marks=pytest.mark.planted("adapter-in-directory", "sglang", "key"),
             id="adapter",
         ),
         pytest.param(
             {},
             "config.json",
             CONFIG | {"rope_theta": 5.0},
-            marks=planted("config-changed", "sglang", "key"),
+            marks=pytest.mark.planted("config-changed", "sglang", "key"),
             id="config",
         ),
     ],
@@ -247,7 +254,7 @@ def test_every_file_that_a_loader_may_read_is_in_the_keys(stored, directory, bes
     assert stored.found(directory) == 0
 
 
-@planted("weight-byte", "sglang", "key")
+@pytest.mark.planted("weight-byte", "sglang", "key")
 def test_one_byte_of_the_weights_is_in_the_keys(stored, directory):
     stored.save(directory)
     path = directory / "model.safetensors"
@@ -259,7 +266,7 @@ def test_one_byte_of_the_weights_is_in_the_keys(stored, directory):
     assert stored.found(directory) == 0
 
 
-@planted("files-alone", "sglang", "hit")
+@pytest.mark.planted("files-alone", "sglang", "hit")
 def test_stores_of_earlier_releases_are_found(stored, directory):
     rope = {"rope_theta": 10000.0, "rope_type": "default", "type": "default"}
     added = {"num_hidden_layers": 2, "rope_parameters": rope, "context_len": 512, "v_head_dim": 8}
@@ -280,7 +287,7 @@ def started_now(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return start
 
 
-@planted("replaced-after-loading", "sglang", "refused")
+@pytest.mark.planted("replaced-after-loading", "sglang", "refused")
 def test_files_that_changed_since_the_server_started_are_refused(stored, directory, started_now):
     put(directory, "pytorch_model.bin", 1)
     started_now()
@@ -290,7 +297,7 @@ def test_files_that_changed_since_the_server_started_are_refused(stored, directo
         stored.open(directory, server)
 
 
-@planted("switched-while-loading", "sglang", "refused")
+@pytest.mark.planted("switched-while-loading", "sglang", "refused")
 def test_a_link_that_was_switched_since_the_server_started_is_refused(
     stored, directory, started_now, tmp_path
 ):
@@ -315,40 +322,42 @@ def test_a_link_that_was_switched_since_the_server_started_is_refused(
     [
         pytest.param(
             {"json_model_override_args": '{"rope_theta": 1e6}'},
-            marks=planted("overridden-configuration", "sglang", "key"),
+            marks=pytest.mark.planted("overridden-configuration", "sglang", "key"),
             id="override",
         ),
         pytest.param(
             {"resolved": {"hf_config": {"rope_parameters": {"rope_theta": 7.0}}}},
-            marks=planted("overridden-configuration", "sglang", "key"),
+            marks=pytest.mark.planted("overridden-configuration", "sglang", "key"),
             id="resolved",
         ),
         pytest.param(
             {"resolved": {"hf_config": {"num_hidden_layers": 2, "max_position_embeddings": 64}}},
-            marks=planted("other-window", "sglang", "key"),
+            marks=pytest.mark.planted("other-window", "sglang", "key"),
             id="window",
         ),
         pytest.param(
             {"dtype": "float16"},
-            marks=planted("computes-in-other-dtype", "sglang", "key"),
+            marks=pytest.mark.planted("computes-in-other-dtype", "sglang", "key"),
             id="dtype",
         ),
         pytest.param(
             {"resolved": {"dtype": torch.float16}},
-            marks=planted("computes-in-other-dtype", "sglang", "key"),
+            marks=pytest.mark.planted("computes-in-other-dtype", "sglang", "key"),
             id="compute-dtype",
         ),
         pytest.param(
-            {"quantization": "fp8"}, marks=planted("quantization", "sglang", "key"), id="fp8"
+            {"quantization": "fp8"},
+            marks=pytest.mark.planted("quantization", "sglang", "key"),
+            id="fp8",
         ),
         pytest.param(
             {"quantize_and_serve": True},
-            marks=planted("quantised-in-memory", "sglang", "key"),
+            marks=pytest.mark.planted("quantised-in-memory", "sglang", "key"),
             id="quantize_and_serve",
         ),
         pytest.param(
             {"forward_hooks": [{"name": "steer"}]},
-            marks=planted("hook-added", "sglang", "key"),
+            marks=pytest.mark.planted("hook-added", "sglang", "key"),
             id="hook",
         ),
     ],
@@ -361,7 +370,7 @@ def test_settings_that_change_keys_and_values_are_in_the_keys(stored, directory,
     assert stored.found(directory, **{**plain, **other}) == 0
 
 
-@planted("same-revision", "sglang", "key")
+@pytest.mark.planted("same-revision", "sglang", "key")
 def test_a_revision_promises_weights_and_no_settings(stored, directory):
     named = {"model_revision": "org/name@1"}
     with serving(directory) as server:
@@ -376,8 +385,8 @@ def test_a_revision_promises_weights_and_no_settings(stored, directory):
         assert stored.open(directory, server, **named).batch_exists(hashes(PAGES)) == 0
 
 
-@planted("cache-dtype", "sglang", "key")
-@planted("other-block-size", "sglang", "key")
+@pytest.mark.planted("cache-dtype", "sglang", "key")
+@pytest.mark.planted("other-block-size", "sglang", "key")
 def test_dtype_and_size_of_pages_are_in_the_keys(stored, directory):
     stored.save(directory)
     assert stored.found(directory, StandInPool("page_first", dtype=torch.bfloat16)) == 0
@@ -395,14 +404,14 @@ def refuse(stored: Stored, directory: Path, complaint: str, **settings: Any) -> 
         stored.open(directory, server)
 
 
-@planted("weights-from-elsewhere", "sglang", "refused")
+@pytest.mark.planted("weights-from-elsewhere", "sglang", "refused")
 def test_weights_from_elsewhere_are_refused(stored, directory):
     refuse(stored, directory, "load-format=dummy", load_format="dummy")
     refuse(stored, directory, "load-format='remote'", load_format="remote")
     refuse(stored, directory, "weights of '/base'", resolved={"model_path": "/base"})
 
 
-@planted("forward-patched", "sglang", "refused")
+@pytest.mark.planted("forward-patched", "sglang", "refused")
 def test_a_model_s_class_of_another_package_is_refused(stored, directory):
     class Patched(torch.nn.Module):
         __module__ = "plugin.models"
@@ -414,26 +423,26 @@ def test_a_model_s_class_of_another_package_is_refused(stored, directory):
         stored.open(directory, server, model_revision="org/name@1")
 
 
-@planted("other-adapter", "sglang", "refused")
-@planted("no-adapter", "sglang", "refused")
-@planted("adapter-switched", "sglang", "refused")
-@planted("adapter-weights-changed", "sglang", "refused")
+@pytest.mark.planted("other-adapter", "sglang", "refused")
+@pytest.mark.planted("no-adapter", "sglang", "refused")
+@pytest.mark.planted("adapter-switched", "sglang", "refused")
+@pytest.mark.planted("adapter-weights-changed", "sglang", "refused")
 def test_servers_with_adapters_are_refused(stored, directory):
     refuse(stored, directory, "enable-lora", enable_lora=True)
     refuse(stored, directory, "enable-lora", lora_paths=["a=/adapters/a"])
 
 
-@planted("other-picture", "sglang", "refused")
-@planted("picture-settings", "sglang", "refused")
-@planted("picture-uuid", "sglang", "refused")
-@planted("picture-uuid-like-hash", "sglang", "refused")
-@planted("sound-or-video", "sglang", "refused")
+@pytest.mark.planted("other-picture", "sglang", "refused")
+@pytest.mark.planted("picture-settings", "sglang", "refused")
+@pytest.mark.planted("picture-uuid", "sglang", "refused")
+@pytest.mark.planted("picture-uuid-like-hash", "sglang", "refused")
+@pytest.mark.planted("sound-or-video", "sglang", "refused")
 def test_servers_that_take_pictures_are_refused(stored, directory):
     refuse(stored, directory, "language-model-only", resolved={"is_multimodal": True})
     assert stored.found(directory, resolved={"is_multimodal": False}) == 0  # opens
 
 
-@planted("prompt-embeddings", "sglang", "refused")
+@pytest.mark.planted("prompt-embeddings", "sglang", "refused")
 def test_servers_that_save_prompts_given_as_embeddings_are_refused(stored, directory):
     refuse(
         stored,
@@ -443,8 +452,8 @@ def test_servers_that_save_prompts_given_as_embeddings_are_refused(stored, direc
     )
 
 
-@planted("bidirectional", "sglang", "refused")
-@planted("encoder-as-decoder", "sglang", "refused")
+@pytest.mark.planted("bidirectional", "sglang", "refused")
+@pytest.mark.planted("encoder-as-decoder", "sglang", "refused")
 def test_attention_that_looks_ahead_is_refused(stored, directory):
     ahead = "looks ahead"
     for config in ({"is_causal": False}, {"text_config": {"use_bidirectional_attention": True}}):
@@ -458,7 +467,7 @@ def test_attention_that_looks_ahead_is_refused(stored, directory):
         stored.open(directory, server)
 
 
-@planted("other-rank-count", "sglang", "key")
+@pytest.mark.planted("other-rank-count", "sglang", "key")
 def test_another_number_of_ranks_has_keys_of_its_own(stored, directory):
     with serving(directory) as server:
         assert save(stored.open(directory, server, StandInPool("page_first", heads=2)))
@@ -482,10 +491,11 @@ def uncached() -> float:
     "way",
     [
         pytest.param(
-            "update_weights_from_disk", marks=planted("weights-reloaded", "sglang", "refused")
+            "update_weights_from_disk",
+            marks=pytest.mark.planted("weights-reloaded", "sglang", "refused"),
         ),
         *(
-            pytest.param(way, marks=planted("weights-updated", "sglang", "refused"))
+            pytest.param(way, marks=pytest.mark.planted("weights-updated", "sglang", "refused"))
             for way in WAYS[1:]
         ),
     ],
@@ -511,7 +521,7 @@ def test_replaced_weights_end_the_storage(stored, directory, way):
     assert stored.found(directory) == PAGES  # a server with the old weights
 
 
-@planted("uncounted-write", "sglang", "refused")
+@pytest.mark.planted("uncounted-write", "sglang", "refused")
 def test_weights_that_are_written_past_sglang_end_the_storage(stored, directory):
     with serving(directory) as server:
         storage = stored.open(directory, server)
@@ -521,7 +531,7 @@ def test_weights_that_are_written_past_sglang_end_the_storage(stored, directory)
         assert not works(storage)
 
 
-@planted("storage-replaced", "sglang", "refused")
+@pytest.mark.planted("storage-replaced", "sglang", "refused")
 def test_a_parameter_with_other_memory_ends_the_storage(stored, directory):
     with serving(directory) as server:
         storage = stored.open(directory, server)
@@ -548,7 +558,7 @@ def released(server: Server, tags: list[str] | None) -> None:
     server.manager.release_memory_occupation(SimpleNamespace(tags=tags))
 
 
-@planted("paused", "sglang", "hit")
+@pytest.mark.planted("paused", "sglang", "hit")
 def test_pauses_that_keep_the_weights_keep_the_storage(stored, directory):
     with serving(directory, enable_memory_saver=True, enable_weights_cpu_backup=True) as server:
         server.SchedulerWeightUpdaterManager.memory_saver_adapter.enabled = True
@@ -592,6 +602,14 @@ def test_a_storage_of_a_running_server_needs_its_weights_named(stored, directory
     with serving(directory) as server:
         with pytest.raises(ConfigurationError, match="attached to a running server"):
             stored.open(directory, server, late=True)
+        server.scheduler.held = (64, 0)  # pages, perhaps of earlier weights
+        with pytest.raises(ConfigurationError, match="flush its cache"):
+            stored.open(directory, server, late=True, model_revision="org/name@1")
+        server.scheduler.held = (0, 0)
+        pool = StandInPool("page_first")
+        pool.free -= 1
+        with pytest.raises(ConfigurationError, match="flush its cache"):
+            stored.open(directory, server, pool, late=True, model_revision="org/name@1")
         storage = stored.open(directory, server, late=True, model_revision="org/name@1")
         assert save(storage)
         assert works(storage)
@@ -599,7 +617,7 @@ def test_a_storage_of_a_running_server_needs_its_weights_named(stored, directory
         assert not works(storage)
 
 
-@planted("other-interface", "sglang", "refused")
+@pytest.mark.planted("other-interface", "sglang", "refused")
 def test_a_server_whose_weights_cannot_be_watched_is_refused(stored, directory):
     with serving(directory, hooks=False) as server:
         with pytest.raises(ConfigurationError, match="no hooks on updates"):

@@ -128,6 +128,8 @@ class Server:
             def __init__(self, worker: Worker, make: Callable[[], Any]) -> None:
                 self.tp_worker = worker
                 self.made = make()
+                self.held = (0, 0)
+                self.tree_cache = SimpleNamespace(total_size=lambda: self.held)
 
             def attach(self, make: Callable[[], Any]) -> Any:
                 return make()

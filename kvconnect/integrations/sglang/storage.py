@@ -87,6 +87,7 @@ class KvConnectStorage(_Base):
             ConfigurationError: the store cannot be opened, or a page is no power of two of tokens.
             UnsupportedModel: the pool is of another form.
         """
+        self._weights.refuse_older_pages(mem_pool_host)
         self.mem_pool_host = mem_pool_host
         self._pool = HostPool.of(mem_pool_host, is_mla=self._is_mla)
         layout = self._pool.layout

@@ -48,6 +48,27 @@ class WeightGuard:
             if not is_named:
                 _refuse_unseen(server, is_hooked=is_hooked)
         self._begun = updates.number
+        self._may_hold_older = server.is_there and not (updates.since_start and not self._begun)
+
+    def refuse_older_pages(self, pool: Any) -> None:
+        """Refuses a server that holds pages which earlier weights may have computed.
+
+        Args:
+            pool: SGLang's host pool.
+
+        Raises:
+            ConfigurationError: weights may have been replaced, and pages are held.
+        """
+        tree = getattr(self._server.scheduler, "tree_cache", None)
+        if not self._may_hold_older or tree is None:
+            return
+        held = tree.total_size()
+        in_host = pool.size - pool.available_size()
+        if in_host or (sum(held) if isinstance(held, tuple) else held):
+            raise ConfigurationError(
+                "model_revision: cannot name pages that the server has computed before, perhaps "
+                "with other weights; flush its cache (POST /flush_cache), then attach the storage"
+            )
 
     def change(self) -> str | None:
         """Returns how the weights were replaced, or ``None``. Blocks for a few page reads."""

@@ -42,7 +42,6 @@ from kvconnect.integrations.sglang import KvConnectStorage, weights
 from kvconnect.integrations.sglang.configuration import changed_configuration
 from kvconnect.integrations.sglang.updates import RELEASES, WRITES, Updates
 
-planted = pytest.mark.planted
 PAGES = 3
 
 # ------------------------------------------------------------------ the resolved configuration
@@ -54,7 +53,7 @@ def test_what_sglang_makes_of_usual_models_is_what_their_files_hold(arch, tmp_pa
     assert changed_configuration(ModelConfig(str(directory)), directory) is None
 
 
-@planted("overridden-configuration", "sglang", "key")
+@pytest.mark.planted("overridden-configuration", "sglang", "key")
 def test_what_sglang_was_made_to_change_is_another_configuration(tmp_path):
     directory = make_model(tmp_path / "model", "llama", num_layers=2)
     digests = {
@@ -65,7 +64,7 @@ def test_what_sglang_was_made_to_change_is_another_configuration(tmp_path):
     assert None in digests
 
 
-@planted("dynamic-rope", "sglang", "equal")
+@pytest.mark.planted("dynamic-rope", "sglang", "equal")
 def test_dynamic_rope_turns_a_token_by_its_position_alone(monkeypatch):
     ops = SimpleNamespace(rotary_embedding=None)  # a kernel that is asked for, and not used
     monkeypatch.setitem(sys.modules, "vllm._custom_ops", ops)
@@ -90,8 +89,8 @@ def page_names(**more: Any) -> list[str]:
     return get_storage_hash_str(key, None, page_size=PAGE)
 
 
-@planted("other-salt", "sglang", "key")
-@planted("long-salt", "sglang", "key")
+@pytest.mark.planted("other-salt", "sglang", "key")
+@pytest.mark.planted("long-salt", "sglang", "key")
 def test_salts_and_extra_keys_of_any_length_are_in_the_names_of_pages():
     long = "a" * 5000
     given: list[dict[str, str]] = [
@@ -119,7 +118,7 @@ def test_clients_give_hashes_to_pictures_and_shapes_are_not_in_them():
     assert other.pad_values == wide.pad_values
 
 
-@planted("prompt-embeddings", "sglang", "refused")
+@pytest.mark.planted("prompt-embeddings", "sglang", "refused")
 def test_sglang_refuses_prompts_given_as_embeddings_where_pages_are_shared():
     request = GenerateReqInput(input_embeds=[[0.0, 1.0]])
     manager = object.__new__(TokenizerManager)
@@ -255,11 +254,13 @@ def between(updater: Any) -> None:
 @pytest.mark.parametrize(
     "replace",
     [
-        pytest.param(from_disk, marks=planted("weights-reloaded", "sglang", "refused")),
-        pytest.param(from_tensor, marks=planted("weights-updated", "sglang", "refused")),
-        pytest.param(from_group, marks=planted("weights-updated", "sglang", "refused")),
-        pytest.param(from_ipc, marks=planted("weights-updated", "sglang", "refused")),
-        pytest.param(between, marks=planted("weights-updated", "sglang", "refused")),
+        pytest.param(from_disk, marks=pytest.mark.planted("weights-reloaded", "sglang", "refused")),
+        pytest.param(
+            from_tensor, marks=pytest.mark.planted("weights-updated", "sglang", "refused")
+        ),
+        pytest.param(from_group, marks=pytest.mark.planted("weights-updated", "sglang", "refused")),
+        pytest.param(from_ipc, marks=pytest.mark.planted("weights-updated", "sglang", "refused")),
+        pytest.param(between, marks=pytest.mark.planted("weights-updated", "sglang", "refused")),
     ],
 )
 def test_every_update_of_sglang_ends_the_storage(started, replace):
@@ -286,7 +287,7 @@ def test_the_methods_that_write_weights_are_all_hooked():
     }
 
 
-@planted("uncounted-write", "sglang", "refused")
+@pytest.mark.planted("uncounted-write", "sglang", "refused")
 def test_weights_that_sglang_s_loader_writes_elsewhere_are_seen(started):
     scheduler = started.start()
     save(scheduler.storage)
@@ -297,7 +298,7 @@ def test_weights_that_sglang_s_loader_writes_elsewhere_are_seen(started):
     assert not works(scheduler.storage)
 
 
-@planted("paused", "sglang", "hit")
+@pytest.mark.planted("paused", "sglang", "hit")
 def test_memory_that_comes_back_with_its_content_keeps_the_storage(started):
     scheduler = started.start()
     save(scheduler.storage)
@@ -321,7 +322,9 @@ def test_a_running_server_is_asked_to_name_its_weights(started):
             started.storage(**more)
             return True, ""
 
-        scheduler.tree_cache = SimpleNamespace(attach_storage_backend=attach_storage_backend)
+        scheduler.tree_cache = SimpleNamespace(
+            attach_storage_backend=attach_storage_backend, total_size=lambda: (0, 0)
+        )
         request = AttachHiCacheStorageReqInput(hicache_storage_backend="dynamic")
         return scheduler.attach_hicache_storage_wrapped(request)
 
