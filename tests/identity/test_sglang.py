@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -277,13 +276,12 @@ def test_stores_of_earlier_releases_are_found(stored, directory):
 
 @pytest.fixture
 def started_now(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """This process is one that SGLang starts at this moment."""
+    """SGLang starts this process at this moment."""
 
     def start() -> None:
         now = time.time_ns()
-        monkeypatch.setattr(models, "_started_ns", lambda: now)
+        monkeypatch.setattr(models, "process_started_ns", lambda: now)
 
-    monkeypatch.setattr(multiprocessing, "parent_process", object)
     return start
 
 
