@@ -25,7 +25,7 @@ class StandInPool:
     def __init__(self, layout, *, is_mla=False, dtype=torch.float32, heads=HEADS):
         self.layout, self.dtype = layout, dtype
         self.page_size, self.page_num = PAGE, PAGES
-        self.size = PAGE * PAGES
+        self.size = self.free = PAGE * PAGES
         self.layer_num = self.target_layer_num = LAYERS
         self.start_layer, self.end_layer = 0, LAYERS
         self.head_num, self.head_dim, self.v_head_dim = heads, DIM, DIM
@@ -39,6 +39,9 @@ class StandInPool:
             "page_head": (PAGES, row[0], PAGE, LAYERS, row[1]),
         }[layout]
         self.kv_buffer = torch.zeros(shape if is_mla else (2, *shape), dtype=dtype)
+
+    def available_size(self):
+        return self.free
 
     @property
     def k_buffer(self):

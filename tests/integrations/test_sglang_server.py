@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +12,42 @@ import pytest
 import torch
 from long_rope import LONG
 from sglang_pools import StandInPool, fill, hashes, indices, storage_config
-from stand_ins import module
+from sglang_server import Server, serving
 
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.sglang import KvConnectStorage
-from kvconnect.trace import metrics
 
 PAGES = list(range(4))
 
 
-class Context:
-    """SGLang's ``RuntimeContext``, as far as it is read."""
+@pytest.fixture
+def serve(tiny: Path) -> Iterator[Callable[..., Server]]:
+    """This process is a server with these settings, until it is another one."""
+    with ExitStack() as servers:
 
-    def __init__(self, **settings: object) -> None:
-        self.settings = settings
+        def make(**settings: Any) -> Server:
+            servers.close()
+            current.clear()
+            current.append(servers.enter_context(serving(tiny, **settings)))
+            return current[0]
 
-    def config_bag(self, name: str) -> object:
-        if not self.settings:
-            raise ValueError(f"config namespace {name!r} not published")
-        return self
-
-    def config_leaf(self, name: str) -> Any:
-        if name not in self.settings:
-            raise ValueError(f"{name!r} is not a config leaf (no namespace)")
-        return self.settings[name]
+        current: list[Server] = []
+        make.current = current
+        yield make
 
 
 @pytest.fixture
-def serve(tiny: Path, clean_modules: None) -> Callable[..., Context]:
-    """This process is a server with these settings."""
-
-    def make(**settings: object) -> Context:
-        context = Context(**{"model_path": str(tiny), "load_format": "auto"} | settings)
-        for name in ("sglang", "sglang.srt"):
-            module(name, path="")
-        module("sglang.srt.runtime_context", get_context=lambda: context)
-        return context
-
-    return make
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., KvConnectStorage]]:
+def opened(tmp_path: Path, serve: Any) -> Iterator[Callable[..., KvConnectStorage]]:
+    """A storage that the current server makes when it starts."""
     made: list[KvConnectStorage] = []
 
     def make(name: object = "the served name", **more: object) -> KvConnectStorage:
         url = f"disk://{tmp_path}/kv?capacity=64MiB"
-        made.append(KvConnectStorage(storage_config(name, url, **more), {}))
+
+        def storage() -> KvConnectStorage:
+            return KvConnectStorage(storage_config(name, url, **more), {})
+
+        made.append(serve.current[0].start(storage) if serve.current else storage())
         pool = StandInPool("page_first")
         fill(pool)
         made[-1].register_mem_pool_host(pool)
@@ -133,15 +123,6 @@ def test_weights_that_are_not_read_from_the_directory_are_refused(serve, opened,
     opened(model_revision="org/name@1")
 
 
-@pytest.mark.parametrize("lora", [{"enable_lora": True}, {"lora_paths": ["a=/adapters/a"]}])
-def test_adapters_which_sglang_tells_by_name_are_refused(serve, opened, lora):
-    serve(**lora)
-    with pytest.raises(ConfigurationError, match="enable-lora"):
-        opened(model_revision="org/name@1")
-    serve(enable_lora=False, lora_paths=None)
-    opened()
-
-
 def test_of_files_the_content_is_in_keys(serve, opened, tmp_path):
     scales, moved = tmp_path / "scales.json", tmp_path / "moved.json"
     scales.write_text('{"k": 1}')
@@ -162,22 +143,6 @@ def test_the_order_of_a_settings_fields_is_none_of_its_value(serve, opened):
     assert found(opened()) == len(PAGES)
 
 
-@pytest.mark.parametrize(
-    "replaced", [{"model_path": "/elsewhere"}, {"load_format": "pt"}, {"weight_version": "2"}]
-)
-def test_after_the_weights_were_replaced_nothing_is_found_or_saved(serve, opened, replaced):
-    context = serve(weight_version="default")
-    storage = opened()
-    save(storage)
-    assert found(storage) == len(PAGES)
-    context.settings |= replaced
-    counted = metrics.snapshot().get("engine.request.uncached", 0)
-    assert found(storage) == 0
-    assert metrics.snapshot()["engine.request.uncached"] == counted + 1
-    assert save(storage) == [False] * len(PAGES)
-    assert storage.batch_get_v1(hashes(len(PAGES)), indices(PAGES)) == [False] * len(PAGES)
-
-
 def test_bytes_of_a_pool_are_what_the_server_says(serve, opened, monkeypatch):
     class Bytes(StandInPool):
         def __init__(self, layout: str) -> None:
@@ -192,6 +157,7 @@ def test_bytes_of_a_pool_are_what_the_server_says(serve, opened, monkeypatch):
     assert found(opened()) == len(PAGES)
 
 
+@pytest.mark.planted("long-factors", "sglang", "refused")
 @pytest.mark.parametrize("given", [None, 4097])
 def test_where_the_longest_of_a_batch_decides_a_model_is_refused(serve, opened, with_rope, given):
     serve(model_path=str(with_rope), context_length=given)

@@ -68,6 +68,7 @@ def test_pages_come_back_byte_for_byte_in_any_layout(tiny, url, is_mla, source, 
     )
 
 
+@pytest.mark.planted("rank-share", "sglang", "key")
 def test_ranks_have_pages_of_their_own_and_share_latents(tiny, url, opened):
     names = hashes(3)
     both = [opened(StandInPool("page_first"), tp_rank=rank, tp_size=2) for rank in range(2)]
@@ -189,6 +190,7 @@ def test_wrong_settings_are_refused_at_the_start(tiny, more, complaint):
         KvConnectStorage(storage_config(tiny, more.pop("url", "memory:"), **more), {})
 
 
+@pytest.mark.planted("blocks-passed-by-window", "sglang", "refused")
 def test_pools_of_another_form_are_refused(tiny, url, tmp_path):
     def refused(pool, complaint, error=UnsupportedModel):
         storage = KvConnectStorage(storage_config(tiny, url, is_mla=pool.is_mla), {})
@@ -221,8 +223,9 @@ def test_pools_of_another_form_are_refused(tiny, url, tmp_path):
         KvConnectStorage(config, {})
     with pytest.raises(ConfigurationError, match="model"):
         KvConnectStorage(storage_config(tmp_path / "none", url), {})
-    with pytest.raises(UnsupportedModel, match="mamba"):
-        KvConnectStorage(storage_config(tiny, url), {}).register_mem_host_pool_v2(None, "mamba")
+    for name in ("mamba", "swa"):
+        with pytest.raises(UnsupportedModel, match=name):
+            KvConnectStorage(storage_config(tiny, url), {}).register_mem_host_pool_v2(None, name)
 
 
 LAYERS_WITHOUT_DRAFT = 2

@@ -1,52 +1,55 @@
-"""What SGLang's server knows and tells no storage: which model it runs, and how it loads it.
+"""The server of SGLang's that this process is a part of: its settings, and the model that it runs.
 
-Read from the process that the storage is in. Without a server, as where host pools are used by
-themselves, there is nothing to read.
+Read from the process that the storage is in. Without a server, where host pools are used by
+themselves, every setting is ``None``.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvconnect.errors import ConfigurationError, UnsupportedModel
-from kvconnect.integrations.core.long_rope import config_of_directory, original_length
+from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.models import directory_of
-from kvconnect.text import shown
+from kvconnect.integrations.sglang.configuration import changed_configuration, pool_independent
 
-__all__ = ["Server"]
+__all__ = ["NOTHING", "Server"]
 
-# Ways to load the safetensors files of the model's directory; others of it; and, by every other
-# name, weights from elsewhere.
-_USUAL_FILES = (
-    *("auto", "safetensors", "fastsafetensors", "instanttensor"),
-    *("runai_streamer", "layered"),
-)
-_OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes")
-# With these, too, weights come from elsewhere.
-_ELSEWHERE = (
-    *("kt_weight_path", "modelopt_checkpoint_restore_path", "weight_cache_mode"),
-    "checkpoint_engine_wait_weights_before_ready",
-)
-# What changes keys and values of equal tokens; files, of which the content does; and what of all
-# that changes nothing.
+OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes")
+"""Ways to load other files of the model's directory than its ``*.safetensors``."""
+NOTHING: tuple[object, ...] = (None, False, -1, "", "{}", "auto", "off", "default", {}, [])
+"""Values of a setting that change nothing."""
+
+# Settings that change keys and values of equal tokens.
 _SETTINGS = (
     *("quantization", "modelopt_quant", "quantize_and_serve", "json_model_override_args"),
     *("dtype", "model_impl", "model_config_parser", "mm_process_config", "forward_hooks"),
     *("enable_precise_embedding_interpolation", "enable_w4a4_mxfp4_megamoe"),
     *("flashinfer_mxfp4_moe_precision", "deepep_dispatcher_output_dtype"),
+    *("enable_tf32_matmul", "enable_quant_communications", "prefill_kv_cache_dequant_dtype"),
+    *("qsa_indexer_dtype", "enable_hisparse", "hisparse_config", "rl_on_policy_target"),
 )
+# Settings that do so beside weights for the processor.
+_KT_SETTINGS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token")
+# Settings that name files, whose content changes keys and values.
 _FILES = ("quantization_param_path", "rl_quant_profile", "decrypted_config_file")
 _WEIGHTS = ("model_path", "load_format", "weight_version")
-_NOTHING: tuple[object, ...] = (None, False, "", "{}", "auto", "off", "default", {}, [])
 
 
 class Server:
-    """SGLang's settings, as they are in effect in this process; without a server, none."""
+    """The server's settings in effect in this process, and its scheduler.
+
+    Must be made in the call by which the scheduler makes the storage.
+
+    Attributes:
+        scheduler: SGLang's ``Scheduler``, whose call this is; ``None`` if there is none.
+        is_starting: the scheduler is being made, so no request has run yet.
+    """
 
     def __init__(self) -> None:
         try:
@@ -54,9 +57,27 @@ class Server:
             self._context.config_bag("model")
         except (ImportError, AttributeError, ValueError):  # the last: of a process without a server
             self._context = None
+        self.scheduler, self.is_starting = _calling_scheduler()
+
+    @property
+    def is_there(self) -> bool:
+        """True in the process of a server."""
+        return self._context is not None
+
+    @property
+    def runner(self) -> Any:
+        """The ``ModelRunner`` of the target model; ``None`` if it cannot be reached."""
+        worker = getattr(self.scheduler, "tp_worker", None)
+        return getattr(worker, "model_runner", None)
+
+    @property
+    def model_config(self) -> Any:
+        """The ``ModelConfig`` that the model was made with; ``None`` if it cannot be reached."""
+        found = getattr(self.runner, "model_config", None)
+        return found or getattr(self.scheduler, "model_config", None)
 
     def setting(self, name: str) -> Any:
-        """One of SGLang's ``ServerArgs``; ``None`` if there is no such setting, or no server."""
+        """Returns one of SGLang's ``ServerArgs``; ``None`` without a server or such a setting."""
         if self._context is None:
             return None
         try:
@@ -64,14 +85,23 @@ class Server:
         except (AttributeError, ValueError):
             return None
 
+    def is_set(self, name: str) -> bool:
+        """Returns True if the setting has a value that may change something."""
+        return self.setting(name) not in NOTHING
+
+    @property
+    def load_format(self) -> str:
+        """The way in which the weights are loaded."""
+        return str(self.setting("load_format") or "auto")
+
     def directory(self, name: str) -> Path:
-        """Of the model that runs.
+        """Returns the directory of the model that runs.
 
         Args:
-            name: of the model, where there is no server to ask.
+            name: of the model; used where there is no server.
 
         Raises:
-            ConfigurationError: there is none on this machine.
+            ConfigurationError: there is no such directory on this machine.
         """
         return directory_of(
             str(self.setting("model_path") or name),
@@ -79,86 +109,46 @@ class Server:
             cache_dir=self.setting("download_dir"),
         )
 
-    def refuse_unserved(self, directory: Path, *, is_named: bool) -> None:
-        """Refuse what would make wrong hits.
+    def variant(self, directory: Path, kv_dtype: str) -> dict[str, str]:
+        """Returns what changes keys and values beside the model's files, by name.
+
+        Settings that change nothing are left out, so that stores of other servers are found.
 
         Args:
             directory: of the model.
-            is_named: ``model_revision`` stands for the weights, wherever they come from.
-
-        Raises:
-            ConfigurationError: the weights are not those of the directory.
-            UnsupportedModel: keys and values of equal tokens differ from batch to batch.
+            kv_dtype: of the host pool's elements.
         """
-        load_format = self._load_format
-        if load_format == "dummy":
-            raise ConfigurationError(
-                "load-format=dummy: the weights are not those of the model's directory, which keys "
-                "are made of; kvconnect needs real ones"
-            )
-        if load_format not in (*_USUAL_FILES, *_OTHER_FILES) and not is_named:
-            raise ConfigurationError(
-                f"load-format={shown(load_format)}: the weights need not be those of the model's "
-                "directory, which keys are made of; name them with model_revision"
-            )
-        if not is_named:
-            for name in _ELSEWHERE:
-                if (value := self.setting(name)) not in _NOTHING:
-                    raise ConfigurationError(
-                        f"{name.replace('_', '-')}={shown(value)}: the weights need not be those "
-                        "of the model's directory; name them with model_revision"
-                    )
-        if self.setting("enable_lora") or self.setting("lora_paths"):
-            raise ConfigurationError(
-                "enable-lora: SGLang names pages by an adapter's name and path, so that another "
-                "adapter in its place would be given its pages; start the server without adapters, "
-                "or without this storage"
-            )
-        config = config_of_directory(directory) | self._overrides()
-        original = original_length(config)
-        if original is None:
-            return
-        longest = self.setting("context_length") or _longest(config)
-        if not 0 < longest <= original:
-            raise UnsupportedModel(
-                f"context-length={longest}: beyond {original} tokens SGLang turns all of a batch "
-                "by the long factors of this model's longrope, so a prompt's pages would depend on "
-                f"others in its batch; start SGLang with --context-length {original} or less"
-            )
-
-    def variant(self) -> dict[str, str]:
-        """Settings that change keys and values, by name; those that change nothing are left off."""
-        told = {name: self.setting(name) for name in _SETTINGS}
-        told |= {name: _content(self.setting(name)) for name in _FILES}
+        names = _SETTINGS + (_KT_SETTINGS if self.is_set("kt_weight_path") else ())
+        given = {name: self.setting(name) for name in names}
+        given |= {name: _content(self.setting(name)) for name in _FILES}
         # Weights may have been replaced before this storage was attached.
-        told["weight_version"] = self.setting("weight_version")
-        if self._load_format in _OTHER_FILES:
-            told["load_format"] = self._load_format
-        return {name: _as_text(value) for name, value in told.items() if value not in _NOTHING}
+        given["weight_version"] = self.setting("weight_version")
+        if self.load_format in OTHER_FILES:
+            given["load_format"] = self.load_format
+        if (config := self.model_config) is not None:
+            given["configuration"] = changed_configuration(config, directory)
+            if not self.is_set("dtype"):
+                given["compute_dtype"] = pool_independent(config, kv_dtype)
+        return {name: _as_text(value) for name, value in given.items() if value not in NOTHING}
 
     def weights(self) -> tuple[str, ...]:
-        """What is another when the weights were replaced, as far as SGLang notes that."""
+        """Returns the settings that SGLang changes when it replaces the weights."""
         return tuple(str(self.setting(name)) for name in _WEIGHTS)
 
-    def _overrides(self) -> dict[str, Any]:
-        """What the operator puts in place of parts of ``config.json``."""
-        try:
-            found = json.loads(self.setting("json_model_override_args") or "{}")
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
 
-    @property
-    def _load_format(self) -> str:
-        return str(self.setting("load_format") or "auto")
-
-
-def _longest(config: Mapping[str, Any]) -> int:
-    """The longest sequence that a configuration allows in any of its parts."""
-    given = config.get("max_position_embeddings")
-    lengths = [given] if isinstance(given, int) else []
-    lengths += [_longest(part) for part in config.values() if isinstance(part, Mapping)]
-    return max(lengths, default=0)
+def _calling_scheduler() -> tuple[Any, bool]:
+    """SGLang's scheduler in the calls that led here, and whether it is being made."""
+    module = sys.modules.get("sglang.srt.managers.scheduler")
+    cls = getattr(module, "Scheduler", None)
+    found, is_starting = None, False
+    frame = inspect.currentframe()
+    while frame is not None and cls is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, cls):
+            found = owner
+            is_starting = is_starting or frame.f_code.co_name == "__init__"
+        frame = frame.f_back
+    return found, is_starting
 
 
 def _content(path: object) -> object:

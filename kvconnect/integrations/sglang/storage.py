@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvconnect.backend import DEFAULT_RETENTION_PRIORITY
 from kvconnect.connector.offload.messages import BlockSave
+from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.core.access import StoreAccess
@@ -23,8 +24,10 @@ from kvconnect.integrations.core.models import digest_of_model
 from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.sglang.host_pool import HostPool
 from kvconnect.integrations.sglang.page_stats import PageStats
+from kvconnect.integrations.sglang.served import refuse_unserved
 from kvconnect.integrations.sglang.server import Server
 from kvconnect.integrations.sglang.settings import ENGINE, rank_of, storage_settings
+from kvconnect.integrations.sglang.weights import WeightGuard
 from kvconnect.keys import BlockKey, Namespace, root_key
 from kvconnect.shards import whole_layouts
 from kvconnect.trace import count, warn_once
@@ -69,9 +72,9 @@ class KvConnectStorage(_Base):
         self._is_mla = bool(storage_config.is_mla_model)
         revision = self._settings.own.model_revision
         self._server = Server()
-        self._weights = self._server.weights()
         self._directory = self._server.directory(str(storage_config.model_name))
-        self._server.refuse_unserved(self._directory, is_named=revision is not None)
+        refuse_unserved(self._server, self._directory, is_named=revision is not None)
+        self._weights = WeightGuard(self._server, is_named=revision is not None)
         self._digest = digest_of_model(self._directory, revision=revision)
         self._access: StoreAccess | None = None
 
@@ -84,6 +87,7 @@ class KvConnectStorage(_Base):
             ConfigurationError: the store cannot be opened, or a page is no power of two of tokens.
             UnsupportedModel: the pool is of another form.
         """
+        self._weights.refuse_older_pages(mem_pool_host)
         self.mem_pool_host = mem_pool_host
         self._pool = HostPool.of(mem_pool_host, is_mla=self._is_mla)
         layout = self._pool.layout
@@ -97,7 +101,8 @@ class KvConnectStorage(_Base):
             shard=self._rank,
             num_kv_heads=[heads],
         )
-        variant = {"kv_dtype": _kv_dtype(layout.dtype, self._server), **self._server.variant()}
+        kv_dtype = _kv_dtype(layout.dtype, self._server)
+        variant = {"kv_dtype": kv_dtype, **self._server.variant(self._directory, kv_dtype)}
         namespace = Namespace(extra_key=extra_key_of(self._settings, variant))
         whole = whole_layouts([layout], self._rank, [heads])
         self._root = root_key(args.model_digest, whole, namespace)
@@ -131,9 +136,8 @@ class KvConnectStorage(_Base):
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many leading pages are stored, for all ranks; late answers count as none."""
-        access = self._usable
+        access = self._usable()
         if access is None:
-            count("engine.request.uncached")
             return 0
         return access.lookup(self._keys(keys))
 
@@ -144,7 +148,7 @@ class KvConnectStorage(_Base):
 
         Of the others the memory is undefined, and nothing writes to it any more.
         """
-        access = self._usable
+        access = self._usable()
         if access is None:
             return [False] * len(keys)
         begun = time.perf_counter()
@@ -161,7 +165,7 @@ class KvConnectStorage(_Base):
         Blocks for room up to ``save_timeout_s``. True for the leading ones that are on their way;
         of a latent, ranks behind the first save nothing, and say True.
         """
-        access = self._usable
+        access = self._usable()
         if access is None:
             return [False] * len(keys)
         if not access.heads[0].is_first:
@@ -206,14 +210,15 @@ class KvConnectStorage(_Base):
         """Pages of each batch since the last call, for SGLang's own metrics; see `PageStats`."""
         return None if self._access is None else self._stats.take()
 
-    @property
     def _usable(self) -> StoreAccess | None:
-        """The store, unless it is closed, or the server's weights are not those of the keys."""
-        if self._access is not None and self._server.weights() != self._weights:
-            warn_once(
-                "sglang.weights",
-                "SGLang's weights were replaced: from now on nothing is loaded or saved, until the "
-                "server is started with them",
+        """The store; ``None`` once it is closed, or the weights are not those of the keys."""
+        if self._access is None:
+            note_doubt(Doubt.STORE_CLOSED)
+            return None
+        if (how := self._weights.change()) is not None:
+            note_doubt(
+                Doubt.WEIGHTS_CHANGED,
+                f"{how}; attach the storage again with a model_revision that names the new ones",
             )
             return None
         return self._access

@@ -234,6 +234,18 @@ def test_what_is_prefetched_from_a_failing_store_is_what_was_backed_up(healthy, 
     server.check_alive()
 
 
+@pytest.mark.planted("paused", "sglang", "hit")
+def test_a_flush_of_sglang_s_cache_keeps_what_is_stored(healthy):
+    server = healthy
+    written = server.back_up([*PROMPT, *[77] * PAGE])
+    server.flush()
+    server.controller.reset()
+    got = server.prefetch([*PROMPT, *[77] * PAGE])
+    assert len(got) == len(written)
+    assert all(map(torch.equal, got, written))
+    server.check_alive()
+
+
 def test_prompts_of_several_batches(healthy):
     """SGLang asks for 128 pages at a time."""
     server = healthy

@@ -7,13 +7,13 @@ from importlib import import_module
 import pytest
 import torch
 
-from kvconnect.integrations.sglang import server
+from kvconnect.integrations.sglang import served, server, weights
 from kvconnect.integrations.sglang.server import Server
 
 pytest.importorskip("sglang", reason="SGLang is not installed here: make test-engines")
 
 
-def test_settings_are_those_in_effect():
+def test_settings_are_those_in_effect(tmp_path):
     context = import_module("sglang.srt.runtime_context").get_context()
     assert Server().setting("model_path") is None
     with context.override_server_args(
@@ -21,7 +21,9 @@ def test_settings_are_those_in_effect():
     ):
         here = Server()
         assert [here.setting(name) for name in ("context_length", "revision")] == [4096, "main"]
-        assert here.variant() == {"json_model_override_args": '{"rope_theta": 1e6}'}
+        assert here.variant(tmp_path, "float32") == {
+            "json_model_override_args": '{"rope_theta": 1e6}'
+        }
         before = here.weights()
         context.override("a test", model_path="/elsewhere", load_format="auto")
         assert here.weights() != before
@@ -32,9 +34,12 @@ def test_settings_are_those_in_effect():
     [
         *("model_path", "revision", "download_dir", "load_format", "context_length"),
         *("weight_version", "kv_cache_dtype", "enable_lora", "lora_paths"),
+        *("enable_weights_cpu_backup", "dllm_algorithm"),
+        "disaggregation_decode_enable_offload_kvcache",
         *server._SETTINGS,
         *server._FILES,
-        *server._ELSEWHERE,
+        *served._ELSEWHERE,
+        *weights._MOVING,
     ],
 )
 def test_sglang_has_the_settings_that_are_asked_for(name):

@@ -21,6 +21,7 @@ from typing import Any
 
 _TRANSFER = "vllm.distributed.kv_transfer.kv_connector"
 _OFFLOAD = "vllm.v1.kv_offload"
+_SCHEDULER = "sglang.srt.managers.scheduler_components"
 
 CLASSES = {
     "vllm": (
@@ -46,6 +47,10 @@ CLASSES = {
         "sglang.srt.mem_cache.hicache_storage:HiCacheStorage",
         "sglang.srt.mem_cache.hicache_storage:HiCacheStorageConfig",
         "sglang.srt.mem_cache.hicache_storage:HiCacheStorageExtraInfo",
+        "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater",
+        f"{_SCHEDULER}.weight_updater:SchedulerWeightUpdaterManager",
+        "sglang.srt.plugins.hook_registry:HookRegistry",
+        "sglang.srt.plugins.hook_registry:HookType",
     ),
 }
 """The classes of each engine that adapters subclass, make or read."""

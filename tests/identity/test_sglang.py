@@ -1,0 +1,633 @@
+"""Planted identities behind SGLang's hierarchical cache, with a stand-in for its server.
+
+Those that need SGLang's own classes stand in ``tests/engines/sglang/test_identity.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+
+from sglang_pools import StandInPool, fill, hashes, indices, storage_config
+from sglang_server import WAYS, Server, serving
+
+from kvconnect.digest.doubts import Doubt
+from kvconnect.errors import ConfigurationError, ModelChanged, UnsupportedModel
+from kvconnect.integrations.core import models
+from kvconnect.integrations.sglang import KvConnectStorage
+from kvconnect.trace import metrics
+
+PAGES = 3
+CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "rope_theta": 10000.0}
+EARLIER = "effe09bd8d9b8d1ffc58f48f32447f1fc01b2707637efd485b99189a572124f5"
+"""The key of a page of `directory`, as releases before the resolved configuration made it."""
+
+
+def put(directory: Path, name: str, content: object) -> None:
+    """A file of the model's; numbers stand for weights."""
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, dict):
+        path.write_text(json.dumps(content))
+    elif name.endswith(".safetensors"):
+        save_file({"w": torch.full((8,), float(content))}, path)
+    else:
+        path.write_bytes(f"weights {content}".encode())
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A model's, with one loader's files."""
+    made = tmp_path / "model"
+    put(made, "config.json", CONFIG)
+    put(made, "model.safetensors", 1)
+    return made
+
+
+class Stored:
+    """A store, and servers that run one after the other on it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._open: list[KvConnectStorage] = []
+
+    def open(
+        self, directory: Path, server: Server, pool: Any = None, *, late: bool = False, **more: Any
+    ) -> KvConnectStorage:
+        """The storage of `server`, made when it starts or when it runs already."""
+        config = storage_config(directory, self._url, is_mla=False, **more)
+        make = server.attach if late else server.start
+        storage = make(lambda: KvConnectStorage(config, {}))
+        pool = pool or StandInPool("page_first")
+        fill(pool)
+        storage.register_mem_pool_host(pool)
+        self._open.append(storage)
+        return storage
+
+    def save(self, directory: Path, **settings: Any) -> None:
+        """Pages of a server with these settings."""
+        with serving(directory, **settings) as server:
+            save(self.open(directory, server))
+        self.close()
+
+    def found(self, directory: Path, pool: Any = None, **settings: Any) -> int:
+        """How many of them a server with these settings finds."""
+        with serving(directory, **settings) as server:
+            found = self.open(directory, server, pool).batch_exists(hashes(PAGES))
+        self.close()
+        return found
+
+    def close(self) -> None:
+        for one in self._open:
+            one.close()
+        self._open.clear()
+
+
+def save(storage: KvConnectStorage) -> bool:
+    """True if the pages were saved."""
+    done = storage.batch_set_v1(hashes(PAGES), indices(range(PAGES)))
+    assert storage._access.flush(5)
+    return all(done)
+
+
+def works(storage: KvConnectStorage) -> bool:
+    """True if pages are found and loaded; False if they are neither found, loaded nor saved."""
+    names, where = hashes(PAGES), indices(range(3, 3 + PAGES))
+    outcomes = {
+        storage.batch_exists(names) == PAGES,
+        *storage.batch_get_v1(names, where),
+        *storage.batch_set_v1(hashes(PAGES, "more"), where),
+    }
+    assert len(outcomes) == 1
+    return outcomes.pop()
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Stored]:
+    made = Stored(f"disk://{tmp_path}/kv?capacity=16MiB")
+    yield made
+    made.close()
+
+
+# ------------------------------------------------------------------ the directory's files
+
+SHARDS = {
+    "model-00001-of-00001.safetensors": 2,
+    "model-00002-of-00002.safetensors": 3,
+    "model.safetensors.index.json": {"weight_map": {"w": "model-00001-of-00001.safetensors"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("beside", "changed", "into"),
+    [
+        pytest.param(
+            {},
+            "model.safetensors",
+            7,
+            marks=pytest.mark.planted("other-model", "sglang", "key"),
+            id="other",
+        ),
+        pytest.param(
+            SHARDS,
+            "model-00001-of-00001.safetensors",
+            7,
+            marks=pytest.mark.planted("file-beside-index", "sglang", "key"),
+            id="beside-index",
+        ),
+        pytest.param(
+            SHARDS,
+            "model.safetensors.index.json",
+            {"weight_map": {"w": "model-00002-of-00002.safetensors"}},
+            marks=pytest.mark.planted("index-changed", "sglang", "key"),
+            id="index",
+        ),
+        pytest.param(
+            {"consolidated.safetensors": 2},
+            "consolidated.safetensors",
+            7,
+            marks=pytest.mark.planted("consolidated-beside-hf", "sglang", "key"),
+            id="consolidated",
+        ),
+        pytest.param(
+            {
+                "other.safetensors": 2,
+                "config.json": CONFIG | {"transformers_weights": "other.safetensors"},
+            },
+            "other.safetensors",
+            7,
+            marks=pytest.mark.planted("transformers-weights", "sglang", "key"),
+            id="transformers_weights",
+        ),
+        pytest.param(
+            {"model.fp16.safetensors": 2},
+            "model.fp16.safetensors",
+            7,
+            marks=pytest.mark.planted("variant", "sglang", "key"),
+            id="variant",
+        ),
+        pytest.param(
+            {"text/model.safetensors": 2},
+            "text/model.safetensors",
+            7,
+            marks=pytest.mark.planted("subfolder", "sglang", "key"),
+            id="subfolder",
+        ),
+        pytest.param(
+            {"pytorch_model.bin": 2},
+            "pytorch_model.bin",
+            7,
+            marks=pytest.mark.planted("bin-beside-safetensors", "sglang", "key"),
+            id="bin",
+        ),
+        pytest.param(
+            {"consolidated.00.pth": 2, "model.pt": 2},
+            "model.pt",
+            7,
+            marks=pytest.mark.planted("pt-beside", "sglang", "key"),
+            id="pt",
+        ),
+        pytest.param(
+            {"model.gguf": 2},
+            "model.gguf",
+            7,
+            marks=pytest.mark.planted("gguf-beside", "sglang", "key"),
+            id="gguf",
+        ),
+        pytest.param(
+            {"model.npz": 2},
+            "model.npz",
+            7,
+            marks=pytest.mark.planted("npz-beside", "sglang", "key"),
+            id="npz",
+        ),
+        pytest.param(
+            {"params.json": {"rope_theta": 1.0}, "consolidated.safetensors": 2},
+            "params.json",
+            {"rope_theta": 2.0},
+            marks=pytest.mark.planted("params-json", "sglang", "key"),
+            id="params",
+        ),
+        pytest.param(
+            {"quantize_config.json": {"bits": 4}},
+            "quantize_config.json",
+            {"bits": 8},
+            marks=pytest.mark.planted("quantize-config", "sglang", "key"),
+            id="quantize_config",
+        ),
+        pytest.param(
+            {"adapter_config.json": {"r": 8}, "adapter_model.safetensors": 2},
+            "adapter_model.safetensors",
+            7,
+            marks=pytest.mark.planted("adapter-in-directory", "sglang", "key"),
+            id="adapter",
+        ),
+        pytest.param(
+            {},
+            "config.json",
+            CONFIG | {"rope_theta": 5.0},
+            marks=pytest.mark.planted("config-changed", "sglang", "key"),
+            id="config",
+        ),
+    ],
+)
+def test_every_file_that_a_loader_may_read_is_in_the_keys(stored, directory, beside, changed, into):
+    for name, content in beside.items():
+        put(directory, name, content)
+    stored.save(directory)
+    assert stored.found(directory) == PAGES
+    put(directory, changed, into)
+    assert stored.found(directory) == 0
+
+
+@pytest.mark.planted("weight-byte", "sglang", "key")
+def test_one_byte_of_the_weights_is_in_the_keys(stored, directory):
+    stored.save(directory)
+    path = directory / "model.safetensors"
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert stored.found(directory) == 0
+
+
+@pytest.mark.planted("files-alone", "sglang", "hit")
+def test_stores_of_earlier_releases_are_found(stored, directory):
+    rope = {"rope_theta": 10000.0, "rope_type": "default", "type": "default"}
+    added = {"num_hidden_layers": 2, "rope_parameters": rope, "context_len": 512, "v_head_dim": 8}
+    with serving(directory, resolved={"hf_config": added}) as server:
+        (key,) = stored.open(directory, server)._keys(hashes(1))
+    assert key.hex() == EARLIER
+
+
+@pytest.fixture
+def started_now(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """SGLang starts this process at this moment."""
+
+    def start() -> None:
+        now = time.time_ns()
+        monkeypatch.setattr(models, "process_started_ns", lambda: now)
+
+    return start
+
+
+@pytest.mark.planted("replaced-after-loading", "sglang", "refused")
+def test_files_that_changed_since_the_server_started_are_refused(stored, directory, started_now):
+    put(directory, "pytorch_model.bin", 1)
+    started_now()
+    stored.save(directory)
+    put(directory, "pytorch_model.bin", 2)
+    with serving(directory) as server, pytest.raises(ModelChanged, match="after this process"):
+        stored.open(directory, server)
+
+
+@pytest.mark.planted("switched-while-loading", "sglang", "refused")
+def test_a_link_that_was_switched_since_the_server_started_is_refused(
+    stored, directory, started_now, tmp_path
+):
+    link, moved = tmp_path / "current", tmp_path / "moved"
+    link.symlink_to(directory)
+    started_now()
+    stored.save(link)
+    link.unlink()
+    link.symlink_to(directory)
+    with serving(link) as server, pytest.raises(ModelChanged, match="current"):
+        stored.open(link, server)
+    directory.rename(moved)
+    with serving(moved) as server, pytest.raises(ModelChanged, match="moved"):
+        stored.open(moved, server)
+
+
+# ------------------------------------------------------------------ settings of the server
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(
+            {"json_model_override_args": '{"rope_theta": 1e6}'},
+            marks=pytest.mark.planted("overridden-configuration", "sglang", "key"),
+            id="override",
+        ),
+        pytest.param(
+            {"resolved": {"hf_config": {"rope_parameters": {"rope_theta": 7.0}}}},
+            marks=pytest.mark.planted("overridden-configuration", "sglang", "key"),
+            id="resolved",
+        ),
+        pytest.param(
+            {"resolved": {"hf_config": {"num_hidden_layers": 2, "max_position_embeddings": 64}}},
+            marks=pytest.mark.planted("other-window", "sglang", "key"),
+            id="window",
+        ),
+        pytest.param(
+            {"dtype": "float16"},
+            marks=pytest.mark.planted("computes-in-other-dtype", "sglang", "key"),
+            id="dtype",
+        ),
+        pytest.param(
+            {"resolved": {"dtype": torch.float16}},
+            marks=pytest.mark.planted("computes-in-other-dtype", "sglang", "key"),
+            id="compute-dtype",
+        ),
+        pytest.param(
+            {"quantization": "fp8"},
+            marks=pytest.mark.planted("quantization", "sglang", "key"),
+            id="fp8",
+        ),
+        pytest.param(
+            {"quantize_and_serve": True},
+            marks=pytest.mark.planted("quantised-in-memory", "sglang", "key"),
+            id="quantize_and_serve",
+        ),
+        pytest.param(
+            {"forward_hooks": [{"name": "steer"}]},
+            marks=pytest.mark.planted("hook-added", "sglang", "key"),
+            id="hook",
+        ),
+    ],
+)
+def test_settings_that_change_keys_and_values_are_in_the_keys(stored, directory, other):
+    resolved = {"rope_parameters": {"rope_theta": 10000.0, "type": "x"}, "num_hidden_layers": 2}
+    plain = {"resolved": {"hf_config": resolved}}
+    stored.save(directory, **plain)
+    assert stored.found(directory, **plain) == PAGES
+    assert stored.found(directory, **{**plain, **other}) == 0
+
+
+@pytest.mark.planted("same-revision", "sglang", "key")
+def test_a_revision_promises_weights_and_no_settings(stored, directory):
+    named = {"model_revision": "org/name@1"}
+    with serving(directory) as server:
+        save(stored.open(directory, server, **named))
+    put(directory, "model.safetensors", 2)
+    with serving(directory) as server:
+        assert works(stored.open(directory, server, **named))
+    with serving(directory, quantization="fp8") as server:
+        assert stored.open(directory, server, **named).batch_exists(hashes(PAGES)) == 0
+    put(directory, "config.json", CONFIG | {"rope_theta": 5.0})
+    with serving(directory) as server:
+        assert stored.open(directory, server, **named).batch_exists(hashes(PAGES)) == 0
+
+
+@pytest.mark.planted("cache-dtype", "sglang", "key")
+@pytest.mark.planted("other-block-size", "sglang", "key")
+def test_dtype_and_size_of_pages_are_in_the_keys(stored, directory):
+    stored.save(directory)
+    assert stored.found(directory, StandInPool("page_first", dtype=torch.bfloat16)) == 0
+    larger = StandInPool("page_first")
+    larger.page_size, larger.page_num = 2 * larger.page_size, larger.page_num // 2
+    assert stored.found(directory, larger) == 0
+
+
+def refuse(stored: Stored, directory: Path, complaint: str, **settings: Any) -> None:
+    """A server with these settings gets no storage."""
+    with (
+        serving(directory, **settings) as server,
+        pytest.raises((ConfigurationError, UnsupportedModel), match=complaint),
+    ):
+        stored.open(directory, server)
+
+
+@pytest.mark.planted("weights-from-elsewhere", "sglang", "refused")
+def test_weights_from_elsewhere_are_refused(stored, directory):
+    refuse(stored, directory, "load-format=dummy", load_format="dummy")
+    refuse(stored, directory, "load-format='remote'", load_format="remote")
+    refuse(stored, directory, "weights of '/base'", resolved={"model_path": "/base"})
+
+
+@pytest.mark.planted("forward-patched", "sglang", "refused")
+def test_a_model_s_class_of_another_package_is_refused(stored, directory):
+    class Patched(torch.nn.Module):
+        __module__ = "plugin.models"
+
+    with serving(directory) as server:
+        server.worker.model_runner.model = Patched()
+        with pytest.raises(ConfigurationError, match="package 'plugin"):
+            stored.open(directory, server)
+        stored.open(directory, server, model_revision="org/name@1")
+
+
+@pytest.mark.planted("other-adapter", "sglang", "refused")
+@pytest.mark.planted("no-adapter", "sglang", "refused")
+@pytest.mark.planted("adapter-switched", "sglang", "refused")
+@pytest.mark.planted("adapter-weights-changed", "sglang", "refused")
+def test_servers_with_adapters_are_refused(stored, directory):
+    refuse(stored, directory, "enable-lora", enable_lora=True)
+    refuse(stored, directory, "enable-lora", lora_paths=["a=/adapters/a"])
+
+
+@pytest.mark.planted("other-picture", "sglang", "refused")
+@pytest.mark.planted("picture-settings", "sglang", "refused")
+@pytest.mark.planted("picture-uuid", "sglang", "refused")
+@pytest.mark.planted("picture-uuid-like-hash", "sglang", "refused")
+@pytest.mark.planted("sound-or-video", "sglang", "refused")
+def test_servers_that_take_pictures_are_refused(stored, directory):
+    refuse(stored, directory, "language-model-only", resolved={"is_multimodal": True})
+    assert stored.found(directory, resolved={"is_multimodal": False}) == 0  # opens
+
+
+@pytest.mark.planted("prompt-embeddings", "sglang", "refused")
+def test_servers_that_save_prompts_given_as_embeddings_are_refused(stored, directory):
+    refuse(
+        stored,
+        directory,
+        "placeholder tokens",
+        disaggregation_decode_enable_offload_kvcache=True,
+    )
+
+
+@pytest.mark.planted("bidirectional", "sglang", "refused")
+@pytest.mark.planted("encoder-as-decoder", "sglang", "refused")
+def test_attention_that_looks_ahead_is_refused(stored, directory):
+    ahead = "looks ahead"
+    for config in ({"is_causal": False}, {"text_config": {"use_bidirectional_attention": True}}):
+        refuse(stored, directory, ahead, resolved={"hf_config": config})
+    refuse(stored, directory, ahead, dllm_algorithm="LowConfidence")
+    with serving(directory) as server:
+        server.worker.model_runner.model.inner.attn_type = SimpleNamespace(value="encoder_only")
+        with pytest.raises(UnsupportedModel, match=ahead):
+            stored.open(directory, server)
+        server.worker.model_runner.model.inner.attn_type = SimpleNamespace(value="decoder")
+        stored.open(directory, server)
+
+
+@pytest.mark.planted("other-rank-count", "sglang", "key")
+def test_another_number_of_ranks_has_keys_of_its_own(stored, directory):
+    with serving(directory) as server:
+        assert save(stored.open(directory, server, StandInPool("page_first", heads=2)))
+    for rank in range(2):
+        with serving(directory) as server:
+            pool = StandInPool("page_first", heads=1)
+            storage = stored.open(directory, server, pool, tp_rank=rank, tp_size=2)
+            assert storage.batch_exists(hashes(PAGES)) == 0
+            assert not any(storage.batch_get_v1(hashes(PAGES), indices(range(PAGES))))
+
+
+# ------------------------------------------------------------------ weights of a running server
+
+
+def uncached() -> float:
+    labels = (("reason", Doubt.WEIGHTS_CHANGED.value),)
+    return metrics.by_labels().get(labels, {}).get("engine.request.uncached", 0)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(
+            "update_weights_from_disk",
+            marks=pytest.mark.planted("weights-reloaded", "sglang", "refused"),
+        ),
+        *(
+            pytest.param(way, marks=pytest.mark.planted("weights-updated", "sglang", "refused"))
+            for way in WAYS[1:]
+        ),
+    ],
+)
+def test_replaced_weights_end_the_storage(stored, directory, way):
+    with serving(directory) as server:
+        storage = stored.open(directory, server)
+        assert save(storage)
+        assert works(storage)
+        getattr(server.draft, way)()  # the draft model's keys and values are not stored
+        assert works(storage)
+        before = uncached()
+        getattr(server.updater, way)()
+        assert not works(storage)
+        assert uncached() > before
+        with pytest.raises(ConfigurationError, match="attached to a running server"):
+            stored.open(directory, server, late=True)
+        renamed = stored.open(directory, server, late=True, model_revision="org/name@2")
+        assert renamed.batch_exists(hashes(PAGES)) == 0
+        assert save(renamed)
+        assert works(renamed)
+        assert not works(storage)
+    assert stored.found(directory) == PAGES  # a server with the old weights
+
+
+@pytest.mark.planted("uncounted-write", "sglang", "refused")
+def test_weights_that_are_written_past_sglang_end_the_storage(stored, directory):
+    with serving(directory) as server:
+        storage = stored.open(directory, server)
+        assert save(storage)
+        assert works(storage)
+        server.worker.model_runner.model.load_weights()
+        assert not works(storage)
+
+
+@pytest.mark.planted("storage-replaced", "sglang", "refused")
+def test_a_parameter_with_other_memory_ends_the_storage(stored, directory):
+    with serving(directory) as server:
+        storage = stored.open(directory, server)
+        assert save(storage)
+        assert works(storage)
+        inner = server.worker.model_runner.model.inner
+        inner.weight = torch.nn.Parameter(inner.weight.detach().clone())
+        gc.collect()
+        assert not works(storage)
+
+
+@pytest.mark.parametrize(
+    "named", [{"weight_version": "2"}, {"model_path": "/elsewhere"}, {"load_format": "pt"}]
+)
+def test_settings_that_name_other_weights_end_the_storage(stored, directory, named):
+    with serving(directory, weight_version="default") as server:
+        storage = stored.open(directory, server)
+        assert save(storage)
+        server.context.settings |= named
+        assert not works(storage)
+
+
+def released(server: Server, tags: list[str] | None) -> None:
+    server.manager.release_memory_occupation(SimpleNamespace(tags=tags))
+
+
+@pytest.mark.planted("paused", "sglang", "hit")
+def test_pauses_that_keep_the_weights_keep_the_storage(stored, directory):
+    with serving(directory, enable_memory_saver=True, enable_weights_cpu_backup=True) as server:
+        server.SchedulerWeightUpdaterManager.memory_saver_adapter.enabled = True
+        storage = stored.open(directory, server)
+        assert save(storage)
+        released(server, None)
+        storage.clear()
+        assert works(storage)
+        buffers = server.worker.model_runner.model
+        buffers.table.add_(1)  # SGLang writes buffers anew when it resumes
+        assert works(storage)
+    with serving(directory) as server:
+        storage = stored.open(directory, server)
+        released(server, None)  # has no effect without a memory saver
+        buffers = server.worker.model_runner.model
+        assert works(storage)
+        buffers.table.add_(1)
+        assert works(storage)
+
+
+@pytest.mark.parametrize("tags", [None, ["kv_cache", "weights"]])
+def test_weights_whose_memory_was_freed_without_a_copy_end_the_storage(stored, directory, tags):
+    with serving(directory, enable_memory_saver=True) as server:
+        server.SchedulerWeightUpdaterManager.memory_saver_adapter.enabled = True
+        storage = stored.open(directory, server)
+        assert save(storage)
+        released(server, ["kv_cache"])
+        assert works(storage)
+        released(server, tags)
+        assert not works(storage)
+
+
+def test_a_storage_that_is_attached_again_before_any_update_works(stored, directory):
+    with serving(directory) as server:
+        save(stored.open(directory, server))
+        stored.close()
+        assert works(stored.open(directory, server, late=True))
+
+
+def test_a_storage_of_a_running_server_needs_its_weights_named(stored, directory):
+    with serving(directory) as server:
+        with pytest.raises(ConfigurationError, match="attached to a running server"):
+            stored.open(directory, server, late=True)
+        server.scheduler.held = (64, 0)  # pages, perhaps of earlier weights
+        with pytest.raises(ConfigurationError, match="flush its cache"):
+            stored.open(directory, server, late=True, model_revision="org/name@1")
+        server.scheduler.held = (0, 0)
+        pool = StandInPool("page_first")
+        pool.free -= 1
+        with pytest.raises(ConfigurationError, match="flush its cache"):
+            stored.open(directory, server, pool, late=True, model_revision="org/name@1")
+        storage = stored.open(directory, server, late=True, model_revision="org/name@1")
+        assert save(storage)
+        assert works(storage)
+        server.updater.update_weights_from_tensor()
+        assert not works(storage)
+
+
+@pytest.mark.planted("other-interface", "sglang", "refused")
+def test_a_server_whose_weights_cannot_be_watched_is_refused(stored, directory):
+    with serving(directory, hooks=False) as server:
+        with pytest.raises(ConfigurationError, match="no hooks on updates"):
+            stored.open(directory, server)
+        stored.open(directory, server, model_revision="org/name@1")
+    with serving(directory) as server:
+        server.worker.model_runner.model = None
+        with pytest.raises(ConfigurationError, match="cannot be watched"):
+            stored.open(directory, server)
+    with serving(directory) as server:
+        registry = sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry
+        path = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+        registry.patched.add(f"{path}.update_weights_from_ipc")  # by another plug-in
+        with pytest.raises(ConfigurationError, match="no hooks on updates"):
+            stored.open(directory, server)
