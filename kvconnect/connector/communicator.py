@@ -43,7 +43,7 @@ class Communicator(Protocol):
     def allgather(self, value: T) -> list[T]:
         """Every rank's `value`, by rank. Blocks until all have called."""
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """This rank leaves its step by `error`, which the caller raises: the engine is over.
 
         Not collective. Every other rank raises in the exchange that it is in, or in its next one:
@@ -66,7 +66,7 @@ class SingleProcess:
         """`value` alone."""
         return [value]
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Nothing: there is no other rank."""
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
-import struct
-from collections import deque
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self, TypeVar, cast
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from kvconnect.connector.rank_watch import FOREVER, RankWatch, VerdictKind, end_group
+from kvconnect.connector.rank_link import Message, RankLink
+from kvconnect.connector.rank_pickle import pickled, unpickled
+from kvconnect.connector.rank_watch import RankWatch, VerdictKind, end_group
 from kvconnect.errors import (
     ConfigurationError,
     ConnectorContractError,
@@ -27,15 +24,8 @@ __all__ = ["DistributedCommunicator"]
 
 T = TypeVar("T")
 
-_LEAVE_FOR = timedelta(seconds=1)
-_TAG = 0
-_REST_TAG = 2
-_MAGIC = 0x6B76_6363
-_HEAD = struct.Struct("<IBBHqq")  # magic, kind, status, -, number of the exchange, bytes
-_FRAME_NBYTES = 4096  # sent whole: what fits takes one message
-_INLINE_NBYTES = _FRAME_NBYTES - _HEAD.size
-_MOST_NBYTES = 1 << 30
-_POSTED = 2  # the leader goes from its broadcast to the next exchange at once
+_LEAVE_S = 1.0
+"""The others may still be taking the last exchange when this rank leaves."""
 
 _BROADCAST, _GATHER = 1, 2
 _KINDS = {_BROADCAST: "broadcast", _GATHER: "allgather"}
@@ -98,23 +88,19 @@ class DistributedCommunicator:
             )
         self._timeout_s = timeout_s
         connect_s = timeout_s if connect_timeout_s is None else connect_timeout_s
-        self._group = dist.new_group(
+        group = dist.new_group(
             members, timeout=timedelta(seconds=connect_s), backend="gloo", group_desc="kvconnect"
         )
-        self._rank = int(self._group.rank())
-        self._size = int(self._group.size())
+        self._group: dist.ProcessGroup | None = group
+        self._rank = int(group.rank())
+        self._size = int(group.size())
         self._peers = [peer for peer in range(self._size) if peer != self._rank]
         self._number = 0
         self._closed = False
-        self._outgoing = torch.zeros(_FRAME_NBYTES, dtype=torch.uint8)
-        self._frame = self._outgoing.numpy()
-        self._sending: list[tuple[int, dist.Work, Tensor]] = []
-        self._posted: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
-        for peer in self._peers:
-            self._posted[peer] = deque()
-            for _ in range(_POSTED):
-                self._post(peer, torch.zeros(_FRAME_NBYTES, dtype=torch.uint8))
-        self._watch = RankWatch(self._group, silence_s=silence_s)
+        self._links = {peer: RankLink(group, peer) for peer in self._peers}
+        self._watch = RankWatch(group, silence_s=silence_s)
+        for link in self._links.values():
+            self._watch.on_over(link.end)
 
     @staticmethod
     def take_part(ranks: Sequence[int], *, timeout_s: float = 120.0) -> None:
@@ -179,11 +165,11 @@ class DistributedCommunicator:
             for rank in range(self._size)
         ]
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """This rank leaves its step by `error`: the others raise wherever they wait for it.
 
         So they do in the groups of `end_with_ranks`, and the engine is over on all ranks. Not
-        collective; blocks for some milliseconds. Nothing if it was over before.
+        collective; blocks for some milliseconds. Does nothing if the engine was over before.
         """
         if self._closed or self._watch.verdict is not None:
             return
@@ -223,13 +209,19 @@ class DistributedCommunicator:
         if self._closed:
             return
         self._closed = True
+        until = time.monotonic() + _LEAVE_S
         if self._watch.verdict is None:
-            for _, work, _ in self._sending:  # the others may still be to take the last exchange
-                with suppress(RuntimeError):
-                    work.wait(_LEAVE_FOR)
+            for link in self._links.values():
+                with suppress(ConnectionError, TimeoutError):
+                    link.wait_until_sent(until - time.monotonic())
         self._watch.close()
-        self._posted.clear()
-        self._sending.clear()
+        until = time.monotonic() + _LEAVE_S
+        for link in self._links.values():
+            link.close(until)
+        self._links.clear()
+        group, self._group = self._group, None
+        with suppress(ValueError):  # the job has destroyed it, with all groups
+            dist.destroy_process_group(group)  # whose descriptors go, unless a thread is left in it
 
     # ------------------------------------------------------------------ inside
 
@@ -238,77 +230,47 @@ class DistributedCommunicator:
         self._number += 1
         self._watch.exchanges = self._number
 
-    def _post(self, peer: int, buffer: Tensor) -> None:
-        self._posted[peer].append((self._group.recv([buffer], peer, _TAG), buffer))
-
     def _send(self, kind: int, value: object) -> Exception | None:
-        """To every other rank; `value`, or why it cannot be pickled, which is returned."""
+        """Sends `value` to every other rank; or why it cannot be pickled, which is returned."""
         status, refused = _SOUND, None
         try:
-            payload = pickle.dumps(value, protocol=5)
-            if len(payload) > _MOST_NBYTES:
-                raise ValueError(f"{len(payload)} bytes; an exchange takes up to {_MOST_NBYTES}")  # noqa: TRY301
+            payload = pickled(value)
         except Exception as error:  # noqa: BLE001  whatever a user's object does
             status, refused = _REFUSED, error
             payload = f"{type(error).__name__}: {error}".encode()
-        for peer, work, _ in self._sending:  # the buffer is in use until then
-            self._wait(work, peer, self._timeout_s)
-        self._sending.clear()
-        head = _HEAD.pack(_MAGIC, kind, status, 0, self._number, len(payload))
-        inline = payload[:_INLINE_NBYTES]
-        first = np.frombuffer(head + inline, np.uint8)
-        self._frame[: len(first)] = first
-        buffers = [(self._outgoing, _TAG)]
-        if len(payload) > _INLINE_NBYTES:
-            rest = torch.frombuffer(bytearray(payload[_INLINE_NBYTES:]), dtype=torch.uint8)
-            buffers.append((rest, _REST_TAG))
-        for peer in self._peers:
-            for buffer, tag in buffers:
-                try:
-                    work = self._group.send([buffer], peer, tag)
-                except RuntimeError as error:
-                    raise self._failed(peer, error) from error
-                self._sending.append((peer, work, buffer))
+        message = Message(kind, status, self._number, payload)
+        for peer, link in self._links.items():
+            try:
+                link.wait_until_sent(self._timeout_s, but=1)
+                link.send(message)
+            except (ConnectionError, TimeoutError) as error:
+                raise self._failed(peer, error, self._timeout_s) from error
         return refused
 
-    def _receive(self, peer: int, kind: int, timeout_s: float | None) -> bytes:
-        """The payload of `peer`; the next receive is posted then."""
-        work, buffer = self._posted[peer].popleft()
-        self._wait(work, peer, timeout_s)
-        data = buffer.numpy().tobytes()
-        self._post_next(peer, buffer)
-        magic, its_kind, status, _, number, length = _HEAD.unpack_from(data)
-        if (magic, its_kind, number) != (_MAGIC, kind, self._number):
-            raise self._diverged(peer, its_kind, number, kind)
-        if not 0 <= length <= _MOST_NBYTES:
-            raise self._diverged(peer, its_kind, number, kind)
-        payload = data[_HEAD.size : _HEAD.size + min(length, _INLINE_NBYTES)]
-        if length > _INLINE_NBYTES:
-            rest = torch.empty(length - _INLINE_NBYTES, dtype=torch.uint8)
-            try:
-                work = self._group.recv([rest], peer, _REST_TAG)
-            except RuntimeError as error:
-                raise self._failed(peer, error) from error
-            self._wait(work, peer, self._timeout_s)
-            payload += rest.numpy().tobytes()
-        return bytes([status]) + payload
-
-    def _post_next(self, peer: int, buffer: Tensor) -> None:
+    def _receive(self, peer: int, kind: int, timeout_s: float | None) -> Message:
+        """Returns what `peer` sends in this exchange."""
         try:
-            self._post(peer, buffer)
-        except RuntimeError as error:
-            raise self._failed(peer, error) from error
+            message = self._links[peer].receive(timeout_s)
+        except (ConnectionError, TimeoutError) as error:
+            raise self._failed(peer, error, timeout_s) from error
+        if (message.kind, message.number) != (kind, self._number):
+            text = (
+                f"rank {self._rank} is in exchange {self._number}, {_KINDS[kind]}; rank {peer} in "
+                f"exchange {message.number}, {_KINDS.get(message.kind, 'unknown')}"
+            )
+            raise self._watch.judge(VerdictKind.DIVERGED, peer, text).error()
+        return message
 
-    def _loaded(self, rank: int, payload: bytes) -> Any:
-        """What `rank` sent.
+    def _loaded(self, rank: int, message: Message) -> Any:
+        """Returns the value that `rank` sent.
 
         Raises:
             ConnectorContractError: it could not pickle it, or this rank cannot unpickle it.
         """
-        if payload[0] == _REFUSED:
-            raise ConnectorContractError(f"rank {rank}: {payload[1:].decode(errors='replace')}")
+        if message.status == _REFUSED:
+            raise ConnectorContractError(f"rank {rank}: {message.payload.decode(errors='replace')}")
         try:
-            return pickle.loads(memoryview(payload)[1:])  # noqa: S301  from this job's own ranks
+            return unpickled(message.payload)
         except Exception as error:
             text = (
                 f"rank {self._rank} cannot unpickle what rank {rank} sent: "
@@ -316,28 +278,15 @@ class DistributedCommunicator:
             )
             raise self._watch.judge(VerdictKind.BROKEN, self._rank, text).error() from error
 
-    def _wait(self, work: dist.Work, peer: int, timeout_s: float | None) -> None:
-        """Block until `work` with `peer` is done; a deadline ends that from another thread."""
-        if timeout_s is not None:
-            self._watch.expect(peer, timeout_s)
-        try:
-            work.wait(FOREVER)
-        except RuntimeError as error:
-            raise self._failed(peer, error) from error
-        finally:
-            self._watch.came()
-
-    def _failed(self, peer: int, error: RuntimeError) -> Exception:
+    def _failed(
+        self, peer: int, error: ConnectionError | TimeoutError, timeout_s: float | None
+    ) -> Exception:
+        """Returns what to raise when a wait for `peer` ended with `error`."""
         if self._closed:
             return EngineClosed("DistributedCommunicator: was closed during an exchange")
+        if isinstance(error, TimeoutError) and timeout_s is not None:
+            return self._watch.judge_late(peer, timeout_s).error()
         return self._watch.wait_for_verdict(peer, str(error)).error()
-
-    def _diverged(self, peer: int, its_kind: int, number: int, kind: int) -> Exception:
-        text = (
-            f"rank {self._rank} is in exchange {self._number}, {_KINDS[kind]}; rank {peer} in "
-            f"exchange {number}, {_KINDS.get(its_kind, 'unknown')}"
-        )
-        return self._watch.judge(VerdictKind.DIVERGED, peer, text).error()
 
 
 def _members(ranks: Sequence[int] | None) -> list[int]:

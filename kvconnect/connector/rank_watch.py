@@ -16,17 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kvconnect.connector.rank_link import FOREVER
 from kvconnect.errors import ConnectorContractError, KvConnectError, RankDivergence, RankLost
 
-__all__ = ["FOREVER", "RankWatch", "Verdict", "VerdictKind", "end_group"]
-
-FOREVER = timedelta(days=365)
-"""For gloo's waits: what ends them earlier is `end_group`, never the clock."""
+__all__ = ["RankWatch", "Verdict", "VerdictKind", "end_group"]
 
 _BEAT_TAG = 1
 _END_TAG = 3  # nothing is ever sent with it
 _BEAT_EVERY_S = 0.25
 _TELL_FOR = timedelta(milliseconds=200)
+_LEAVE_S = 2.0
 _NOTE_NBYTES = 512
 _NOTE = struct.Struct("<BqqH")  # kind, rank it is about, exchanges made, bytes of text
 
@@ -97,8 +96,8 @@ class RankWatch:
     A rank whose process ended is noticed at once, by its closed connection; one that is stopped, or
     whose machine is gone, after `silence_s` without a heartbeat. What this rank finds out first it
     tells the others before it closes its own connections, so that all of them name the same rank.
-    Heartbeats go on while a rank computes; they do not tell whether its engine's thread does, for
-    which `expect` sets a deadline.
+    Heartbeats go on while a rank computes; they do not tell whether its engine's thread does: who
+    waits for that has a deadline of its own, see `judge_late`.
 
     Args:
         group: a gloo group that only this engine's communicator uses; ended with the first verdict.
@@ -118,7 +117,6 @@ class RankWatch:
         self._verdict: Verdict | None = None
         self._over = threading.Event()
         self._closing = threading.Event()
-        self._expected: tuple[int, float, float] | None = None
         self._on_over: list[Callable[[], None]] = []
         # gloo reads what is sent until the other side has taken it. No thread waits for heartbeats,
         # and a rank counts as lost long before it has missed so many.
@@ -152,14 +150,6 @@ class RankWatch:
                 return
         do()
 
-    def expect(self, peer: int, timeout_s: float) -> None:
-        """The engine's thread begins to wait for `peer`, which is lost in `timeout_s` seconds."""
-        self._expected = (peer, time.monotonic() + timeout_s, timeout_s)
-
-    def came(self) -> None:
-        """What was expected is there."""
-        self._expected = None
-
     def judge(self, kind: VerdictKind, rank: int, text: str) -> Verdict:
         """The ranks cannot go on together: tell them, and end what waits for them.
 
@@ -171,11 +161,19 @@ class RankWatch:
                 return self._verdict
             self._verdict = verdict = Verdict(kind, rank, text)
         self._tell(verdict)
-        end_group(self._group)
         self._over.set()
         for do in self._on_over:
             do()
+        end_group(self._group)
         return verdict
+
+    def judge_late(self, peer: int, timeout_s: float) -> Verdict:
+        """Judges that `peer` is lost: it let this rank wait for `timeout_s` seconds."""
+        text = (
+            f"rank {peer} is lost: its process lives, but did not come to exchange "
+            f"{self.exchanges} within {timeout_s:g} s (it made {self._exchanges[peer]})"
+        )
+        return self.judge(VerdictKind.LOST, peer, text)
 
     def wait_for_verdict(self, peer: int, reason: str) -> Verdict:
         """What became of `peer`, an exchange with which failed; blocks for two seconds at most.
@@ -198,9 +196,11 @@ class RankWatch:
         if self._verdict is None:
             self._tell(Verdict(VerdictKind.LEAVING, self._rank, ""))
         end_group(self._group)
-        for thread in self._threads:
+        until = time.monotonic() + _LEAVE_S
+        for thread in self._threads:  # one that waits in gloo for ever is left behind
             if thread is not threading.current_thread():
-                thread.join(2.0)
+                thread.join(max(0.0, until - time.monotonic()))
+        self._on_over.clear()
 
     # ------------------------------------------------------------------ threads
 
@@ -221,14 +221,6 @@ class RankWatch:
                 text = f"rank {peer} is lost: no sign of life for {self._silence_s:g} s"
                 self.judge(VerdictKind.LOST, peer, text)
                 return
-        if (expected := self._expected) is not None and now > expected[1]:
-            peer = expected[0]
-            self.judge(
-                VerdictKind.LOST,
-                peer,
-                f"rank {peer} is lost: its process lives, but did not come to exchange "
-                f"{self.exchanges} within {expected[2]:g} s (it made {self._exchanges[peer]})",
-            )
 
     def _listen(self, peer: int) -> None:
         buffer = torch.zeros(_NOTE_NBYTES, dtype=torch.uint8)

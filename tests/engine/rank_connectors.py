@@ -115,3 +115,43 @@ class FailsToStart(Worker):
         super().__init__(llm_args)
         if llm_args.rank == 1:
             raise ValueError("no room on the second rank")
+
+
+class FollowerExits(Worker):
+    """The second rank's asks its process to end, amid the forward pass."""
+
+    error: type[BaseException] = SystemExit
+
+    def save_kv_layer(self, layer_idx, stream):
+        if layer_idx == 1 and self._llm_args.rank == 1:
+            raise self.error("planted")
+
+
+class FollowerIsInterrupted(FollowerExits):
+    """As by Ctrl-C."""
+
+    error = KeyboardInterrupt
+
+
+class LeaderExits(Worker):
+    """The first rank's asks its process to end."""
+
+    def save_kv_layer(self, layer_idx, stream):
+        if layer_idx == 1 and self._llm_args.rank == 0:
+            raise SystemExit("planted")
+
+
+class FollowerExitsAtStart(Worker):
+    """The second rank's asks its process to end when it is made."""
+
+    def __init__(self, llm_args):
+        super().__init__(llm_args)
+        if llm_args.rank == 1:
+            raise SystemExit("planted")
+
+
+class TooMuchToTell(Scheduler):
+    """Has more to tell its workers than an exchange takes."""
+
+    def build_connector_meta(self, scheduler_output):
+        return [bytearray(1 << 28) for _ in range(5)]

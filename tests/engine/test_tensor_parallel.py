@@ -311,7 +311,8 @@ def test_a_rank_that_is_stopped_ends_the_engine(open_ranks):
 
 
 @pytest.mark.slow
-def test_followers_do_not_outlive_a_killed_leader(model_of):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_followers_do_not_outlive_a_killed_leader(stopped, model_of):
     process = subprocess.Popen(
         [sys.executable, SCRIPT, model_of("llama"), "2", "serve"],
         stdout=subprocess.PIPE,
@@ -320,8 +321,31 @@ def test_followers_do_not_outlive_a_killed_leader(model_of):
     with process:
         line = process.stdout.readline()
         assert line, process.stderr.read().decode()
+        if stopped:
+            os.kill(json.loads(line)[0], signal.SIGSTOP)
         process.kill()
         wait_until_gone(json.loads(line), 5)
+
+
+@pytest.mark.slow
+def test_a_leader_that_was_stopped_and_goes_on_ends_with_an_error(model_of):
+    """Its follower gave it up and ended meanwhile: 5 of 9 were silent for over 30 s once."""
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, SCRIPT, model_of("llama"), "2", "serve"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        with process:
+            pids = json.loads(process.stdout.readline())
+            process.send_signal(signal.SIGSTOP)
+            wait_until_gone(pids, 20)
+            process.send_signal(signal.SIGCONT)
+            try:
+                _, errors = process.communicate(timeout=30)
+            finally:
+                process.kill()
+        assert b"RankLost" in errors
 
 
 def failing(worker: str, scheduler: str = "Scheduler") -> KvCacheConnectorConfig:
@@ -364,12 +388,15 @@ def test_what_goes_wrong_for_one_request_ends_that_one_alone(
     [
         ("FollowerFails", "rank 1: RuntimeError: the second rank has had enough"),
         ("LeaderFails", "the first rank has had enough"),
+        ("FollowerExits", "rank 1: SystemExit: planted"),
+        ("FollowerIsInterrupted", "rank 1: KeyboardInterrupt: planted"),
+        ("LeaderExits", "planted"),
     ],
 )
 def test_a_connector_that_raises_amid_the_forward_pass_ends_all_ranks(worker, error, open_ranks):
     llm = open_ranks(connector=failing(worker))
     began = time.monotonic()
-    with pytest.raises((ConnectorContractError, RuntimeError), match=error):
+    with pytest.raises((ConnectorContractError, RuntimeError, SystemExit), match=error):
         llm.generate([1, 2, 3], GREEDY)
     assert time.monotonic() - began < 5
     wait_until_gone(list(followers(llm).values()), 5)
@@ -379,6 +406,15 @@ def test_a_connector_that_raises_amid_the_forward_pass_ends_all_ranks(worker, er
 def test_a_connector_that_cannot_be_made_on_one_rank_is_an_error_of_the_engine(open_ranks):
     with pytest.raises((ConfigurationError, RankLost), match="no room on the second rank"):
         open_ranks(connector=failing("FailsToStart"))
+    with pytest.raises((ConfigurationError, RankLost), match="rank 1 could not start: SystemExit"):
+        open_ranks(connector=failing("FollowerExitsAtStart"))
+
+
+@pytest.mark.slow
+def test_metadata_that_is_too_large_is_said_to_be(open_ranks):
+    llm = open_ranks(connector=failing("Worker", "TooMuchToTell"))
+    with pytest.raises(ConnectorContractError, match="over 1073741824 bytes"):
+        llm.generate([1, 2, 3], GREEDY)
 
 
 @pytest.mark.slow

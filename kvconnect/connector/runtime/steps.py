@@ -21,7 +21,7 @@ class RankSteps:
     Attributes:
         number: of the step that has begun or is next; the first is 1.
         telling: ``with steps.telling:`` around what may raise in a step. The other ranks hear of
-            an `Exception` before it goes on, and raise, too, wherever they wait for this rank.
+            the error before it goes on, and raise, too, wherever they wait for this rank.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -87,6 +87,6 @@ class _Telling:
         """Nothing."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Tell the others, unless the process is asked to end."""
-        if isinstance(error, Exception):
+        """Reports `error` to the other ranks, also one that asks this process to end."""
+        if error is not None:
             self._communicator.fail(error)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import select
+import signal
 import sys
 import threading
 from typing import NoReturn
 
 _log = logging.getLogger("kvconnect.engine.ranks")
 _POLL_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
 def _end_with_leader(pipe: int, leader: int) -> NoReturn:
@@ -26,6 +29,18 @@ def _end_with_leader(pipe: int, leader: int) -> NoReturn:
     os._exit(1)
 
 
+def _be_killed_with_leader(leader: int) -> None:
+    """Makes the kernel kill this process when the leader's ends, where it can: on Linux.
+
+    A process that is stopped cannot end itself.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != leader:  # it ended before that call
+        os._exit(1)
+
+
 def main() -> NoReturn:
     """Be the follower of the rank that is asked for.
 
@@ -33,6 +48,7 @@ def main() -> NoReturn:
     nothing is left to be done. After an error it must not keep the other ranks waiting, either.
     """
     leader = os.getppid()
+    _be_killed_with_leader(leader)
     pipe = sys.stdin.fileno()
     lines = _two_lines(pipe)
     threading.Thread(target=_end_with_leader, args=(pipe, leader), daemon=True).start()
@@ -49,7 +65,7 @@ def main() -> NoReturn:
     settings = RankSettings.decode(lines[1])
     try:
         follow(settings, Meeting.joined(start["port"], rank, settings.size), rank)
-    except Exception as error:  # noqa: BLE001  the leader raises what it is told
+    except BaseException as error:  # noqa: BLE001  the leader raises what it is told
         _log.error("rank %d ended: %s: %s", rank, type(error).__name__, error)
         status = 1
     else:

@@ -39,7 +39,7 @@ def follow(settings: RankSettings, meeting: Meeting, rank: int) -> None:
 
     Raises:
         RankLost: a rank is lost; names it.
-        Exception: whatever went wrong on this rank.
+        BaseException: whatever went wrong on this rank; the other ranks are told.
     """
     group = RankGroup(rank, settings.size, load_timeout_s=settings.load_timeout_s)
     try:
@@ -50,7 +50,7 @@ def follow(settings: RankSettings, meeting: Meeting, rank: int) -> None:
         group.connect(meeting.store, loaded.model.device)
         meeting.say_connected()
         Follower(settings, loaded, group).run()
-    except Exception as error:
+    except BaseException as error:  # also one that asks this process to end
         group.fail(error)
         raise
     finally:
@@ -67,7 +67,7 @@ def _load(settings: RankSettings, meeting: Meeting, group: RankGroup) -> LoadedM
                 revision=settings.revision,
                 ranks=group,
             )
-    except Exception as error:
+    except BaseException as error:
         meeting.say_loaded(Loaded(error=(type(error).__name__, str(error))))
         raise
     free = free_nbytes(settings.kv_cache, loaded.model.device)
@@ -116,10 +116,10 @@ class Follower:
         setup = self._receive()
         if not isinstance(setup, Setup):
             raise UsageError(f"the leader began with {type(setup).__name__}, not with Setup")
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             self._attach(setup)
-        except Exception as caught:  # noqa: BLE001  the leader raises it
+        except BaseException as caught:  # noqa: BLE001  the leader raises it
             error = caught
         self._group.allgather(None if error is None else (type(error).__name__, str(error)))
         if error is not None:

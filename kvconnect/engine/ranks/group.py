@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kvconnect.connector.distributed import DistributedCommunicator
-from kvconnect.errors import ConfigurationError, EngineClosed, RankLost
+from kvconnect.engine.ranks.sums import ModelSums
+from kvconnect.errors import ConfigurationError, EngineClosed
 
 __all__ = ["CONNECT_S", "RankGroup"]
 
@@ -31,9 +32,6 @@ _STEP_S = 120.0
 """So long one rank may compute longer than another, beyond what it waits for loads."""
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-
-_FIND_OUT_S = 5.0
-"""So long it may take to hear which rank is lost when a sum failed."""
 
 
 class RankGroup:
@@ -51,9 +49,7 @@ class RankGroup:
         self._rank, self._size = rank, size
         self._timeout_s = _STEP_S + load_timeout_s
         self._communicator: DistributedCommunicator | None = None
-        self._sums: dist.ProcessGroup | None = None
-        self._sum = dist.AllreduceOptions()
-        self._sum.timeout = timedelta(seconds=self._timeout_s)
+        self._sums: ModelSums | None = None
         self._owns_default = False
 
     @property
@@ -108,26 +104,16 @@ class RankGroup:
             )
         # NCCL connects when the first sum is asked for.
         backend, wait_s = ("gloo", connect_s) if device.type == "cpu" else ("nccl", self._timeout_s)
-        self._sums = dist.new_group(backend=backend, timeout=timedelta(seconds=wait_s))
+        sums = dist.new_group(backend=backend, timeout=timedelta(seconds=wait_s))
         self._communicator = DistributedCommunicator(
             timeout_s=self._timeout_s, connect_timeout_s=connect_s
         )
-        self._communicator.end_with_ranks(self._sums)
+        self._sums = ModelSums(sums, self._communicator, self._timeout_s)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `ModelRanks`.
-
-        Raises:
-            RankLost: a rank died; names it.
-            ConnectorContractError: a rank failed; names it.
-        """
-        if self._sums is None:
-            return
-        try:
-            self._sums.allreduce([tensor], self._sum).wait()
-        except RuntimeError as error:
-            self._connected().check(_FIND_OUT_S)
-            raise RankLost(self._rank, f"rank {self._rank}: {error}") from error
+        """See `ModelSums`; no sum before the ranks are connected."""
+        if self._sums is not None:
+            self._sums.all_reduce(tensor)
 
     # ------------------------------------------------------------------ exchanges
 
@@ -143,16 +129,21 @@ class RankGroup:
         """See `Communicator`."""
         return self._connected().allgather(value)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """See `Communicator`. Nothing before the ranks are connected."""
         if self._communicator is not None:
             self._communicator.fail(error)
 
     def close(self) -> None:
         """Leave the group, and end what waits in it. Idempotent."""
-        if self._communicator is not None:
-            self._communicator.close()
-        self._sums = None
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
+        sums, self._sums = self._sums, None
+        group = None if sums is None else sums.close()
+        if group is not None and dist.is_initialized():
+            with suppress(ValueError):  # the job has destroyed it
+                dist.destroy_process_group(group)
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_default = False

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
 from kvconnect.engine.ranks.preparation import preparation
 from kvconnect.engine.ranks.settings import RankSettings
@@ -21,8 +23,9 @@ class FollowerProcesses:
     """One process for each rank but the leader.
 
     Each of them has a pipe to the leader as its standard input, and ends when that is closed: at
-    the latest when the leader's process ends, however that does. They are in sessions of their own,
-    so that Ctrl-C reaches the leader alone, which ends them.
+    the latest when the leader's process ends, however that does. On Linux the kernel kills it then,
+    also if it is stopped. They are in sessions of their own, so that Ctrl-C reaches the leader
+    alone, which ends them.
 
     Args:
         settings: of all ranks.
@@ -37,15 +40,32 @@ class FollowerProcesses:
         start = json.dumps({"sys_path": sys.path, "port": port, "prepare": preparation()})
         try:
             for rank in range(1, settings.size):
-                self._processes[rank] = _started(rank, settings, start)
+                self._processes[rank] = self._start(rank, partial(_started, rank, settings, start))
         except BaseException:
             self.end(0.0)
             raise
-        for rank, process in self._processes.items():
-            name = f"kvconnect-follower-{rank}"
-            threading.Thread(
-                target=self._watch, args=(rank, process), name=name, daemon=True
-            ).start()
+
+    def _start(
+        self, rank: int, start: Callable[[], subprocess.Popen[bytes]]
+    ) -> subprocess.Popen[bytes]:
+        """Starts a process on the thread that watches it.
+
+        To the kernel the parent is that thread, which lives until the process ends; the caller's
+        thread may end earlier.
+        """
+        started: Future[subprocess.Popen[bytes]] = Future()
+
+        def run() -> None:
+            try:
+                process = start()
+            except OSError as error:
+                started.set_exception(error)
+                return
+            started.set_result(process)
+            self._watch(rank, process)
+
+        threading.Thread(target=run, name=f"kvconnect-follower-{rank}", daemon=True).start()
+        return started.result()
 
     def on_lost(self, do: Callable[[], None]) -> None:
         """Call `do`, on a thread of this, when a process ended that was not to."""
@@ -95,7 +115,7 @@ def _started(rank: int, settings: RankSettings, start: str) -> subprocess.Popen[
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.size)))
     process = subprocess.Popen(  # noqa: S603  this package
-        [sys.executable, "-m", "kvconnect.engine.ranks", str(rank)],
+        [sys.executable, "-P", "-m", "kvconnect.engine.ranks", str(rank)],
         stdin=subprocess.PIPE,
         stdout=2,  # what the user's program prints is its own
         env=environment,

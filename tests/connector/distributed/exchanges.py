@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
 from rank_engine import Host
+
+from kvconnect.engine.ranks.sums import ModelSums
 
 
 class Unreadable:
@@ -43,6 +46,27 @@ def step_for_ever(host: Host) -> None:
     while True:
         host.communicator.broadcast("work")
         host.communicator.allgather(host.communicator.rank)
+
+
+def step_and_sum_for_ever(host: Host) -> None:
+    """Steps with sums of a model's between their exchanges, until one raises."""
+    import torch
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    sums = ModelSums(dist.group.WORLD, host.communicator, 120.0)
+    for number in itertools.count():
+        host.communicator.broadcast("work")
+        for _ in range(8):
+            sums.all_reduce(torch.ones(1000))
+        assert len(host.communicator.allgather(number)) == 2
+
+
+def exchange_for_ever(host: Host, nbytes: int) -> None:
+    """Exchanges of so many bytes, until one raises."""
+    while True:
+        host.communicator.broadcast(bytes(nbytes))
+        host.communicator.allgather(bytes(nbytes // 2))
 
 
 def await_orders(host: Host, seconds: float) -> str:

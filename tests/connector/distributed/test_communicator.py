@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,8 +59,46 @@ def test_a_stopped_rank_is_named_after_its_silence(tmp_path: Path, stopped: int)
         finally:
             job.signal(stopped, signal.SIGCONT)
         # It hears what the others think of it.
-        [own] = raised(job(exchanges.gather_own, ranks=[stopped]), "RankLost")
+        [own] = raised(job(exchanges.step_for_ever, ranks=[stopped]), "RankLost")
         assert own.rank is not None
+
+
+GOES_ON = [pytest.param(3), pytest.param(20, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("tries", GOES_ON)
+def test_a_rank_that_was_stopped_and_goes_on_hears_that_it_was_given_up(
+    tmp_path: Path, tries: int
+) -> None:
+    """Its connections broke meanwhile, wherever it was in an exchange or a sum of the model's."""
+    for number in range(tries):
+        stopped = number % 2
+        with Job(2, tmp_path, silence_s=SILENCE_S) as job:
+            job.begin(exchanges.step_and_sum_for_ever, ranks=range(2))
+            job.signal(stopped, signal.SIGSTOP)
+            try:
+                [other] = raised(job.answers([1 - stopped]), "RankLost")
+                assert other.rank == stopped
+                job.signal(1 - stopped, signal.SIGKILL)
+            finally:
+                job.signal(stopped, signal.SIGCONT)
+            raised(job.answers([stopped]), "RankLost")
+
+
+@pytest.mark.parametrize("tries", GOES_ON)
+def test_a_rank_lost_while_much_is_on_its_way_is_named(tmp_path: Path, tries: int) -> None:
+    draw = random.Random(7)
+    for number in range(tries):
+        lost, how = number % 2, (signal.SIGKILL, signal.SIGSTOP)[number // 2 % 2]
+        nbytes = draw.randrange(40_000_000, 120_000_000)
+        with Job(2, tmp_path, silence_s=SILENCE_S) as job:
+            job.begin(exchanges.exchange_for_ever, nbytes, ranks=range(2))
+            time.sleep(draw.uniform(0.0, 0.3))  # wherever the bytes are then
+            job.signal(lost, how)
+            [other] = raised(job.answers([1 - lost]), "RankLost")
+            assert other.rank == lost
+            if how is signal.SIGSTOP:
+                job.signal(lost, signal.SIGKILL)
 
 
 def test_a_rank_that_lives_but_does_not_come_is_named_after_the_deadline(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""The sums of a model that is divided among ranks."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from kvconnect.connector.distributed import DistributedCommunicator
+from kvconnect.errors import KvConnectError, RankLost
+
+__all__ = ["ModelSums"]
+
+_LOOK_EVERY = timedelta(seconds=0.25)
+_FIND_OUT_S = 5.0
+"""So long it may take to hear which rank is lost when a sum failed."""
+
+_LEAVE_S = 1.0
+"""So long a sum of an engine that has ended may take to end in gloo."""
+
+
+class ModelSums:
+    """Sums over all ranks, each of which ends when the ranks cannot go on together.
+
+    gloo may wait for a sum for ever, or until its own timeout, though the other ranks are gone. The
+    engine's thread waits in slices of 0.25 s and asks `communicator` after each.
+
+    Args:
+        group: of torch.distributed, with the ranks of `communicator`.
+        communicator: ends what waits in `group` when a rank is lost.
+        timeout_s: so long a rank may let the others wait in a sum.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, communicator: DistributedCommunicator, timeout_s: float
+    ) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._communicator = communicator
+        self._options = dist.AllreduceOptions()
+        self._options.timeout = timedelta(seconds=timeout_s)
+        self._unfinished: dist.Work | None = None
+        communicator.end_with_ranks(group)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replaces `tensor` by its sum over all ranks; collective, blocks until then on the CPU.
+
+        Raises:
+            RankLost: a rank died or is stopped; names it. `tensor` is undefined.
+            ConnectorContractError: a rank failed; names it. `tensor` is undefined.
+        """
+        assert self._group is not None, "the sums are closed"  # noqa: S101
+        try:
+            work = self._group.allreduce([tensor], self._options)
+            if tensor.device.type == "cpu":
+                self._wait(work)
+            else:
+                work.wait()  # the stream waits, not this thread
+        except RuntimeError as error:
+            self._communicator.check(_FIND_OUT_S)
+            rank = self._communicator.rank
+            raise RankLost(rank, f"rank {rank}: {error}") from error
+
+    def close(self) -> dist.ProcessGroup | None:
+        """Ends the use of the group, and returns it; the communicator is closed. Idempotent.
+
+        A group that gloo still sums in must not be destroyed: its destructor waits for that without
+        limit. After a second a thread keeps the group until the sum has ended, and ``None`` is
+        returned.
+        """
+        group, self._group = self._group, None
+        work, self._unfinished = self._unfinished, None
+        if work is None:
+            return group
+        keeper = threading.Thread(
+            target=_keep, args=(group, work), name="kvconnect-rank-sum", daemon=True
+        )
+        keeper.start()
+        keeper.join(_LEAVE_S)
+        return None if keeper.is_alive() else group
+
+    def _wait(self, work: dist.Work) -> None:
+        while True:
+            try:
+                work.wait(_LOOK_EVERY)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            else:
+                return
+            try:
+                self._communicator.check()
+            except KvConnectError:
+                self._unfinished = work
+                raise
+
+
+def _keep(_: dist.ProcessGroup | None, work: dist.Work) -> None:
+    with suppress(RuntimeError):
+        work.wait()
