@@ -73,7 +73,8 @@ class Intake:
                 "stop: strings need a tokenizer, which the model's directory lacks; "
                 "use stop_token_ids"
             )
-        self._check_logprobs(params.logprobs)
+        self._check_logprobs("logprobs", params.logprobs)
+        self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         if namespace.lora_id is not None:
             self._say_no_adapter(namespace.lora_id)
         tokens = self._tokens(as_text_or_tokens(prompt))
@@ -133,12 +134,12 @@ class Intake:
                 lora_id,
             )
 
-    def _check_logprobs(self, wanted: int | None) -> None:
+    def _check_logprobs(self, field: str, wanted: int | None) -> None:
         most = self._max_logprobs
         if wanted is None or most == -1 or 0 <= wanted <= most:
             return
         raise ConfigurationError(
-            f"logprobs: {'all' if wanted == -1 else wanted} are more than max_logprobs={most}; ask "
+            f"{field}: {'all' if wanted == -1 else wanted} are more than max_logprobs={most}; ask "
             "for fewer, or give LLM(max_logprobs=…), -1 for the whole vocabulary"
         )
 
