@@ -120,7 +120,7 @@ class LlmRequest:
 
     @property
     def may_reuse(self) -> bool:
-        """Whether cached KV may stand for tokens of its prompt: not where their logits are wanted."""
+        """Whether cached KV may stand for prompt tokens; not if their own logits are wanted."""
         return self.sampling_params.prompt_logprobs is None
 
     @property

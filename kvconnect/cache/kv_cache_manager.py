@@ -19,7 +19,7 @@ from kvconnect.cache.pool.events import KvCacheEvent
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.cache.sequence.sequence import PinHandle
 from kvconnect.config import KvCacheConfig
-from kvconnect.errors import ConfigurationError, OutOfBlocks
+from kvconnect.errors import ConfigurationError, OutOfBlocks, SequencesLive
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import (
     ExternalMatch,
@@ -179,6 +179,14 @@ class KVCacheManager(BaseKVCacheManager):
         """See `BaseKVCacheManager`."""
         with self._copier.together():
             return self.blocks.ensure_free(needs)
+
+    def reset(self) -> bool:
+        """See `BaseKVCacheManager`. False while a sequence or a pin holds blocks."""
+        try:
+            self.blocks.reset()
+        except SequencesLive:
+            return False
+        return True
 
     def take_events(self) -> list[KvCacheEvent]:
         """See `BlockManager.take_events`; may be called from any thread."""

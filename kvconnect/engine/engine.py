@@ -136,6 +136,13 @@ class Engine:
             self._followers.begin_step((), is_idle=True)
             self._settle(self._connector.end_step())
 
+    def reset_cache(self) -> bool:
+        """Drop what is cached; False if some of it is in use, and nothing was dropped."""
+        try:
+            return self._kv.reset()
+        finally:
+            self._live.recount_blocks()
+
     def fail_all(self, error: BaseException) -> None:
         """End every request by `error`; nothing is given back, and no step may follow."""
         self._live.fail_all(error)  # from another thread, if this one is stuck

@@ -182,7 +182,7 @@ def test_of_a_prompt_in_a_store(open_llm, llama, model, tmp_path):
     llm.generate(PROMPT, SamplingParams(max_tokens=2))
     llm.close()
     llm = open_llm(llama, connector=url)
-    assert llm.generate(PROMPT + [3], SamplingParams(max_tokens=1))[0].reused_store_tokens
+    assert llm.generate([*PROMPT, 3], SamplingParams(max_tokens=1))[0].reused_store_tokens
     llm.close()
     llm = open_llm(llama, connector=url)
     scored = llm.generate(PROMPT, SamplingParams(max_tokens=2, prompt_logprobs=0))[0]
@@ -193,7 +193,7 @@ def test_of_a_prompt_in_a_store(open_llm, llama, model, tmp_path):
 def test_of_a_prompt_in_chunks_beside_others(open_llm, llama, model):
     """Prompts that begin alike wait for each other elsewhere; those that are scored do not."""
     llm = open_llm(llama, max_num_tokens=7)
-    prompts = [PROMPT, PROMPT[:20], PROMPT + [65, 66], PROMPT]
+    prompts = [PROMPT, PROMPT[:20], [*PROMPT, 65, 66], PROMPT]
     params = [SamplingParams(max_tokens=3, prompt_logprobs=k) for k in (1, 2, 3)]
     outputs = llm.generate(prompts, [*params, SamplingParams(max_tokens=3)])
     for prompt, output, count in zip(prompts, outputs, (1, 2, 3), strict=False):

@@ -77,8 +77,7 @@ class Intake:
         self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         if namespace.lora_id is not None:
             self._say_no_adapter(namespace.lora_id)
-        tokens = self._tokens(as_text_or_tokens(prompt))
-        self._check_length(len(tokens), params.max_tokens)
+        tokens = self.fitting(prompt, params)
         return LlmRequest(
             request_id,
             tokens,
@@ -89,6 +88,16 @@ class Intake:
             retention=retention,
             kv_transfer_params=kv_transfer_params,
         )
+
+    def fitting(self, prompt: Prompt, params: SamplingParams) -> TokenArray:
+        """Returns the tokens of `prompt`, a copy.
+
+        Raises:
+            ConfigurationError: it is no prompt, or with `params` longer than there is room for.
+        """
+        tokens = self._tokens(as_text_or_tokens(prompt))
+        self._check_length(len(tokens), params.max_tokens)
+        return tokens
 
     @property
     def max_seq_len(self) -> int:

@@ -218,7 +218,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
     @overload
     def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
 
-    def __getitem__(self, index: int | slice) -> TokenLogprobs | None | list[TokenLogprobs | None]:
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         place = range(len(self))[index]
