@@ -119,6 +119,11 @@ class LlmRequest:
         return self.namespace.extra_key
 
     @property
+    def may_reuse(self) -> bool:
+        """Whether cached KV may stand for prompt tokens; not if their own logits are wanted."""
+        return self.sampling_params.prompt_logprobs is None
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and generated tokens so far."""
         return len(self.tokens)

@@ -25,6 +25,7 @@ class SamplingParams(Settings):
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 or -1: all.
         top_p: keep the likeliest tokens that together reach this probability.
+        min_p: keep tokens at least this many times as likely as the likeliest one; 0: all.
         seed: equal seeds give equal samples, whatever else runs in the batch; completion ``i`` of
             several draws with ``seed + i``. ``None`` or -1: another one each time.
         presence_penalty: -2 to 2; taken off the logit of each token that was generated before.
@@ -34,6 +35,8 @@ class SamplingParams(Settings):
         logprobs: how many of the likeliest tokens to give the log probability of, besides the
             chosen one; 0: only that, -1: the whole vocabulary, ``None``: none. They are the model's
             own, before penalties and temperature.
+        prompt_logprobs: the same for the tokens of the prompt, from the second one on. The whole
+            prompt is computed for it: nothing of it is taken from the cache or a store.
         stop: a string or several that end the text; they are not part of it.
         stop_token_ids: tokens that end it, besides the model's own.
         ignore_eos: go on past the model's end-of-sequence tokens.
@@ -45,11 +48,13 @@ class SamplingParams(Settings):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: int | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     logprobs: Annotated[int, Field(ge=-1)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -99,9 +104,13 @@ class SamplingParams(Settings):
         )
 
     def for_completion(self, index: int) -> SamplingParams:
-        """Those of completion `index` alone: n is 1, and the seed its own."""
+        """Returns those of completion `index` alone: n is 1, and the seed its own.
+
+        Only the first completion computes what is asked of the prompt.
+        """
         if self.n == 1:
             return self
         # Never -1, which stands for none: seeds count modulo 2**63.
         seed = None if self.seed is None else (self.seed + index) % (1 << 63)
-        return self.model_copy(update={"n": 1, "seed": seed})
+        of_prompt = self.prompt_logprobs if index == 0 else None
+        return self.model_copy(update={"n": 1, "seed": seed, "prompt_logprobs": of_prompt})

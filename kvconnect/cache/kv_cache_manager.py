@@ -19,7 +19,7 @@ from kvconnect.cache.pool.events import KvCacheEvent
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.cache.sequence.sequence import PinHandle
 from kvconnect.config import KvCacheConfig
-from kvconnect.errors import ConfigurationError, OutOfBlocks
+from kvconnect.errors import ConfigurationError, OutOfBlocks, SequencesLive
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import (
     ExternalMatch,
@@ -158,7 +158,7 @@ class KVCacheManager(BaseKVCacheManager):
 
     def reusable_tokens(self, request: LlmRequest, published: int = 0) -> int:
         """See `BaseKVCacheManager`."""
-        if not self._config.enable_block_reuse:
+        if not self._config.enable_block_reuse or not request.may_reuse:
             return 0
         most = request.num_tokens - 1  # of the last token the logits are needed
         if not self._config.enable_partial_reuse:
@@ -179,6 +179,14 @@ class KVCacheManager(BaseKVCacheManager):
         """See `BaseKVCacheManager`."""
         with self._copier.together():
             return self.blocks.ensure_free(needs)
+
+    def reset(self) -> bool:
+        """See `BaseKVCacheManager`. False while a sequence or a pin holds blocks."""
+        try:
+            self.blocks.reset()
+        except SequencesLive:
+            return False
+        return True
 
     def take_events(self) -> list[KvCacheEvent]:
         """See `BlockManager.take_events`; may be called from any thread."""
@@ -248,7 +256,10 @@ class KVCacheManager(BaseKVCacheManager):
     def _admit(self, request: LlmRequest, batch: ScheduledBatch) -> bool:
         """Give `request` its blocks, or put it where `batch` has those that got none."""
         chunk = self._max_chunk
-        prompt = Prompt.of(request.tokens.view, request.namespace.id).within(first_chunk=chunk)
+        most = None if request.may_reuse else 0
+        prompt = Prompt.of(request.tokens.view, request.namespace.id).within(
+            max_matched=most, first_chunk=chunk
+        )
         external = self._match_external(request, prompt)
         if external is None:
             batch.refused_requests.append(request)
@@ -284,7 +295,7 @@ class KVCacheManager(BaseKVCacheManager):
 
     def _match_external(self, request: LlmRequest, prompt: Prompt) -> ExternalMatch | None:
         # What a store has beyond the device's match; None: there are no blocks for the request.
-        if self._matcher is None:
+        if self._matcher is None or not request.may_reuse:
             return ExternalMatch()
         matched = self.blocks.predict_match(prompt, request.key_chain)
         return None if matched is None else self._matcher.match_external(request, matched)

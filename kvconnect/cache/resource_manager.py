@@ -136,6 +136,10 @@ class BaseKVCacheManager(BaseResourceManager):
             f"{type(self).__name__} has no padding requests; override add_padding_request"
         )
 
+    def reset(self) -> bool:
+        """Drops every cached block; False, as by default: nothing was dropped."""
+        return False
+
     def take_events(self) -> list[KvCacheEvent]:
         """What changed in the cache since the last call, oldest first; on any thread."""
         return []

@@ -11,9 +11,14 @@ from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.engine.attachment import Attachment
 from kvconnect.engine.live_requests import LiveRequests
-from kvconnect.engine.model.forward_step import CachedLayer, ForwardStep, sampled_rows
+from kvconnect.engine.model.forward_step import CachedLayer, ForwardStep
 from kvconnect.engine.model.model import Model
-from kvconnect.engine.model.sequence_step import SequenceStep, first_scheduled_token, planned
+from kvconnect.engine.model.sequence_step import (
+    SequenceStep,
+    first_scheduled_token,
+    planned,
+    sampled_rows,
+)
 from kvconnect.engine.ranks.leader import Followers, NoFollowers
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
@@ -92,9 +97,10 @@ class Engine:
         logits = self._forward(plan)
         # agree: whatever failed to load gets nothing from this step
         outcome = self._connector.end_step()
+        self._score_prompts(plan, logits)
         prefilled = self._advance(batch, outcome)
         # sample: append tokens, publish what they filled, stream them, finish
-        runs = self._sample(batch, logits)
+        runs = self._sample(plan, batch, logits)
         self._kv.update_resources(batch)
         for run in runs:
             self._emit(run)
@@ -129,6 +135,13 @@ class Engine:
         if self._connector.expects_news():  # tell the workers what these have left to save
             self._followers.begin_step((), is_idle=True)
             self._settle(self._connector.end_step())
+
+    def reset_cache(self) -> bool:
+        """Drop what is cached; False if some of it is in use, and nothing was dropped."""
+        try:
+            return self._kv.reset()
+        finally:
+            self._live.recount_blocks()
 
     def fail_all(self, error: BaseException) -> None:
         """End every request by `error`; nothing is given back, and no step may follow."""
@@ -180,7 +193,7 @@ class Engine:
     # ------------------------------------------------------------------ forward
 
     def _forward(self, plan: tuple[SequenceStep, ...]) -> Tensor | None:
-        """Logits after each sequence's last token and its drafts, ``[rows, vocab]``."""
+        """Logits after the last ``num_wanted`` tokens of each sequence, ``[rows, vocab]``."""
         if not plan:
             return None
         step = ForwardStep(plan, self._layers, self._connector, device=self._model.device)
@@ -222,13 +235,35 @@ class Engine:
 
     # ------------------------------------------------------------------ sample
 
-    def _sample(self, batch: ScheduledBatch, logits: Tensor | None) -> list[TokenRun]:
+    def _score_prompts(self, plan: tuple[SequenceStep, ...], logits: Tensor | None) -> None:
+        """Notes the log probabilities of prompts' tokens, where requests ask for them."""
+        stop = 0
+        for one in plan:
+            start, stop = stop, stop + one.num_wanted
+            live = self._live.get(one.request_id)
+            if logits is None or live is None or live.request.may_reuse:
+                continue
+            request = live.request
+            count = request.sampling_params.prompt_logprobs
+            tokens = request.tokens.view[one.start + 1 : min(one.end + 1, request.prompt_len)]
+            if count is None or not len(tokens):
+                continue
+            try:
+                live.take_prompt(
+                    one.start + 1, top_tokens(logits[start:stop], tokens.tolist(), count)
+                )
+            except Exception as error:  # noqa: BLE001  of this request; it ends with the step
+                self._live.note_error(live, error)
+
+    def _sample(
+        self, plan: tuple[SequenceStep, ...], batch: ScheduledBatch, logits: Tensor | None
+    ) -> list[TokenRun]:
         """The next tokens of those whose tokens are all computed: none after a failed load."""
         if logits is None:
             return []
         owners = [
             (row, request)
-            for row, request in enumerate(sampled_rows(batch.requests))
+            for row, request in sampled_rows(plan, batch.requests)
             if request.num_computed_tokens == request.num_tokens
         ]
         if not owners:
@@ -254,7 +289,8 @@ class Engine:
     ) -> TokenRun:
         """Append what was chosen from `logits`, and take back the drafts that were not."""
         tokens = _sampled(chosen)
-        run = live.take(tokens, top_tokens(logits, live.request, tokens))
+        count = live.request.sampling_params.logprobs
+        run = live.take(tokens, None if count is None else top_tokens(logits, tokens, count))
         if run.num_rejected:
             self._kv.rewind(live.request, run.num_rejected)
             self._connector.on_rewind(live.request)

@@ -155,6 +155,15 @@ class Generation:
         most = self._intake.most_prompt_tokens
         return {"prompt_token_ids": ChatFormat(**how).tokens(messages, self.tokenizer, most=most)}
 
+    def fitting(self, prompt: Prompt, sampling_params: Params) -> Prompt:
+        """Returns the token ids of `prompt`, for `submit`, once it is known to fit.
+
+        Raises:
+            ConfigurationError: `submit` would refuse `prompt` with `sampling_params`.
+        """
+        tokens = self._intake.fitting(prompt, _params(sampling_params))
+        return {"prompt_token_ids": tokens}
+
     @known_keywords
     def submit(
         self,

@@ -147,6 +147,24 @@ class LLM(Generation):
         """
         self._thread.check_open()
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._model.vocab_size
+
+    def reset_prefix_cache(self) -> bool:
+        """Drops what the device and the host have cached; the store keeps what it has.
+
+        Blocks for a step.
+
+        Returns:
+            False: a request holds blocks, or they are being saved; nothing was dropped.
+
+        Raises:
+            EngineClosed: the engine takes no more requests.
+        """
+        return self._thread.reset_cache()
+
     def take_events(self) -> list[KvCacheEvent]:
         """What changed in the KV cache since the last call, oldest first; never blocks.
 

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 import traceback
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from kvconnect.engine.engine import Engine
 from kvconnect.engine.inbox import Inbox
@@ -27,6 +28,17 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetCache:
+    """Drop what is cached.
+
+    Attributes:
+        dropped: whether it was; set by the engine's thread.
+    """
+
+    dropped: Future[bool] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End everything now."""
 
@@ -43,7 +55,7 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        inbox: Inbox[LiveRequest | Abort | Close],
+        inbox: Inbox[LiveRequest | Abort | ResetCache | Close],
         *,
         close_s: float | None = None,
     ) -> None:
@@ -82,6 +94,19 @@ class EngineThread:
         """Have the engine end a request; does nothing once that has ended."""
         with contextlib.suppress(EngineClosed):
             self._inbox.post(Abort(request_id))
+
+    def reset_cache(self) -> bool:
+        """Have the engine drop what is cached; blocks for a step.
+
+        Returns:
+            False: some of it is in use, and nothing was dropped.
+
+        Raises:
+            EngineClosed: as `post` does.
+        """
+        message = ResetCache()
+        self._inbox.post(message)
+        return message.dropped.result()
 
     def close(self, *, wait: bool = True) -> None:
         """Have the engine abort what runs and drain its connector; blocks until then, or not.
@@ -139,6 +164,8 @@ class EngineThread:
                     self._engine.admit(message)
                 case Abort():
                     self._engine.abort(message.request_id)
+                case ResetCache():
+                    message.dropped.set_result(self._engine.reset_cache())
                 case Close():
                     self._closing = True
 
@@ -149,6 +176,8 @@ class EngineThread:
         for message in left:
             if isinstance(message, LiveRequest):
                 message.fail(late)
+            elif isinstance(message, ResetCache):
+                message.dropped.set_exception(late)
         self._engine.fail_all(late)
 
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.server.errors import Busy, ShuttingDown
+from kvconnect.server.errors import Busy, Dropped, RequestRefused, ShuttingDown
 
 __all__ = ["Abortable", "Admission", "Ticket"]
 
 
 _FREE_NBYTES = 64 << 10
 """Of each body: what others hold never keeps out a request of ordinary size."""
+
+_MAX_READING = 256
+"""Bodies that are read at once. One that comes whole is read within milliseconds."""
+
+_READING_PART = 4
+"""Bodies that are being read have one part in so many of what all bodies may have, beside it."""
+
+_MAX_LOGPROBS = 1 << 22
+"""Log probabilities that the answers of all requests may hold: 8 bytes each, 300 as JSON is made"""
 
 
 class Abortable(Protocol):
@@ -28,23 +37,72 @@ class Abortable(Protocol):
         """End it."""
 
 
-@dataclass(eq=False, slots=True)
 class Ticket:
     """The place of one HTTP request among those that are answered.
 
+    Args:
+        admission: that gave it.
+
     Attributes:
-        completions: that it takes; one before its body is known.
+        completions: that it takes; none before its body is known.
+        logprobs: that its answer may hold.
         handles: of the work, once it was begun.
         body_nbytes: of its body, as far as it was read, that count.
     """
 
-    completions: int = 1
-    body_nbytes: int = 0
-    handles: Sequence[Abortable] = field(default_factory=tuple)
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._reading: asyncio.Timeout | None = None
+        self._refused: RequestRefused | None = None
+        self.completions = 0
+        self.logprobs = 0
+        self.handles: Sequence[Abortable] = ()
+        self.body_nbytes = 0
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether its body is being read."""
+        return self._reading is not None
+
+    @asynccontextmanager
+    async def reading(self, within_s: float) -> AsyncIterator[None]:
+        """Inside it the body is read, which counts for no completion.
+
+        Raises:
+            RequestRefused: it took longer than `within_s` (408), or `drop` ended it.
+        """
+        try:
+            async with asyncio.timeout(within_s) as self._reading:
+                self._admission.begin_reading(self)
+                yield
+        except TimeoutError as error:
+            raise self._refused or RequestRefused(
+                408, f"the body did not come within {within_s:g} s", closes=True
+            ) from error
+        finally:
+            self._reading = None
+
+    def hold(self, body_nbytes: int) -> None:
+        """So much of its body is in memory, until its answer ends.
+
+        Raises:
+            Busy: with the bodies of the others that is too much; it holds what it did.
+        """
+        self._admission.hold(self, body_nbytes)
+
+    def drop(self, why: RequestRefused) -> None:
+        """Ends the reading of its body; it is answered with `why`."""
+        if self._reading is not None and self._refused is None:
+            self._refused = why
+            self._reading.reschedule(asyncio.get_running_loop().time())
 
 
 class Admission:
     """Counts what is under way. Used by the event loop's thread only.
+
+    Bodies that are being read have limits of their own, in number and in bytes, and take no room
+    from what runs. At a limit the oldest of them is dropped: clients that never send theirs keep
+    out no others.
 
     Args:
         max_completions: that run or wait at once at most.
@@ -58,9 +116,8 @@ class Admission:
     ) -> None:
         self._max = max_completions
         self._max_bodies_bytes = max_bodies_bytes
-        self._bodies_bytes = 0
         self._noun = noun
-        self._tickets: set[Ticket] = set()
+        self._tickets: dict[Ticket, None] = {}  # in order of arrival
         self._closed = False
         self._aborting = False
 
@@ -76,7 +133,7 @@ class Admission:
 
     @property
     def completions(self) -> int:
-        """That run or wait, or will once their request is read."""
+        """That run or wait."""
         return sum(ticket.completions for ticket in self._tickets)
 
     @contextmanager
@@ -90,32 +147,38 @@ class Admission:
         if self._closed:
             raise ShuttingDown
         self._check_room(1)
-        ticket = Ticket()
-        self._tickets.add(ticket)
+        ticket = Ticket(self)
+        self._tickets[ticket] = None
         try:
             yield ticket
         finally:
-            self._tickets.remove(ticket)
-            self._bodies_bytes -= ticket.body_nbytes
+            del self._tickets[ticket]
+
+    def begin_reading(self, ticket: Ticket) -> None:
+        """Makes room for the body of `ticket`."""
+        others = [one for one in self._reading() if one is not ticket]
+        for oldest in others[: max(0, len(others) + 1 - _MAX_READING)]:
+            oldest.drop(Dropped())
 
     def hold(self, ticket: Ticket, body_nbytes: int) -> None:
         """So much of the body of `ticket` is in memory, until its answer ends.
 
         Raises:
-            Busy: with those of the others that is too much; `ticket` holds what it did.
+            Busy: with those of the others that run or wait that is too much; `ticket` holds what it
+                did.
         """
         counted = max(body_nbytes - _FREE_NBYTES, 0)
-        more = counted - ticket.body_nbytes
-        if more > 0 and self._bodies_bytes + more > self._max_bodies_bytes:
-            raise Busy(
-                f"the bodies of the requests that run or wait have {self._bodies_bytes} bytes, and "
-                f"may have {self._max_bodies_bytes}; try again after a moment"
-            )
-        self._bodies_bytes += more
+        if counted > ticket.body_nbytes:
+            self._check_bodies(ticket, counted)
         ticket.body_nbytes = counted
 
-    def extend(self, ticket: Ticket, completions: int) -> None:
-        """`ticket` turns out to take so many.
+    def extend(self, ticket: Ticket, completions: int, logprobs: int = 0) -> None:
+        """The body of `ticket` is there: it takes so many completions.
+
+        Args:
+            ticket: whose.
+            completions: that come out of it.
+            logprobs: that its answer may hold.
 
         Raises:
             ConfigurationError: that is more than there is ever room for.
@@ -126,8 +189,21 @@ class Admission:
                 f"n: {completions} completions of all prompts together are more than this server "
                 f"runs at once, {self._max}; ask for fewer"
             )
+        if logprobs > _MAX_LOGPROBS:
+            raise ConfigurationError(
+                f"logprobs: the answer may have {logprobs} log probabilities (those of each token "
+                f"times tokens times completions), and {_MAX_LOGPROBS} are the most; lower "
+                "max_tokens, n or logprobs"
+            )
         self._check_room(completions - ticket.completions)
+        held = sum(one.logprobs for one in self._tickets)
+        if held + logprobs > _MAX_LOGPROBS:
+            raise Busy(
+                f"the answers that run or wait may have {held} log probabilities, of "
+                f"{_MAX_LOGPROBS}; try again after a moment"
+            )
         ticket.completions = completions
+        ticket.logprobs = logprobs
 
     def submitted(self, ticket: Ticket, handles: Sequence[Abortable]) -> None:
         """`handles` run for `ticket`; they are aborted with all others.
@@ -141,8 +217,10 @@ class Admission:
             raise ShuttingDown
 
     def close(self) -> None:
-        """Take nothing in any more; what is under way goes on."""
+        """Take nothing in any more; what is under way goes on, and bodies are read no more."""
         self._closed = True
+        for ticket in self._reading():
+            ticket.drop(ShuttingDown())
 
     def abort(self) -> None:
         """End all that is under way; it leaves with an error in place of the rest."""
@@ -150,12 +228,36 @@ class Admission:
         for ticket in self._tickets:
             _abort(ticket.handles)
 
+    def _reading(self) -> list[Ticket]:
+        return [one for one in self._tickets if one.is_reading]
+
     def _check_room(self, more: int) -> None:
         taken = self.completions
         if taken + more > self._max:
             raise Busy(
                 f"{taken} {self._noun} run or wait, and {self._max} may; try again after a moment"
             )
+
+    def _check_bodies(self, ticket: Ticket, counted: int) -> None:
+        """Makes sure that `counted` bytes of `ticket` fit beside those of its kind."""
+        others = [
+            one
+            for one in self._tickets
+            if one is not ticket and one.is_reading == ticket.is_reading
+        ]
+        held = sum(one.body_nbytes for one in others)
+        if not ticket.is_reading:
+            if held + counted > self._max_bodies_bytes:
+                raise Busy(
+                    f"the bodies of the requests that run or wait have {held} bytes, and "
+                    f"may have {self._max_bodies_bytes}; try again after a moment"
+                )
+            return
+        for oldest in others:
+            if held + counted <= self._max_bodies_bytes // _READING_PART:
+                return
+            held -= oldest.body_nbytes
+            oldest.drop(Dropped())
 
 
 def _abort(handles: Sequence[Abortable]) -> None:

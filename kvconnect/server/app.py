@@ -16,6 +16,7 @@ from kvconnect.engine.llm import LLM
 from kvconnect.prometheus import Collector
 from kvconnect.server.admission import Admission
 from kvconnect.server.endpoint import GenerationEndpoint
+from kvconnect.server.engine_endpoints import engine_routes
 from kvconnect.server.errors import RequestRefused, ShuttingDown
 from kvconnect.server.http.gate import Gate
 from kvconnect.server.openai.chat_request import ChatRequest
@@ -54,30 +55,35 @@ def make_app(
         Route("/v1/models/{name:path}", model.one),
         Route("/health", monitor.health),
         Route("/metrics", monitor.metrics),
+        *engine_routes(llm, settings, admission, threads),
     ]
     return Gate(Router(routes, redirect_slashes=False), settings.api_key)
 
 
 class _Model:
-    """The only one."""
+    """The only one, under each of its names."""
 
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
-        self._entry = {
-            "id": settings.model_name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "kvconnect",
-            "max_model_len": llm.max_seq_len,
+        self._entries = {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "kvconnect",
+                "root": settings.model_names[0],
+                "max_model_len": llm.max_seq_len,
+            }
+            for name in settings.model_names
         }
 
     async def all(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._entry]})
+        return JSONResponse({"object": "list", "data": list(self._entries.values())})
 
     async def one(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._entry["id"]:
+        if (entry := self._entries.get(name)) is None:
             raise RequestRefused(404, f"model: '{name}' is not served here", "model_not_found")
-        return JSONResponse(self._entry)
+        return JSONResponse(entry)
 
 
 class _Monitor:

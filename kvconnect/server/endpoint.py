@@ -7,11 +7,12 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvconnect.engine.llm import LLM
@@ -21,6 +22,7 @@ from kvconnect.server.errors import RequestRefused, answer_of
 from kvconnect.server.generation import outputs_of, stream_of
 from kvconnect.server.http.body import read_json
 from kvconnect.server.http.disconnect import while_connected
+from kvconnect.server.openai.answer import Answer
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.settings import ServerSettings
@@ -28,7 +30,31 @@ from kvconnect.server.threads import ServerThreads
 from kvconnect.server.trust import check_transfer
 from kvconnect.text import shown
 
-__all__ = ["GenerationEndpoint"]
+__all__ = ["GenerationEndpoint", "check_model"]
+
+_MANY_LOGPROBS = 1 << 12
+"""More of them take a few milliseconds to be told as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A request that runs, and the answer that comes out of it."""
+
+    handles: Sequence[RequestHandle]
+    answer: Answer
+
+
+def check_model(settings: ServerSettings, name: str | None) -> None:
+    """Refuses a request for the model `name`, unless it is served; ``None`` is any.
+
+    Raises:
+        RequestRefused: it is another one (404).
+    """
+    if name is not None and name not in settings.model_names:
+        known = ", ".join(f"'{one}'" for one in settings.model_names)
+        raise RequestRefused(
+            404, f"model: {shown(name)} is not served here; {known} is", "model_not_found"
+        )
 
 
 class GenerationEndpoint:
@@ -76,43 +102,48 @@ class GenerationEndpoint:
             self._settings,
             self._threads.parsing,
             self._kind.parse,
-            partial(self._admission.hold, ticket),
+            ticket,
         )
         if wanted.kv_transfer_params is not None:
             check_transfer(self._settings, request.headers, wanted.kv_transfer_params)
-        name = self._settings.model_name
-        if wanted.model not in {None, name}:
+        check_model(self._settings, wanted.model)
+        if self._settings.require_salt and wanted.cache_salt is None:
             raise RequestRefused(
-                404,
-                f"model: {shown(wanted.model)} is not served here; '{name}' is",
-                "model_not_found",
+                400, "cache_salt: this server takes no request without one", "salt_required"
             )
-        self._admission.extend(ticket, wanted.completions)
+        longest = self._llm.max_seq_len
+        self._admission.extend(ticket, wanted.completions, wanted.max_logprobs(longest))
         return wanted
 
     async def _response(self, wanted: GenerationRequest, ticket: Ticket) -> Response:
-        handles = await self._submit(wanted)
-        self._admission.submitted(ticket, handles)
+        started = await self._submit(wanted)
+        self._admission.submitted(ticket, started.handles)
         if wanted.stream:
             return StreamingResponse(
-                self._events(wanted, handles),
+                self._events(wanted, started),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
-        outputs = await outputs_of(handles)
-        content = wanted.answer(self._settings.model_name).whole(outputs)
+        outputs = await outputs_of(started.handles)
+        more: dict[str, Any] = {}
         if wanted.hands_out:
-            content["kv_transfer_params"] = KvTransferParams.handed_out(
-                outputs[0].kv_transfer_params
-            )
-        return JSONResponse(content)
+            more["kv_transfer_params"] = KvTransferParams.handed_out(outputs[0].kv_transfer_params)
+        whole = partial(started.answer.whole, outputs, more)
+        if ticket.logprobs < _MANY_LOGPROBS:
+            return Response(whole(), media_type="application/json")
+        loop = asyncio.get_running_loop()
+        text = await loop.run_in_executor(self._threads.tokenizing, whole)
+        return Response(text, media_type="application/json")
 
-    async def _submit(self, wanted: GenerationRequest) -> list[RequestHandle]:
+    async def _submit(self, wanted: GenerationRequest) -> _Started:
         """Start `wanted`; when cancelled, ends once no thread holds it, and nothing of it runs."""
         left = threading.Event()
 
-        def submit() -> list[RequestHandle]:
-            return [] if left.is_set() else wanted.submit(self._llm)
+        def submit() -> _Started:
+            if left.is_set():
+                raise ClientDisconnect
+            answer = wanted.answer(self._llm, self._settings.model_names[0])
+            return _Started(wanted.submit(self._llm), answer)
 
         started = asyncio.get_running_loop().run_in_executor(self._threads.tokenizing, submit)
         try:
@@ -123,12 +154,10 @@ class GenerationEndpoint:
             await asyncio.wait({started})
             raise
 
-    async def _events(
-        self, wanted: GenerationRequest, handles: Sequence[RequestHandle]
-    ) -> AsyncGenerator[bytes]:
-        answer = wanted.answer(self._settings.model_name)
+    async def _events(self, wanted: GenerationRequest, started: _Started) -> AsyncGenerator[bytes]:
+        answer, handles = started.answer, started.handles
         try:
-            for beginning in answer.beginning():
+            for beginning in answer.begin(handles):
                 yield _event(beginning)
             async with contextlib.aclosing(stream_of(handles, wanted.completions)) as chunks:
                 async for found in chunks:
@@ -144,7 +173,7 @@ def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _abort_started(started: asyncio.Future[list[RequestHandle]]) -> None:
+def _abort_started(started: asyncio.Future[_Started]) -> None:
     if not started.cancelled() and started.exception() is None:
-        for handle in started.result():
+        for handle in started.result().handles:
             handle.abort()

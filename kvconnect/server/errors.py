@@ -2,8 +2,9 @@
 
 ::
 
-    RequestRefused              a status of its own: 400, 401, 403, 404, 408, 413, 415, 504
+    RequestRefused              a status of its own: 400, 401, 403, 404, 408, 409, 413, 415, 504
     ├── Busy                    429: too much runs and waits; again after a moment
+    ├── Dropped                 408: others wanted the room that an unfinished body took
     └── ShuttingDown            503: this server is about to end
 
 Everything else is mapped by `answer_of`.
@@ -16,7 +17,7 @@ from typing import Any
 
 from kvconnect.errors import ConfigurationError, EngineClosed, KvConnectError, RetryLater
 
-__all__ = ["Busy", "ErrorAnswer", "RequestRefused", "ShuttingDown", "answer_of"]
+__all__ = ["Busy", "Dropped", "ErrorAnswer", "RequestRefused", "ShuttingDown", "answer_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,12 +39,16 @@ class RequestRefused(Exception):
     Attributes:
         status: of HTTP.
         code: of OpenAI's error object.
+        closes: the connection ends with the answer, since more of this request may still come.
     """
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, code: str | None = None, *, closes: bool = False
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.closes = closes
 
 
 class Busy(RequestRefused):
@@ -53,11 +58,23 @@ class Busy(RequestRefused):
         super().__init__(429, message, "queue_full")
 
 
+class Dropped(RequestRefused):
+    """A body that was being read longer than others made room for them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            408,
+            "the body came too slowly while many others were sent; send it again",
+            "dropped",
+            closes=True,
+        )
+
+
 class ShuttingDown(RequestRefused):
     """No request is taken in, and those that ran too long are aborted."""
 
     def __init__(self) -> None:
-        super().__init__(503, "the server is shutting down", "shutting_down")
+        super().__init__(503, "the server is shutting down", "shutting_down", closes=True)
 
 
 class ErrorAnswer:
@@ -90,7 +107,10 @@ def answer_of(error: Exception) -> ErrorAnswer:
     """The answer to a request that failed by `error`. Logs errors of the server's own."""
     match error:
         case RequestRefused():
-            return ErrorAnswer(error.status, str(error), error.code)
+            answer = ErrorAnswer(error.status, str(error), error.code)
+            if error.closes:
+                answer.headers["Connection"] = "close"
+            return answer
         case ConfigurationError():
             return ErrorAnswer(400, str(error))
         case RetryLater() | EngineClosed():

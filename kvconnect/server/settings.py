@@ -67,7 +67,8 @@ class ServerSettings(HttpSettings):
     """Of a server over one engine.
 
     Attributes:
-        model_name: what clients call the model.
+        model_names: what clients call the model; answers say the first one.
+        require_salt: requests without a ``cache_salt`` are refused.
         max_completions: completions that run or wait at once at most; more are answered with 429.
         role: ``prefill`` hands out prompts that a router sends it, ``decode`` fetches them,
             ``both`` does either, and then needs a `router_secret`; ``None``: requests with
@@ -78,7 +79,8 @@ class ServerSettings(HttpSettings):
             those of this machine.
     """
 
-    model_name: Annotated[str, Field(min_length=1)]
+    model_names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    require_salt: bool = False
     max_completions: Annotated[int, Field(ge=1)] = 320
     role: Literal["prefill", "decode", "both"] | None = None
     router_secret: Annotated[str | None, Field(repr=False)] = None

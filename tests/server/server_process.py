@@ -86,13 +86,51 @@ class ServerProcess:
         method: str = "POST",
     ) -> tuple[int, dict[str, object], Mapping[str, str]]:
         """Status, JSON and headers of the answer to `body`: bytes as they are, all else as JSON."""
+        status, answer, told = self.raw(body, path, headers=headers, method=method)
+        return status, json.loads(answer), told
+
+    def raw(
+        self,
+        body: object,
+        path: str = "/v1/completions",
+        *,
+        headers: Mapping[str, str] | None = None,
+        method: str = "POST",
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """The same with the answer as it came."""
+        with self._asked(body, path, headers=headers, method=method) as answer:
+            return answer.status, answer.read(), dict(answer.getheaders())
+
+    def events(self, body: object, path: str = "/v1/completions") -> list[dict[str, object]]:
+        """The events of the stream that answers `body`, without the one that ends it."""
+        with self.streaming(body, path) as lines:
+            found = list(lines)
+        assert found.pop() == "[DONE]"
+        return [json.loads(line) for line in found]
+
+    @contextmanager
+    def streaming(self, body: object, path: str = "/v1/completions") -> Iterator[Iterator[str]]:
+        """The data of these events as they come; the client leaves at the end."""
+        with self._asked(body, path) as answer:
+            assert answer.status == 200
+            lines = (line.decode().strip() for line in answer)
+            yield (line.removeprefix("data: ") for line in lines if line)
+
+    @contextmanager
+    def _asked(
+        self,
+        body: object,
+        path: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        method: str = "POST",
+    ) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
         try:
             sent = body if isinstance(body, bytes) else json.dumps(body).encode()
             headers = {"Content-Type": "application/json"} | dict(headers or {})
             connection.request(method, path, sent, headers)
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read()), dict(answer.getheaders())
+            yield connection.getresponse()
         finally:
             connection.close()
 

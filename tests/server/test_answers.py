@@ -9,12 +9,15 @@ import pytest
 
 from kvconnect.engine.request.logprobs import Logprob
 from kvconnect.engine.request.output import StreamChunk
+from kvconnect.server.openai.answer import AnswerForm
 from kvconnect.server.openai.chat_answer import ChatAnswer
 from kvconnect.server.openai.completion_answer import CompletionAnswer
 
+FORM = AnswerForm("m")
+
 
 @pytest.mark.parametrize("worst", [-math.inf, math.nan])
-@pytest.mark.parametrize("answer", [CompletionAnswer("m", 1), ChatAnswer("m", 1, 2)])
+@pytest.mark.parametrize("answer", [CompletionAnswer(FORM), ChatAnswer(FORM, 2)])
 def test_a_token_that_cannot_come_has_a_finite_log_probability(answer, worst):
     logprobs = {5: Logprob(worst, 2, "x"), 6: Logprob(-0.5, 1, "y")}
     chunk = StreamChunk(0, (5,), "x", None, logprobs=(logprobs,))

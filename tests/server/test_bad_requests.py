@@ -55,7 +55,18 @@ def others_are_undisturbed(server):
         ({"cache_salt": ["s"]}, "cache_salt: ['s'] must be a string"),
         ({"seed": "x"}, "seed"),
         ({"tempature": 1}, "did you mean 'temperature'?"),
-        ({"echo": True}, "echo: True is not served"),
+        ({"echo": 0}, "CompletionRequest.echo=0"),
+        ({"best_of": True}, "best_of: True is not served"),
+        ({"priority": False}, "priority: False is not served"),
+        ({"length_penalty": 0.5}, "length_penalty: 0.5 is not served"),
+        ({"skip_special_tokens": False}, "skip_special_tokens: False is not served"),
+        ({"add_special_tokens": False}, "add_special_tokens: False is not served"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs: 21 are more than max_logprobs=20"),
+        ({"prompt_logprobs": True}, "CompletionRequest.prompt_logprobs=True"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs: are not streamed"),
+        ({"min_p": 2}, "min_p=2"),
+        ({"request_id": ""}, "CompletionRequest.request_id"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"stream": True, "stream_options": {"usage": True}}, "did you mean 'include_usage'?"),
     ],
@@ -76,11 +87,10 @@ def test_a_wrong_field_is_named(server, change, message):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ({"top_logprobs": 2}, "needs logprobs=true"),
         ({"max_completion_tokens": True}, "ChatRequest.max_completion_tokens=True"),
-        ({"max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
         ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is no variable"),
         ({"chat_template_kwargs": {"max_length": 10**9}}, "'max_length' is no variable"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"chat_template": "{{ 1 }}"}, "unknown field 'chat_template'"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template: '{{ 1 }}' is not served"),
     ],
 )
 def test_a_wrong_chat_is_refused(server, change, message):
@@ -211,6 +221,22 @@ def test_another_model_path_or_method_is_refused(server):
     assert server.post(GOOD | {"model": "gpt-9"})[0] == 404
     assert server.post(GOOD, "/v1/nothing")[0] == 404
     assert server.post(b"", method="GET")[0] == 405
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+@pytest.mark.parametrize("length", [b"5", b"0", b"500"])
+def test_two_lengths_are_refused_and_the_connection_is_closed(server, path, length):
+    """A proxy in front may go by one of them, and take the rest for another's request."""
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % path.encode()
+    body = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    with server.connect() as one:
+        both = b"Content-Length: %s\r\nTransfer-Encoding: chunked\r\n\r\n" % length
+        one.sendall(head + both + body)
+        answer = b"".join(iter(lambda: one.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1, "what follows is no request"
+    assert b"Content-Length and Transfer-Encoding" in answer
+    assert b"connection: close" in answer.lower()
 
 
 @pytest.mark.parametrize("sent", [b"\x00\x01\x02\x03" * 100, b"A" * 100_000, b"\r\n" * 50_000])

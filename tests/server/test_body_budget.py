@@ -6,15 +6,16 @@ import socket
 from contextlib import ExitStack
 
 import pytest
-from server_process import running, wait_until
+from server_process import running
 
+from kvconnect.errors import ConfigurationError
 from kvconnect.server.admission import Admission
 from kvconnect.server.errors import Busy
 
 KiB = 1 << 10
 BODY = 128 * KiB
-FILL = 128
-"""Clients whose bodies are all that may be: of each, what is beyond 64 KiB counts."""
+FILL = 64
+"""Clients whose bodies are twice what may be read at once; beyond 64 KiB each one counts."""
 CLIENT_S = 20
 
 
@@ -42,46 +43,73 @@ def slow_client(router) -> socket.socket:
 
 
 def test_bodies_of_slow_clients_do_not_fill_the_memory(router):
+    """A quarter of the budget is theirs; beyond it the oldest one goes, and others come through."""
     with ExitStack() as clients:
         slow = [clients.enter_context(slow_client(router)) for _ in range(FILL)]
-        little = body_of(64 * KiB + FILL + 1)
-
-        def full() -> bool:
-            if router.post(little)[0] == 429:
-                return True
-            # One of them came while there was no room for it, and does not count any more.
-            slow.append(clients.enter_context(slow_client(router)))
-            return False
-
-        wait_until(full, "all bodies are read", CLIENT_S)
-        status, answer, headers = router.post(body_of(BODY))
-        assert (status, headers["retry-after"]) == (429, "1")
-        assert answer["error"]["code"] == "queue_full"
-        assert "bodies" in answer["error"]["message"]
-        # Others do not notice: of this one nothing counts.
-        status, answer, _ = router.post(body_of(60 * KiB))
-        assert (status, answer["error"]["code"]) == (503, "no_decode_server")
-        late = clients.enter_context(slow_client(router))
-        late.sendall(b"}")
-        assert late.recv(100).startswith(b"HTTP/1.1 429 ")
         for one in slow[: FILL // 2]:
-            one.sendall(b"}")
-            assert one.recv(100)[:13] in {b"HTTP/1.1 503 ", b"HTTP/1.1 429 "}
+            answer = one.recv(1000)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"connection: close" in answer.lower()
         status, answer, _ = router.post(body_of(BODY))
         assert (status, answer["error"]["code"]) == (503, "no_decode_server")
-    wait_until(lambda: router.post(body_of(BODY))[0] == 503, "others left")
+        youngest = slow[-1]
+        youngest.sendall(b"}")
+        assert youngest.recv(100).startswith(b"HTTP/1.1 503 "), "it was given the time"
 
 
-def test_what_is_refused_counts_no_more():
+def test_bodies_that_never_come_whole_keep_out_no_others(router):
+    """They are no requests that run: 400 of these may."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with ExitStack() as clients:
+        idle = [clients.enter_context(router.connect()) for _ in range(450)]
+        for one in idle:
+            one.sendall(head + b"Content-Length: 9\r\n\r\n{")
+        for one in idle[: 450 - 256]:
+            assert one.recv(100).startswith(b"HTTP/1.1 408 ")
+        for _ in range(5):
+            status, answer, _ = router.post(body_of(100))
+            assert (status, answer["error"]["code"]) == (503, "no_decode_server")
+
+
+async def test_what_is_refused_counts_no_more():
     admission = Admission(8, 100)
     with admission.enter() as first, admission.enter() as second:
-        admission.hold(first, 64 * KiB + 60)
+        first.hold(64 * KiB + 60)
         with pytest.raises(Busy, match="have 60 bytes, and may have 100"):
-            admission.hold(second, 64 * KiB + 41)
-        admission.hold(second, 64 * KiB + 40)
-        admission.hold(first, 0)
-        admission.hold(second, 64 * KiB + 100)
+            second.hold(64 * KiB + 41)
+        second.hold(64 * KiB + 40)
+        first.hold(0)
+        second.hold(64 * KiB + 100)
     with admission.enter() as third:
-        admission.hold(third, 64 * KiB + 100)
+        third.hold(64 * KiB + 100)
         with pytest.raises(Busy):
-            admission.hold(third, 64 * KiB + 101)
+            third.hold(64 * KiB + 101)
+
+
+async def test_what_is_read_takes_no_room_from_what_runs():
+    admission = Admission(1, 100)
+    with admission.enter() as running, admission.enter() as other:
+        async with other.reading(30):
+            other.hold(64 * KiB + 20)
+            assert admission.completions == 0
+            running.hold(64 * KiB + 100)
+            admission.extend(running, 1)
+        with pytest.raises(Busy, match="have 100 bytes, and may have 100"):
+            other.hold(64 * KiB + 20)
+        with pytest.raises(Busy, match="1 completions run or wait"):
+            admission.extend(other, 1)
+
+
+async def test_log_probabilities_are_held_within_a_budget():
+    admission = Admission(8, 100)
+    most = 1 << 22
+    with admission.enter() as first, admission.enter() as second:
+        with pytest.raises(ConfigurationError, match=f"{most + 1} log probabilities .* lower"):
+            admission.extend(first, 1, most + 1)
+        admission.extend(first, 1, most - 5)
+        with pytest.raises(Busy, match="log probabilities"):
+            admission.extend(second, 1, 6)
+        admission.extend(second, 1, 5)
+        assert admission.completions == 2
+    with admission.enter() as third:
+        admission.extend(third, 1, most)

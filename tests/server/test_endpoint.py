@@ -53,7 +53,7 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
     with ThreadPoolExecutor(1) as thread:
         threads = SimpleNamespace(parsing=thread, tokenizing=thread)
         endpoint = GenerationEndpoint(
-            kind, "llm", ServerSettings(model_name="tiny"), admission, threads
+            kind, "llm", ServerSettings(model_names=("tiny",)), admission, threads
         )
         assert asyncio.run(run()) == (0, 2)
     assert admission.idle

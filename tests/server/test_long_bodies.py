@@ -88,7 +88,7 @@ class Slow:
 
 async def test_metrics_are_told_while_texts_become_tokens():
     engine = Slow()
-    settings = ServerSettings(model_name="slow")
+    settings = ServerSettings(model_names=("slow",))
     with ServerThreads() as threads:
         app = make_app(engine, settings, Admission(100, 1 << 20), threads)
         transport = httpx2.ASGITransport(app)

@@ -20,7 +20,7 @@ FETCH = {"do_remote_prefill": True, "transfer_id": "one", "remote_port": 7600}
 
 
 def settings(**fields: object) -> ServerSettings:
-    return ServerSettings(model_name="tiny", **fields)
+    return ServerSettings(model_names=("tiny",), **fields)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from kvconnect.cli.command import Options, add_number, picked
@@ -24,7 +24,7 @@ from kvconnect.config import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
-    from kvconnect.engine.request.output import RequestOutput
+    from kvconnect.engine.request.output import CompletionOutput, RequestOutput
 
 __all__ = ["add_options", "run"]
 
@@ -160,9 +160,20 @@ def _fields(job: Job, output: RequestOutput) -> dict[str, object]:
     fields = {name: getattr(output, name) for name in _JSON_FIELDS}
     if job.sampling.n > 1 or job.sampling.logprobs is not None:
         fields["outputs"] = [
-            asdict(one) | {"cumulative_logprob": one.cumulative_logprob} for one in output.outputs
+            _as_fields(one) | {"cumulative_logprob": one.cumulative_logprob}
+            for one in output.outputs
         ]
     return fields
+
+
+def _as_fields(completion: CompletionOutput) -> dict[str, object]:
+    found = completion.logprobs
+    logprobs = (
+        None
+        if found is None
+        else [{token: asdict(each) for token, each in one.items()} for one in found]
+    )
+    return asdict(replace(completion, logprobs=None)) | {"logprobs": logprobs}
 
 
 def _metrics(arguments: argparse.Namespace) -> AbstractContextManager[object]:

@@ -47,7 +47,20 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     add_http_options(group)
     group.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)"
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="what clients call the model; answers say the first name (default: MODEL)",
+    )
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template for chats, in the place of the model's own",
+    )
+    group.add_argument(
+        "--require-salt",
+        action="store_true",
+        help="refuse requests without a cache_salt, so that no tenant's prompts are shared",
     )
     add_number(
         group,
@@ -106,22 +119,28 @@ def run(arguments: argparse.Namespace) -> None:
         from kvconnect.server.http.listener import Listener
         from kvconnect.server.run import serve
         from kvconnect.server.settings import ServerSettings
+        from kvconnect.server.template import read_template, use_template
     except ModuleNotFoundError as error:
         raise missing_extra("serve", error) from error
     settings = ServerSettings(
         **http_fields(arguments),
-        model_name=arguments.served_model_name or arguments.model,
+        model_names=tuple(arguments.served_model_name or [arguments.model]),
+        require_salt=arguments.require_salt,
         max_completions=arguments.max_batch_size + arguments.max_queue,
         role=arguments.role,
         router_secret=os.environ.get(ROUTER_SECRET),
         peers=tuple(arguments.peer),
     )
     transfer = _transfer_of(arguments)
+    template = None if arguments.chat_template is None else read_template(arguments.chat_template)
     # First: a port that cannot be had is told at once, not after the model is loaded.
     listener = Listener.bind(settings)
     try:
         with open_llm(arguments, transfer=transfer) as llm:
-            serve(llm, settings, listener, ready=partial(tell_url, settings.model_name, listener))
+            if template is not None:
+                use_template(llm, template)
+            ready = partial(tell_url, settings.model_names[0], listener)
+            serve(llm, settings, listener, ready=ready)
     finally:
         listener.close()
 

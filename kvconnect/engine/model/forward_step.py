@@ -16,9 +16,8 @@ from kvconnect.engine.model.group_step import GroupStep, RequestSlice
 from kvconnect.engine.model.pages import LayerPages
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.errors import UsageError
-from kvconnect.request import LlmRequest
 
-__all__ = ["CachedLayer", "ForwardStep", "LayerHooks", "sampled_rows"]
+__all__ = ["CachedLayer", "ForwardStep", "LayerHooks"]
 
 
 class LayerHooks(Protocol):
@@ -46,11 +45,6 @@ class CachedLayer:
     window: int | None = None
 
 
-def sampled_rows(requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-    """Whose each row of a step's logits is: a row for its last token and for each draft."""
-    return [one for one in requests for _ in range(1 + len(one.draft_tokens))]
-
-
 class ForwardStep:
     """The ``kv=`` argument of one forward pass: writes K/V into the pools and attends over them.
 
@@ -64,8 +58,8 @@ class ForwardStep:
 
     Attributes:
         input_ids, position_ids: ``[1, tokens]`` int64.
-        last_tokens: ``[rows]`` int64, the places in the row whose logits are wanted, in the order
-            of `sampled_rows`.
+        last_tokens: ``[rows]`` int64, the places in the row whose logits are wanted: of each
+            sequence of `plan` the last ``num_wanted``.
 
     Raises:
         UsageError: a token has no block to be written to.

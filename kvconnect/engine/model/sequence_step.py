@@ -11,7 +11,7 @@ from kvconnect.engine.model.attention import BlockTable
 from kvconnect.request import LlmRequest, RequestState
 from kvconnect.tokens import TokenArray
 
-__all__ = ["SequenceStep", "first_scheduled_token", "planned"]
+__all__ = ["SequenceStep", "first_scheduled_token", "planned", "sampled_rows"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class SequenceStep:
         start: the first token's place in its sequence.
         tokens: ``[n]`` int32; drafts stand behind the last known token.
         num_wanted: how many of them, the last ones, logits are wanted after: one, and one for each
-            draft.
+            draft; all of them where log probabilities of the prompt are asked for.
         is_prompt: they are of the prompt.
         tables: block ids, by pool group.
     """
@@ -61,14 +61,30 @@ def planned(
     )
 
 
+def sampled_rows(
+    plan: Sequence[SequenceStep], requests: Sequence[LlmRequest]
+) -> list[tuple[int, LlmRequest]]:
+    """Returns the rows of a step's logits that tokens are chosen from, each with its request.
+
+    Those are the rows after the last token of each sequence and after each of its drafts.
+    """
+    rows = []
+    stop = 0
+    for one, request in zip(plan, requests, strict=True):
+        stop += one.num_wanted
+        rows += [(row, request) for row in range(stop - 1 - len(request.draft_tokens), stop)]
+    return rows
+
+
 def _sequence(request: LlmRequest, tables: tuple[BlockTable, ...]) -> SequenceStep:
     start, drafts = first_scheduled_token(request), request.draft_tokens
     known = request.tokens.view[start : start + request.num_scheduled_tokens]
+    whole = request.sampling_params.prompt_logprobs is not None and start < request.prompt_len - 1
     return SequenceStep(
         request.request_id,
         start,
         tokens=np.concatenate([known, drafts]) if len(drafts) else known,
-        num_wanted=1 + len(drafts),
+        num_wanted=(len(known) if whole else 1) + len(drafts),
         is_prompt=request.state is RequestState.CONTEXT,
         tables=tables,
     )

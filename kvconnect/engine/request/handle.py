@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 
 from kvconnect.engine.request.live_request import LiveRequest
+from kvconnect.engine.request.logprobs import PromptLogprobs
 from kvconnect.engine.request.output import RequestOutput, StreamChunk, as_one
 
 __all__ = ["RequestHandle"]
@@ -36,6 +37,18 @@ class RequestHandle:
     def done(self) -> bool:
         """Whether it has ended."""
         return all(live.done for live in self._lives)
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The tokens of its prompt."""
+        request = self._lives[0].request
+        tokens: list[int] = request.tokens.view[: request.prompt_len].tolist()
+        return tokens
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those of its prompt, complete once its first chunk came; ``None`` if not asked for."""
+        return self._lives[0].prompt_logprobs
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the output.

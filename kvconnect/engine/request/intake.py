@@ -73,11 +73,11 @@ class Intake:
                 "stop: strings need a tokenizer, which the model's directory lacks; "
                 "use stop_token_ids"
             )
-        self._check_logprobs(params.logprobs)
+        self._check_logprobs("logprobs", params.logprobs)
+        self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         if namespace.lora_id is not None:
             self._say_no_adapter(namespace.lora_id)
-        tokens = self._tokens(as_text_or_tokens(prompt))
-        self._check_length(len(tokens), params.max_tokens)
+        tokens = self.fitting(prompt, params)
         return LlmRequest(
             request_id,
             tokens,
@@ -88,6 +88,16 @@ class Intake:
             retention=retention,
             kv_transfer_params=kv_transfer_params,
         )
+
+    def fitting(self, prompt: Prompt, params: SamplingParams) -> TokenArray:
+        """Returns the tokens of `prompt`, a copy.
+
+        Raises:
+            ConfigurationError: it is no prompt, or with `params` longer than there is room for.
+        """
+        tokens = self._tokens(as_text_or_tokens(prompt))
+        self._check_length(len(tokens), params.max_tokens)
+        return tokens
 
     @property
     def max_seq_len(self) -> int:
@@ -133,12 +143,12 @@ class Intake:
                 lora_id,
             )
 
-    def _check_logprobs(self, wanted: int | None) -> None:
+    def _check_logprobs(self, field: str, wanted: int | None) -> None:
         most = self._max_logprobs
         if wanted is None or most == -1 or 0 <= wanted <= most:
             return
         raise ConfigurationError(
-            f"logprobs: {'all' if wanted == -1 else wanted} are more than max_logprobs={most}; ask "
+            f"{field}: {'all' if wanted == -1 else wanted} are more than max_logprobs={most}; ask "
             "for fewer, or give LLM(max_logprobs=…), -1 for the whole vocabulary"
         )
 

@@ -9,12 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvconnect.engine.request.logprobs import TokenLogprobs, TopTokens, token_logprobs
+from kvconnect.engine.request.logprobs import (
+    LogprobTable,
+    LogprobView,
+    PromptLogprobs,
+    TopTokens,
+)
 from kvconnect.engine.request.output import CompletionOutput, RequestOutput, StreamChunk
 from kvconnect.engine.request.owner import Owner
 from kvconnect.engine.request.stops import FinishReason, StopChecker, StopStatus
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.engine.sampling.drafts import NO_DRAFTS, accepted_run
+from kvconnect.errors import UsageError
 from kvconnect.request import LlmRequest, RequestState
 
 __all__ = ["LiveRequest", "TokenRun"]
@@ -29,14 +35,14 @@ class TokenRun:
         tokens: appended to it; the last one was not fed yet.
         statuses: what each of them brought; only the last may end the request.
         num_rejected: drafts that were fed and not taken.
-        logprobs: of each token; empty if the request asked for none.
+        top: the log probabilities of each token; ``None`` if the request asked for none.
     """
 
     live: LiveRequest
     tokens: list[int]
     statuses: list[StopStatus]
     num_rejected: int
-    logprobs: Sequence[TokenLogprobs] = ()
+    top: TopTokens | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -48,7 +54,8 @@ class LiveRequest:
     """A request in the engine, what it cost so far, and what has come out of it.
 
     The engine's thread owns it. Any other may call `done`, `result`, `chunk_beyond`, `wait_beyond`,
-    `add_listener` and `remove_listener`, and nothing else: what they read is written under a lock.
+    `add_listener` and `remove_listener`, and once there is a token `prompt_logprobs`, and nothing
+    else: what they read is written under a lock.
 
     Args:
         request: as it was taken in.
@@ -73,7 +80,6 @@ class LiveRequest:
         self.request = request
         self.index = index
         self.preemptions = 0
-        self._tokenizer = tokenizer
         self._stops = stops
         self._owner = Owner()
         self._stop_reason: int | str | None = None
@@ -85,17 +91,34 @@ class LiveRequest:
         self._streams = 0
         self._tokens: list[int] = []
         self._texts: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs = LogprobTable(tokenizer)
+        self._prompt_logprobs = LogprobTable(tokenizer)
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
 
-    def take(self, chosen: Sequence[int], top: Sequence[TopTokens] = ()) -> TokenRun:
+    def take_prompt(self, first: int, top: TopTokens) -> None:
+        """Adds the log probabilities `top` of its prompt's tokens from place `first` on.
+
+        What is there already, from before a preemption, is left as it is.
+
+        Raises:
+            UsageError: tokens before `first` were not computed but reused.
+        """
+        known = 1 + len(self._prompt_logprobs)
+        if first > known:
+            raise UsageError(
+                f"prompt_logprobs: tokens {known} to {first} of the prompt came from the cache; a "
+                "cache manager must heed LlmRequest.may_reuse"
+            )
+        self._prompt_logprobs.append(top[max(0, known - first) :])
+
+    def take(self, chosen: Sequence[int], top: TopTokens | None = None) -> TokenRun:
         """Append what a step yielded: the drafts that were right and one more, up to the end.
 
         Args:
             chosen: the token after the request's last one and after each of its drafts.
-            top: the likeliest tokens beside each of `chosen`; empty if not asked for.
+            top: the likeliest tokens beside each of `chosen`; ``None`` if not asked for.
         """
         request, drafts = self.request, self.request.draft_tokens
         tokens: list[int] = []
@@ -118,7 +141,7 @@ class LiveRequest:
             tokens,
             statuses,
             num_rejected=len(drafts) - (len(tokens) - 1),
-            logprobs=[token_logprobs(one, self._tokenizer) for one in top[: len(tokens)]],
+            top=None if top is None else top[: len(tokens)],
         )
 
     def emit(self, run: TokenRun) -> None:
@@ -128,7 +151,8 @@ class LiveRequest:
         with self._changed:
             self._tokens += run.tokens
             self._texts += [status.text for status in run.statuses]
-            self._logprobs += run.logprobs
+            if run.top is not None:
+                self._logprobs.append(run.top)
             if self._streams:
                 self._changed.notify_all()
         self._tell()
@@ -223,10 +247,17 @@ class LiveRequest:
             logprobs=self._logprobs_from(seen),
         )
 
-    def _logprobs_from(self, first: int) -> tuple[TokenLogprobs, ...] | None:
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those of its prompt, complete once it has a token; ``None`` if not asked for."""
+        if self.request.sampling_params.prompt_logprobs is None:
+            return None
+        return PromptLogprobs(self._prompt_logprobs.view())
+
+    def _logprobs_from(self, first: int) -> LogprobView | None:
         if self.request.sampling_params.logprobs is None:
             return None
-        return tuple(self._logprobs[first:])
+        return self._logprobs.view(first)
 
     def _end(self) -> None:
         self._changed.notify_all()
@@ -261,4 +292,5 @@ class LiveRequest:
             accepted_tokens=self._accepted_tokens,
             preemptions=self.preemptions,
             outputs=(completion,),
+            prompt_logprobs=self.prompt_logprobs,
         )

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvconnect.engine.request.tokenizer import Tokenizer
-from kvconnect.request import LlmRequest
 
-__all__ = ["Logprob", "TokenLogprobs", "TopTokens", "token_logprobs", "top_tokens"]
+__all__ = [
+    "Logprob",
+    "LogprobTable",
+    "LogprobView",
+    "PromptLogprobs",
+    "TokenLogprobs",
+    "TopTokens",
+    "top_tokens",
+]
+
+_ROWS_AT_ONCE = 64
+"""Rows of logits that are turned into log probabilities together, each as long as the vocabulary"""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """What the model thinks of one token.
+    """The log probability of one token.
 
     Attributes:
         logprob: natural logarithm of its probability.
@@ -34,51 +46,187 @@ TokenLogprobs: TypeAlias = Mapping[int, Logprob]
 """By token id: the chosen token first, then the likeliest in order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TopTokens:
-    """What was chosen from one row of logits, and the likeliest tokens of it.
+    """The chosen and the likeliest tokens of several rows of logits.
 
     Attributes:
-        token_ids: the chosen token, then the likeliest ones in order.
-        logprobs: of each.
-        rank: of the chosen one, from 1.
+        token_ids: ``[rows, 1 + count]`` int32: the chosen token, then the likeliest ones in order.
+        logprobs: of each, float32.
+        ranks: ``[rows]`` int32, of the chosen tokens, from 1.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, rows: slice) -> TopTokens:
+        return TopTokens(self.token_ids[rows], self.logprobs[rows], self.ranks[rows])
 
 
-def top_tokens(logits: Tensor, request: LlmRequest, tokens: Sequence[int]) -> list[TopTokens]:
-    """What `request` asks for, of each of `tokens`; empty if it asks for none.
+def top_tokens(logits: Tensor, tokens: Sequence[int], count: int) -> TopTokens:
+    """Returns the `count` likeliest tokens of each row, besides the chosen ones.
 
     Args:
-        logits: ``[rows, vocab]`` of the request, as the model gave them; rows beyond those of
-            `tokens` are left out.
-        request: whose they are.
-        tokens: chosen from each row.
+        logits: ``[rows, vocab]`` as the model gave them; rows beyond those of `tokens` are left
+            out.
+        tokens: chosen from each row; at least one.
+        count: of the likeliest; -1: all.
     """
-    count = request.sampling_params.logprobs
-    if count is None:
-        return []
-    return [_top(row, token, count) for row, token in zip(logits, tokens, strict=False)]
-
-
-def _top(logits: Tensor, token: int, count: int) -> TopTokens:
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    size = len(logprobs) if count == -1 else min(count, len(logprobs))
-    best = torch.topk(logprobs, size)
+    parts = [
+        _top(logits[start : start + _ROWS_AT_ONCE], tokens[start : start + _ROWS_AT_ONCE], count)
+        for start in range(0, len(tokens), _ROWS_AT_ONCE)
+    ]
+    if len(parts) == 1:
+        return parts[0]
     return TopTokens(
-        [token, *best.indices.tolist()],
-        [logprobs[token].item(), *best.values.tolist()],
-        int((logprobs > logprobs[token]).sum()) + 1,
+        np.concatenate([one.token_ids for one in parts]),
+        np.concatenate([one.logprobs for one in parts]),
+        np.concatenate([one.ranks for one in parts]),
     )
 
 
-def token_logprobs(found: TopTokens, tokenizer: Tokenizer | None) -> TokenLogprobs:
-    """`found` by token, with texts."""
-    ranks = (found.rank, *range(1, len(found.token_ids)))
-    return {
-        token: Logprob(logprob, rank, None if tokenizer is None else tokenizer.text_of(token))
-        for token, logprob, rank in zip(found.token_ids, found.logprobs, ranks, strict=True)
-    }
+def _top(logits: Tensor, tokens: Sequence[int], count: int) -> TopTokens:
+    logprobs = torch.log_softmax(logits[: len(tokens)].float(), dim=-1)
+    vocab = logprobs.shape[1]
+    best = torch.topk(logprobs, vocab if count == -1 else min(count, vocab))
+    chosen = torch.tensor(tokens, dtype=torch.int64, device=logprobs.device)[:, None]
+    own = logprobs.gather(1, chosen)
+    return TopTokens(
+        torch.cat([chosen, best.indices], dim=1).to(torch.int32).cpu().numpy(),
+        torch.cat([own, best.values], dim=1).cpu().numpy(),
+        ((logprobs > own).sum(dim=1) + 1).to(torch.int32).cpu().numpy(),
+    )
+
+
+class LogprobTable:
+    """The log probabilities of a text that grows, in 8 bytes for each of them.
+
+    One thread appends. A view that was taken before stays as it is, and may be read on any thread.
+
+    Args:
+        tokenizer: for the texts; ``None``: there are none.
+    """
+
+    __slots__ = ("_count", "_rows", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._rows: TopTokens | None = None
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, found: TopTokens) -> None:
+        """Adds the rows of `found`, which has as many tokens in each row as those before."""
+        count = self._count + len(found)
+        rows = self._rows
+        if rows is None or count > len(rows):
+            rows = self._rows = _grown(self._rows, self._count, found, max(count, 2 * self._count))
+        where = slice(self._count, count)
+        rows.token_ids[where] = found.token_ids
+        rows.logprobs[where] = found.logprobs
+        rows.ranks[where] = found.ranks
+        self._count = count
+
+    def view(self, first: int = 0) -> LogprobView:
+        """Returns the rows from `first` on, as they are now."""
+        rows = None if self._rows is None else self._rows[first : self._count]
+        return LogprobView(rows, self._tokenizer)
+
+
+def _grown(before: TopTokens | None, count: int, like: TopTokens, size: int) -> TopTokens:
+    """A copy of the first `count` rows of `before`, with room for `size`."""
+    width = like.token_ids.shape[1]
+    grown = TopTokens(
+        np.empty((size, width), np.int32),
+        np.empty((size, width), np.float32),
+        np.empty(size, np.int32),
+    )
+    if before is not None:
+        grown.token_ids[:count] = before.token_ids[:count]
+        grown.logprobs[:count] = before.logprobs[:count]
+        grown.ranks[:count] = before.ranks[:count]
+    return grown
+
+
+class LogprobView(Sequence[TokenLogprobs]):
+    """The log probabilities of consecutive tokens; each token's mapping is made when it is read."""
+
+    __slots__ = ("_rows", "_tokenizer")
+
+    def __init__(self, rows: TopTokens | None, tokenizer: Tokenizer | None) -> None:
+        self._rows = rows
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return 0 if self._rows is None else len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> LogprobView: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | LogprobView:
+        if isinstance(index, slice):
+            return LogprobView(None if self._rows is None else self._rows[index], self._tokenizer)
+        if self._rows is None:
+            raise IndexError(index)
+        ids: list[int] = self._rows.token_ids[index].tolist()
+        logprobs: list[float] = self._rows.logprobs[index].tolist()
+        ranks = (int(self._rows.ranks[index]), *range(1, len(ids)))
+        tokenizer = self._tokenizer
+        return {
+            token: Logprob(logprob, rank, None if tokenizer is None else tokenizer.text_of(token))
+            for token, logprob, rank in zip(ids, logprobs, ranks, strict=True)
+        }
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (LogprobView, list, tuple)):
+            return list(self) == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<log probabilities of {len(self)} tokens>"
+
+
+class PromptLogprobs(Sequence[TokenLogprobs | None]):
+    """The log probabilities of the tokens of a prompt; the first one has none: nothing precedes it.
+
+    Args:
+        rest: of the tokens from the second one on.
+    """
+
+    __slots__ = ("_rest",)
+
+    def __init__(self, rest: LogprobView) -> None:
+        self._rest = rest
+
+    def __len__(self) -> int:
+        return 1 + len(self._rest)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        return None if place == 0 else self._rest[place - 1]
+
+    def __iter__(self) -> Iterator[TokenLogprobs | None]:
+        yield None
+        yield from self._rest
+
+    def __repr__(self) -> str:
+        return f"<log probabilities of a prompt of {len(self)} tokens>"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvconnect.engine.request.logprobs import TokenLogprobs
+from kvconnect.engine.request.logprobs import LogprobView, PromptLogprobs
 from kvconnect.engine.request.stops import FinishReason
 
 __all__ = ["CompletionOutput", "EngineStats", "RequestOutput", "StreamChunk", "as_one"]
@@ -31,7 +31,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: int | str | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: LogprobView | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -60,6 +60,8 @@ class RequestOutput:
         drafted_tokens, accepted_tokens: proposed by speculative decoding, and found right.
         preemptions: how often it lost its blocks to others and came back.
         outputs: all its completions, by index. Counts are the sums of theirs, but `prompt_tokens`.
+        prompt_logprobs: of each token of the prompt, the first one's is ``None``; ``None`` if not
+            asked for.
     """
 
     request_id: int
@@ -78,9 +80,10 @@ class RequestOutput:
     accepted_tokens: int = 0
     preemptions: int = 0
     outputs: tuple[CompletionOutput, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
-    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+    def logprobs(self) -> LogprobView | None:
         """Of the first completion; see `CompletionOutput`."""
         return self.outputs[0].logprobs if self.outputs else None
 
@@ -124,7 +127,7 @@ class StreamChunk:
     text: str
     finish_reason: FinishReason | None
     index: int = 0
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: LogprobView | None = None
 
 
 @dataclass(slots=True)

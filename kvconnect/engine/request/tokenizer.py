@@ -89,6 +89,10 @@ class Tokenizer:
         )
         return ids
 
+    def use_chat_template(self, template: str) -> None:
+        """Makes `template`, Jinja's, stand in the place of the model's own."""
+        self._encoder.chat_template = template
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model says how conversations become prompts."""
@@ -106,6 +110,11 @@ class Tokenizer:
     def decode(self, tokens: list[int]) -> str:
         """The text of `tokens`, without special tokens."""
         text: str = self._decoder.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def whole_text(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, with special tokens."""
+        text: str = self._decoder.decode(list(tokens), skip_special_tokens=False)
         return text
 
     def text_of(self, token: int) -> str:

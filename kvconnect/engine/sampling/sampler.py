@@ -88,6 +88,9 @@ def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator) ->
     # Relative to the best one: a temperature near zero must not make infinities.
     relative = (ranked - ranked[0]).double() / params.temperature
     probabilities = torch.softmax(relative, dim=-1)
+    if params.min_p:  # of the distribution that is drawn from, as in vLLM
+        likely = int((probabilities >= params.min_p * probabilities[0]).sum())
+        probabilities = torch.softmax(relative[:likely], dim=-1)
     cumulative = probabilities.cumsum(dim=-1)
     # The nucleus is the shortest prefix that reaches top_p.
     kept = int(torch.searchsorted(cumulative, params.top_p)) + 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager
 from email.message import Message
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -22,12 +23,22 @@ T = TypeVar("T")
 _LONG_NBYTES = 1 << 14  # takes a millisecond
 
 
+class Place(Protocol):
+    """The place of a request among others, as a `Ticket` is."""
+
+    def reading(self, within_s: float) -> AbstractAsyncContextManager[None]:
+        """Inside it the body is read; raises `RequestRefused` where that takes too long."""
+
+    def hold(self, body_nbytes: int) -> None:
+        """So much of the body is in memory; raises `RequestRefused` if there is no room for it."""
+
+
 async def read_json(
     request: Request,
     settings: HttpSettings,
     thread: Executor,
     make: Callable[[dict[str, Any]], T],
-    hold: Callable[[int], None],
+    place: Place,
 ) -> T:
     """What `make` makes of the JSON object that `request` carries.
 
@@ -37,27 +48,22 @@ async def read_json(
         thread: where long bodies are parsed, and `make` is called with them: one thread, since more
             of them would only take turns.
         make: does not block.
-        hold: called with the bytes of the body that are in memory, whenever there are more; if it
-            refuses them, the rest is read and dropped.
+        place: among others that are read and answered.
 
     Raises:
         RequestRefused: it is no JSON (400, also where it nests deeper than 200 or has a key twice),
             is not declared as such in UTF-8 and uncompressed (415), is too large or holds too many
-            values for its size (413), or comes too slowly (408).
+            values for its size (413), comes too slowly (408), or there is no room for it (429).
         ClientDisconnect: the client left.
-        Exception: what `make` and `hold` raise.
+        Exception: what `make` raises.
     """
     _check_kind(request)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > settings.max_body_bytes:
         raise _too_large(settings)
-    try:
-        async with asyncio.timeout(settings.client_timeout_s):
-            body = await _read(request, settings, hold)
-    except TimeoutError as error:
-        raise RequestRefused(
-            408, f"the body did not come within {settings.client_timeout_s:g} s"
-        ) from error
+    async with place.reading(settings.client_timeout_s):
+        body = await _read(request, settings, place)
+    place.hold(len(body))  # among those that are answered now
     if len(body) < _LONG_NBYTES:
         return make(_parsed(body, settings))
     loop = asyncio.get_running_loop()
@@ -90,24 +96,13 @@ def _check_kind(request: Request) -> None:
         raise RequestRefused(415, f"Content-Encoding: {shown(coding)}: send the body as it is")
 
 
-async def _read(request: Request, settings: HttpSettings, hold: Callable[[int], None]) -> bytes:
-    body, nbytes = bytearray(), 0
-    refused: RequestRefused | None = None
+async def _read(request: Request, settings: HttpSettings, place: Place) -> bytes:
+    body = bytearray()
     async for piece in request.stream():
-        nbytes += len(piece)
-        if nbytes > settings.max_body_bytes:
+        if len(body) + len(piece) > settings.max_body_bytes:
             raise _too_large(settings)
-        if refused is None:
-            try:
-                hold(nbytes)
-            except RequestRefused as error:
-                # A client that is cut while it sends may not see the answer: let it come to an end.
-                refused, body = error, bytearray()
-                hold(0)
-            else:
-                body += piece
-    if refused is not None:
-        raise refused
+        place.hold(len(body) + len(piece))
+        body += piece
     return bytes(body)
 
 

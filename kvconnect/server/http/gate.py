@@ -44,6 +44,7 @@ class Gate:
             await send(message)
 
         try:
+            self._check_framing(scope)
             self._check_key(scope)
             await self._app(scope, receive, noted)
         except Exception as error:  # each has an answer
@@ -56,6 +57,17 @@ class Gate:
         finally:
             # Nothing is sent to a client that left.
             count(f"server.answer.{status or 499}")
+
+    def _check_framing(self, scope: Scope) -> None:
+        # RFC 9112, 6.1: a proxy in front may go by the one, and take the rest for another request.
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            raise RequestRefused(
+                400,
+                "Content-Length and Transfer-Encoding: send one of them",
+                "ambiguous_length",
+                closes=True,
+            )
 
     def _check_key(self, scope: Scope) -> None:
         if self._expected is None or scope["path"] in OPEN_PATHS:

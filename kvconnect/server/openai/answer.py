@@ -2,65 +2,176 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
 
+from kvconnect.engine.request.logprobs import PromptLogprobs
 from kvconnect.engine.request.output import CompletionOutput, RequestOutput, StreamChunk
-from kvconnect.server.openai.usage import usage_of
+from kvconnect.server.openai.token_text import told_logprob
+from kvconnect.server.openai.usage import counts, usage_of
 
-__all__ = ["Answer"]
+__all__ = ["Answer", "AnswerForm", "Prompted"]
+
+
+class Prompted(Protocol):
+    """The prompt of a request, as its handle and its output have it."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """What it consists of."""
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of each token; ``None`` if not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How a request wants to be answered.
+
+    Attributes:
+        model: its name.
+        completions: how many come out of the request; choices count from 0 over all its prompts.
+        request_id: a part of the answer's id; ``None``: one is invented.
+        granularity: counts of cached tokens are rounded down to a multiple of it.
+        token_ids: tell the ids of all tokens beside their text.
+        prompt_logprobs: tell the log probabilities of the prompt.
+        usage: every chunk of a stream has a ``usage``.
+        running_usage: that counts what came so far, and is not ``null``.
+    """
+
+    model: str
+    completions: int = 1
+    request_id: str | None = None
+    granularity: int = 1
+    token_ids: bool = False
+    prompt_logprobs: bool = False
+    usage: bool = False
+    running_usage: bool = False
 
 
 class Answer(ABC):
     """The JSON objects that answer one request.
 
     Args:
-        model: its name.
-        completions: how many come out of the request; choices count from 0 over all its prompts.
+        form: how.
     """
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, model: str, completions: int) -> None:
-        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+        self._id = f"{self.prefix}-{form.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._model = model
-        self._completions = completions
+        self._begun: set[int] = set()  # choices of which a stream had a chunk
+        self._prompts: Sequence[Prompted] = ()
+        self._prompt_tokens = 0
+        self._answer_tokens = 0
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """All of it at once."""
-        completions = [one for output in outputs for one in output.outputs]
-        choices = [self._choice(index, one) for index, one in enumerate(completions)]
-        return self._object(self.kind, choices) | {"usage": usage_of(outputs)}
+    def whole(self, outputs: Sequence[RequestOutput], more: Mapping[str, Any]) -> bytes:
+        """All of it at once as JSON, with the fields `more`. Made choice by choice: it may be long.
 
-    def beginning(self) -> Iterable[dict[str, Any]]:
-        """What a stream begins with, before any token."""
-        return ()
+        Args:
+            outputs: of each prompt.
+            more: fields of the object.
+        """
+        choices = b",".join(map(_encoded, self._choices(outputs)))
+        rest = {"usage": usage_of(outputs, self._form.granularity)}
+        head = _encoded(self._object(self.kind) | self._of_prompt(outputs[0]) | rest | dict(more))
+        return head[:-1] + b',"choices":[' + choices + b"]}"
+
+    def begin(self, prompts: Sequence[Prompted]) -> Iterable[dict[str, Any]]:
+        """The first chunks of a stream, before any token.
+
+        Args:
+            prompts: of the request.
+        """
+        self._prompts = prompts
+        self._prompt_tokens = sum(len(one.prompt_token_ids) for one in prompts)
+        return self._beginning()
 
     def chunk(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        """What came of choice `index`."""
-        return self._object(self.chunk_kind, [self._part(index, chunk)])
+        """The next chunk of a stream: what came of choice `index`."""
+        prompt = None if index in self._begun else self._prompt_of(index)
+        self._begun.add(index)
+        self._answer_tokens += len(chunk.token_ids)
+        return self._chunk([self._part(index, chunk, prompt)])
 
     def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The last chunk, if the counts of tokens are wanted."""
-        return self._object(self.chunk_kind, []) | {"usage": usage_of(outputs)}
+        usage = usage_of(outputs, self._form.granularity)
+        return self._object(self.chunk_kind) | {"choices": [], "usage": usage}
+
+    def _choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        index = 0
+        for output in outputs:
+            for one in output.outputs:
+                yield self._choice(index, one, output)
+                index += 1
+
+    def _prompt_of(self, index: int) -> Prompted | None:
+        if not self._prompts:
+            return None
+        return self._prompts[index * len(self._prompts) // self._form.completions]
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        made = self._object(self.chunk_kind) | {"choices": choices}
+        if self._form.running_usage:
+            made["usage"] = counts(self._prompt_tokens, self._answer_tokens)
+        elif self._form.usage:
+            made["usage"] = None
+        return made
+
+    def _beginning(self) -> Iterable[dict[str, Any]]:
+        return ()
+
+    def _of_prompt(self, prompt: Prompted) -> dict[str, Any]:
+        """What a whole answer says of its prompt beside its choices."""
+        return {}
 
     @abstractmethod
-    def _choice(self, index: int, output: CompletionOutput) -> dict[str, Any]: ...
+    def _choice(self, index: int, output: CompletionOutput, prompt: Prompted) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _part(self, index: int, chunk: StreamChunk) -> dict[str, Any]: ...
+    def _part(self, index: int, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
+        """A choice of a chunk; `prompt` is set in the first one of this choice."""
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(token_ids)} if self._form.token_ids else {}
+
+    def _prompt_fields(self, prompt: Prompted) -> dict[str, Any]:
+        """The token ids and log probabilities of a prompt, as vLLM tells them."""
+        fields: dict[str, Any] = {}
+        if self._form.token_ids:
+            fields["prompt_token_ids"] = list(prompt.prompt_token_ids)
+        if self._form.prompt_logprobs and prompt.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [
+                None
+                if one is None
+                else {
+                    token: asdict(each) | {"logprob": told_logprob(each)}
+                    for token, each in one.items()
+                }
+                for one in prompt.prompt_logprobs
+            ]
+        return fields
+
+    def _object(self, kind: str) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._model,
-            "choices": choices,
+            "model": self._form.model,
         }
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode()

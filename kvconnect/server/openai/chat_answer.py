@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from kvconnect.engine.request.logprobs import Logprob, TokenLogprobs
 from kvconnect.engine.request.output import CompletionOutput, StreamChunk
-from kvconnect.server.openai.answer import Answer
+from kvconnect.server.openai.answer import Answer, AnswerForm, Prompted
 from kvconnect.server.openai.token_text import token_text, told_logprob
 
 __all__ = ["ChatAnswer"]
@@ -17,7 +17,7 @@ class ChatAnswer(Answer):
     """OpenAI's chat completion objects.
 
     Args:
-        model, completions: as of `Answer`.
+        form: as of `Answer`.
         top_logprobs: how many of the likeliest tokens stand beside each.
     """
 
@@ -25,35 +25,39 @@ class ChatAnswer(Answer):
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
 
-    def __init__(self, model: str, completions: int, top_logprobs: int) -> None:
-        super().__init__(model, completions)
+    def __init__(self, form: AnswerForm, top_logprobs: int) -> None:
+        super().__init__(form)
         self._top_logprobs = top_logprobs
 
-    def beginning(self) -> Iterable[dict[str, Any]]:
-        """Who speaks, of each choice."""
-        for index in range(self._completions):
+    def _beginning(self) -> Iterable[dict[str, Any]]:
+        """Chunks that say who speaks, one for each choice."""
+        for index in range(self._form.completions):
             delta = {"role": "assistant", "content": ""}
-            yield self._object(
-                self.chunk_kind,
-                [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
-            )
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            made = self._chunk([choice])
+            if index == 0 and self._form.token_ids and self._prompts:
+                made["prompt_token_ids"] = list(self._prompts[0].prompt_token_ids)
+            yield made
 
-    def _choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+    def _of_prompt(self, prompt: Prompted) -> dict[str, Any]:
+        return self._prompt_fields(prompt)
+
+    def _choice(self, index: int, output: CompletionOutput, prompt: Prompted) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": output.text},
             "logprobs": self._logprobs(output.token_ids, output.logprobs),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
-        }
+        } | self._ids(output.token_ids)
 
-    def _part(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
+    def _part(self, index: int, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
         return {
             "index": index,
             "delta": {"content": chunk.text},
             "logprobs": self._logprobs(chunk.token_ids, chunk.logprobs),
             "finish_reason": chunk.finish_reason,
-        }
+        } | self._ids(chunk.token_ids)
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None

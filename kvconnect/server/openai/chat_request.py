@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, StrictBool, model_validator
 from transformers import PreTrainedTokenizerBase
@@ -14,40 +15,36 @@ from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.server.openai.chat_answer import ChatAnswer
 from kvconnect.server.openai.generation_request import GenerationRequest, Integer
 
-__all__ = ["ChatRequest"]
+__all__ = ["ChatRequest", "check_template_variables"]
 
 
 class ChatRequest(GenerationRequest):
-    """Answer a conversation.
+    """Answer a conversation; without a length it may be as long as model and cache allow.
 
     Attributes:
         messages: dicts with ``role`` and ``content``.
-        max_completion_tokens: as `max_tokens`, its later name. Without either the answer may be as
-            long as the model and the cache allow.
         logprobs: whether to give the log probability of each token.
         top_logprobs: also of so many likeliest ones.
         add_generation_prompt, continue_final_message, chat_template_kwargs: as in `LLM.chat`.
     """
 
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-    max_completion_tokens: Integer | None = None
     logprobs: StrictBool = False
     top_logprobs: Integer | None = None
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "add_special_tokens": (False,),
+        "echo": (False,),
+    }
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
-        if None not in {self.max_tokens, self.max_completion_tokens}:
-            raise ValueError("max_tokens and max_completion_tokens are the same: give one of them")
-        reserved = (self.chat_template_kwargs or {}).keys() & _reserved()
-        if reserved:
-            raise ValueError(
-                f"chat_template_kwargs: '{min(reserved)}' is no variable of a template"
-            )
+        check_template_variables(self.chat_template_kwargs)
         return self
 
     @property
@@ -63,17 +60,35 @@ class ChatRequest(GenerationRequest):
             continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.chat_template_kwargs,
         )
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        most = self.length
         if most is None:
             # A prompt beyond the limit is refused with what there is room for.
             most = max(1, llm.max_seq_len - len(prompt["prompt_token_ids"]))
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        params = self.sampling(max_tokens=most, logprobs=logprobs)
-        return self.start(llm, [prompt], params)
+        return self.start(llm, [prompt], self.sampling(max_tokens=most))
 
-    def answer(self, model: str) -> ChatAnswer:
-        """What will come out of it."""
-        return ChatAnswer(model, self.completions, self.top_logprobs or 0)
+    def answer(self, llm: LLM, model: str) -> ChatAnswer:
+        """See `GenerationRequest.answer`."""
+        return ChatAnswer(self.form(llm, model), self.top_logprobs or 0)
+
+    @property
+    def top_of_answer(self) -> int | None:
+        """See `GenerationRequest.top_of_answer`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def max_prompt_tokens(self, longest: int) -> int:
+        """See `GenerationRequest.max_prompt_tokens`."""
+        return longest
+
+
+def check_template_variables(given: Mapping[str, object] | None) -> None:
+    """Refuses ``chat_template_kwargs`` that are no variables of a template.
+
+    Raises:
+        ValueError: one is an argument of transformers' own.
+    """
+    reserved = (given or {}).keys() & _reserved()
+    if reserved:
+        raise ValueError(f"chat_template_kwargs: '{min(reserved)}' is no variable of a template")
 
 
 @cache

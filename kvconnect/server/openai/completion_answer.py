@@ -2,63 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from kvconnect.engine.request.logprobs import TokenLogprobs
 from kvconnect.engine.request.output import CompletionOutput, StreamChunk
-from kvconnect.server.openai.answer import Answer
+from kvconnect.engine.request.tokenizer import Tokenizer
+from kvconnect.server.openai.answer import Answer, AnswerForm, Prompted
 from kvconnect.server.openai.token_text import token_text, told_logprob
 
-__all__ = ["CompletionAnswer"]
+__all__ = ["CompletionAnswer", "Echo"]
+
+
+class Echo:
+    """The prompts of a request, which stand before its answers.
+
+    Args:
+        prompts: as the request gives them, each text or token ids.
+        tokenizer: of the model; without one prompts of token ids have no text.
+        logprobs: tell the log probabilities of their tokens, too.
+    """
+
+    def __init__(
+        self, prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None, *, logprobs: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.logprobs = logprobs
+        self._texts = [
+            one if isinstance(one, str) else "" if tokenizer is None else tokenizer.whole_text(one)
+            for one in prompts
+        ]
+
+    def text(self, number: int) -> str:
+        """The text of prompt `number`."""
+        return self._texts[number]
+
+    def token_text(self, token: int) -> str:
+        """The text of a token that has no log probability: the first one of a prompt."""
+        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.text_of(token)
+
+    def __len__(self) -> int:
+        return len(self._texts)
 
 
 class CompletionAnswer(Answer):
-    """OpenAI's completion objects."""
+    """OpenAI's completion objects.
+
+    Args:
+        form: as of `Answer`.
+        echo: each choice begins with its prompt; ``None``: it does not.
+    """
 
     prefix: ClassVar[str] = "cmpl"
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
 
-    def __init__(self, model: str, completions: int) -> None:
-        super().__init__(model, completions)
-        self._offsets = [0] * completions  # of the next token of each choice in its text
+    def __init__(self, form: AnswerForm, echo: Echo | None = None) -> None:
+        super().__init__(form)
+        self._echo = echo
+        self._offsets = [0] * form.completions  # of the next token of each choice in its text
 
-    def _choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, index: int, output: CompletionOutput, prompt: Prompted) -> dict[str, Any]:
         return {
             "index": index,
-            "text": output.text,
-            "logprobs": self._logprobs(index, output.token_ids, output.logprobs),
+            "text": self._echoed(index) + output.text,
+            "logprobs": self._logprobs(index, output.token_ids, output.logprobs, prompt),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
+            **self._ids(output.token_ids),
+            **self._prompt_fields(prompt),
         }
 
-    def _part(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        return {
+    def _part(self, index: int, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
+        part = {
             "index": index,
-            "text": chunk.text,
-            "logprobs": self._logprobs(index, chunk.token_ids, chunk.logprobs),
+            "text": chunk.text if prompt is None else self._echoed(index) + chunk.text,
+            "logprobs": self._logprobs(index, chunk.token_ids, chunk.logprobs, prompt),
             "finish_reason": chunk.finish_reason,
+            **self._ids(chunk.token_ids),
         }
+        if prompt is not None and self._form.token_ids:
+            part["prompt_token_ids"] = list(prompt.prompt_token_ids)
+        return part
+
+    def _echoed(self, index: int) -> str:
+        if self._echo is None:
+            return ""
+        return self._echo.text(index * len(self._echo) // self._form.completions)
 
     def _logprobs(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+        self,
+        index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None,
+        prompt: Prompted | None,
     ) -> dict[str, Any] | None:
         if logprobs is None:
             return None
-        texts, offsets, chosen, top = [], [], [], []
+        lists = _Lists(self._offsets[index])
+        if self._echo is not None and self._echo.logprobs and prompt is not None:
+            known = prompt.prompt_logprobs or [None] * len(prompt.prompt_token_ids)
+            for token, found in zip(prompt.prompt_token_ids, known, strict=True):
+                lists.add(token, found, self._echo.token_text)
         for token, found in zip(token_ids, logprobs, strict=True):
+            lists.add(token, found)
+        self._offsets[index] = lists.offset
+        return lists.told()
+
+
+class _Lists:
+    """The parallel lists of tokens in a choice.
+
+    Args:
+        offset: of the first token in the text.
+    """
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self._texts: list[str] = []
+        self._offsets: list[int] = []
+        self._chosen: list[float | None] = []
+        self._top: list[dict[str, float] | None] = []
+
+    def add(
+        self,
+        token: int,
+        found: TokenLogprobs | None,
+        text_of: Callable[[int], str] | None = None,
+    ) -> None:
+        """Adds `token`; where it has no log probability, `text_of` has its text."""
+        if found is None:
+            text = "" if text_of is None else text_of(token)
+        else:
             text = token_text(token, found[token])
-            texts.append(text)
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
-            chosen.append(told_logprob(found[token]))
-            top.append(_by_text(found))
+        self._texts.append(text)
+        self._offsets.append(self.offset)
+        self.offset += len(text)
+        self._chosen.append(None if found is None else told_logprob(found[token]))
+        self._top.append(None if found is None else _by_text(found))
+
+    def told(self) -> dict[str, Any]:
+        """OpenAI's object."""
         return {
-            "tokens": texts,
-            "token_logprobs": chosen,
-            "top_logprobs": top,
-            "text_offset": offsets,
+            "tokens": self._texts,
+            "token_logprobs": self._chosen,
+            "top_logprobs": self._top,
+            "text_offset": self._offsets,
         }
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import PlainValidator
+from pydantic import PlainValidator, StrictBool
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
-from kvconnect.server.openai.completion_answer import CompletionAnswer
+from kvconnect.server.openai.completion_answer import CompletionAnswer, Echo
 from kvconnect.server.openai.generation_request import GenerationRequest, Integer
 
 __all__ = ["CompletionRequest"]
 
 _AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
+_ADDED_TOKENS = 16
 
 
 def _prompt(given: object) -> object:
@@ -44,10 +46,14 @@ class CompletionRequest(GenerationRequest):
     Attributes:
         prompt: text or token ids, or a list of either.
         logprobs: of so many likeliest tokens, besides the chosen one.
+        echo: the answer begins with the prompt, with its log probabilities if `logprobs` is given.
     """
 
     prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt)]
     logprobs: Integer | None = None
+    echo: StrictBool = False
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"add_special_tokens": (True,)}
 
     @property
     def prompts(self) -> list[Any]:
@@ -63,8 +69,34 @@ class CompletionRequest(GenerationRequest):
 
     def submit(self, llm: LLM) -> list[RequestHandle]:
         """Start it."""
-        return self.start(llm, self.prompts, self.sampling(logprobs=self.logprobs))
+        return self.start(llm, self.prompts, self.sampling())
 
-    def answer(self, model: str) -> CompletionAnswer:
-        """What will come out of it."""
-        return CompletionAnswer(model, self.completions)
+    def answer(self, llm: LLM, model: str) -> CompletionAnswer:
+        """See `GenerationRequest.answer`."""
+        echo = None
+        if self.echo:
+            echo = Echo(self.prompts, llm.tokenizer, logprobs=self.logprobs is not None)
+        return CompletionAnswer(self.form(llm, model), echo)
+
+    @property
+    def top_of_answer(self) -> int | None:
+        """See `GenerationRequest.top_of_answer`."""
+        return self.logprobs
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        """See `GenerationRequest.top_of_prompt`."""
+        return (
+            self.prompt_logprobs
+            if not self.echo or self.logprobs is None
+            else (max(self.logprobs, self.prompt_logprobs or 0))
+        )
+
+    def max_prompt_tokens(self, longest: int) -> int:
+        """See `GenerationRequest.max_prompt_tokens`."""
+        # No token stands for less than a byte; a few are added by the tokenizer.
+        sizes = (
+            len(one) if isinstance(one, list) else len(one.encode(errors="replace"))
+            for one in self.prompts
+        )
+        return sum(min(longest, size + _ADDED_TOKENS) for size in sizes)

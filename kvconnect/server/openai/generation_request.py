@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
@@ -12,43 +12,19 @@ from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import check_salt
 from kvconnect.request import SamplingParams
-from kvconnect.server.openai.answer import Answer
+from kvconnect.server.openai.answer import Answer, AnswerForm
 from kvconnect.server.openai.kv_transfer import KvTransferParams
+from kvconnect.server.openai.unserved import without_unserved
 from kvconnect.settings import Settings
-from kvconnect.text import shown
 
 __all__ = ["GenerationRequest", "Integer", "StreamOptions"]
 
 _MAX_STOPS = 64
 _MAX_STOP_TOKENS = 1024
-
-_IGNORED = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "parallel_tool_calls", "request_id"),
-    }
-)
-"""Fields of OpenAI's API that change no token."""
-
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "prediction": (),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "web_search_options": (),
-}
-"""Fields of OpenAI's API that are not served, and what of them asks for nothing."""
+_MAX_ID = 256
 
 _SAMPLING = (
-    *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos"),
+    *("n", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
 )
 
@@ -70,11 +46,14 @@ class StreamOptions(Settings):
     """How a stream is told.
 
     Attributes:
-        include_usage: a last chunk without choices has the counts of tokens.
+        include_usage: a last chunk without choices has the counts of tokens; in all others these
+            are ``null``.
+        continuous_usage_stats: with `include_usage`: in all others stands what came so far.
         include_obfuscation: accepted, without effect.
     """
 
     include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
     include_obfuscation: StrictBool = False
 
 
@@ -88,6 +67,11 @@ class GenerationRequest(Settings):
         model: name of the model that is asked; ``None``: the one that is served.
         stream: answer with server-sent events.
         stream_options: how.
+        request_id: a part of the answer's id.
+        return_token_ids: tell the ids of all tokens.
+        max_tokens, max_completion_tokens: two names of one number; the second one goes first.
+        prompt_logprobs: also tell the log probabilities of the prompt's tokens, of so many
+            likeliest ones each. Not in a stream.
         cache_salt: 1 to 1,024 characters; requests share cached blocks only if theirs is equal.
         kv_transfer_params: from a router: hand out the prompt and generate nothing, or fetch it.
     """
@@ -95,14 +79,18 @@ class GenerationRequest(Settings):
     model: str | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=_MAX_ID)] | None = None
+    return_token_ids: StrictBool = False
     cache_salt: str | None = None
     kv_transfer_params: KvTransferParams | None = None
     n: Integer | None = None
     max_tokens: Integer | None = None
+    max_completion_tokens: Integer | None = None
     min_tokens: Integer | None = None
     temperature: Real | None = None
     top_k: Integer | None = None
     top_p: Real | None = None
+    min_p: Real | None = None
     seed: Integer | None = None
     presence_penalty: Real | None = None
     frequency_penalty: Real | None = None
@@ -112,6 +100,10 @@ class GenerationRequest(Settings):
         Annotated[list[StrictInt], Field(fail_fast=True, max_length=_MAX_STOP_TOKENS)] | None
     ) = None
     ignore_eos: StrictBool | None = None
+    prompt_logprobs: Integer | None = None
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields that this kind does not serve, beside those that none does; see `without_unserved`."""
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -121,16 +113,9 @@ class GenerationRequest(Settings):
             ConfigurationError: a field is unknown, wrong, or asks for what is not served.
         """
         check_salt(body.get("cache_salt"))
-        for name, neutral in _NEUTRAL.items():
-            value = body.get(name)
-            if value is not None and value not in neutral:
-                raise ConfigurationError(f"{name}: {shown(value)} is not served; leave it out")
-        fields = {
-            name: value
-            for name, value in body.items()
-            if value is not None and name not in _IGNORED and name not in _NEUTRAL
-        }
-        request = cls(**fields)
+        request = cls(**without_unserved(body, cls.neutral))
+        if request.stream and request.prompt_logprobs is not None:
+            raise ConfigurationError("prompt_logprobs: are not streamed; leave out stream")
         if request.stream and request.hands_out:
             raise ConfigurationError(
                 "stream: a prompt that is handed out has no answer to stream; leave it out"
@@ -142,6 +127,40 @@ class GenerationRequest(Settings):
         """How many come out of it."""
         raise NotImplementedError
 
+    def max_logprobs(self, longest: int) -> int:
+        """At most so many log probabilities are held for its answer.
+
+        Args:
+            longest: no sequence of prompt and answer is longer.
+        """
+        of_prompts = of_answers = 0
+        if (top := self.top_of_prompt) is not None:
+            of_prompts = self.max_prompt_tokens(longest) * (1 + max(0, top))
+        if (top := self.top_of_answer) is not None:
+            each = longest if self.length is None else min(longest, max(0, self.length))
+            of_answers = self.completions * each * (1 + max(0, top))
+        return of_prompts + of_answers
+
+    def max_prompt_tokens(self, longest: int) -> int:
+        """No prompts of this request together have more tokens."""
+        raise NotImplementedError
+
+    @property
+    def length(self) -> int | None:
+        """The most tokens of an answer; ``None``: it was not given."""
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given
+
+    @property
+    def top_of_answer(self) -> int | None:
+        """The likeliest tokens to tell beside each of an answer; ``None``: no probabilities."""
+        raise NotImplementedError
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        """The same of the tokens of a prompt."""
+        return self.prompt_logprobs
+
     def submit(self, llm: LLM) -> list[RequestHandle]:
         """Start it, one handle for each prompt; blocks while text becomes tokens.
 
@@ -151,9 +170,32 @@ class GenerationRequest(Settings):
         """
         raise NotImplementedError
 
-    def answer(self, model: str) -> Answer:
-        """What will come out of it, as JSON objects; `model` is what clients call the model."""
+    def answer(self, llm: LLM, model: str) -> Answer:
+        """Returns what will come out of it, as JSON objects; may take as long as `submit`.
+
+        Args:
+            llm: answers.
+            model: what clients call it.
+        """
         raise NotImplementedError
+
+    def form(self, llm: LLM, model: str) -> AnswerForm:
+        """How it wants to be answered; arguments as of `answer`.
+
+        Exact counts of cached tokens would let anybody read others' unsalted prompts, token by
+        token: without a salt they are counted in whole blocks.
+        """
+        options = self.stream_options or StreamOptions()
+        return AnswerForm(
+            model,
+            self.completions,
+            request_id=self.request_id,
+            granularity=llm.layout.tokens_per_block if self.cache_salt is None else 1,
+            token_ids=self.return_token_ids,
+            prompt_logprobs=self.prompt_logprobs is not None,
+            usage=options.include_usage,
+            running_usage=options.include_usage and options.continuous_usage_stats,
+        )
 
     @property
     def hands_out(self) -> bool:
@@ -167,7 +209,12 @@ class GenerationRequest(Settings):
 
     def sampling(self, **more: object) -> SamplingParams:
         """How to go on from its prompts; `more` are fields of `SamplingParams`, unless ``None``."""
-        given = {name: getattr(self, name) for name in _SAMPLING} | more
+        given = {name: getattr(self, name) for name in _SAMPLING} | {
+            "max_tokens": self.length,
+            "logprobs": self.top_of_answer,
+            "prompt_logprobs": self.top_of_prompt,
+        }
+        given |= more
         fields: dict[str, Any] = {"temperature": 1.0}
         fields |= {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**fields)
@@ -184,6 +231,8 @@ class GenerationRequest(Settings):
                 )
             carried = self.kv_transfer_params.for_engine()
         if self.hands_out:
+            # Refused here as it would be there, with the client's own length.
+            prompts = [llm.fitting(one, params) for one in prompts]
             params = SamplingParams(max_tokens=0)
         handles: list[RequestHandle] = []
         try:

@@ -61,8 +61,9 @@ class RouteEndpoint:
                 self._settings,
                 self._parsing,
                 partial(RoutedRequest.of, scope["path"]),
-                partial(self._admission.hold, ticket),
+                ticket,
             )
+            self._admission.extend(ticket, 1)
             running = _Running()
             running.task = asyncio.create_task(self._answer(running, request, send))
             self._admission.submitted(ticket, (running,))

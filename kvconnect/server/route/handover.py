@@ -27,8 +27,12 @@ __all__ = ["Answering", "Handover"]
 
 _log = logging.getLogger(__name__)
 
-_GENERATING = ("stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens")
-"""What a server that generates nothing need not know."""
+_GENERATING = (
+    *("stream", "stream_options", "n", "min_tokens", "logprobs", "top_logprobs"),
+    *("request_id", "return_token_ids"),
+)
+"""What a server that generates nothing need not know. How long the answer may be it must know: it
+refuses a prompt that is too long for that, as the decode server would."""
 _LATE_ANSWER_S = 0.5
 """For a prefill server to say that it is done, once the answer has begun."""
 

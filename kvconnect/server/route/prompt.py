@@ -26,7 +26,8 @@ class Prompt:
         prefixes: a chained hash of each full piece, from the first one: equal hashes stand for
             equal prompts up to there, under one path, model and salt. 2,048 pieces at most.
         num_pieces: of the whole prompt, the last one that is not full included.
-        single: it is one prompt, not a list of several.
+        single: it is one prompt that a prefill server may compute: not a list of several, none
+            whose own log probabilities are asked for.
     """
 
     prefixes: tuple[bytes, ...]
@@ -37,6 +38,8 @@ class Prompt:
     def of(cls, path: str, body: Mapping[str, Any]) -> Self:
         """The prompt of `body`, sent to `path`; any JSON object will do."""
         first, single = _first(body)
+        if body.get("prompt_logprobs") is not None or body.get("echo"):
+            single = False  # the decode server computes it in any case
         if isinstance(first, str):
             size, unit = _CHARACTERS, 4
             data = first[: _MAX_HASHED * size].encode("utf-32-le", "surrogatepass")

@@ -1,0 +1,134 @@
+"""``POST /tokenize`` and ``/detokenize``, as vLLM has them: text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, PlainValidator, StrictBool, model_validator
+
+from kvconnect.engine.llm import LLM
+from kvconnect.engine.request.tokenizer import Tokenizer
+from kvconnect.errors import ConfigurationError
+from kvconnect.server.openai.chat_request import check_template_variables
+from kvconnect.server.openai.unserved import without_unserved
+from kvconnect.settings import Settings
+from kvconnect.text import check_text
+
+__all__ = ["DetokenizeRequest", "TokenRequest", "TokenizeRequest"]
+
+_AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
+
+
+class TokenRequest(Settings):
+    """What both have in common.
+
+    Attributes:
+        model: name of the model whose tokens they are; ``None``: the one that is served.
+    """
+
+    model: str | None = None
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """The request that `body`, parsed JSON, asks for.
+
+        Raises:
+            ConfigurationError: a field is unknown, wrong, or asks for what is not served.
+        """
+        return cls(**without_unserved(body, cls.neutral))
+
+    def answer(self, llm: LLM) -> dict[str, Any]:
+        """Returns the JSON object that answers it; blocks as long as the tokenizer does.
+
+        Raises:
+            ConfigurationError: the model has no tokenizer, or the text or the tokens are wrong.
+        """
+        raise NotImplementedError
+
+
+class TokenizeRequest(TokenRequest):
+    """Tell the tokens of a text, or of a conversation.
+
+    Attributes:
+        prompt: a text.
+        messages: or a conversation, which goes through the model's chat template.
+        add_special_tokens: with those that the model expects; without a value of its text alone.
+        return_token_strs: tell also the text of each token.
+        add_generation_prompt, continue_final_message, chat_template_kwargs: as in `LLM.chat`.
+    """
+
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    add_special_tokens: StrictBool | None = None
+    return_token_strs: StrictBool = False
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt, messages: give one of them")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens: the chat template writes them; leave it out")
+        check_template_variables(self.chat_template_kwargs)
+        return self
+
+    def answer(self, llm: LLM) -> dict[str, Any]:
+        """See `TokenRequest.answer`."""
+        tokenizer = _tokenizer(llm)
+        if self.messages is not None:
+            prompt: Any = llm.chat_prompt(
+                self.messages,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                chat_template_kwargs=self.chat_template_kwargs,
+            )
+            tokens = prompt["prompt_token_ids"].tolist()
+        else:
+            text = self.prompt or ""
+            check_text("prompt", text)
+            special = self.add_special_tokens is not False
+            tokens = tokenizer.encode(text, special_tokens=special).tolist()
+        told = {"count": len(tokens), "max_model_len": llm.max_seq_len, "tokens": tokens}
+        strings = [tokenizer.text_of(one) for one in tokens] if self.return_token_strs else None
+        return told | {"token_strs": strings}
+
+
+def _token_ids(given: object) -> object:
+    # Pydantic would tell of each entry of a long list what it is not.
+    if isinstance(given, list):
+        pieces = (given[start : start + _AT_ONCE] for start in range(0, len(given), _AT_ONCE))
+        if all(set(map(type, piece)) == {int} for piece in pieces):
+            return given
+    raise ValueError("must be a list of token ids")
+
+
+class DetokenizeRequest(TokenRequest):
+    """Tell the text of tokens.
+
+    Attributes:
+        tokens: their ids.
+    """
+
+    tokens: Annotated[list[int], PlainValidator(_token_ids)]
+
+    def answer(self, llm: LLM) -> dict[str, Any]:
+        """See `TokenRequest.answer`."""
+        tokenizer = _tokenizer(llm)
+        most = llm.vocab_size
+        for token in self.tokens:
+            if not 0 <= token < most:
+                raise ConfigurationError(
+                    f"tokens: {token} is outside the model's vocabulary of {most}"
+                )
+        return {"prompt": tokenizer.whole_text(self.tokens)}
+
+
+def _tokenizer(llm: LLM) -> Tokenizer:
+    if llm.tokenizer is None:
+        raise ConfigurationError("model: its directory has no tokenizer")
+    return llm.tokenizer

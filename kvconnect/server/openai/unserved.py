@@ -1,0 +1,93 @@
+"""Fields of OpenAI's and vLLM's API that are not served, and their values that ask nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.text import shown
+
+__all__ = ["without_unserved"]
+
+_IGNORED = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "parallel_tool_calls", "include_reasoning"),
+    }
+)
+"""They change no token."""
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    # OpenAI's
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+    # vLLM's
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_content_format": ("auto", "string"),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+
+
+def without_unserved(
+    body: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]]
+) -> dict[str, Any]:
+    """Returns the fields of `body` that say something.
+
+    Left out are ``null``, what changes no token, and what asks for nothing of what is not served.
+
+    Args:
+        body: parsed JSON.
+        neutral: further fields that are not served by this kind of request, with the values that
+            ask for nothing.
+
+    Raises:
+        ConfigurationError: `body` asks for what is not served.
+    """
+    unserved = {**_NEUTRAL, **neutral}
+    fields = {}
+    for name, value in body.items():
+        if value is None or name in _IGNORED:
+            continue
+        if name not in unserved:
+            fields[name] = value
+        elif not any(_is(value, one) for one in unserved[name]):
+            raise ConfigurationError(f"{name}: {shown(value)} is not served; leave it out")
+    return fields
+
+
+def _is(value: object, neutral: object) -> bool:
+    """Whether they are the same JSON value; ``true`` is not 1."""
+    if isinstance(value, bool) or isinstance(neutral, bool):
+        return value is neutral
+    return value == neutral
