@@ -38,9 +38,7 @@ def wanted(make_vllm_model):
 
 @pytest.mark.planted("weights-reloaded", "vllm", "refused")
 @pytest.mark.planted("paused", "vllm", "hit")
-def test_weights_that_are_read_anew_from_another_directory(
-    start, make_vllm_model, store, wanted
-):
+def test_weights_that_are_read_anew_from_another_directory(start, make_vllm_model, store, wanted):
     old, new = make_vllm_model(), make_vllm_model(seed=1)
     with start(old, connector(store)) as made:
         assert made.tokens(PROMPTS) == wanted[0]
