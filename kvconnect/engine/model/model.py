@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from kvconnect.config import torch_dtype
+from kvconnect.engine.model.declared import checked_windows
 from kvconnect.engine.model.forward_step import ForwardStep
 from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.rank_sizes import check_size
@@ -79,9 +80,10 @@ class Model:
         self.config = config
         self.dtype: torch.dtype = self._model.dtype
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
-        self.position_limit = position_limit(config)
+        self.position_limit = limit = position_limit(config)
         self.eos_token_ids = _eos_token_ids(self._model)
         self.layers = self._probe()
+        checked_windows(self._model, longest=None if limit is None else limit.num_tokens)
         self.whole_layers = [
             replace(layer, num_kv_heads=heads.get(index, layer.num_kv_heads))
             for index, layer in enumerate(self.layers)
@@ -256,7 +258,8 @@ def position_limit(config: PreTrainedConfig) -> PositionLimit | None:
             if original is None:
                 raise UnsupportedModel(f"{kind} RoPE without an original length is not served")
             reason = f"the original length of the model's {kind} RoPE, beyond which keys change"
-            limits.append(PositionLimit(original, reason))
+            # At just that length, dynamic frequencies are those of the longest sequence before.
+            limits.append(PositionLimit(original - (kind == "dynamic"), reason))
     return min(limits, key=lambda limit: limit.num_tokens, default=None)
 
 
