@@ -90,6 +90,7 @@ def answer(model: Path, store: Path | None = None, **more: str) -> tuple[list[in
     return output.output_token_ids, output.reused_store_tokens
 
 
+@pytest.mark.planted("switched-while-loading", "engine", "key")
 def test_a_link_that_is_switched_after_the_weights_were_read(
     models, current, tmp_path, when_loaded
 ):
@@ -114,6 +115,7 @@ def test_a_link_that_is_switched_at_any_moment(models, current, tmp_path):
         assert answer(target, tmp_path / "kv")[0] == known[(attempt + 1) % 2]
 
 
+@pytest.mark.planted("switched-while-loading", "engine", "refused")
 @pytest.mark.parametrize("change", [replace, overwrite])
 def test_a_file_that_changes_while_the_model_is_loaded_is_refused(
     models, copied, tmp_path, when_loaded, change
@@ -124,6 +126,7 @@ def test_a_file_that_changes_while_the_model_is_loaded_is_refused(
     assert answer(copied, tmp_path / "kv") == answer(models[1])
 
 
+@pytest.mark.planted("replaced-after-loading", "engine", "equal")
 def test_a_file_that_is_written_to_later_changes_no_engine_that_runs(models, copied):
     cache, params = KvCacheConfig(max_tokens=512), SamplingParams(max_tokens=16, ignore_eos=True)
     with LLM(models[0], kv_cache=cache) as llm:

@@ -176,17 +176,24 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a Pr
     resolved = getattr(config, "dtype", None) if dtype == "auto" else wanted
     experts = {"experts_implementation": "eager"} if resolved == torch.float64 else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=wanted,
             attn_implementation=ATTENTION,
             local_files_only=True,
             use_safetensors=True,
+            output_loading_info=True,
             **experts,
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"model: '{directory}' cannot be loaded: {error}") from error
+    # They are filled at random, others in each process, which no digest tells.
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigurationError(
+            f"model: '{directory}' has no weights of {', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}: it is incomplete, or of another architecture"
+        )
     return model
 
 

@@ -1,0 +1,381 @@
+"""Planted identities in our own engine: what differs has another key, or is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect.engine.checkpoint.loading import load_model
+from kvconnect.engine.checkpoint.random_model import make_model
+from kvconnect.engine.model.declared import checked_windows
+from kvconnect.errors import ConfigurationError, UnsupportedModel
+
+PROMPT = list(range(1, 71))
+FULL = len(PROMPT) - 1  # the last token is always computed
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("plain") / "model", "llama")
+
+
+@pytest.fixture
+def model(plain: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(plain, tmp_path / "model")
+
+
+def digest(directory: Path, **how: Any) -> bytes:
+    """What stands for the loaded model in the engine's keys."""
+    return load_model(directory, dtype="float64", device="cpu", **how).digest
+
+
+def answer(directory: Path, store: Path, *, dtype: str = "float64", **cache: Any) -> Any:
+    """The first output for `PROMPT`, of an engine of its own on `store`."""
+    config = KvCacheConfig(**{"max_tokens": 512, "tokens_per_block": 16} | cache)
+    connector = KvCacheConnectorConfig(
+        url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=10_000
+    )
+    with LLM(directory, kv_cache=config, connector=connector, dtype=dtype, device="cpu") as llm:
+        return llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))[0]
+
+
+# ------------------------------------------------------------------------------------- files
+
+
+def set_config(model: Path, **settings: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | settings))
+
+
+def write(name: str) -> Callable[[Path, int], None]:
+    """Writes another content to the file of that name, made if it is not there."""
+
+    def change(model: Path, number: int) -> None:
+        path = model / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b'{"number": %d}' % number)
+
+    return change
+
+
+def other_model(model: Path, number: int) -> None:
+    shutil.rmtree(model)
+    make_model(model, "llama", seed=number)
+
+
+def flip(model: Path, number: int) -> None:
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-number] ^= 1
+    path.write_bytes(data)
+
+
+def two_shards(model: Path, number: int) -> None:
+    tensors = load_file(model / "model.safetensors")
+    names = sorted(tensors)
+    halves = [names[: len(names) // 2], names[len(names) // 2 :]]
+    placed = {}
+    for at, half in enumerate(halves, 1):
+        file = f"model-{at:05}-of-00002.safetensors"
+        shard = {name: tensors[name] + number * (at == 2) for name in half}
+        save_file(shard, model / file, metadata={"format": "pt"})
+        placed |= dict.fromkeys(half, file)
+    index = {"metadata": {}, "weight_map": placed}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def named_weights(model: Path, number: int) -> None:
+    tensors = load_file(model / "model.safetensors")
+    for each in (1, 2):
+        if not (model / f"mine{each}.safetensors").exists():
+            made = {name: tensor + each for name, tensor in tensors.items()}
+            save_file(made, model / f"mine{each}.safetensors", metadata={"format": "pt"})
+    set_config(model, transformers_weights=f"mine{number}.safetensors")
+
+
+def index_of_other_shards(model: Path, number: int) -> None:
+    if number == 1:
+        two_shards(model, 0)
+        for at in (1, 2):
+            name = f"model-0000{at}-of-00002.safetensors"
+            made = {name: tensor + 1 for name, tensor in load_file(model / name).items()}
+            save_file(made, model / f"other-{name}", metadata={"format": "pt"})
+        (model / "model.safetensors").unlink()
+        return
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: f"other-{file}" for name, file in index["weight_map"].items()}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, id=row, marks=mark)
+        for row, mark, change in (
+            ("other-model", pytest.mark.planted("other-model", "engine", "key"), other_model),
+            ("weight-byte", pytest.mark.planted("weight-byte", "engine", "key"), flip),
+            (
+                "file-beside-index",
+                pytest.mark.planted("file-beside-index", "engine", "key"),
+                two_shards,
+            ),
+            (
+                "consolidated-beside-hf",
+                pytest.mark.planted("consolidated-beside-hf", "engine", "key"),
+                write("consolidated.safetensors"),
+            ),
+            (
+                "transformers-weights",
+                pytest.mark.planted("transformers-weights", "engine", "key"),
+                named_weights,
+            ),
+            (
+                "variant",
+                pytest.mark.planted("variant", "engine", "key"),
+                write("model.fp16.safetensors"),
+            ),
+            (
+                "subfolder",
+                pytest.mark.planted("subfolder", "engine", "key"),
+                write("fp16/model.safetensors"),
+            ),
+            (
+                "bin-beside-safetensors",
+                pytest.mark.planted("bin-beside-safetensors", "engine", "key"),
+                write("pytorch_model.bin"),
+            ),
+            ("pt-beside", pytest.mark.planted("pt-beside", "engine", "key"), write("x.pth")),
+            ("gguf-beside", pytest.mark.planted("gguf-beside", "engine", "key"), write("x.gguf")),
+            ("npz-beside", pytest.mark.planted("npz-beside", "engine", "key"), write("x.npz")),
+            (
+                "params-json",
+                pytest.mark.planted("params-json", "engine", "key"),
+                write("params.json"),
+            ),
+            (
+                "quantize-config",
+                pytest.mark.planted("quantize-config", "engine", "key"),
+                write("quantize_config.json"),
+            ),
+            (
+                "adapter-in-directory",
+                pytest.mark.planted("adapter-in-directory", "engine", "key"),
+                write("adapter/adapter_model.safetensors"),
+            ),
+            (
+                "index-changed",
+                pytest.mark.planted("index-changed", "engine", "key"),
+                index_of_other_shards,
+            ),
+            (
+                "config-changed",
+                pytest.mark.planted("config-changed", "engine", "key"),
+                lambda model, number: set_config(model, rope_theta=10_000.0 + number),
+            ),
+        )
+    ],
+)
+def test_a_file_that_differs_makes_another_key(model, change):
+    made = set()
+    for number in (1, 2):
+        change(model, number)
+        made.add(digest(model))
+    assert len(made) == 2
+
+
+@pytest.mark.planted("files-alone", "engine", "hit")
+def test_files_that_no_loader_takes_weights_from_lose_no_store(model, tmp_path):
+    first = answer(model, tmp_path / "kv")
+    for name in ("README.md", "notes.json", "other.model"):
+        (model / name).write_text("{}")
+    again = answer(model, tmp_path / "kv")
+    assert again.reused_store_tokens == FULL
+    assert again.output_token_ids == first.output_token_ids
+
+
+@pytest.mark.planted("same-revision", "engine", "key")
+def test_a_revision_names_weights_and_no_settings(model):
+    named = digest(model, revision="org/name@1")
+    set_config(model, rope_theta=20_000.0)
+    assert digest(model, revision="org/name@1") != named
+
+
+@pytest.mark.planted("weights-not-stored", "engine", "refused")
+def test_weights_that_the_files_lack_are_refused(model):
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"no weights of .*k_proj.weight: it is incomp"):
+        LLM(model)
+
+
+# ------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.planted("overridden-configuration", "engine", "key")
+@pytest.mark.planted("computes-in-other-dtype", "engine", "key")
+@pytest.mark.planted("cache-dtype", "engine", "key")
+@pytest.mark.planted("other-block-size", "engine", "key")
+@pytest.mark.planted("other-window", "engine", "key")
+def test_settings_of_the_engine_that_shape_kv_make_another_key(plain, tmp_path):
+    store = tmp_path / "kv"
+    assert answer(plain, store).reused_store_tokens == 0
+    others: list[dict[str, Any]] = [
+        {"dtype": "float32"},
+        {"dtype": "fp8"},
+        {"tokens_per_block": 32},
+        {"max_attention_window": [32]},
+    ]
+    for other in others:
+        if other == {"dtype": "fp8"}:  # of the cache
+            config = KvCacheConfig(max_tokens=512, tokens_per_block=16, dtype="fp8")
+            connector = KvCacheConnectorConfig(
+                url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=10_000
+            )
+            with LLM(plain, kv_cache=config, connector=connector, dtype="float64") as llm:
+                assert llm.generate(PROMPT)[0].reused_store_tokens == 0
+        else:
+            assert answer(plain, store, **other).reused_store_tokens == 0, other
+    assert answer(plain, store).reused_store_tokens == FULL
+
+
+@pytest.mark.planted("other-adapter", "engine", "key")
+@pytest.mark.planted("no-adapter", "engine", "key")
+def test_the_id_of_an_adapter_keeps_blocks_apart(plain):
+    one = SamplingParams(max_tokens=1)
+    with LLM(plain, kv_cache=KvCacheConfig(max_tokens=512, tokens_per_block=16)) as llm:
+        for lora_id in (None, "a", "b"):
+            found = [
+                llm.generate(PROMPT, one, lora_id=lora_id)[0].reused_device_tokens for _ in "12"
+            ]
+            assert found == [0, FULL], lora_id
+
+
+# ------------------------------------------------------------------------------------- families
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
+HEADS = {"head_dim": 16}
+
+
+def family(model_type: str, **settings: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(model_type, **SIZES | settings)
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return made.eval()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "message"),
+    [
+        pytest.param(
+            "gemma3_text",
+            HEADS | {"use_bidirectional_attention": True},
+            "bidirectional attention",
+            marks=pytest.mark.planted("bidirectional", "engine", "refused"),
+        ),
+        ("llama", {"is_causal": False}, "bidirectional attention"),
+        pytest.param(
+            "bert",
+            {"is_decoder": False},
+            "bidirectional attention",
+            marks=pytest.mark.planted("encoder-as-decoder", "engine", "refused"),
+        ),
+        ("roberta", {"is_decoder": False}, "bidirectional attention"),
+        pytest.param(
+            "moshi",
+            HEADS | {"sliding_window": 8},
+            "its configuration 8",
+            marks=pytest.mark.planted("window-not-passed", "engine", "refused"),
+        ),
+        ("phimoe", EXPERTS | {"sliding_window": 8}, "its mask 8"),
+        ("llama", {"sliding_window": 8}, "its configuration 8"),
+        ("llama", {"attention_chunk_size": 8}, "chunked attention"),
+        ("llama", {"attention_sink_size": 4}, "attention_sink_size=4 .* is not passed"),
+        ("llama", {"local_window_size": 4}, "local_window_size=4 .* is not passed"),
+        pytest.param(
+            "mpt",
+            {"d_model": 32, "n_heads": 2, "n_layers": 2},
+            "no attention interface",
+            marks=pytest.mark.planted("alibi-by-length", "engine", "refused"),
+        ),
+    ],
+)
+def test_models_that_a_cache_changes_are_refused(model_type, settings, message, tmp_path):
+    family(model_type, **settings).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=message):
+        LLM(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "windows"),
+    [
+        ("phimoe", EXPERTS | {"sliding_window": 128}, (None, None)),
+        ("llama", {"sliding_window": 4096}, (None, None)),
+        ("mistral", {"sliding_window": 8}, (8, 8)),
+        ("qwen3", HEADS | {"use_sliding_window": False, "sliding_window": 8}, (None, None)),
+        (
+            "qwen3",
+            HEADS | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            (None, 8),
+        ),
+        ("bert", {"is_decoder": True}, (None, None)),
+    ],
+)
+def test_windows_that_all_agree_on_are_served(model_type, settings, windows):
+    made = family(model_type, **settings)
+    assert checked_windows(made, longest=128) == windows
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_model_attends_as_before_after_it_was_checked(implementation):
+    made = family("mistral", sliding_window=8)
+    made.set_attn_implementation(implementation)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        before = made(ids).logits
+        assert checked_windows(made, longest=None) == (8, 8)
+        after = made(ids).logits
+    assert torch.equal(before, after)
+    assert made.config._attn_implementation == implementation
+
+
+def test_a_model_without_an_attention_interface_has_no_known_windows():
+    assert checked_windows(family("bloom", n_layer=2, n_head=2), longest=None) is None
+    with pytest.raises(UnsupportedModel, match="biases are made for the length of the cache"):
+        checked_windows(family("mpt", d_model=32, n_heads=2, n_layers=2), longest=None)
+
+
+@pytest.mark.planted("dynamic-rope", "engine", "refused")
+@pytest.mark.planted("long-factors", "engine", "refused")
+@pytest.mark.parametrize(("kind", "longest"), [("dynamic", 63), ("longrope", 64)])
+def test_sequences_end_where_rope_changes(kind, longest, tmp_path):
+    rope: dict[str, Any] = {"rope_type": kind, "factor": 2.0, "rope_theta": 10_000.0}
+    rope["original_max_position_embeddings"] = 64
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    model = make_model(tmp_path / "model", "llama", config_overrides={"rope_parameters": rope})
+    one = SamplingParams(max_tokens=1)
+    with LLM(model, kv_cache=KvCacheConfig(max_tokens=256)) as llm:
+        assert len(llm.generate([5] * longest, one)[0].output_token_ids) == 1
+        with pytest.raises(ConfigurationError, match=f"exceed {longest} positions"):
+            llm.generate([5] * (longest + 1), one)
