@@ -176,7 +176,7 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a Pr
     resolved = getattr(config, "dtype", None) if dtype == "auto" else wanted
     experts = {"experts_implementation": "eager"} if resolved == torch.float64 else {}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=wanted,
@@ -188,7 +188,8 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a Pr
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"model: '{directory}' cannot be loaded: {error}") from error
-    # They are filled at random, others in each process, which no digest tells.
+    model, info = loaded
+    # Missing weights are random, others in each process, which no digest tells.
     if missing := sorted(info["missing_keys"]):
         raise ConfigurationError(
             f"model: '{directory}' has no weights of {', '.join(missing[:3])}"

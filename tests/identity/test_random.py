@@ -1,0 +1,415 @@
+"""Identities at random: one model changes, in any way and at any moment, while a store lives on.
+
+Whatever is loaded gives the tokens of the model that loads it. A try is seeded with its number, and
+says it when it fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvconnect import LLM, Backend, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect.backend import StoredBlock
+from kvconnect.engine.checkpoint.random_model import make_model
+from kvconnect.errors import UnsupportedModel, UsageError
+from kvconnect.integrations.transformers import PromptCache
+from kvconnect.keys import BlockKey
+
+T = 4
+NEW = 4
+SIZE = {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 24}
+
+
+class Shelf(Backend):
+    """A store in memory that outlives whatever opens it."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[BlockKey, bytes] = {}
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> int:
+        return next((n for n, key in enumerate(keys) if key not in self.blocks), len(keys))
+
+    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+        for number, (key, tensor) in enumerate(zip(keys, into, strict=True)):
+            if key not in self.blocks:
+                return number
+            tensor.copy_(torch.frombuffer(bytearray(self.blocks[key]), dtype=torch.uint8))
+        return len(keys)
+
+    async def save(self, blocks: Sequence[StoredBlock]) -> int:
+        for block in blocks:
+            self.blocks.setdefault(block.key, block.data.numpy().tobytes())
+        return len(blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self.blocks.pop(key, None)
+
+
+@dataclass
+class Tally:
+    """What tries have come to."""
+
+    tries: int = 0
+    hits: int = 0
+    wrong: list[str] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+
+
+# ---------------------------------------------------------------------- changes of a loaded model
+
+
+def attention(model: PreTrainedModel, rng: random.Random) -> Any:
+    return rng.choice(model.model.layers).self_attn
+
+
+def some_weight(model: PreTrainedModel, rng: random.Random) -> tuple[nn.Module, nn.Parameter]:
+    module = rng.choice([attention(model, rng).k_proj, attention(model, rng).v_proj])
+    return module, module.weight
+
+
+@torch.no_grad()
+def write(model: PreTrainedModel, rng: random.Random) -> None:
+    some_weight(model, rng)[1].mul_(1.5)
+
+
+def write_uncounted(model: PreTrainedModel, rng: random.Random) -> None:
+    some_weight(model, rng)[1].data.mul_(1.5)
+
+
+def write_one_element(model: PreTrainedModel, rng: random.Random) -> None:
+    weight = some_weight(model, rng)[1].data.view(-1)
+    weight[rng.randrange(len(weight))] += 3.0
+
+
+def replace_weight(model: PreTrainedModel, rng: random.Random) -> None:
+    module, weight = some_weight(model, rng)
+    module.weight = nn.Parameter(weight.detach() * 1.5)
+
+
+def replace_memory(model: PreTrainedModel, rng: random.Random) -> None:
+    _, weight = some_weight(model, rng)
+    weight.data = weight.data * 1.5
+
+
+def load_other(model: PreTrainedModel, rng: random.Random) -> None:
+    model.load_state_dict({name: 1.2 * one for name, one in model.state_dict().items()})
+
+
+def merge(model: PreTrainedModel, rng: random.Random) -> None:
+    weight = some_weight(model, rng)[1]
+    down, up = torch.ones(2, weight.shape[1]), torch.ones(weight.shape[0], 2)
+    with torch.no_grad():
+        weight += 0.3 * (up @ down).to(weight.dtype)
+
+
+def train(model: PreTrainedModel, rng: random.Random) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=rng.random() < 0.5)
+    model(input_ids=torch.arange(1, 9)[None]).logits.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def change_buffer(model: PreTrainedModel, rng: random.Random) -> None:
+    model.model.rotary_emb.inv_freq.data.mul_(1.5)
+
+
+def change_setting(model: PreTrainedModel, rng: random.Random) -> None:
+    attention(model, rng).scaling *= 2.0
+    model.model.layers[-1].input_layernorm.variance_epsilon = 2.0
+
+
+def cast(model: PreTrainedModel, rng: random.Random) -> None:
+    if rng.random() < 0.3:
+        model.to(torch.float32)  # and stays
+    else:
+        model.to(torch.bfloat16).to(torch.float64)
+
+
+def hook(model: PreTrainedModel, rng: random.Random) -> None:
+    attention(model, rng).v_proj.register_forward_hook(lambda _m, _i, out: out * 1.5)
+
+
+def patch(model: PreTrainedModel, rng: random.Random) -> None:
+    module = attention(model, rng).k_proj
+    plain = module.forward
+    module.forward = lambda given: plain(given) * 1.5
+
+
+def replace_module(model: PreTrainedModel, rng: random.Random) -> None:
+    layer = rng.choice(model.model.layers)
+    layer.self_attn = copy.deepcopy(layer.self_attn)
+    write(model, rng)
+
+
+def nothing(model: PreTrainedModel, rng: random.Random) -> None:
+    """Uses it otherwise, which changes nothing."""
+    model.generate(torch.arange(1, 6)[None], max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+
+CHANGES: tuple[Callable[[PreTrainedModel, random.Random], None], ...] = (
+    *(write, write_uncounted, write_one_element, replace_weight, replace_memory, load_other),
+    *(merge, train, change_buffer, change_setting, cast, hook, patch, replace_module),
+    *(nothing, nothing),
+)
+
+# ---------------------------------------------------------------------- passes of their own
+
+
+def four_dimensional(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
+    """A mask by which tokens do not see the first ones."""
+    length = ids.shape[1]
+    mask = torch.tril(torch.ones(1, 1, length, length, dtype=torch.bool))
+    mask[..., length // 2 :, :2] = False
+    new = length - past.get_seq_length()
+    model(ids[:, -new:], attention_mask=mask[:, :, -new:], past_key_values=past)
+
+
+def other_positions(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
+    known = past.get_seq_length()
+    positions = torch.arange(known, ids.shape[1])[None] * 2 + 1
+    model(ids[:, known:], position_ids=positions, past_key_values=past)
+
+
+def embeddings(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
+    known = past.get_seq_length()
+    given = model.get_input_embeddings()(ids[:, known:]) * 1.5
+    model(inputs_embeds=given, past_key_values=past)
+
+
+def inner_model(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
+    known = past.get_seq_length()
+    given = model.get_input_embeddings()(ids[:, known:]) * 1.5
+    model.model(inputs_embeds=given, past_key_values=past, use_cache=True)
+
+
+def crop(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
+    known = past.get_seq_length()
+    model(ids[:, known:], past_key_values=past)
+    past.crop(ids.shape[1] // 2)
+    model(torch.flip(ids, [1])[:, past.get_seq_length() :], past_key_values=past)
+
+
+def later_mask(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
+    known, length = past.get_seq_length(), ids.shape[1]
+    model(ids[:, known:-2], past_key_values=past) if known < length - 2 else None
+    mask = torch.ones(1, length, dtype=torch.int64)
+    mask[0, 3:6] = 0
+    model(ids[:, past.get_seq_length() :], attention_mask=mask, past_key_values=past)
+
+
+PASSES = (four_dimensional, other_positions, embeddings, inner_model, crop, later_mask)
+
+# ---------------------------------------------------------------------- tries
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("random")
+    return [
+        make_model(root / str(seed), "llama", seed=seed, dtype="float64", **SIZE)
+        for seed in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(directories: list[Path]) -> list[PreTrainedModel]:
+    """Two models of one shape, not to be changed."""
+    return [
+        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float64).eval() for one in directories
+    ]
+
+
+def plain(model: PreTrainedModel, ids: Tensor) -> list[int]:
+    mask = torch.ones_like(ids)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=mask, **settings)[0].tolist()
+
+
+class PromptCacheTry:
+    """A try with `PromptCache`: makes, changes and makes anew, on one store."""
+
+    def __init__(self, models: list[PreTrainedModel], rng: random.Random, tally: Tally) -> None:
+        self._rng = rng
+        self._tally = tally
+        self._store = Shelf()
+        self._pristine = models[0]
+        self._model = copy.deepcopy(models[0])
+        self._ids = torch.tensor([rng.choices(range(1, 250), k=rng.randrange(9, 30))])
+        self._hit = False
+
+    def run(self) -> None:
+        rng = self._rng
+        change, phase = rng.choice(CHANGES), rng.choice(("before", "prefilled", "between", "after"))
+        passes = rng.choice(PASSES) if rng.random() < 0.25 else None
+        self._what = f"{change.__name__} {phase} {passes and passes.__name__}"
+        self._tally.kinds[f"{change.__name__} {phase}"] += 1
+        if phase in {"between", "after"} or rng.random() < 0.5:
+            self._use(self._pristine)
+        if phase == "before":
+            change(self._model, rng)
+        with suppress(UnsupportedModel), self._open(self._model) as cache:
+            if passes is not None:
+                past = cache.prefill(self._ids)
+                with suppress(UsageError):  # refused, if something was loaded for another pass
+                    passes(self._model, self._ids, past)
+            else:
+                self._ask(self._model, cache)
+            if phase == "between":
+                change(self._model, rng)
+                self._ask(self._model, cache)
+                self._ask(self._model, cache)
+            elif phase == "prefilled":
+                past = cache.prefill(self._ids)
+                change(self._model, rng)
+                with suppress(UsageError):  # refused: what was loaded is of the other model
+                    self._generate(self._model, past)
+        if phase == "after":
+            change(self._model, rng)
+        for model in rng.sample([self._pristine, self._model], 2):
+            self._use(model)
+        self._tally.hits += self._hit
+
+    def _open(self, model: PreTrainedModel) -> PromptCache:
+        config = {"backend": self._store, "staging_bytes": 1 << 20, "lookup_timeout_ms": 20_000}
+        return PromptCache(model, config, tokens_per_block=T)
+
+    def _use(self, model: PreTrainedModel) -> None:
+        with suppress(UnsupportedModel), self._open(model) as cache:
+            self._ask(model, cache)
+
+    def _generate(self, model: PreTrainedModel, past: Any) -> list[int]:
+        settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+        mask = torch.ones_like(self._ids)
+        made = model.generate(
+            self._ids, attention_mask=mask, past_key_values=past, pad_token_id=0, **settings
+        )
+        return made[0].tolist()
+
+    def _ask(self, model: PreTrainedModel, cache: PromptCache) -> None:
+        past = cache.prefill(self._ids)
+        loaded = sum(past.loaded_tokens)
+        self._hit |= loaded > 0
+        if self._generate(model, past) != plain(model, self._ids):
+            self._tally.wrong.append(f"{self._what}, {loaded} loaded")
+
+
+# ---------------------------------------------------------------------- our own engine
+
+
+def weight_in_file(model: Path, other: Path, rng: random.Random) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = rng.choice([one for one in tensors if "proj" in one])
+    save_file(tensors | {name: tensors[name] * 1.5}, model / "model.safetensors", {"format": "pt"})
+
+
+def other_files(model: Path, other: Path, rng: random.Random) -> None:
+    shutil.copy(other / "model.safetensors", model / "model.safetensors")
+
+
+def setting_in_file(model: Path, other: Path, rng: random.Random) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"] = config["rope_parameters"] | {"rope_theta": 77.0}
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def named_file(model: Path, other: Path, rng: random.Random) -> None:
+    shutil.copy(other / "model.safetensors", model / "mine.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    config["transformers_weights"] = "mine.safetensors"
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def shards(model: Path, other: Path, rng: random.Random) -> None:
+    """An index and a shard of the other model take the place of the one file."""
+    (model / "model.safetensors").unlink()
+    shutil.copy(other / "model.safetensors", model / "model-00001-of-00001.safetensors")
+    names = load_file(other / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def same_files(model: Path, other: Path, rng: random.Random) -> None:
+    (model / "README.md").write_text("The same model.")
+
+
+FILES = (weight_in_file, other_files, setting_in_file, named_file, shards, same_files, same_files)
+
+
+def engine_try(
+    directories: list[Path], tmp_path: Path, number: int, rng: random.Random, tally: Tally
+) -> None:
+    """Two engines on one store; the directory is changed between them, or the window, or dtype."""
+    model = shutil.copytree(directories[0], tmp_path / str(number))
+    ids = rng.choices(range(1, 250), k=rng.randrange(9, 30))
+    store, hit = Shelf(), False
+    change = rng.choice(FILES)
+    tally.kinds[change.__name__] += 1
+    for phase in range(2):
+        config = KvCacheConfig(max_tokens=128, tokens_per_block=T)
+        connector = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=20_000)
+        with LLM(model, kv_cache=config, connector=connector, device="cpu") as llm:
+            params = SamplingParams(max_tokens=NEW, ignore_eos=True)
+            output = llm.generate(ids, params)[0]
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+        hit |= output.reused_store_tokens > 0
+        if [*ids, *output.output_token_ids] != plain(loaded, torch.tensor([ids])):
+            tally.wrong.append(f"{change.__name__}, {output.reused_store_tokens} loaded")
+        if phase == 0:
+            change(model, directories[1], rng)
+    shutil.rmtree(model)
+    tally.hits += hit
+
+
+def run(
+    numbers: range, models: list[PreTrainedModel], directories: list[Path], tmp_path: Path
+) -> Tally:
+    tally = Tally()
+    for number in numbers:
+        rng = random.Random(number)
+        known = len(tally.wrong)
+        torch.manual_seed(number)
+        if number % 10 == 9:
+            engine_try(directories, tmp_path, number, rng, tally)
+        else:
+            PromptCacheTry(models, rng, tally).run()
+        tally.tries += 1
+        tally.wrong[known:] = [f"try {number}: {one}" for one in tally.wrong[known:]]
+    return tally
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level("CRITICAL"):
+        yield
+
+
+def check(tally: Tally) -> None:
+    assert tally.wrong == []
+    assert tally.hits >= 0.3 * tally.tries, tally
+
+
+def test_thirty_identities_at_random(models, directories, tmp_path):
+    check(run(range(30), models, directories, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("begin", range(30, 2030, 400))
+def test_two_thousand_identities_at_random(models, directories, tmp_path, begin):
+    check(run(range(begin, begin + 400), models, directories, tmp_path))
