@@ -48,7 +48,8 @@ def chooses(index: str, content: bytes, weights: Collection[str], opened: Opened
     folder, name = PurePosixPath(index).parent, PurePosixPath(index).name
     whole = name.partition(".index.")[0]  # as the file is called if there are no shards
     stem, _, ending = whole.rpartition(".")
-    named = {(folder / file).as_posix() for file in placed.values()}
+    paths = {file: (folder / file).as_posix() for file in set(placed.values())}
+    named = set(paths.values())
     alike = {
         file
         for file in weights
@@ -60,17 +61,13 @@ def chooses(index: str, content: bytes, weights: Collection[str], opened: Opened
         return True
     if f".{ending}" != _SAFETENSORS:
         return False
-    expected = {(tensor, (folder / file).as_posix()) for tensor, file in placed.items()}
-    found: set[tuple[str, str]] = set()
-    for file in named:
-        tensors = _tensors(opened(file))
-        if tensors is None:
-            return True
-        found |= {(tensor, file) for tensor in tensors}
-    return found != expected
+    expected: dict[str, set[str]] = {file: set() for file in named}
+    for tensor, file in placed.items():
+        expected[paths[file]].add(tensor)
+    return any(_tensors(opened(file)) != tensors for file, tensors in expected.items())
 
 
-def _tensors(descriptor: int | None) -> list[str] | None:
+def _tensors(descriptor: int | None) -> set[str] | None:
     """Returns the names of the tensors in a safetensors file, or ``None`` if it is none."""
     if descriptor is None:
         return None
@@ -81,4 +78,4 @@ def _tensors(descriptor: int | None) -> list[str] | None:
         header = json.loads(os.pread(descriptor, length, 8))
     except ValueError:
         return None
-    return [name for name in header if name != "__metadata__"] if isinstance(header, dict) else None
+    return header.keys() - {"__metadata__"} if isinstance(header, dict) else None

@@ -204,6 +204,16 @@ def test_a_change_beside_what_is_loaded_is_refused(change, tmp_path, digest_of, 
         digest_of(model)
 
 
+def test_a_change_after_all_was_read_is_found_by_a_check(tmp_path):
+    model = make(tmp_path / "model", WHOLE | {"pytorch_model.bin": pickled(1)})
+    with ModelFiles(model) as files:
+        digest.digest_of(files, cache_dir=tmp_path)
+        files.check()
+        (model / "pytorch_model.bin").write_bytes(b"other")
+        with pytest.raises(ModelChanged, match=r"pytorch_model.bin' changed"):
+            files.check()
+
+
 def test_more_files_than_may_be_open_are_digested(tmp_path, digest_of, monkeypatch):
     monkeypatch.setattr(digest, "_OPEN_AT_ONCE", 2)
     files = {f"checkpoint-{number}/x.bin": pickled(number) for number in range(7)}

@@ -201,7 +201,7 @@ def inner_model(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
 def crop(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
     known = past.get_seq_length()
     model(ids[:, known:], past_key_values=past)
-    past.crop(ids.shape[1] // 2)
+    past.crop(-(ids.shape[1] // 2))
     model(torch.flip(ids, [1])[:, past.get_seq_length() :], past_key_values=past)
 
 
@@ -340,7 +340,7 @@ def shards(model: Path, other: Path, rng: random.Random) -> None:
     (model / "model.safetensors").unlink()
     shutil.copy(other / "model.safetensors", model / "model-00001-of-00001.safetensors")
     names = load_file(other / "model.safetensors")
-    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
