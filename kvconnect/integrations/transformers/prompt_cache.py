@@ -22,6 +22,7 @@ from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.integrations.core.access import StoreAccess
+from kvconnect.integrations.transformers.cache_effects import refuse_effects_of_cache
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.geometry import ModelGeometry
@@ -101,6 +102,8 @@ class PromptCache:
                 f"with it, whatever their namespace",
             )
         geometry = ModelGeometry.of(model, tokens_per_block)
+        has_windows = any(layout.window is not None for layout in geometry.layouts)
+        refuse_effects_of_cache(model, has_windows=has_windows)
         guard = ModelGuard(model, geometry.device, interval_s=canary_interval)
         digest = stored_as(identity.digest, config, engine=_ENGINE)
         self._model = model
