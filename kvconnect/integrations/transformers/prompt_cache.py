@@ -102,9 +102,10 @@ class PromptCache:
                 f"with it, whatever their namespace",
             )
         geometry = ModelGeometry.of(model, tokens_per_block)
-        has_windows = any(layout.window is not None for layout in geometry.layouts)
-        refuse_effects_of_cache(model, has_windows=has_windows)
         guard = ModelGuard(model, geometry.device, interval_s=canary_interval)
+        if guard.doubt is None:
+            has_windows = any(layout.window is not None for layout in geometry.layouts)
+            refuse_effects_of_cache(model, has_windows=has_windows)
         digest = stored_as(identity.digest, config, engine=_ENGINE)
         self._model = model
         self._guard = guard
