@@ -132,6 +132,11 @@ class PromptCache:
         _open.add(self)
         close_at_exit(self)
 
+    @property
+    def guard(self) -> ModelGuard:
+        """Of the model: why nothing is cached any more, if so."""
+        return self._guard
+
     def prefill(
         self, inputs: Mapping[str, object] | Tensor, *, cache_salt: str | None = None
     ) -> StoredCache:
