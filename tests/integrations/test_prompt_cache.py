@@ -261,6 +261,7 @@ def test_several_sequences_of_one_prompt_are_refused(llama64, more, restored, st
             answer(llama64, prompts, inputs, **more)
 
 
+@pytest.mark.planted("cache-dtype", "prompt_cache", "refused")
 @pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
 def test_caches_of_other_kinds_are_refused(llama64, kind, store):
     with opened(llama64, store) as prompts, pytest.raises(ValueError, match="past_key_values"):

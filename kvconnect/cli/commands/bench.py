@@ -11,6 +11,7 @@ from pathlib import Path
 from kvconnect.backends.url import StoreUrl, parse_size
 from kvconnect.cli.command import Subparsers, add_number, picked
 from kvconnect.cli.options.bench_engines import add_engines_options, run_engines
+from kvconnect.cli.options.bench_identity import add_identity_options, run_identity
 from kvconnect.cli.options.bench_serve import add_serve_options, run_serve
 from kvconnect.cli.options.bench_transfer import add_transfer_options, run_transfer
 from kvconnect.errors import ConfigurationError, nearest
@@ -68,6 +69,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_engines_options(engines)
     _runs(engines, run_engines)
+    identity = benchmarks.add_parser(
+        "identity",
+        help="naming a model by its content against loading it; the canary against a decode step",
+    )
+    add_identity_options(identity)
+    _runs(identity, run_identity)
     _add_blocks(benchmarks)
     _add_store(benchmarks)
     _add_dead(benchmarks)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-__all__ = ["CanaryPass", "canary_ids"]
+__all__ = ["CanaryPass", "canary_ids", "results_of"]
 
 _NUM_TOKENS = 16
 # Coprime to every vocabulary's size, so that ids lie far apart.
@@ -31,7 +31,17 @@ class CanaryPass:
         ids = canary_ids(self._model, _NUM_TOKENS)
         output: Any = self._model(input_ids=ids, past_key_values=past, use_cache=True)
         layers: list[Any] = past.layers
-        return [*(one for layer in layers for one in (layer.keys, layer.values)), output.logits]
+        return [
+            *(one for layer in layers for one in (layer.keys, layer.values)),
+            results_of(output),
+        ]
+
+
+def results_of(output: Any) -> Tensor:
+    """Returns the logits of a model's output; of a model without a head, its last states."""
+    logits: Tensor | None = getattr(output, "logits", None)
+    states: Tensor = output.last_hidden_state if logits is None else logits
+    return states
 
 
 def canary_ids(model: PreTrainedModel, count: int) -> Tensor:

@@ -82,8 +82,9 @@ def _limit(config: Any) -> PositionLimit | None:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     for rope in nested or [parameters]:
-        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if rope.get("rope_type") == "dynamic" and limit is not None:
+            original = rope.get("original_max_position_embeddings")
+            original = original or config.max_position_embeddings
             longest = PositionLimit(original - 1, "below the original length of its dynamic RoPE")
             limit = min(limit, longest, key=lambda one: one.num_tokens)
     return limit

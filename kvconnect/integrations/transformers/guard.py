@@ -46,7 +46,7 @@ class ModelGuard:
         self._holder: int | None = None
         self._doubt: Change | None = None
         self._canary: Canary | None = None
-        if any(module.training for module in model.modules()):
+        if model.training:
             self._doubt = Change(Doubt.TRAINING, "call model.eval() and make another PromptCache")
             return
         self._canary = Canary(CanaryPass(model), device)

@@ -22,6 +22,7 @@ from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.integrations.core.access import StoreAccess
+from kvconnect.integrations.transformers.cache_effects import refuse_effects_of_cache
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.geometry import ModelGeometry
@@ -102,6 +103,9 @@ class PromptCache:
             )
         geometry = ModelGeometry.of(model, tokens_per_block)
         guard = ModelGuard(model, geometry.device, interval_s=canary_interval)
+        if guard.doubt is None:
+            has_windows = any(layout.window is not None for layout in geometry.layouts)
+            refuse_effects_of_cache(model, has_windows=has_windows)
         digest = stored_as(identity.digest, config, engine=_ENGINE)
         self._model = model
         self._guard = guard
@@ -127,6 +131,11 @@ class PromptCache:
         metrics.engine = _ENGINE
         _open.add(self)
         close_at_exit(self)
+
+    @property
+    def guard(self) -> ModelGuard:
+        """Of the model: why nothing is cached any more, if so."""
+        return self._guard
 
     def prefill(
         self, inputs: Mapping[str, object] | Tensor, *, cache_salt: str | None = None

@@ -47,6 +47,7 @@ class _Module(NamedTuple):
         kind: its class.
         then: a copy of its ``__dict__``.
         values: those of `then`.
+        children: the modules in it.
         hooks: its live tables of hooks.
     """
 
@@ -55,6 +56,7 @@ class _Module(NamedTuple):
     kind: type
     then: dict[str, Any]
     values: tuple[Any, ...]
+    children: tuple[nn.Module | None, ...]
     hooks: tuple[Mapping[Any, Any], ...]
 
 
@@ -81,6 +83,7 @@ class Structure:
                 type(one),
                 dict(vars(one)),
                 tuple(vars(one).values()),
+                tuple(vars(one)["_modules"].values()),
                 tuple(getattr(one, name) for name in _HOOKS),
             )
             for path, one in self._model.named_modules()
@@ -97,6 +100,9 @@ class Structure:
             if type(found.module) is not found.kind:
                 return Change(Doubt.MODULES_CHANGED, f"the class of {found.path or 'the model'}")
             now = tuple(vars(found.module).values())
+            children = tuple(vars(found.module)["_modules"].values())
+            if len(children) != len(found.children) or not all(map(is_, children, found.children)):
+                return Change(Doubt.MODULES_CHANGED, f"a part of {found.path or 'the model'}")
             if len(now) != len(found.values) or not all(map(is_, now, found.values)):
                 change = _changed_attribute(found)
                 if change is not None:

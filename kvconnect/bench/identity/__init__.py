@@ -1,0 +1,1 @@
+"""What it costs to know what computed a block; each part is a module, see `parts`."""

@@ -1,0 +1,27 @@
+"""What ``bench identity`` measures, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PARTS", "IdentityPlan"]
+
+PARTS = ("weights", "canary")
+"""Names of the parts, in the order in which they are measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdentityPlan:
+    """What is asked for.
+
+    Attributes:
+        parts: some of `PARTS`.
+        dtype: of the model in memory.
+        prompt_tokens: of a prompt that `PromptCache.prefill` is given.
+        repeats: medians of so many.
+    """
+
+    parts: tuple[str, ...] = PARTS
+    dtype: str = "bfloat16"
+    prompt_tokens: int = 512
+    repeats: int = 5

@@ -1,0 +1,115 @@
+"""Refuses models that compute otherwise with a cache than without one, found out by computing."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import DynamicCache, PreTrainedModel
+
+from kvconnect.digest.doubts import Doubt
+from kvconnect.errors import UnsupportedModel
+from kvconnect.integrations.transformers.canary_pass import canary_ids, results_of
+from kvconnect.integrations.transformers.twin import twin_of
+
+__all__ = ["refuse_effects_of_cache"]
+
+_NUM_TOKENS = 24
+_SPLIT = 16
+_WINDOW = 8  # instead of the model's own, so that a short prompt crosses it
+_UNLIMITED = 1 << 20
+# Their biases are rounded by the cache's length, which a short prompt shows in the last bits only.
+_BY_LENGTH = {"mpt"}
+_NARROW = {torch.float16, torch.bfloat16}
+# Of the largest result; products of other shapes are summed up in another order.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_TOLERANCE_NARROW = 0.1
+
+
+def refuse_effects_of_cache(model: PreTrainedModel, *, has_windows: bool) -> None:
+    """Computes 24 tokens with and without a cache, also across every window that is declared.
+
+    Windows are first narrowed to 8 tokens, in a model that the same class makes of the same
+    weights. Where modules were added to the model, its class does not make it: of windows the
+    configuration is believed then. Three passes, or six with windows.
+
+    Args:
+        model: is not changed.
+        has_windows: its configuration declares windows below the longest sequence.
+
+    Raises:
+        UnsupportedModel: results differ, or a declared window changes nothing; the message is the
+            reason.
+    """
+    name = type(model).__name__
+    if model.config.model_type in _BY_LENGTH:
+        raise UnsupportedModel(f"{name}: {Doubt.POSITIONS.sentence}: the length of the cache")
+    ids = canary_ids(model, _NUM_TOKENS)
+    with torch.no_grad():
+        if not _alike(*_both(model, ids)):
+            raise UnsupportedModel(f"{name}: {_reason(model)}")
+        if not has_windows:
+            return
+        narrow = _Narrowed(model, _WINDOW)
+        if not narrow.is_like(model):
+            return
+        alone, cached = _both(narrow, ids)
+        wide = results_of(_Narrowed(model, _UNLIMITED)(input_ids=ids, use_cache=False))
+        if torch.equal(alone, wide):
+            raise UnsupportedModel(f"{name}: {Doubt.WINDOW_UNSEEN.sentence}")
+        if not _alike(alone, cached):
+            raise UnsupportedModel(f"{name}: its window depends on the cache that it is given")
+
+
+class _Narrowed:
+    """The model with another window: the same weights in modules of another configuration."""
+
+    def __init__(self, model: PreTrainedModel, window: int) -> None:
+        config = deepcopy(model.config)
+        text: Any = config.get_text_config(decoder=True)
+        text.sliding_window = window
+        self._twin = twin_of(model, config)
+        self._tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers(remove_duplicate=False)
+        )
+
+    def is_like(self, model: PreTrainedModel) -> bool:
+        """Returns whether both have the same modules."""
+        kinds = [[type(one) for one in made.modules()] for made in (self._twin, model)]
+        return kinds[0] == kinds[1]
+
+    def __call__(self, **named: Any) -> Any:
+        return functional_call(self._twin, self._tensors, (), named)
+
+
+def _both(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Results without a cache, and with one that two passes fill."""
+    past = DynamicCache()
+    alone = results_of(model(input_ids=ids, use_cache=False))
+    parts = [
+        results_of(model(input_ids=part, past_key_values=past, use_cache=True))
+        for part in (ids[:, :_SPLIT], ids[:, _SPLIT:])
+    ]
+    return alone, torch.cat(parts, dim=1)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether results agree; of narrow dtypes at most tokens may differ, as experts are chosen."""
+    scale = one.abs().max().clamp_min(1e-30)
+    deviation = ((one - other).abs().amax(dim=-1) / scale).nan_to_num(nan=0.0)
+    tolerance = _TOLERANCE.get(one.dtype, _TOLERANCE_NARROW)
+    allowed = _NUM_TOKENS // 4 if one.dtype in _NARROW else 0
+    return int((deviation > tolerance).sum()) <= allowed
+
+
+def _reason(model: PreTrainedModel) -> str:
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "use_bidirectional_attention", False):
+        return Doubt.BIDIRECTIONAL.sentence
+    return (
+        "it computes otherwise with a cache than without: its attention also looks ahead, or its "
+        "positions depend on the length of the cache"
+    )

@@ -1,0 +1,921 @@
+"""Planted identities of `PromptCache`: a model in the caller's hands, and its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from model_directories import tensors
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvconnect.connector.offload.store import stored_as
+from kvconnect.digest import model_digest
+from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
+from kvconnect.integrations.transformers import PromptCache
+from kvconnect.trace import metrics
+
+T = 16
+LENGTH = 40
+ALL = LENGTH - 1  # the last token is computed
+
+Change = Callable[[PreTrainedModel], object]
+
+
+def load(directory: Path, **more: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, **{"dtype": torch.float64} | more)
+
+
+def prompt(length: int = LENGTH, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 250, (1, length), generator=generator)
+
+
+def given(ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def opened(model: PreTrainedModel, store: str, **more: object) -> PromptCache:
+    config = {"url": store, "staging_bytes": 8 << 20, "lookup_timeout_ms": 5000}
+    return PromptCache(model, config, tokens_per_block=T, **more)
+
+
+def generate(model: PreTrainedModel, ids: Tensor, **more: object) -> list[list[int]]:
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(**given(ids), **settings | more).tolist()
+
+
+def loaded(model: PreTrainedModel, prompts: PromptCache, ids: Tensor | None = None) -> int:
+    """How many tokens were loaded for an answer that is the model's own."""
+    ids = prompt() if ids is None else ids
+    past = prompts.prefill(given(ids))
+    assert generate(model, ids, past_key_values=past) == generate(model, ids)
+    return past.loaded_tokens[0] if past.loaded_tokens else 0
+
+
+def finds(model: PreTrainedModel, store: str, ids: Tensor | None = None, **more: object) -> int:
+    with opened(model, store, **more) as prompts:
+        return loaded(model, prompts, ids)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    return f"disk://{tmp_path}/kv?capacity=64MiB"
+
+
+@pytest.fixture(scope="module")
+def llama_directory(model_of: Callable[[str], Path]) -> Path:
+    return model_of("llama")
+
+
+@pytest.fixture(scope="module")
+def other_directory(llama_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same configuration and other weights."""
+    return with_weights(llama_directory, tmp_path_factory.mktemp("other") / "model", other_weights)
+
+
+def other_weights(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.flip(0).contiguous() for name, tensor in found.items()}
+
+
+def with_weights(
+    source: Path, target: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> Path:
+    """A copy of the directory `source` with changed weights."""
+    shutil.copytree(source, target)
+    file = target / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    return target
+
+
+@pytest.fixture
+def model(llama_directory: Path) -> PreTrainedModel:
+    """To be changed."""
+    return load(llama_directory)
+
+
+@pytest.fixture
+def filled(llama_directory: Path, store: str) -> str:
+    """A store with what the unchanged model computed."""
+    assert finds(load(llama_directory), store) == 0
+    return store
+
+
+def as_before(directory: Path, store: str) -> None:
+    """What was stored under the directory's name is still its own, and found."""
+    assert finds(load(directory), store) == ALL
+
+
+# ---------------------------------------------------------------------- the files of a directory
+
+
+@pytest.mark.planted("files-alone", "prompt_cache", "hit")
+@pytest.mark.parametrize("arch", ["llama", "mixtral", "gemma3", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_unchanged_model_has_the_name_of_its_directory(model_of, arch, dtype):
+    """Renamed, merged, tied and cast weights, and buffers that no file has, are recognised."""
+    directory = model_of(arch)
+    model = load(directory, dtype=dtype, experts_implementation="eager")
+    with PromptCache(model, {"url": "memory:", "namespace": "shared"}) as prompts:
+        assert prompts._digest == stored_as(model_digest(directory), prompts._config)
+
+
+@pytest.mark.planted("other-model", "prompt_cache", "key")
+def test_another_model_in_the_same_place(llama_directory, other_directory, store, tmp_path):
+    place = tmp_path / "model"
+    shutil.copytree(llama_directory, place)
+    assert finds(load(place), store) == 0
+    shutil.rmtree(place)
+    shutil.copytree(other_directory, place)
+    assert finds(load(place), store) == 0
+    as_before(llama_directory, store)
+
+
+@pytest.mark.planted("weight-byte", "prompt_cache", "key")
+def test_one_byte_of_a_file(llama_directory, filled, tmp_path):
+    place = tmp_path / "model"
+    shutil.copytree(llama_directory, place)
+    file = place / "model.safetensors"
+    before = file.stat()
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert finds(load(place), filled) == 0
+
+
+@pytest.mark.planted("config-changed", "prompt_cache", "key")
+@pytest.mark.planted("other-window", "prompt_cache", "key")
+@pytest.mark.parametrize(
+    ("arch", "settings"), [("llama", {"rms_norm_eps": 1e-2}), ("mistral", {"sliding_window": 9})]
+)
+def test_another_setting_of_the_directory(model_of, store, tmp_path, arch, settings):
+    place = tmp_path / "model"
+    shutil.copytree(model_of(arch), place)
+    assert finds(load(place), store) == 0
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | settings))
+    assert finds(load(place), store) == 0
+    as_before(model_of(arch), store)
+
+
+@pytest.mark.planted("overridden-configuration", "prompt_cache", "key")
+def test_a_setting_that_is_given_while_it_is_loaded(llama_directory, filled):
+    rope = {"rope_type": "default", "rope_theta": 77.0}
+    for count in (0, ALL):
+        assert finds(load(llama_directory, rope_parameters=rope), filled) == count
+
+
+@pytest.mark.planted("computes-in-other-dtype", "prompt_cache", "key")
+def test_another_dtype(llama_directory, filled):
+    with opened(load(llama_directory, dtype=torch.float32), filled) as prompts:
+        assert prompts.prefill(given(prompt())).loaded_tokens == (0,)
+
+
+@pytest.mark.planted("index-changed", "prompt_cache", "key")
+def test_an_index_that_names_other_files(llama_directory, store, tmp_path):
+    place = tmp_path / "model"
+    shutil.copytree(llama_directory, place)
+    found = load_file(place / "model.safetensors")
+    save_file(found, place / "one.safetensors", {"format": "pt"})
+    save_file(other_weights(found), place / "two.safetensors", {"format": "pt"})
+    (place / "model.safetensors").unlink()
+    index = place / "model.safetensors.index.json"
+
+    def names(file: str) -> PreTrainedModel:
+        weights = dict.fromkeys(found, file)
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+        return load(place)
+
+    counts = [finds(names(f"{one}.safetensors"), store) for one in ("one", "two", "one", "two")]
+    assert counts == [0, 0, ALL, ALL]
+
+
+BESIDE = [
+    pytest.param(
+        "model-00001-of-00001.safetensors",
+        marks=pytest.mark.planted("file-beside-index", "prompt_cache", "key"),
+    ),
+    pytest.param(
+        "consolidated.safetensors",
+        marks=pytest.mark.planted("consolidated-beside-hf", "prompt_cache", "key"),
+    ),
+    pytest.param("model.pt", marks=pytest.mark.planted("pt-beside", "prompt_cache", "key")),
+    pytest.param("model.gguf", marks=pytest.mark.planted("gguf-beside", "prompt_cache", "key")),
+    pytest.param("weights.npz", marks=pytest.mark.planted("npz-beside", "prompt_cache", "key")),
+]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_weights_that_a_loader_took_from_a_file_beside_the_usual_ones(
+    llama_directory, other_directory, store, tmp_path, name
+):
+    """Whichever loader it was: memory is not what the usual files hold."""
+    place = tmp_path / "model"
+    shutil.copytree(llama_directory, place)
+    shutil.copy(other_directory / "model.safetensors", place / name)
+    assert finds(load(place), store) == 0
+    taken = load(place)
+    taken.load_state_dict(load(other_directory).state_dict())
+    for count in (0, ALL):
+        assert finds(taken, store) == count
+    assert finds(load(place), store) == ALL
+
+
+@pytest.mark.planted("variant", "prompt_cache", "key")
+@pytest.mark.planted("subfolder", "prompt_cache", "key")
+@pytest.mark.planted("transformers-weights", "prompt_cache", "key")
+@pytest.mark.planted("bin-beside-safetensors", "prompt_cache", "key")
+@pytest.mark.parametrize("how", ["variant", "subfolder", "transformers_weights", "bin"])
+def test_weights_that_transformers_is_told_to_load_instead(
+    llama_directory, other_directory, store, tmp_path, how
+):
+    place, other = tmp_path / "model", other_directory / "model.safetensors"
+    shutil.copytree(llama_directory, place)
+    more: dict[str, object] = {}
+    if how == "variant":
+        shutil.copy(other, place / "model.fp64.safetensors")
+        more = {"variant": "fp64"}
+    elif how == "subfolder":
+        shutil.copytree(other_directory, place / "sub")
+        more = {"subfolder": "sub"}
+    elif how == "transformers_weights":
+        shutil.copy(other, place / "mine.safetensors")
+    else:
+        torch.save(load_file(other), place / "pytorch_model.bin")
+        more = {"use_safetensors": False}
+    assert finds(load(place), store) == 0
+    if how == "transformers_weights":
+        config = json.loads((place / "config.json").read_text())
+        config["transformers_weights"] = "mine.safetensors"
+        (place / "config.json").write_text(json.dumps(config))
+    told = load(place, **more)
+    assert generate(told, prompt()) == generate(load(other_directory), prompt())
+    for count in (0, ALL):
+        assert finds(told, store) == count
+
+
+@pytest.mark.planted("params-json", "prompt_cache", "equal")
+@pytest.mark.planted("quantize-config", "prompt_cache", "equal")
+@pytest.mark.planted("adapter-in-directory", "prompt_cache", "equal")
+@pytest.mark.parametrize("name", ["params.json", "quantize_config.json", "adapter_config.json"])
+def test_files_that_transformers_does_not_read(llama_directory, store, tmp_path, name):
+    """`finds` compares the tokens. With peft, an adapter would be attached, which is refused."""
+    place = tmp_path / "model"
+    shutil.copytree(llama_directory, place)
+    for dim in (1, 2):
+        (place / name).write_text(json.dumps({"lora_alpha": dim}))
+        if name.startswith("adapter"):
+            (place / "adapter_model.safetensors").write_bytes(tensors("lora_A", seed=dim))
+        finds(load(place), store)
+
+
+@pytest.mark.planted("switched-while-loading", "prompt_cache", "key")
+@pytest.mark.planted("replaced-after-loading", "prompt_cache", "key")
+@pytest.mark.parametrize("by", ["link", "files"])
+def test_a_directory_that_is_replaced_once_the_model_is_loaded(
+    llama_directory, other_directory, store, tmp_path, by
+):
+    place = tmp_path / "model"
+    if by == "link":
+        place.symlink_to(llama_directory)
+        model = load(place)
+        place.unlink()
+        place.symlink_to(other_directory)
+    else:
+        shutil.copytree(llama_directory, place)
+        model = load(place)
+        # The old file stays mapped by the model.
+        (place / "model.safetensors").unlink()
+        shutil.copy(other_directory / "model.safetensors", place)
+    assert finds(model, store) == 0
+    assert finds(load(other_directory), store) == 0
+    assert finds(model, store) == ALL
+
+
+# ---------------------------------------------------------------------- what is in memory
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank part beside it, as adapters are attached."""
+
+    def __init__(self, base: nn.Linear, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        shape = base.out_features, base.in_features
+        self.base = base
+        self.added = nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        self.on = True
+
+    def forward(self, given: Tensor) -> Tensor:
+        found = self.base(given)
+        return found + nn.functional.linear(given, self.added) if self.on else found
+
+
+def attach(model: PreTrainedModel, seed: int = 1) -> Adapted:
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = Adapted(attention.v_proj, seed)
+    return attention.v_proj
+
+
+def key_weight(model: PreTrainedModel) -> nn.Parameter:
+    return model.model.layers[0].self_attn.k_proj.weight
+
+
+def halve(module: object, _: object, output: Tensor) -> Tensor:
+    return output / 2
+
+
+def add_hook(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.register_forward_hook(halve)
+
+
+def patch_forward(model: PreTrainedModel) -> None:
+    mlp = model.model.layers[0].mlp
+    plain = mlp.forward
+    mlp.forward = lambda hidden: plain(hidden) / 2
+
+
+def replace_class(model: PreTrainedModel) -> None:
+    class Halved(type(model.model.layers[0].mlp)):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) / 2
+
+    model.model.layers[0].mlp.__class__ = Halved
+
+
+def merge(model: PreTrainedModel) -> None:
+    weight = key_weight(model)
+    with torch.no_grad():
+        weight.add_(torch.ones(weight.shape[0], 1) @ torch.ones(1, weight.shape[1]) / 8)
+
+
+def fused_step(model: PreTrainedModel) -> None:
+    """Trainer's default optimizer, which writes past PyTorch's version counter."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def cast_to_and_fro(model: PreTrainedModel) -> None:
+    model.bfloat16().double()
+
+
+def round_weights(model: PreTrainedModel) -> None:
+    """As quantisation does, without its package."""
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_((one * 8).round() / 8)
+
+
+def quantise(model: PreTrainedModel) -> None:
+    class QuantLinear(nn.Linear):
+        def forward(self, given: Tensor) -> Tensor:
+            return nn.functional.linear(given, (self.weight * 4).round() / 4)
+
+    model.model.layers[0].self_attn.q_proj.__class__ = QuantLinear
+
+
+def change_inv_freq(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.inv_freq.data.mul_(0.5)
+
+
+def change_setting(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = layer.self_attn.scaling * 2
+    model.config.attention_bias = True
+
+
+def resize(model: PreTrainedModel) -> None:
+    torch.manual_seed(5)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+
+
+def write_uncounted(model: PreTrainedModel) -> None:
+    key_weight(model).data.mul_(1.5)
+
+
+def write_one_number(model: PreTrainedModel) -> None:
+    key_weight(model).data[3, 5] += 0.5
+
+
+def replace_storage(model: PreTrainedModel) -> None:
+    weight = key_weight(model)
+    weight.data = weight.data * 1.5
+
+
+CHANGES = {
+    "merged-adapter": merge,
+    "cast-to-and-fro": cast_to_and_fro,
+    "quantization": round_weights,
+    "buffer-changed": change_inv_freq,
+    "setting-changed": change_setting,
+    "embeddings-resized": resize,
+    "fused-optimizer": fused_step,
+    "uncounted-write": write_uncounted,
+    "one-number": write_one_number,
+    "storage-replaced": replace_storage,
+    "hook-added": add_hook,
+    "forward-patched": patch_forward,
+    "class-replaced": replace_class,
+    "adapter-attached": attach,
+    "quantised-in-memory": quantise,
+}
+CODE = {"hook-added", "forward-patched", "class-replaced", "adapter-attached"} | {
+    "quantised-in-memory"
+}
+
+
+@pytest.mark.planted("merged-adapter", "prompt_cache", "key")
+@pytest.mark.planted("cast-to-and-fro", "prompt_cache", "key")
+@pytest.mark.planted("quantization", "prompt_cache", "key")
+@pytest.mark.planted("buffer-changed", "prompt_cache", "key")
+@pytest.mark.planted("setting-changed", "prompt_cache", "key")
+@pytest.mark.planted("embeddings-resized", "prompt_cache", "key")
+@pytest.mark.parametrize("row", sorted(CHANGES.keys() - CODE))
+def test_what_changed_before_the_cache_was_made_has_a_name_of_its_own(
+    llama_directory, model, filled, row
+):
+    CHANGES[row](model)
+    for count in (0, ALL):
+        assert finds(model, filled) == count
+    as_before(llama_directory, filled)
+
+
+@pytest.mark.planted("hook-added", "prompt_cache", "refused")
+@pytest.mark.planted("forward-patched", "prompt_cache", "refused")
+@pytest.mark.planted("adapter-switched", "prompt_cache", "refused")
+@pytest.mark.planted("quantised-in-memory", "prompt_cache", "refused")
+@pytest.mark.parametrize("row", sorted(CODE))
+def test_code_that_no_digest_covers_needs_a_name(llama_directory, model, filled, row):
+    CHANGES[row](model)
+    with pytest.raises(UnsupportedModel, match="give model_revision"):
+        opened(model, filled)
+    for count in (0, ALL):
+        assert finds(model, filled, model_revision="mine@1") == count
+
+
+@pytest.mark.planted("weights-from-elsewhere", "prompt_cache", "key")
+def test_random_weights_under_the_name_of_a_directory(llama_directory, model, filled):
+    torch.manual_seed(7)
+    dummy = AutoModelForCausalLM.from_config(model.config, dtype=torch.float64).eval()
+    dummy.config.name_or_path = dummy.name_or_path = str(llama_directory)
+    for count in (0, ALL):
+        assert finds(dummy, filled) == count
+
+
+@pytest.mark.planted("weights-not-stored", "prompt_cache", "key")
+def test_layers_that_the_files_lack_are_named_by_what_they_were_initialised_with(
+    llama_directory, store, tmp_path
+):
+    def without_last(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: one for name, one in found.items() if ".layers.2.self_attn" not in name}
+
+    place = with_weights(llama_directory, tmp_path / "model", without_last)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        assert finds(load(place), store) == 0
+
+
+@pytest.mark.planted("same-revision", "prompt_cache", "key")
+@pytest.mark.parametrize("how", ["given", "set", "buffer"])
+def test_settings_beside_a_promised_revision(llama_directory, model, store, how):
+    assert finds(model, store, model_revision="mine@1") == 0
+    rope = {"rope_type": "default", "rope_theta": 77.0}
+    if how == "given":
+        other = load(llama_directory, rope_parameters=rope)
+    else:
+        other = load(llama_directory)
+        (change_setting if how == "set" else change_inv_freq)(other)
+    for count in (0, ALL):
+        assert finds(other, store, model_revision="mine@1") == count
+    assert finds(load(llama_directory), store, model_revision="mine@1") == ALL
+
+
+@pytest.mark.planted("other-block-size", "prompt_cache", "key")
+def test_another_block_size(model, filled):
+    config = {"url": filled, "lookup_timeout_ms": 5000}
+    with PromptCache(model, config, tokens_per_block=8) as prompts:
+        assert loaded(model, prompts) == 0
+
+
+# ---------------------------------------------------------------------- changes while it is used
+
+
+def uncached() -> dict[str, float]:
+    """Counts of what was not cached, by reason."""
+    return {
+        dict(labels)["reason"]: found["engine.request.uncached"]
+        for labels, found in metrics.by_labels().items()
+        if "engine.request.uncached" in found and "reason" in dict(labels)
+    }
+
+
+@contextmanager
+def counted_by_reason() -> Iterator[None]:
+    before = uncached()
+    yield
+    assert uncached() != before
+
+
+@pytest.mark.planted("fused-optimizer", "prompt_cache", "refused")
+@pytest.mark.planted("uncounted-write", "prompt_cache", "refused")
+@pytest.mark.planted("storage-replaced", "prompt_cache", "refused")
+@pytest.mark.planted("changed-between-generates", "prompt_cache", "refused")
+@pytest.mark.parametrize("row", CHANGES)
+def test_what_changes_between_two_generates_ends_the_cache(llama_directory, model, store, row):
+    other = prompt(seed=2)
+    with opened(model, store) as prompts:
+        assert loaded(model, prompts) == 0
+        assert prompts.flush()
+        CHANGES[row](model)
+        with counted_by_reason():
+            past = prompts.prefill(given(prompt()))
+        assert past.not_cached
+        assert generate(model, prompt(), past_key_values=past) == generate(model, prompt())
+        assert loaded(model, prompts, other) == 0
+        assert prompts.prefill(given(other)).loaded_tokens == ()
+    as_before(llama_directory, store)
+    assert finds(load(llama_directory), store, other) == 0
+
+
+@pytest.mark.planted("changed-before-generate", "prompt_cache", "refused")
+@pytest.mark.parametrize("row", sorted(CHANGES.keys() - {"embeddings-resized", "one-number"}))
+@pytest.mark.parametrize("restored", [True, False])
+def test_what_changes_between_prefill_and_generate(llama_directory, model, store, row, restored):
+    """What was loaded is not used, and what is computed is not saved."""
+    ids = prompt()
+    if restored:
+        assert finds(load(llama_directory), store) == 0
+    with opened(model, store) as prompts:
+        past = prompts.prefill(given(ids))
+        assert past.loaded_tokens == (ALL * restored,)
+        CHANGES[row](model)
+        if restored:
+            with pytest.raises(UsageError, match=r"call prefill\(\)"):
+                generate(model, ids, past_key_values=past)
+        else:
+            assert generate(model, ids, past_key_values=past) == generate(model, ids)
+        del past
+        prompts.flush()
+    assert finds(load(llama_directory), store) == ALL * restored
+
+
+@pytest.mark.parametrize("row", ["fused-optimizer", "hook-added", "buffer-changed"])
+def test_what_was_computed_before_a_change_was_noticed_is_not_saved(
+    llama_directory, model, store, row
+):
+    """Also not what came before it: no check tells when it was."""
+    with opened(model, store) as prompts:
+        past = prompts.prefill(given(prompt()))
+        generate(model, prompt(), past_key_values=past)
+        CHANGES[row](model)
+        del past
+        with counted_by_reason():
+            assert prompts.flush()
+    assert finds(load(llama_directory), store) == 0
+
+
+@pytest.mark.planted("training-mode", "prompt_cache", "refused")
+def test_training_mode(llama_directory, store):
+    model = load(llama_directory, attention_dropout=0.5)
+    with opened(model, store) as prompts:
+        assert loaded(model, prompts) == 0
+        assert prompts.flush()
+        model.train()
+        assert "training mode" in prompts.prefill(given(prompt(seed=2))).not_cached
+    with opened(model, store) as prompts:  # made in that mode
+        assert "training mode" in prompts.prefill(given(prompt())).not_cached
+        model.eval()
+        assert "another PromptCache" in prompts.prefill(given(prompt())).not_cached
+    assert finds(model, store) == ALL
+
+
+@pytest.mark.planted("weights-updated", "prompt_cache", "refused")
+@pytest.mark.planted("weights-reloaded", "prompt_cache", "refused")
+@pytest.mark.parametrize("assign", [False, True])
+def test_another_model_s_weights_in_this_one(llama_directory, other_directory, store, assign):
+    model = load(llama_directory)
+    with opened(model, store) as prompts:
+        assert loaded(model, prompts) == 0
+        assert prompts.flush()
+        model.load_state_dict(load(other_directory).state_dict(), assign=assign)
+        assert "weights were changed" in prompts.prefill(given(prompt())).not_cached
+    assert finds(model, store) == 0
+    as_before(llama_directory, store)
+
+
+@pytest.mark.planted("adapter-weights-changed", "prompt_cache", "refused")
+@pytest.mark.parametrize("how", ["weights", "switched"])
+def test_an_adapter_under_a_promised_name(model, store, how):
+    adapter = attach(model)
+    with opened(model, store, model_revision="mine+adapter@1") as prompts:
+        assert loaded(model, prompts) == 0
+        assert prompts.flush()
+        if how == "weights":
+            adapter.added.data.mul_(2)
+        else:
+            adapter.on = False
+        assert prompts.prefill(given(prompt())).not_cached
+        if how == "switched":
+            adapter.on = True
+            assert prompts.prefill(given(prompt())).not_cached  # once is enough
+    if how == "switched":
+        assert finds(model, store, model_revision="mine+adapter@1") == ALL
+
+
+def test_a_switch_for_the_time_of_one_generate_is_noticed(model, store):
+    """No check sees it: before and after the model is what it was."""
+    adapter = attach(model)
+    with opened(model, store, model_revision="mine@1") as prompts:
+        past = prompts.prefill(given(prompt()))
+        adapter.on = False
+        generate(model, prompt(), past_key_values=past)
+        adapter.on = True
+        del past
+        assert prompts.flush()
+        assert loaded(model, prompts) == 0
+
+
+@pytest.mark.planted("other-adapter", "prompt_cache", "key")
+@pytest.mark.planted("no-adapter", "prompt_cache", "key")
+def test_adapters_are_apart_by_the_names_that_they_were_given(llama_directory, model, filled):
+    assert finds(model, filled) == ALL
+    for number in (1, 2):
+        adapted = load(llama_directory)
+        attach(adapted, seed=number)
+        for count in (0, ALL):
+            assert finds(adapted, filled, model_revision=f"mine+adapter@{number}") == count
+    assert finds(model, filled) == ALL
+
+
+@pytest.mark.planted("paused", "prompt_cache", "hit")
+def test_what_changes_nothing_keeps_the_cache(model, store):
+    with opened(model, store) as prompts:
+        loaded(model, prompts)
+        assert prompts.flush()
+        model.train()
+        model.eval()
+        model.to("cpu").requires_grad_(requires_grad=False)
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+        for _ in range(2):
+            assert loaded(model, prompts) == ALL
+
+
+# ---------------------------------------------------------------------- passes
+
+
+def full(model: PreTrainedModel, past: object, ids: Tensor, **more: object) -> None:
+    model(ids, past_key_values=past, use_cache=True, **more)
+
+
+def inner(model: PreTrainedModel, past: object, ids: Tensor) -> None:
+    mask = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
+    model.model(ids, past_key_values=past, use_cache=True, attention_mask=mask)
+
+
+def unhooked(model: PreTrainedModel, past: object, ids: Tensor) -> None:
+    model.forward(ids, past_key_values=past, use_cache=True)
+
+
+def with_4d_mask(model: PreTrainedModel, past: object, ids: Tensor) -> None:
+    length = ids.shape[1]
+    mask = torch.zeros(1, 1, length, length, dtype=torch.float64)
+    full(model, past, ids, attention_mask=mask)
+
+
+def with_positions(model: PreTrainedModel, past: object, ids: Tensor) -> None:
+    full(model, past, ids, position_ids=torch.arange(ids.shape[1])[None] * 2)
+
+
+def with_embeddings(model: PreTrainedModel, past: object, ids: Tensor) -> None:
+    embedded = model.get_input_embeddings()(ids) * 2
+    model(inputs_embeds=embedded, past_key_values=past, use_cache=True)
+
+
+def with_other_tokens(model: PreTrainedModel, past: object, ids: Tensor) -> None:
+    full(model, past, ids.flip(1))
+
+
+def with_hole(model: PreTrainedModel, past: object, ids: Tensor) -> None:
+    mask = torch.ones_like(ids)
+    mask[:, 5:9] = 0
+    full(model, past, ids, attention_mask=mask)
+
+
+def under_autocast(model: PreTrainedModel, past: object, ids: Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        full(model, past, ids)
+
+
+@pytest.mark.planted("inner-model-called", "prompt_cache", "refused")
+@pytest.mark.planted("mask-4d", "prompt_cache", "refused")
+@pytest.mark.planted("embeddings-given", "prompt_cache", "refused")
+@pytest.mark.planted("prompt-embeddings", "prompt_cache", "refused")
+@pytest.mark.parametrize(
+    "compute",
+    [
+        *(inner, unhooked, with_4d_mask, with_positions, with_embeddings, with_other_tokens),
+        *(with_hole, under_autocast),
+    ],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_what_other_passes_compute_is_not_saved(model, store, compute, later):
+    """Of a second pass: what the first computed is saved, and nothing behind it."""
+    ids = prompt(5 * T, seed=3)[:, : 2 * T if later else None]
+    with opened(model, store) as prompts:
+        past = prompts.prefill(given(prompt(5 * T, seed=3)))
+        if later:
+            full(model, past, ids)
+            later_pass(compute, model, past, prompt(5 * T, seed=3)[:, 2 * T :])
+        else:
+            compute(model, past, ids)
+        del past
+        assert prompts.flush()
+        found = prompts.prefill(given(prompt(5 * T, seed=3)))
+        assert found.loaded_tokens == (2 * T if later else 0,)
+
+
+def later_pass(compute, model, past, ids):
+    if compute in {with_4d_mask, inner}:
+        length = ids.shape[1]
+        mask = torch.zeros(1, 1, length, 2 * T + length, dtype=torch.float64)
+        called = model if compute is with_4d_mask else model.model
+        called(ids, past_key_values=past, use_cache=True, attention_mask=mask)
+    elif compute is with_hole:
+        mask = torch.ones(1, 2 * T + ids.shape[1], dtype=torch.int64)
+        mask[:, 5:9] = 0
+        full(model, past, ids, attention_mask=mask)
+    else:
+        compute(model, past, ids)
+
+
+@pytest.mark.planted("mask-of-later-pass", "prompt_cache", "refused")
+@pytest.mark.planted("positions-of-later-pass", "prompt_cache", "refused")
+@pytest.mark.parametrize("how", ["mask", "positions"])
+def test_later_steps_with_masks_and_positions_of_their_own(model, store, how):
+    ids = prompt(5 * T, seed=4)
+    with opened(model, store) as prompts:
+        past = prompts.prefill(given(ids))
+        full(model, past, ids[:, : 2 * T])
+        for at in range(2 * T, 4 * T):
+            more: dict[str, Tensor] = {"attention_mask": torch.ones(1, at + 1, dtype=torch.int64)}
+            if at >= 3 * T and how == "mask":
+                more["attention_mask"][:, 3] = 0
+            if at >= 3 * T and how == "positions":
+                more["position_ids"] = torch.tensor([[at + 7]])
+            full(model, past, ids[:, at : at + 1], **more)
+        del past
+        assert prompts.flush()
+        assert prompts.prefill(given(ids)).loaded_tokens == (3 * T,)
+
+
+@pytest.mark.planted("cropped", "prompt_cache", "key")
+def test_a_cache_that_is_cropped_is_saved_by_what_it_then_computes(model, store):
+    ids, other = prompt(4 * T, seed=5), prompt(4 * T, seed=6)
+    with opened(model, store) as prompts:
+        past = prompts.prefill(given(ids))
+        full(model, past, ids[:, : 3 * T])
+        past.crop(-T)
+        full(model, past, other[:, 2 * T :])
+        del past
+        assert prompts.flush()
+        mixed = torch.cat([ids[:, : 2 * T], other[:, 2 * T :]], dim=1)
+        assert prompts.prefill(given(ids)).loaded_tokens == (2 * T,)
+        assert loaded(model, prompts, mixed) == 4 * T - 1
+
+
+@pytest.mark.planted("foreign-pass", "prompt_cache", "refused")
+@pytest.mark.parametrize("how", ["pass", "pass and crop", "tensor", "in place"])
+def test_what_others_write_into_a_cache(llama_directory, other_directory, store, how):
+    model, other = load(llama_directory), load(other_directory)
+    ids = prompt(5 * T, seed=7)
+    with opened(model, store) as prompts:
+        past = prompts.prefill(given(ids))
+        full(model, past, ids[:, : 2 * T])
+        if how.startswith("pass"):
+            if "crop" in how:
+                past.crop(-T)
+            full(other, past, ids[:, T if "crop" in how else 2 * T : 3 * T])
+        elif how == "tensor":
+            past.layers[0].keys = past.layers[0].keys * 2
+        else:
+            past.layers[0].keys.mul_(2)
+        full(model, past, ids[:, past.get_seq_length() :])
+        del past
+        assert prompts.flush()
+        count = {"pass": 2 * T, "pass and crop": T}.get(how, 0)
+        assert prompts.prefill(given(ids)).loaded_tokens == (count,)
+
+
+# ---------------------------------------------------------------------- models that a cache changes
+
+
+def small(name: str, **more: object) -> PreTrainedModel:
+    """A random model of transformers' class `name`."""
+    torch.manual_seed(3)
+    kind = getattr(transformers, name)
+    common = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2} | {
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }
+    made = kind(kind.config_class(**common | more)).double().eval()
+    for one in made.parameters():
+        if one.ndim > 1:
+            nn.init.normal_(one, std=0.3)
+    return made
+
+
+@pytest.mark.planted("bidirectional", "prompt_cache", "refused")
+@pytest.mark.planted("encoder-as-decoder", "prompt_cache", "refused")
+@pytest.mark.planted("window-not-passed", "prompt_cache", "refused")
+@pytest.mark.planted("alibi-by-length", "prompt_cache", "refused")
+@pytest.mark.parametrize(
+    ("name", "more", "reason"),
+    [
+        (
+            "Gemma3ForCausalLM",
+            {"num_key_value_heads": 2, "head_dim": 16, "use_bidirectional_attention": True},
+            "looks ahead",
+        ),
+        ("BertLMHeadModel", {}, "computes otherwise with a cache"),
+        (
+            "MoshiForCausalLM",
+            {"num_key_value_heads": 4, "sliding_window": 12, "ffn_dim": 128},
+            "not passed",
+        ),
+        ("MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "length of the cache"),
+    ],
+)
+def test_models_that_a_cache_changes_are_refused(name, more, reason):
+    with pytest.raises(UnsupportedModel, match=reason):
+        PromptCache(small(name, **more), "memory:")
+
+
+@pytest.mark.parametrize("name", ["Starcoder2ForCausalLM", "Cohere2ForCausalLM"])
+def test_models_that_pass_their_window_on_are_served(name, store):
+    model = small(name, num_key_value_heads=2, sliding_window=12)
+    for count in (0, ALL):
+        assert finds(model, store) == count
+
+
+@pytest.mark.planted("dynamic-rope", "prompt_cache", "refused")
+@pytest.mark.planted("long-factors", "prompt_cache", "refused")
+@pytest.mark.parametrize(("kind", "longest"), [("dynamic", 63), ("longrope", 64)])
+def test_prompts_of_the_length_where_rope_turns(llama_directory, store, kind, longest):
+    rope: dict[str, object] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+        rope["original_max_position_embeddings"] = 64
+    length = 64 if kind == "dynamic" else 128
+    model = load(llama_directory, rope_parameters=rope, max_position_embeddings=length)
+    turning, ids = prompt(longest + 1), prompt(longest)
+    with opened(model, store) as prompts:
+        for _ in range(2):
+            past = prompts.prefill(given(turning))
+            assert f"over {longest} tokens" in past.not_cached
+            assert generate(model, turning, past_key_values=past, max_new_tokens=3)
+        for count in (0, longest - 1):
+            past = prompts.prefill(given(ids))
+            assert past.loaded_tokens == (count,)
+            full(model, past, ids[:, count:])
+            del past
+            assert prompts.flush()
+
+
+# ---------------------------------------------------------------------- what comes with a prompt
+
+
+@pytest.mark.planted("other-picture", "prompt_cache", "refused")
+@pytest.mark.planted("picture-settings", "prompt_cache", "refused")
+@pytest.mark.planted("sound-or-video", "prompt_cache", "refused")
+@pytest.mark.parametrize("name", ["pixel_values", "input_features", "inputs_embeds"])
+def test_inputs_beside_tokens(model, store, name):
+    with opened(model, store) as prompts, counted_by_reason():
+        past = prompts.prefill(given(prompt()) | {name: torch.ones(1, 3)})
+    assert name in past.not_cached
+
+
+@pytest.mark.planted("other-salt", "prompt_cache", "key")
+@pytest.mark.planted("long-salt", "prompt_cache", "key")
+def test_salts_that_begin_alike(model, store):
+    salts = ["a", "b", "a" * 1000, "a" * 999 + "b"]
+    with opened(model, store) as prompts:
+        for salt in salts:
+            past = prompts.prefill(given(prompt()), cache_salt=salt)
+            assert past.loaded_tokens == (0,)
+            generate(model, prompt(), past_key_values=past)
+            del past
+            assert prompts.flush()
+        with pytest.raises((ConfigurationError, ValueError), match="salt"):
+            prompts.prefill(given(prompt()), cache_salt="")
