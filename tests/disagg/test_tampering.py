@@ -85,6 +85,7 @@ def handed_over(prefill, decode, prompt):
     return list(output.output_token_ids), output.reused_store_tokens
 
 
+@pytest.mark.planted("bit-in-data", "transfer", "refused")
 def test_no_changed_bit_of_a_block_is_used(pair, answer_of, counted):
     prefill, decode, between = pair
     rng = random.Random(11)
@@ -137,6 +138,7 @@ class OtherBlock:
         return [flip(frame, 8 * (ids.end() + 4 * self._block))]
 
 
+@pytest.mark.planted("bit-in-block-id", "transfer", "equal")
 def test_no_changed_id_of_a_block_changes_an_answer(pair, answer_of):
     prefill, decode, between = pair
     handed_over(prefill, decode, prompt_of(100, 0))

@@ -58,6 +58,7 @@ REQUEST_NBYTES = 28 + 16 + 64 * 16 + 16
 ANSWER_NBYTES = 16 + 16 + MiB + 4 * 8
 
 
+@pytest.mark.planted("bit-in-data", "transfer", "refused")
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
 def test_no_flipped_bit_is_taken_for_what_was_asked_for(relayed, secret):
     relay, reader, handle, memory = relayed(secret)
