@@ -4,7 +4,8 @@ Usage: ``python examples/disaggregated.py [--model DIR] [--transport tcp|nixl] [
 
 Sends prompts to both processes, the way a router does: first one after the other, then at the same
 time, so that each layer is read while the next one is computed. Prints what each took, and fails if
-an answer differs from that of one engine alone, or a prompt was not transferred.
+an answer differs from that of one engine alone, or a prompt was not transferred. Both processes
+prove to each other that they are this user's, by a secret in a file that no other user can read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from kvconnect import LLM, DecodeConnector, PrefillConnector, SamplingParams, TransferConfig
 from kvconnect.engine.checkpoint.random_model import make_model
+from kvconnect.transfer.local_secret import local_secret
 
 Transport: TypeAlias = Literal["tcp", "nixl"]
 
@@ -43,7 +45,8 @@ class Row:
 
 def prefill_process(model: Path, transport: Transport, router: Connection) -> None:
     """Computes what the router sends, and hands it out; ends with ``None``."""
-    connector = PrefillConnector(transfer=TransferConfig(role="prefill", transport=transport))
+    transfer = TransferConfig(role="prefill", transport=transport, secret=local_secret())
+    connector = PrefillConnector(transfer=transfer)
     with LLM(model, connector=connector, max_num_tokens=512, dtype="float64") as llm:
         router.send(None)
         while (work := router.recv()) is not None:
@@ -71,7 +74,9 @@ def run(model: Path, transport: Transport, num_tokens: int, count: int) -> list[
             LLM(
                 model,
                 connector=DecodeConnector(
-                    transfer=TransferConfig(role="decode", transport=transport)
+                    transfer=TransferConfig(
+                        role="decode", transport=transport, secret=local_secret()
+                    )
                 ),
                 dtype="float64",
             ) as decode,

@@ -232,6 +232,8 @@ class TransferConfig(Settings):
             or does not go on with. Then it computes.
         min_bytes_per_s: a pull that has moved nothing for 2 s and the time its bytes take at this
             rate has failed.
+        verify: ``full``: the side that reads compares digests with the other side before what it
+            read counts. TCP has checksums of its own; NIXL leaves integrity to the fabric.
     """
 
     role: Literal["prefill", "decode", "both"] = "both"
@@ -244,6 +246,7 @@ class TransferConfig(Settings):
     max_lease_total: Annotated[int, Field(gt=0)] | None = None
     claim_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     min_bytes_per_s: Annotated[float, Field(gt=0)] = 16e6
+    verify: Literal["none", "full"] = "none"
 
     def __init__(self, /, *args: Any, **values: Any) -> None:
         secret = values.get("secret")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from dataclasses import dataclass
 
 import xxhash
 
 from kvconnect.transfer.secret import SharedSecret
 
-__all__ = ["CODE_NBYTES", "GUARD_NBYTES", "Seal"]
+__all__ = ["CODE_NBYTES", "GUARD_NBYTES", "Seal", "Seals"]
 
 CODE_NBYTES = 16
 """Bytes of a code."""
@@ -70,3 +71,11 @@ class Seal:
     def derived(self, purpose: bytes) -> bytes:
         """Returns 8 bytes for `purpose` that both sides know, and with a secret only they."""
         return hashlib.blake2b(purpose, digest_size=8, key=self._key).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Seals:
+    """The codes of both ways of a connection: what the one asks, and what the other answers."""
+
+    requests: Seal
+    answers: Seal

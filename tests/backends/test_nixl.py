@@ -305,7 +305,7 @@ def test_portions_cover_each_block_once(sizes, unit, most, chance):
         assert 0 < portion.nbytes <= most
         local = np.zeros(portion.nbytes, np.uint8)
         starts = np.cumsum([0, *(part.nbytes for part in portion.parts)])
-        for reads in portion.reads(0, 0, starts[:-1].tolist()):
+        for reads in portion.reads(granted, 0, starts[:-1].tolist()):
             for far, near in zip(reads.remote_offsets, reads.local_offsets, strict=True):
                 local[near : near + reads.nbytes] = remote[far : far + reads.nbytes]
         for part, start in zip(portion.parts, starts, strict=False):

@@ -223,6 +223,8 @@ def resized(wholes: Sequence[KvCacheLayout], size: int) -> tuple[KvCacheLayout, 
     return tuple(replace(one, tokens_per_block=size) for one in wholes)
 
 
+@pytest.mark.planted("rank-share", "transfer", "equal")
+@pytest.mark.planted("other-rank-count", "transfer", "equal")
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (4, 2), (2, 4)])
 @pytest.mark.parametrize("wholes", MODELS.values(), ids=MODELS)
 def test_every_rank_gets_its_heads(

@@ -122,6 +122,7 @@ def test_a_prefill_that_samples_a_token_is_handed_out_too(open_one, answer_of):
     assert output.reused_store_tokens == 69
 
 
+@pytest.mark.planted("blocks-passed-by-window", "transfer", "refused")
 def test_what_a_window_gave_up_is_not_handed_out(model_of, open_one, answer_of):
     # As it generates, the prefill's window moves on from the block that the reader needs.
     prefill = open_one("prefill", model_of("gemma3"))

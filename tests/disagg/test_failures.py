@@ -199,6 +199,7 @@ def test_one_prefill_by_two_names_is_read_by_both(open_one, answer_of, counted):
         assert output.reused_store_tokens == 89
 
 
+@pytest.mark.planted("other-model-at-peer", "transfer", "refused")
 def test_other_weights_are_refused(model_of, llama, open_one, answer_of, counted, tmp_path):
     from kvconnect.engine.checkpoint.random_model import make_model
 
@@ -267,6 +268,7 @@ def test_a_prompt_whose_blocks_are_not_kept_is_handed_out_no_more(
     leaks_nothing(prefill, decode)
 
 
+@pytest.mark.planted("stale-lease", "transfer", "refused")
 def test_a_reader_that_comes_too_late_computes(open_one, answer_of):
     prefill = open_one("prefill", transfer={"lease_s": 0.2, "claim_timeout_s": 0.2})
     decode = open_one("decode")
@@ -349,6 +351,8 @@ def test_a_prefill_that_does_not_go_on_is_not_waited_for(open_one, answer_of, st
     leaks_nothing(prefill, decode)
 
 
+@pytest.mark.planted("request-reset", "transfer", "equal")
+@pytest.mark.planted("request-new-again", "transfer", "equal")
 def test_the_prefill_is_preempted(open_one, answer_of, stop_at):
     # The first runs long enough to need the blocks of the second, which is being handed out.
     prefill = open_one(

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 
+import pytest
 import server_child
 from server_fleet import started
 from server_process import request_bytes, running, wait_until
 
+from kvconnect.errors import PeerRefused
 from kvconnect.server.trust import ROUTER_SECRET_HEADER
+from kvconnect.transfer.control.endpoint import Endpoint
+from kvconnect.transfer.control.handshake import shake_hands
+from kvconnect.transfer.control.wire import Wire
 
 PROMPT = "A prompt goes to one server, and its answer comes from another one. " * 8
 ASKED = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
@@ -35,6 +41,30 @@ def test_prompts_move_over_nixl_as_over_tcp(model, server, tmp_path):
         assert decode.figure("kvconnect_transfer_pull_failures_total") == 0
         wait_until(servers.idle, "nothing is left", 30)
         assert [one.stop() for one in (*servers.decode, *servers.prefill)] == [0, 0]
+
+
+def test_servers_of_one_user_share_a_secret_that_strangers_do_not_know(
+    model, tmp_path, monkeypatch
+):
+    """None is given to them: the first makes one, in a file that the others find."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVCONNECT_TRANSFER_SECRET", raising=False)
+    with started(model, tmp_path, 1, 1) as servers:
+        (prefill,), (decode,) = servers.prefill, servers.decode
+        _, handed, _ = prefill.post(ASKED | OUT)
+        given = handed["kv_transfer_params"]
+        status, _, _ = decode.post(ASKED | {"kv_transfer_params": given})
+        assert status == 200
+        assert decode.figure("kvconnect_transfer_tokens_total", outcome="fetched") > 0
+        wire = Wire(
+            socket.create_connection((given["remote_host"], given["remote_port"])),
+            limit=4096,
+            silence_s=5,
+        )
+        stranger = Endpoint(lambda: pytest.fail("it was asked who it is"), lambda *_: None)
+        with pytest.raises(PeerRefused, match="secret: is set at the peer and not here"):
+            shake_hands(wire, stranger, initiator=True)
+        wire.close()
 
 
 def test_a_server_of_both_roles_answers_all_requests_and_ends(model, server, tmp_path):

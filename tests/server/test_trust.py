@@ -127,6 +127,10 @@ def test_vllms_form_of_the_field_is_taken():
             ["serve", "/no/model", "--role", "prefill", "--transfer-listen", "0.0.0.0:7600"],
             "needs a secret",
         ),
+        (
+            ["serve", "/no/model", "--role", "decode", "--peer", "127.0.0.1", "--peer", "10.0.0.7"],
+            "--peer 10.0.0.7: is not on this machine; set KVCONNECT_TRANSFER_SECRET",
+        ),
         (["route", "--decode", "localhost:8001"], "number 1 is no URL of a server"),
         (["route", "--decode", "http://a", "--host", "0.0.0.0"], "set an API key"),
         (["route", "--decode", "http://a", "--max-requests", "0"], "max_requests"),

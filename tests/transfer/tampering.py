@@ -58,6 +58,20 @@ class Tampering:
         return {"repeat": [data, data], "drop": []}[self.how]
 
 
+class FlippedBit:
+    """One bit of what passes one way from now on, so many bytes from here."""
+
+    def __init__(self, way: str, bit: int) -> None:
+        self._way, self._bit = way, bit
+
+    def __call__(self, way: str, _: int, data: bytes) -> list[bytes]:
+        bit = self._bit
+        if way != self._way:
+            return [data]
+        self._bit -= 8 * len(data)
+        return [flip(data, bit) if 0 <= bit < 8 * len(data) else data]
+
+
 class Relay:
     """Listens on `host` and carries what comes to a port of 127.0.0.1, and back.
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from peer_process import MiB, pattern
-from tampering import TO_CLIENT, TO_SERVER, Relay, flip
+from tampering import TO_CLIENT, TO_SERVER, FlippedBit, Relay
 
 from kvconnect.errors import PullFailed
 from kvconnect.transfer.reads import RUN, Reads
@@ -25,20 +25,6 @@ from kvconnect.transfer.tcp.stream import Corrupt, Stream
 from kvconnect.transfer.tcp.wire import receive_request, send_request
 
 SECRET = "correct horse battery staple"
-
-
-class FlippedBit:
-    """One bit of what passes one way from now on, so many bytes from here."""
-
-    def __init__(self, way: str, bit: int) -> None:
-        self._way, self._bit = way, bit
-
-    def __call__(self, way: str, _: int, data: bytes) -> list[bytes]:
-        bit = self._bit
-        if way != self._way:
-            return [data]
-        self._bit -= 8 * len(data)
-        return [flip(data, bit) if 0 <= bit < 8 * len(data) else data]
 
 
 @pytest.fixture
@@ -72,6 +58,7 @@ REQUEST_NBYTES = 28 + 16 + 64 * 16 + 16
 ANSWER_NBYTES = 16 + 16 + MiB + 4 * 8
 
 
+@pytest.mark.planted("bit-in-data", "transfer", "refused")
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
 def test_no_flipped_bit_is_taken_for_what_was_asked_for(relayed, secret):
     relay, reader, handle, memory = relayed(secret)

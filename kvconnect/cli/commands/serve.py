@@ -6,6 +6,9 @@ import argparse
 import os
 from functools import partial
 
+from pydantic import SecretStr
+
+from kvconnect.address import host_and_port, is_loopback
 from kvconnect.cli.command import add_number, picked
 from kvconnect.cli.options.engine_options import (
     add_cache_options,
@@ -21,6 +24,8 @@ from kvconnect.cli.options.http_options import (
     tell_url,
 )
 from kvconnect.config import TransferConfig
+from kvconnect.errors import ConfigurationError
+from kvconnect.transfer.local_secret import local_secret
 
 __all__ = ["add_options", "run"]
 
@@ -76,7 +81,8 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
         f"Behind `kvconnect route`, prompts are computed on one server and answered on another. "
         f"From the environment come {ROUTER_SECRET}, which requests with kv_transfer_params must "
         f"carry then (role both needs it), and {_TRANSFER_SECRET}, which prefill and decode "
-        "servers prove to each other to know.",
+        "servers prove to each other to know. Without it servers of one user on one machine share "
+        "a secret that the first of them makes.",
     )
     group.add_argument(
         "--role",
@@ -104,7 +110,7 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="HOST[:PORT]",
         help="a prefill server that prompts may be fetched from; may be repeated (default: any on "
-        "this machine)",
+        f"this machine); on another machine {_TRANSFER_SECRET} is required",
     )
 
 
@@ -146,11 +152,30 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _transfer_of(arguments: argparse.Namespace) -> TransferConfig | None:
+    """Returns the settings of the transfer, with a secret in any case.
+
+    Raises:
+        ConfigurationError: a setting is wrong, a peer on another machine needs a secret that was
+            not given, or none can be kept for this user.
+    """
     if arguments.role is None:
         return None
-    return TransferConfig(
+    given = TransferConfig(
         **picked(arguments, "role", "transport"),
         listen=arguments.transfer_listen,
         advertise=arguments.transfer_advertise,
         secret=os.environ.get(_TRANSFER_SECRET),
     )
+    if given.secret is not None:
+        return given
+    for peer in arguments.peer:
+        with_port = peer if ":" in peer.rpartition("]")[2] else f"{peer}:0"
+        if not is_loopback(host_and_port(with_port)[0]):
+            raise ConfigurationError(
+                f"--peer {peer}: is not on this machine; set {_TRANSFER_SECRET}, the same here and "
+                "there"
+            )
+    try:
+        return given.model_copy(update={"secret": SecretStr(local_secret())})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{_TRANSFER_SECRET}: {error}") from error

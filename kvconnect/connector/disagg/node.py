@@ -19,14 +19,20 @@ from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.fetch.links import Links
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
-from kvconnect.errors import ConfigurationError, UsageError
+from kvconnect.errors import BadMessage, ConfigurationError, UsageError
 from kvconnect.shards import dividing_rank
 from kvconnect.trace import metrics
 from kvconnect.transfer.control.description import Compat, PoolInfo
+from kvconnect.transfer.control.digests import FindDigest, FoundDigest
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import Claim, Hello, Unknown
+from kvconnect.transfer.digests import (
+    LARGEST_DEVICE_NBYTES,
+    can_be_digested,
+    digest_of_pieces,
+)
 from kvconnect.transfer.leases.server import Send
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.secret import SharedSecret
@@ -72,6 +78,7 @@ class TransferNode:
         self._wakeup: Callable[[], None] = lambda: None
         self._pools: tuple[PoolInfo, ...] = ()
         self._memory: tuple[Tensor, ...] = ()
+        self._regions: dict[int, Tensor] = {}
         self._transport: Transport | None = None
         self._listener: Listener | None = None
         self._links: Links | None = None
@@ -102,6 +109,12 @@ class TransferNode:
             PoolInfo.of(region, len(pool.tensor), pool.layout)
             for region, pool in zip(regions, pools, strict=True)
         )
+        if config.verify == "full" and not all(map(can_be_digested, self._memory)):
+            raise ConfigurationError(
+                f"transfer.verify='full': pools on a device may have {LARGEST_DEVICE_NBYTES} bytes "
+                "each at most, as every block is copied to the host for its digest"
+            )
+        self._regions = dict(zip(regions, self._memory, strict=True))
         pool_nbytes = sum(pool.tensor.numel() * pool.tensor.element_size() for pool in pools)
         if config.role != "decode":
             most_s = _OWN_SHARE * connector.save_timeout_s
@@ -129,6 +142,7 @@ class TransferNode:
                 quarantine=self._quarantine,
                 wakeup=self._wake,
                 heads=self._heads,
+                verified=self._regions if config.verify == "full" else None,
             )
             self._links = Links(
                 self._hello,
@@ -300,8 +314,19 @@ class TransferNode:
             server.disconnected(*self._ways.pop(channel))
         elif isinstance(event, Claim) and self.offers.is_gone(event.request):
             channel.send(Unknown(seq=event.seq, request=event.request, epoch=event.epoch))
+        elif isinstance(event, FindDigest):
+            channel.send(self._digest_of(event))
         else:
             server.handle(event, *self._ways[channel])
+
+    def _digest_of(self, asked: FindDigest) -> FoundDigest:
+        memory, digest = self._regions.get(asked.region), None
+        if memory is not None and can_be_digested(memory):
+            try:
+                digest = digest_of_pieces(memory, asked.offsets, asked.nbytes)
+            except ValueError as error:
+                raise BadMessage(f"FindDigest.offsets: {error}") from error
+        return FoundDigest(seq=asked.seq, digest=digest)
 
     # ------------------------------------------------------------------ one per LlmArgs
 

@@ -11,5 +11,5 @@ Imports the vocabulary, and of the room above `secret` and `seal`. Begin with `m
 said; of `fields`, and first a `description` of each side) and `channel` (a connection that is
 open). `handshake` opens one; `listener` and `peer` are its two ends; `packing` and `wire` make
 bytes and frames of a message; `events` is how what comes in reaches another thread. `keyed` are the
-messages of those that read blocks by key.
+messages of those that read blocks by key, `digests` those that compare what was read.
 """

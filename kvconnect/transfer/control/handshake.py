@@ -51,6 +51,7 @@ _HELLO_LIMIT = 2 << 20
 _MAGIC = b"kvconnect-ctl\n\0\xff"
 _OPENING = struct.Struct(f">{len(_MAGIC)}sHB32s")
 _WITH_SECRET = 1
+_OF_THE_MODEL = Compat.model_fields.keys() - {"block_format", "transport"}
 _DIFFERS = (
     "the two sides have another model or another cache; the log of the side that refused says in "
     "what they differ (with a shared secret it is said here)"
@@ -173,7 +174,7 @@ class _Handshake:
 
 def _refusal(error: PeerRefused, *, known: bool) -> Error:
     """Returns what the peer is told: one that has not proved itself learns nothing of the model."""
-    if error.field in Compat.model_fields and not known:
+    if error.field in _OF_THE_MODEL and not known:
         return Error(kind="refused", field="compat", message=_DIFFERS)
     detail = str(error).removeprefix(f"{error.field}: ")[:1024]
     return Error(kind="refused", field=error.field, message=detail)

@@ -15,14 +15,13 @@ import secrets
 import socket
 import struct
 import time
-from dataclasses import dataclass
 
 from kvconnect.errors import PeerUnreachable
-from kvconnect.transfer.seal import Seal
+from kvconnect.transfer.seal import Seal, Seals
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.stream import receive_exactly
 
-__all__ = ["Seals", "answer", "greet"]
+__all__ = ["answer", "greet"]
 
 _MAGIC = b"KVT\x03"
 _NONCE_NBYTES = 32
@@ -30,14 +29,6 @@ _GREETING = struct.Struct("<4s32s")
 _CLAIM = struct.Struct("<4s16s32s32s")
 _ANSWER = struct.Struct("<B32s")
 _OK, _WRONG_SECRET, _WRONG_INCARNATION = range(3)
-
-
-@dataclass(frozen=True, slots=True)
-class Seals:
-    """The codes of what both sides send after the handshake."""
-
-    requests: Seal
-    answers: Seal
 
 
 def _seals(secret: SharedSecret | None, *nonces: bytes) -> Seals:

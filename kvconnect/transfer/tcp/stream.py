@@ -15,11 +15,10 @@ import xxhash
 
 from kvconnect.transfer.reads import Runs, pieces
 from kvconnect.transfer.regions import Region
+from kvconnect.transfer.seal import Seals
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kvconnect.transfer.tcp.handshake import Seals
 
 __all__ = ["PIECE_NBYTES", "Corrupt", "Disconnected", "Stream", "prepare", "receive_exactly"]
 

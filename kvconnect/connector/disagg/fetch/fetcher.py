@@ -6,8 +6,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
@@ -25,12 +27,16 @@ from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads, stored_heads
 from kvconnect.trace import count, warn_once
+from kvconnect.transfer.digests import digest_of_pieces
 from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.reads import Reads
 from kvconnect.transfer.transport import PeerHandle, Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Fetcher"]
 
@@ -57,6 +63,8 @@ class Fetcher:
         min_bytes_per_s: below this rate a pull has failed.
         quarantine: of blocks that failed pulls may still write to.
         heads: of each pool group, which of the model's this rank has; by default all.
+        verified: this side's pools by their region, where digests of both sides are compared
+            before what was read counts; ``None``: they are not.
         wakeup: called when `take_ended` or `take_failed` has news.
 
     Attributes:
@@ -76,11 +84,13 @@ class Fetcher:
         quarantine: Quarantine,
         wakeup: Callable[[], None],
         heads: Sequence[StoredHeads] = (),
+        verified: Mapping[int, Tensor] | None = None,
     ) -> None:
         self._transport = transport
         self._heads = tuple(heads or stored_heads(layouts, Shard()))
         self._layouts = layouts
         self._regions = regions
+        self._verified = verified
         self._load_s = load_s
         self._idle_s = idle_s
         self._min_bytes_per_s = min_bytes_per_s
@@ -231,6 +241,7 @@ class Fetcher:
             source=source,
             idle_s=self._idle_s,
             deadline=time.monotonic() + self._load_s,
+            verify=self._verified is not None,
         )
 
     def _cancel(self, request_id: int) -> None:
@@ -267,6 +278,25 @@ class Fetcher:
         )
         pull.terminal.add_callback(lambda: self._post(partial(fetch.pull_terminal, pull)))
         return pull
+
+    def digests(self, fetch: Fetch, link: Link, reads: Reads) -> Future[bool]:
+        """Asks whether the other side has the same in `reads`, and compares on this thread."""
+        same: Future[bool] = Future()
+        answer = link.digest(reads)
+
+        def compare() -> None:
+            theirs = None if answer.cancelled() else answer.result()
+            ours = None
+            if theirs is not None and self._verified is not None:
+                memory = self._verified[reads.local_region]
+                ours = digest_of_pieces(memory, reads.local_offsets.tolist(), reads.nbytes)
+            if theirs is None or ours != theirs:
+                count("transfer.bad_digests")
+            same.set_result(theirs is not None and ours == theirs)
+            fetch.advance()
+
+        answer.add_done_callback(lambda _: self._post(compare))
+        return same
 
     def _start(self, link: Link, reads: Reads, deadline_s: float) -> Pull:
         error: Exception | None = None

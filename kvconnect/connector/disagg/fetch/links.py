@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
 from kvconnect.address import host_and_port
 from kvconnect.errors import ConfigurationError, KvConnectError, RetryLater
+from kvconnect.transfer.control.digests import FindDigest, FoundDigest
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Deliver, Disconnected, Event, Sender
 from kvconnect.transfer.control.messages import Hello
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.leases.client import LeaseClient
+from kvconnect.transfer.reads import Reads
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.transport import PeerHandle, Transport
 
@@ -40,6 +43,41 @@ class Link:
         self.handle: PeerHandle | None = None
         self.refused: Exception | None = None
         self.users = 0
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._asked: dict[int, Future[int | None]] = {}
+
+    def digest(self, reads: Reads) -> Future[int | None]:
+        """Asks for the digest of the remote side of `reads`; does not block.
+
+        Cancelled when the connection is lost; ``None``: the engine makes no digest of it.
+        """
+        number, answer = next(self._numbers), Future[int | None]()
+        with self._lock:
+            self._asked[number] = answer
+        message = FindDigest(
+            seq=number,
+            region=reads.remote_region,
+            nbytes=reads.nbytes,
+            offsets=tuple(reads.remote_offsets.tolist()),
+        )
+        if self.peer is None or not self.peer.send(message):
+            self.forget_answers()
+        return answer
+
+    def answered(self, said: FoundDigest) -> None:
+        """Takes an answer to `digest`; on the channel's thread."""
+        with self._lock:
+            answer = self._asked.pop(said.seq, None)
+        if answer is not None and answer.set_running_or_notify_cancel():
+            answer.set_result(said.digest)
+
+    def forget_answers(self) -> None:
+        """Cancels what was asked: no answer comes any more."""
+        with self._lock:
+            asked, self._asked = list(self._asked.values()), {}
+        for answer in asked:
+            answer.cancel()
 
     @property
     def attempts(self) -> int:
@@ -187,12 +225,15 @@ class Links:
             self._client.connected(link.address, channel.send)
         elif isinstance(event, Disconnected):
             self._client.disconnected(link.address, channel.send)
+            link.forget_answers()
             with self._lock:
                 handle, link.handle = link.handle, None
                 shared = any(other.handle is handle for other in self._links.values())
             if handle is not None and not shared:
                 self._transport.disconnect(handle)
             self._lost(link, event.reason)
+        elif isinstance(event, FoundDigest):
+            link.answered(event)
         else:
             self._client.handle(event, link.address)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
@@ -37,6 +38,9 @@ class FetchHost(Protocol):
     def pull(self, fetch: Fetch, link: Link, reads: Reads) -> Pull:
         """Start a pull; its end, and that it is terminal, come back as calls on this thread."""
 
+    def digests(self, fetch: Fetch, link: Link, reads: Reads) -> Future[bool]:
+        """Asks whether the other side has the same in `reads`; the answer is a call, too."""
+
     def release(self, claimed: Claimed) -> Outcome:
         """The last read has ended."""
 
@@ -63,6 +67,7 @@ class Fetch:
         source: which rank of the other side it is, and which heads come from there.
         idle_s: waits for so long for the other side to compute more.
         deadline: when it ends at the latest, on the monotonic clock.
+        verify: digests of both sides are compared before what was read counts.
 
     Attributes:
         over: it succeeded, failed or was cancelled.
@@ -81,6 +86,7 @@ class Fetch:
         source: Source,
         idle_s: float,
         deadline: float,
+        verify: bool = False,
     ) -> None:
         self.order = order
         self.claim = claim
@@ -102,6 +108,8 @@ class Fetch:
         self._progress_at = time.monotonic()
         self._look_at: float | None = None  # again, for whether there is a connection
         self._released_at: float | None = None
+        self._unverified: deque[Reads] | None = None if verify else deque()
+        self._verifying: set[Future[bool]] = set()
 
     @property
     def writes_ended(self) -> bool:
@@ -199,8 +207,27 @@ class Fetch:
             self._pulls.add(pull)
             self._reading.add(pull)
         all_is_read = self._plan.complete and not self._ready and not self._reading
-        if all_is_read and claimed.mark.kept:
+        if all_is_read and claimed.mark.kept and self._verified():
             self._release(claimed)
+
+    def _verified(self) -> bool:
+        """Returns whether the other side has said that it has all that was read."""
+        if self._unverified is None:
+            self._unverified = deque(
+                part
+                for reads in self._plan.checks(self._remote)
+                for part in cut_reads(reads, _PULL_NBYTES)
+            )
+        for asked in [one for one in self._verifying if one.done()]:
+            self._verifying.discard(asked)
+            self._progress_at = time.monotonic()
+            if asked.cancelled() or not asked.result():
+                self.fail("the other side has other bytes than those that were read, or says none")
+                return False
+        while self._unverified and len(self._verifying) < _PULLS_IN_FLIGHT:
+            part = self._unverified.popleft()
+            self._verifying.add(self._host.digests(self, self.link, part))
+        return not self._verifying
 
     def _release(self, claimed: Claimed) -> None:
         """All of it was read; a request that waits for it goes on before the other side is told."""

@@ -155,11 +155,34 @@ class FetchPlan:
                 span = range(layers[0], layers[-1] + 1)
                 yield from self._strided(group, remote, range(begin, end), span)
 
+    def checks(self, remote: Sequence[RemoteBlocks]) -> Iterator[Reads]:
+        """Yields every byte that the load makes valid, and none behind its last token.
+
+        To be compared with the other side, which may have written behind that since it was read.
+        """
+        for group, (layout, ids) in enumerate(zip(self._layouts, self._order.blocks, strict=True)):
+            if not ids or not self._needs(group):
+                continue
+            first, size = self._order.first_blocks[group], layout.tokens_per_block
+            whole = 0
+            if self._is_same(group, remote[group]):
+                whole = max(0, min(len(ids), self._order.end // size - first))
+            if whole:
+                yield self._reads(group, remote[group], range(whole), 0, layout.num_layers)
+            rest, layers = range(whole, len(ids)), range(layout.num_layers)
+            yield from self._strided(group, remote[group], rest, layers, exact=True)
+
     def _is_same(self, group: int, remote: RemoteBlocks) -> bool:
         return remote.layout is None or remote.layout == self._layouts[group]
 
     def _strided(
-        self, group: int, remote: RemoteBlocks, blocks: range, layers: range
+        self,
+        group: int,
+        remote: RemoteBlocks,
+        blocks: range,
+        layers: range,
+        *,
+        exact: bool = False,
     ) -> list[Reads]:
         layout, theirs = self._layouts[group], remote.layout or self._layouts[group]
         ours = slice(0, layout.num_kv_heads)
@@ -174,6 +197,7 @@ class FetchPlan:
             BlockRun(self._regions[group], layout, target, first, ids),
             tokens=range(first * size, min((first + len(ids)) * size, self._order.end)),
             layers=layers,
+            exact=exact,
         )
 
     def _their_size(self, group: int, remote: RemoteBlocks) -> int:

@@ -54,7 +54,7 @@ class _Plane:
 
 
 def strided_reads(
-    remote: BlockRun, local: BlockRun, *, tokens: range, layers: range
+    remote: BlockRun, local: BlockRun, *, tokens: range, layers: range, exact: bool = False
 ) -> list[Reads]:
     """Reads that bring `tokens` of `layers` from `remote` to `local`: every byte once.
 
@@ -70,11 +70,12 @@ def strided_reads(
         tokens: of the request, within both runs; beginning at a multiple of both block sizes'
             smaller one.
         layers: indices within the pool group.
+        exact: each piece is of one token, so that none holds bytes behind the last one.
     """
     if not tokens or not layers:
         return []
     unit = 1
-    if remote.is_whole and local.is_whole:
+    if remote.is_whole and local.is_whole and not exact:
         unit = min(remote.layout.tokens_per_block, local.layout.tokens_per_block)
     begins = np.arange(tokens.start, tokens.stop, unit, dtype=np.int64)
     size = local.layout.dtype.itemsize

@@ -1,0 +1,60 @@
+"""The messages by which D compares what it has read with what P has, beside those of `messages`."""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from kvconnect.transfer.control.fields import Count, Number32
+from kvconnect.transfer.control.messages import Message
+
+__all__ = ["MAX_PIECES", "FindDigest", "FoundDigest"]
+
+MAX_PIECES = 1 << 16
+"""The most pieces under one digest."""
+
+
+def _numbers_of(value: object) -> object:
+    if not isinstance(value, bytes):
+        return value
+    if len(value) % 8:
+        raise ValueError(f"{len(value)} bytes are no uint64 array")
+    return struct.unpack(f"<{len(value) // 8}Q", value)
+
+
+def _packed(numbers: tuple[int, ...]) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+class FindDigest(Message):
+    """D asks for the digest of pieces of P's memory that it has read under a lease.
+
+    Attributes:
+        seq: the answer repeats it.
+        region: number of the memory at P's transport.
+        nbytes: of each piece.
+        offsets: of the pieces, in bytes.
+    """
+
+    code: ClassVar[int] = 21
+
+    seq: Count
+    region: Number32
+    nbytes: Annotated[int, Field(ge=1, lt=1 << 48)]
+    offsets: Annotated[
+        tuple[Count, ...],
+        Field(min_length=1, max_length=MAX_PIECES),
+        BeforeValidator(_numbers_of),
+        PlainSerializer(_packed),
+    ]
+
+
+class FoundDigest(Message):
+    """Answers a `FindDigest`: the xxh3-64 of the pieces; ``None``: P makes none of that memory."""
+
+    code: ClassVar[int] = 22
+
+    seq: Count
+    digest: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
