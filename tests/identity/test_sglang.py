@@ -498,8 +498,10 @@ def uncached() -> float:
         ),
     ],
 )
-def test_replaced_weights_end_the_storage(stored, directory, way):
-    with serving(directory) as server:
+@pytest.mark.parametrize("settings", [{}, {"enable_eplb": True}], ids=["watched", "moving"])
+def test_replaced_weights_end_the_storage(stored, directory, way, settings):
+    """Also where SGLang moves weights about, so that they are not watched."""
+    with serving(directory, **settings) as server:
         storage = stored.open(directory, server)
         assert save(storage)
         assert works(storage)
@@ -517,6 +519,15 @@ def test_replaced_weights_end_the_storage(stored, directory, way):
         assert works(renamed)
         assert not works(storage)
     assert stored.found(directory) == PAGES  # a server with the old weights
+
+
+@pytest.mark.parametrize("moving", [{"enable_eplb": True}, {"offload_group_size": 2}])
+def test_weights_that_sglang_moves_by_itself_keep_the_storage(stored, directory, moving):
+    with serving(directory, **moving) as server:
+        storage = stored.open(directory, server)
+        assert save(storage)
+        server.worker.model_runner.model.load_weights()
+        assert works(storage)
 
 
 @pytest.mark.planted("uncounted-write", "sglang", "refused")
