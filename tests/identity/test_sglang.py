@@ -407,6 +407,16 @@ def test_weights_from_elsewhere_are_refused(stored, directory):
     refuse(stored, directory, "load-format=dummy", load_format="dummy")
     refuse(stored, directory, "load-format='remote'", load_format="remote")
     refuse(stored, directory, "weights of '/base'", resolved={"model_path": "/base"})
+    extra = '{"qlora_adapter_name_or_path": "/adapter"}'
+    refuse(stored, directory, "another directory", model_loader_extra_config=extra)
+    with serving(directory) as server:
+        model, own = server.worker.model_runner.model, SimpleNamespace(model_or_path=str(directory))
+        model.secondary_weights = [own]
+        stored.open(directory, server)
+        model.secondary_weights = [own, SimpleNamespace(model_or_path="org/text-model")]
+        with pytest.raises(ConfigurationError, match="another directory"):
+            stored.open(directory, server)
+        stored.open(directory, server, model_revision="org/name@1")
 
 
 @pytest.mark.planted("forward-patched", "sglang", "refused")
