@@ -407,6 +407,16 @@ def test_weights_from_elsewhere_are_refused(stored, directory):
     refuse(stored, directory, "load-format=dummy", load_format="dummy")
     refuse(stored, directory, "load-format='remote'", load_format="remote")
     refuse(stored, directory, "weights of '/base'", resolved={"model_path": "/base"})
+    extra = '{"qlora_adapter_name_or_path": "/adapter"}'
+    refuse(stored, directory, "another directory", model_loader_extra_config=extra)
+    with serving(directory) as server:
+        model, own = server.worker.model_runner.model, SimpleNamespace(model_or_path=str(directory))
+        model.secondary_weights = [own]
+        stored.open(directory, server)
+        model.secondary_weights = [own, SimpleNamespace(model_or_path="org/text-model")]
+        with pytest.raises(ConfigurationError, match="another directory"):
+            stored.open(directory, server)
+        stored.open(directory, server, model_revision="org/name@1")
 
 
 @pytest.mark.planted("forward-patched", "sglang", "refused")
@@ -498,8 +508,10 @@ def uncached() -> float:
         ),
     ],
 )
-def test_replaced_weights_end_the_storage(stored, directory, way):
-    with serving(directory) as server:
+@pytest.mark.parametrize("settings", [{}, {"enable_eplb": True}], ids=["watched", "moving"])
+def test_replaced_weights_end_the_storage(stored, directory, way, settings):
+    """Also where SGLang moves weights about, so that they are not watched."""
+    with serving(directory, **settings) as server:
         storage = stored.open(directory, server)
         assert save(storage)
         assert works(storage)
@@ -517,6 +529,15 @@ def test_replaced_weights_end_the_storage(stored, directory, way):
         assert works(renamed)
         assert not works(storage)
     assert stored.found(directory) == PAGES  # a server with the old weights
+
+
+@pytest.mark.parametrize("moving", [{"enable_eplb": True}, {"offload_group_size": 2}])
+def test_weights_that_sglang_moves_by_itself_keep_the_storage(stored, directory, moving):
+    with serving(directory, **moving) as server:
+        storage = stored.open(directory, server)
+        assert save(storage)
+        server.worker.model_runner.model.load_weights()
+        assert works(storage)
 
 
 @pytest.mark.planted("uncounted-write", "sglang", "refused")

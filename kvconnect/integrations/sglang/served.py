@@ -89,7 +89,15 @@ def _refuse_other_weights(server: Server, *, is_named: bool) -> None:
             f"model-path={shown(given)}: SGLang loads the weights of {shown(loaded)} for it; "
             f"{_NAME_THEM}"
         )
-    module = type(getattr(server.runner, "model", None)).__module__
+    model = getattr(server.runner, "model", None)
+    sources = (str(one.model_or_path) for one in getattr(model, "secondary_weights", ()))
+    extra = str(server.setting("model_loader_extra_config"))
+    if any(one != str(given) for one in sources) or "qlora_adapter_name_or_path" in extra:
+        raise ConfigurationError(
+            "the model's class, or model-loader-extra-config, has SGLang load weights of another "
+            f"directory, too; {_NAME_THEM}"
+        )
+    module = type(model).__module__
     if server.runner is not None and module.partition(".")[0] not in ("sglang", "builtins"):
         raise ConfigurationError(
             f"the model's class is of the package {shown(module)}: its code is not in the keys; "

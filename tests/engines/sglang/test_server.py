@@ -34,7 +34,7 @@ def test_settings_are_those_in_effect(tmp_path):
     [
         *("model_path", "revision", "download_dir", "load_format", "context_length"),
         *("weight_version", "kv_cache_dtype", "enable_lora", "lora_paths"),
-        *("enable_weights_cpu_backup", "dllm_algorithm"),
+        *("enable_weights_cpu_backup", "dllm_algorithm", "model_loader_extra_config"),
         "disaggregation_decode_enable_offload_kvcache",
         *server._SETTINGS,
         *server._FILES,
