@@ -297,7 +297,7 @@ def test_what_it_cannot_do_right_is_refused(classes, configured, tiny, tmp_path)
     for load_format in ("dummy", SimpleNamespace(name="DUMMY")):
         with pytest.raises(ConfigurationError, match="load_format='dummy'"):
             classes[0](trt.llm_args(tiny, T, load_format=load_format))
-    with pytest.raises(ConfigurationError, match=r"checkpoint_loader: .*model_revision"):
+    with pytest.raises(ConfigurationError, match=r"checkpoint_loader=object: .*model_revision"):
         classes[0](trt.llm_args(tiny, T, checkpoint_loader=object()))
     for drafts in (SimpleNamespace(decoding_type="Eagle"), SimpleNamespace()):
         with pytest.raises(UnsupportedModel, match=r"speculative_config: .* serves NGram"):

@@ -23,6 +23,7 @@ from kvconnect.integrations.core.requests import RequestMaker, extra_key_of
 from kvconnect.integrations.trtllm.settings import (
     ENGINE,
     check_engine,
+    check_model,
     engine_settings,
     variant_of,
 )
@@ -74,6 +75,7 @@ class Attachment:
         self._directory = directory_of(
             str(llm_args.model), revision=getattr(llm_args, "revision", None)
         )
+        check_model(llm_args, self._directory)
         self._digest = digest_of_model(self._directory, revision=self.settings.own.model_revision)
         self._access: StoreAccess | None = None
         self._maker: RequestMaker | None = None

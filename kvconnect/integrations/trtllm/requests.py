@@ -19,7 +19,8 @@ __all__ = ["TrackedRequest", "tracked"]
 # Of a request: what changes keys and values, and is not in its tokens. None of it is told apart.
 _UNTOLD = (
     *("lora_id", "lora_task_id", "lora_weights", "lora_config", "prompt_embedding_table"),
-    *("multimodal_hashes", "multimodal_embedding", "py_multimodal_data", "mrope_rotary_cos_sin"),
+    *("multimodal_hashes", "multimodal_positions", "multimodal_lengths", "multimodal_uuids"),
+    *("multimodal_embedding", "py_multimodal_data", "mrope_rotary_cos_sin"),
     *("encoder_tokens", "input_token_extra_ids", "position_ids", "prompt_adapter_id"),
 )
 
