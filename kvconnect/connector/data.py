@@ -10,6 +10,7 @@ from torch import Tensor
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.parallel import Mapping, ParallelConfig
+from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockHash, BlockKey, Shard
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import RankShard, StoredHeads, stored_heads
@@ -17,6 +18,7 @@ from kvconnect.shards import RankShard, StoredHeads, stored_heads
 __all__ = [
     "Direction",
     "KvCachePool",
+    "KvCachePools",
     "LlmArgs",
     "RequestData",
     "SchedulerOutput",
@@ -116,6 +118,28 @@ class KvCachePool:
     tensor: Tensor
 
 
+_FOREIGN = frozenset({"groups", "group", "group_of_layer", "as_single_pool_tensor"})
+
+
+class KvCachePools(tuple[KvCachePool, ...]):
+    """One `KvCachePool` for each pool group, in their order.
+
+    TensorRT-LLM's method of the same name gets a ``KvCacheLayout`` instead. A worker that reads its
+    attributes here is told so.
+    """
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> object:
+        if name in _FOREIGN:
+            raise ConfigurationError(
+                f"register_kv_cache_layout: '{name}' is of TensorRT-LLM's KvCacheLayout; "
+                "kvconnect's engine gives a sequence of KvCachePool (layout and tensor of each "
+                "group). A connector for both overrides register_kv_caches, the form of one pool"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class RequestData:
     """One request of a step, as `build_connector_meta` sees it.
@@ -151,6 +175,11 @@ class RequestData:
         """`block_keys`, for connectors that know blocks by a hash of 64 bits: ``int(hash)``."""
         return [BlockHash(key) for key in self.block_keys]
 
+    @property
+    def new_block_ids_by_layer_group(self) -> list[list[int]]:
+        """`new_block_ids_by_group`, by TensorRT-LLM's name for it."""
+        return [list(ids) for ids in self.new_block_ids_by_group]
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
@@ -166,6 +195,16 @@ class SchedulerOutput:
     new_requests: list[RequestData] = field(default_factory=list)
     cached_requests: list[RequestData] = field(default_factory=list)
     loading_requests: list[RequestData] = field(default_factory=list)
+
+    @property
+    def prefix_loads(self) -> list[object]:
+        """Loads of prefixes that TensorRT-LLM's runtime has reserved; this one reserves none."""
+        return []
+
+    @property
+    def attention_dp_rank(self) -> None:
+        """The owner of the requests where ranks have requests of their own; they never have."""
+        return None
 
 
 class Direction(Enum):

@@ -81,6 +81,12 @@ class KvCacheConnectorScheduler(ABC):
         Called once after each `get_num_new_matched_tokens` that led to an admission, never without.
         """
 
+    def wait_for_initialization(self) -> None:
+        """*Ours.* Blocks until the connector is ready; called once, before the first request.
+
+        The worker of this rank has its pools by then, those of other ranks may not.
+        """
+
     def blocks_replaced(self, request: LlmRequest, block_ids: list[int]) -> None:
         """*Ours.* `request` holds `block_ids` from now on: a load may still write to old ones.
 

@@ -21,7 +21,16 @@ from kvconnect.testing.faults.faulty_backend import FaultyBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-FOREIGN = ("tensorrt_llm", "sglang", "lmcache", "kvbm", "nixl", "zmq", "persistent_client")
+FOREIGN = (
+    "tensorrt_llm",
+    "sglang",
+    "lmcache",
+    "kvbm",
+    "nixl",
+    "zmq",
+    "persistent_client",
+    "newest_client",
+)
 """Packages that a test of this folder brings into the process."""
 
 
@@ -112,3 +121,37 @@ def open_engine(store: FaultyBackend) -> Iterator[Callable[..., Any]]:
     store.heal()
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def classes(request: pytest.FixtureRequest, clean_modules: None) -> Iterator[tuple[type, type]]:
+    """Ours, made of TensorRT-LLM's recorded abstract classes, in the module that a version has."""
+    import trtllm_interface as trt
+    from stand_ins import module
+    from trtllm_pair import NEWER, forget_classes
+
+    names = ("", "._torch", "._torch.pyexecutor", "._torch.pyexecutor.connectors")
+    for name in names:
+        module(f"tensorrt_llm{name}", path="")
+    module(
+        f"tensorrt_llm._torch.pyexecutor.{getattr(request, 'param', NEWER)}",
+        KvCacheConnectorScheduler=trt.KvCacheConnectorScheduler,
+        KvCacheConnectorWorker=trt.KvCacheConnectorWorker,
+    )
+    forget_classes()
+    import kvconnect.integrations.trtllm as room
+
+    yield room.KvConnectScheduler, room.KvConnectWorker
+    forget_classes()
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Sets ``KVCONNECT_CONFIG``: a store on disk, unless another is given."""
+
+    def configure(**more: object) -> None:
+        url = f"disk://{tmp_path}/kv?capacity=64MiB"
+        settings = {"url": url, "lookup_timeout_ms": 5000, "staging_bytes": 1 << 20}
+        monkeypatch.setenv("KVCONNECT_CONFIG", json.dumps(settings | more))
+
+    return configure

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import trtllm_interface as trt
-from stand_ins import module
+from trtllm_pair import NEWER, OLDER, ROOM, Pair, T, a_prompt, forget_classes
 
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
@@ -22,76 +19,6 @@ from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.trtllm.settings import variant_of
 from kvconnect.trace import metrics
-
-T = 8
-ROOM = "kvconnect.integrations.trtllm"
-
-
-def forget_classes() -> None:
-    for name in [name for name in sys.modules if name.startswith(f"{ROOM}.")]:
-        if name.rpartition(".")[2] in {"scheduler", "worker"}:
-            del sys.modules[name]
-
-
-NEWER, OLDER = "connectors.kv_cache_connector", "kv_cache_connector"
-
-
-@pytest.fixture
-def classes(request: pytest.FixtureRequest, clean_modules: None) -> Iterator[tuple[type, type]]:
-    """Ours, made of the recorded abstract classes, in the module of a newer or an older version."""
-    names = ("", "._torch", "._torch.pyexecutor", "._torch.pyexecutor.connectors")
-    for name in names:
-        module(f"tensorrt_llm{name}", path="")
-    module(
-        f"tensorrt_llm._torch.pyexecutor.{getattr(request, 'param', NEWER)}",
-        KvCacheConnectorScheduler=trt.KvCacheConnectorScheduler,
-        KvCacheConnectorWorker=trt.KvCacheConnectorWorker,
-    )
-    forget_classes()
-    import kvconnect.integrations.trtllm as room
-
-    yield room.KvConnectScheduler, room.KvConnectWorker
-    forget_classes()
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"disk://{tmp_path}/kv?capacity=64MiB"
-
-
-@pytest.fixture
-def configured(monkeypatch: pytest.MonkeyPatch, url: str):
-    """Sets ``KVCONNECT_CONFIG``."""
-
-    def configure(**more: object) -> None:
-        settings = {"url": url, "lookup_timeout_ms": 5000, "staging_bytes": 1 << 20}
-        monkeypatch.setenv("KVCONNECT_CONFIG", json.dumps(settings | more))
-
-    return configure
-
-
-class Pair:
-    """A connector at work, over a pool of 32 blocks of two layers."""
-
-    def __init__(
-        self, classes: tuple[type, type], model: Path, *, kv_factor: int = 2, form: str = "1.2"
-    ) -> None:
-        args = trt.llm_args(model, T)
-        self.scheduler, self.worker = (cls(args) for cls in classes)
-        pool = torch.zeros(32, 2, kv_factor, T * 6, dtype=torch.float64)
-        self.runtime = trt.Runtime(self.scheduler, self.worker, pool, T, form)
-
-    def __enter__(self) -> trt.Runtime:
-        return self.runtime
-
-    def __exit__(self, *_: object) -> None:
-        self.worker.shutdown()
-
-
-def a_prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 250, (length,), generator=generator).tolist()
-
 
 # ---------------------------------------------------------------------- the interface
 
@@ -228,8 +155,10 @@ def test_fewer_blocks_than_tokens_that_were_taken_stop_the_engine(classes, confi
         request = trt.Request(2, prompt)
         assert runtime.scheduler.get_num_new_matched_tokens(request, 0) == (32, False)
         request.py_num_connector_matched_tokens = 32
-        with pytest.raises(ConfigurationError, match="32 tokens"):
-            runtime.scheduler.update_state_after_alloc(request, [3, 4, -1, 6])
+        for blocks in ([3, 4, 6], [3, 4, 5, -1], [-1] * 4):
+            assert runtime.scheduler.get_num_new_matched_tokens(request, 0) == (32, False)
+            with pytest.raises(ConfigurationError, match="32 tokens"):
+                runtime.scheduler.update_state_after_alloc(request, blocks)
 
 
 def test_many_requests_leave_nothing(classes, configured, tiny):
@@ -329,6 +258,11 @@ def test_wrong_settings_are_refused_at_the_start(classes, tiny, monkeypatch, tex
             cls(trt.llm_args(tiny, T))
 
 
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"disk://{tmp_path}/kv?capacity=64MiB"
+
+
 def test_settings_may_come_with_the_arguments(classes, tiny, url):
     args = trt.llm_args(tiny, T)
     args.kv_connector_config.kvconnect = {"url": url}
@@ -363,7 +297,7 @@ def test_what_it_cannot_do_right_is_refused(classes, configured, tiny, tmp_path)
     for load_format in ("dummy", SimpleNamespace(name="DUMMY")):
         with pytest.raises(ConfigurationError, match="load_format='dummy'"):
             classes[0](trt.llm_args(tiny, T, load_format=load_format))
-    with pytest.raises(ConfigurationError, match=r"checkpoint_loader: .*model_revision"):
+    with pytest.raises(ConfigurationError, match=r"checkpoint_loader=object: .*model_revision"):
         classes[0](trt.llm_args(tiny, T, checkpoint_loader=object()))
     for drafts in (SimpleNamespace(decoding_type="Eagle"), SimpleNamespace()):
         with pytest.raises(UnsupportedModel, match=r"speculative_config: .* serves NGram"):

@@ -1,14 +1,12 @@
-"""TensorRT-LLM's connector interface, as its public sources of 1.2 to 1.4 have it.
+"""TensorRT-LLM's connector interface, as its public sources of 1.2 to 1.4, and main's, have it.
 
 Names, parameters, fields and their defaults are kept as data, since TensorRT-LLM itself cannot be
 installed here; and a small runtime that calls a connector as ``shared/spec/connector.md`` §5 counts
-it, written from that. Both are of its first cache manager, whose KV is one tensor.
+it, written from that. "main" is what the newest sources that could be read have (of autumn 2026)
+and 1.4 lacks.
 
 Not recorded: which release is the first with a later form (the sources that could be read are
-commits between releases), and the methods by which its second cache manager tells of layer groups
-(``register_kv_cache_layout``, ``update_state_after_alloc_by_layer_group``,
-``request_finished_by_layer_group``): their defaults fall back on the methods here if there is one
-group, or refuse, and kvconnect has none of its own.
+commits between releases).
 """
 
 from __future__ import annotations
@@ -48,6 +46,50 @@ WORKER_CONCRETE = {
 }
 """What the worker's base class implements, and the runtime calls."""
 
+SCHEDULER_MAIN = {
+    "request_finished_by_layer_group": ("request", "cache_block_ids_by_layer_group"),
+    "update_state_after_alloc_by_layer_group": ("request", "block_ids_by_layer_group"),
+    "wait_for_initialization": (),
+    "request_reset": ("request",),
+    "reserve_prefix": ("request", "num_computed_tokens", "reservation_id"),
+    "release_prefix_reservation": ("request", "reservation_id", "start", "end"),
+    "cancel_load": ("request", "start", "end"),
+}
+"""What main's runtime calls besides, each with a default or only if a class has it.
+
+With one layer group the flat methods are called. A class that overrides a grouped form alone is
+given a flat one that refuses, and one that has the flat form alone is refused at start-up with
+several groups. ``reserve_prefix``, ``release_prefix_reservation`` and the worker's
+``get_finished_prefix_loads`` come together or not at all: without them nothing is reserved, and
+``get_num_new_matched_tokens`` is asked as before. ``cancel_load`` is needed for
+``aggressive_prefix_budgeting`` only.
+"""
+
+WORKER_MAIN = {
+    "register_kv_cache_layout": ("layout",),
+    "get_finished_prefix_loads": (),
+}
+"""As `SCHEDULER_MAIN`. The default of the first hands ``register_kv_caches`` the tensor that is all
+of the layout, or refuses."""
+
+LAYOUT_MAIN = {
+    "KvCacheLayout": ("tokens_per_block", "groups"),
+    "KvCacheLayerGroupLayout": ("layer_group_id", "layer_ids", "window_size", "regions"),
+    "KvCacheRegion": ("base", "size", "stride", "num_slots", "buffers"),
+    "KvCacheBufferRef": ("layer_id", "role", "expansion"),
+}
+"""Fields of main's own type of ``register_kv_cache_layout``, and of its parts.
+
+Not in all sources: ``KvCacheLayout.as_single_pool_tensor()``, which gives the tensor or None,
+``dtype`` and ``gpu_pool_mapping_bytes`` of it, ``replicated_regions`` of a group.
+"""
+
+PREFIX_LOAD_MAIN = (
+    *("reservation_id", "request_id", "start", "end"),
+    *("tokens", "cache_salt", "block_ids_by_layer_group"),
+)
+"""What can be read of an entry of ``SchedulerOutput.prefix_loads``."""
+
 REQUIRED = object()
 
 _REQUEST_DATA = {
@@ -68,15 +110,26 @@ REQUEST_DATA: dict[str, dict[str, object]] = {
         "cache_salt": None,
         "new_block_ids_by_layer_group": {},
     },
+    "main": _REQUEST_DATA
+    | {
+        "block_hashes": [],
+        "priorities": None,
+        "cache_salt": None,
+        "new_block_ids_by_layer_group": [],
+    },
 }
 """Fields of ``RequestData`` in their order, with their defaults; an empty one is made anew.
 
 ``priorities`` are those of the new blocks, and None if the request has no retention configuration.
 ``block_hashes`` are numbers, of all full blocks so far. ``new_block_ids_by_layer_group`` is by the
-group's number, empty under the first cache manager; later sources have a list in its place.
+group's number, empty under the first cache manager; main has a list in its place. Under the second
+one ``block_hashes`` is empty and ``priorities`` None. In all lists of ids -1 stands in the place of
+a block that a window has passed.
 """
 
 SCHEDULER_OUTPUT: dict[str, object] = {"new_requests": [], "cached_requests": []}
+
+SCHEDULER_OUTPUT_MAIN = SCHEDULER_OUTPUT | {"attention_dp_rank": None, "prefix_loads": []}
 
 CONNECTOR_CONFIG: dict[str, dict[str, object]] = {
     "1.2": dict.fromkeys(
@@ -88,6 +141,14 @@ CONNECTOR_CONFIG: dict[str, dict[str, object]] = {
         "connector_scheduler_class": None,
         "connector_worker_class": None,
         "server_url": None,
+    },
+    "main": {
+        "connector": None,
+        "connector_module": None,
+        "connector_scheduler_class": None,
+        "connector_worker_class": None,
+        "server_url": None,
+        "aggressive_prefix_budgeting": False,
     },
 }
 """Fields of ``KvCacheConnectorConfig`` with their defaults; it refuses all others."""
@@ -141,6 +202,24 @@ KvCacheConnectorWorker = type(
 
 RequestData = {form: _data_class("RequestData", data) for form, data in REQUEST_DATA.items()}
 SchedulerOutput = _data_class("SchedulerOutput", SCHEDULER_OUTPUT)
+SchedulerOutputMain = _data_class("SchedulerOutput", SCHEDULER_OUTPUT_MAIN)
+
+
+def layout_of(pool, tokens_per_block, *, groups=1, regions=1, has_tensor=True):
+    """Main's description of `pool`, in so many groups and regions of each."""
+    region = SimpleNamespace(base=0, size=0, stride=0, num_slots=pool.shape[0], buffers=())
+    made = SimpleNamespace(
+        tokens_per_block=tokens_per_block,
+        groups=tuple(
+            SimpleNamespace(
+                layer_group_id=number, layer_ids=(), window_size=None, regions=(region,) * regions
+            )
+            for number in range(groups)
+        ),
+    )
+    if has_tensor:
+        made.as_single_pool_tensor = lambda: pool if (groups, regions) == (1, 1) else None
+    return made
 
 
 class Request:
@@ -165,46 +244,67 @@ class Runtime:
     """Drives a pair over a pool in which the KV of a token is a function of it and its position.
 
     Args:
-        form: of `REQUEST_DATA`, what a step reports of a request. In 1.4 blocks are taken for one
-            chunk after the other, and later ones are reported with their chunks.
+        form: of `REQUEST_DATA`, what a step reports of a request. From 1.4 on blocks are taken for
+            one chunk after the other, and later ones are reported with their chunks.
+        window: tokens that attention reaches back; blocks before them go to others, and have -1.
 
     Attributes:
         metas: what the scheduler built for each step.
     """
 
-    def __init__(self, scheduler, worker, pool, tokens_per_block, form="1.2"):
+    def __init__(self, scheduler, worker, pool, tokens_per_block, form="1.2", window=None):
         self.scheduler, self.worker = scheduler, worker
-        self.pool, self.size, self.form = pool, tokens_per_block, form
+        self.pool, self.size, self.form, self.window = pool, tokens_per_block, form, window
         self.metas = []
         self.free = list(range(pool.shape[0]))
         self.computed = {}
-        worker.register_kv_caches(pool)
+        if form == "main":
+            worker.register_kv_cache_layout(layout_of(pool, tokens_per_block))
+        else:
+            worker.register_kv_caches(pool)
 
     def kv(self, tokens, position):
         """What a forward pass writes for one token: it depends on all before, as in a model."""
         seen = hash(tuple(tokens[: position + 1])) % 1_000_003
         return torch.arange(self.pool[0, :, :, :1].numel()).reshape(self.pool.shape[1:3]) + seen
 
-    def run(self, request, max_tokens, *, chunk=10_000, matched=0, abort_after=None):
-        """One request from its admission to its end; how many tokens were computed."""
-        asked, is_async = self.scheduler.get_num_new_matched_tokens(request, matched)
-        assert isinstance(asked, int)
-        assert not is_async
-        assert asked % self.size == 0
-        assert matched + asked < request.prompt_len
-        longest = request.prompt_len + max_tokens
-        blocks = [self.free.pop() for _ in range(-(-longest // self.size))]
-        first = request.prompt_len
-        if self.form == "1.4":
-            first = min(first, matched + asked + chunk)
-        held = -(-first // self.size)
-        self.scheduler.update_state_after_alloc(request, blocks[:held])
-        position, known_tokens, known_blocks, external = matched + asked, 0, 0, asked
-        steps, computed = 0, 0
+    def run(
+        self,
+        request,
+        max_tokens,
+        *,
+        chunk=10_000,
+        matched=0,
+        abort_after=None,
+        reset_after=None,
+        asks_again=True,
+        tells=True,
+    ):
+        """One request from its admission to its end; how many tokens were computed.
+
+        With `reset_after`, after so many steps its pages go to others, and it is new again. Then,
+        with `asks_again`, it is asked what there is of it in the store, and, with `tells`,
+        ``request_reset`` was called before, as in main.
+        """
+        self.longest = request.prompt_len + max_tokens
+        blocks, position, external = self.admit(request, chunk, matched)
+        known_tokens = known_blocks = steps = computed = in_this_life = 0
         while True:
+            if steps == reset_after:
+                reset_after = None
+                self.give_back(blocks)
+                if tells:
+                    self.scheduler.request_reset(request)
+                if asks_again:
+                    blocks, position, external = self.admit(request, chunk, 0)
+                else:
+                    blocks, position, external = self.take(request), 0, 0
+                known_tokens = known_blocks = in_this_life = 0
             tokens = request.get_tokens(0)
             scheduled = min(len(tokens) - position, chunk)
-            held = max(held, -(-(position + scheduled) // self.size))
+            least = 0 if self.chunked else request.prompt_len
+            held = max(known_blocks, -(-max(position + scheduled, least) // self.size))
+            self.pass_by(blocks, position, held)
             data = RequestData[self.form](
                 request.request_id,
                 tokens[known_tokens:],
@@ -214,22 +314,8 @@ class Runtime:
                 **self.more(request, blocks[known_blocks:held], tokens[: position + scheduled]),
             )
             known_tokens, known_blocks, external = len(tokens), held, 0
-            output = SchedulerOutput()
-            (output.cached_requests if steps else output.new_requests).append(data)
-            meta = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
-            self.metas.append(meta)
-            self.worker.bind_connector_meta(meta)
-            stream = None
-            self.worker.start_load_kv(stream)
-            for layer in range(self.pool.shape[1]):
-                self.worker.wait_for_layer_load(layer, stream)
-                for at in range(position, position + scheduled):
-                    block = self.pool[blocks[at // self.size], layer]
-                    rows = block.view(block.shape[0], self.size, -1)
-                    rows[:, at % self.size] = self.kv(tokens, at)[layer][:, None].to(rows.dtype)
-                self.worker.save_kv_layer(layer, stream)
-            self.worker.wait_for_save(stream)
-            assert self.worker.get_finished([], []) == ([], [])
+            self.step(request, data, blocks, position, is_new=not in_this_life)
+            in_this_life += 1
             position, computed, steps = position + scheduled, computed + scheduled, steps + 1
             self.check(request.get_tokens(0), blocks, position)
             if position == len(tokens):
@@ -237,9 +323,62 @@ class Runtime:
             if steps == abort_after or len(tokens) + 1 - request.prompt_len == max_tokens:
                 break
         assert self.scheduler.request_finished(request, blocks[:held]) is False
-        self.pool[blocks] = -1  # others' from now on
-        self.free += blocks
+        self.give_back(blocks)
         return computed
+
+    @property
+    def chunked(self):
+        return self.form in {"1.4", "main"}
+
+    def admit(self, request, chunk, matched):
+        """Asks the connector, and takes blocks: those, the position, and what was promised."""
+        asked, is_async = self.scheduler.get_num_new_matched_tokens(request, matched)
+        assert isinstance(asked, int)
+        assert not is_async
+        assert asked % self.size == 0
+        assert matched + asked < len(request.get_tokens(0))
+        blocks = self.take(request)
+        self.pass_by(blocks, matched + asked, len(blocks))
+        first = len(request.get_tokens(0))
+        if self.chunked:
+            first = min(first, matched + asked + chunk)
+        self.scheduler.update_state_after_alloc(request, blocks[: -(-first // self.size)])
+        return blocks, matched + asked, asked
+
+    def take(self, request):
+        """Blocks for all that the request may become."""
+        return [self.free.pop(0) for _ in range(-(-self.longest // self.size))]
+
+    def pass_by(self, blocks, position, held):
+        """Gives back the blocks of the first `held` that no token from `position` on reads."""
+        if self.window is not None:
+            passed = max(0, position - self.window + 1) // self.size
+            self.give_back([one for one in blocks[: min(passed, held)] if one >= 0])
+            blocks[: min(passed, held)] = [-1] * min(passed, held)
+
+    def give_back(self, blocks):
+        held = [one for one in blocks if one >= 0]
+        self.pool[held] = -1  # others' from now on
+        self.free += held
+
+    def step(self, request, data, blocks, position, *, is_new):
+        """One step of one request."""
+        output = SchedulerOutputMain() if self.form == "main" else SchedulerOutput()
+        (output.new_requests if is_new else output.cached_requests).append(data)
+        meta = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
+        self.metas.append(meta)
+        self.worker.bind_connector_meta(meta)
+        stream, tokens = None, request.get_tokens(0)
+        self.worker.start_load_kv(stream)
+        for layer in range(self.pool.shape[1]):
+            self.worker.wait_for_layer_load(layer, stream)
+            for at in range(position, position + data.num_scheduled_tokens):
+                block = self.pool[blocks[at // self.size], layer]
+                rows = block.view(block.shape[0], self.size, -1)
+                rows[:, at % self.size] = self.kv(tokens, at)[layer][:, None].to(rows.dtype)
+            self.worker.save_kv_layer(layer, stream)
+        self.worker.wait_for_save(stream)
+        assert self.worker.get_finished([], []) == ([], [])
 
     def more(self, request, new_blocks, tokens):
         """What the form has beyond 1.2."""
@@ -251,13 +390,17 @@ class Runtime:
             "cache_salt": getattr(request, "cache_salt", None),
             "cache_salt_id": getattr(request, "cache_salt_id", None),
             "block_hashes": [number ^ at for at in range(len(tokens) // self.size)],
-            "new_block_ids_by_layer_group": {0: list(new_blocks)},
+            "new_block_ids_by_layer_group": [list(new_blocks)]
+            if self.form == "main"
+            else {0: list(new_blocks)},
         }
         return {name: values[name] for name in REQUEST_DATA[self.form] if name in values}
 
     def check(self, tokens, blocks, end):
         """Every position that counts as computed holds the KV of its token."""
         for at in range(end):
+            if blocks[at // self.size] < 0:
+                continue  # passed by a window
             block = self.pool[blocks[at // self.size]]
             rows = block.view(*block.shape[:2], self.size, -1)[:, :, at % self.size]
             expected = self.kv(tokens, at)[:, :, None].to(rows.dtype).expand_as(rows)
@@ -267,7 +410,9 @@ class Runtime:
 def connector_config(version):
     """A model class with the recorded fields, as strict as TensorRT-LLM's."""
     fields = {
-        name: (str, ...) if default is REQUIRED else (str | None, default)
+        name: (str, ...)
+        if default is REQUIRED
+        else (bool if default is False else str | None, default)
         for name, default in CONNECTOR_CONFIG[version].items()
     }
     return create_model("KvCacheConnectorConfig", __config__=ConfigDict(extra="forbid"), **fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from importlib import import_module
 from types import ModuleType
@@ -93,8 +93,22 @@ def _class(module: ModuleType, field: str, name: str | None, base: type[T]) -> t
     if not inspect.isclass(found) or not issubclass(found, base):
         raise ConnectorContractError(f"{field}={shown(name)}: is not a subclass of {base.__name__}")
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise ConnectorContractError(f"{field}={shown(name)}: does not define {', '.join(missing)}")
+        raise ConnectorContractError(
+            f"{field}={shown(name)}: does not define {', '.join(missing)}{_grouped(found, missing)}"
+        )
     return found
+
+
+def _grouped(found: type, missing: Sequence[str]) -> str:
+    """What to say of a class that has TensorRT-LLM's form for several layer groups instead."""
+    others = [f"{name}_by_layer_group" for name in missing]
+    there = [name for name in others if hasattr(found, name)]
+    if not there:
+        return ""
+    return (
+        f"; it has {', '.join(there)}, TensorRT-LLM's form for several layer groups, which "
+        "kvconnect's engine does not call: it reports them in new_block_ids_by_group"
+    )
 
 
 def build_pair(

@@ -118,6 +118,8 @@ class KvCacheConnectorManager:
         self._worker.register_kv_cache_layout(pools)
         self._after_forward = self._worker.register_forward_pass_callable()
         self._worker.set_wakeup(wakeup)
+        if self._scheduler is not None:
+            self._scheduler.wait_for_initialization()
 
     # ------------------------------------------------------------------ requests
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.connector.data import KvCachePool, LlmArgs
+from kvconnect.connector.data import KvCachePool, KvCachePools, LlmArgs
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
 
@@ -28,13 +28,13 @@ def check_attachable(llm_args: LlmArgs, kv: BaseKVCacheManager) -> None:
         )
 
 
-def checked_pools(kv: BaseKVCacheManager, layouts: Sequence[KvCacheLayout]) -> list[KvCachePool]:
-    """The pool of each group; the tensors are those of `kv`, not copies.
+def checked_pools(kv: BaseKVCacheManager, layouts: Sequence[KvCacheLayout]) -> KvCachePools:
+    """Returns the pool of each group; the tensors are those of `kv`, not copies.
 
     Raises:
         ConfigurationError: a tensor has not the shape or dtype of its layout.
     """
-    return [_checked_pool(kv, group, layout) for group, layout in enumerate(layouts)]
+    return KvCachePools(_checked_pool(kv, group, layout) for group, layout in enumerate(layouts))
 
 
 def _checked_pool(kv: BaseKVCacheManager, group: int, layout: KvCacheLayout) -> KvCachePool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["config_of_directory", "original_length"]
+__all__ = ["config_of_directory", "original_length", "rope_kinds"]
 
 _KINDS = ("longrope", "su")
 _PLACES = ("rope_parameters", "rope_scaling")
@@ -30,6 +30,11 @@ def original_length(config: Mapping[str, Any]) -> int | None:
     return min(lengths, default=None)
 
 
+def rope_kinds(config: Mapping[str, Any]) -> set[str]:
+    """Returns the kinds of RoPE of a model and of its parts: ``rope_type`` of its configuration."""
+    return {str(rope.get("rope_type", rope.get("type"))) for rope, _ in _ropes(config)}
+
+
 def config_of_directory(directory: Path) -> dict[str, Any]:
     """The ``config.json`` of a model's directory; empty if there is none that can be read."""
     try:
@@ -40,14 +45,21 @@ def config_of_directory(directory: Path) -> dict[str, Any]:
 
 
 def _lengths(part: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[int]:
-    """Of every ``longrope`` in `part` of `config`, however deep."""
+    """The original lengths of every ``longrope`` in `part` of `config`, however deep."""
+    for rope, around in _ropes(part):
+        if rope.get("rope_type", rope.get("type")) in _KINDS:
+            known = (one.get(_ORIGINAL) for one in (rope, around, config))
+            yield next((one for one in known if isinstance(one, int)), 0)
+
+
+def _ropes(part: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each set of RoPE parameters in `part`, however deep, and the part that has it."""
     for name, value in part.items():
         if not isinstance(value, Mapping):
             continue
         # One set of parameters, or several by the kind of layer.
         for rope in (value, *value.values()) if name in _PLACES else ():
-            if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in _KINDS:
-                known = (one.get(_ORIGINAL) for one in (rope, part, config))
-                yield next((one for one in known if isinstance(one, int)), 0)
+            if isinstance(rope, Mapping):
+                yield rope, part
         if name not in _PLACES:
-            yield from _lengths(value, config)
+            yield from _ropes(value)

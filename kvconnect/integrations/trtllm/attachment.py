@@ -23,6 +23,7 @@ from kvconnect.integrations.core.requests import RequestMaker, extra_key_of
 from kvconnect.integrations.trtllm.settings import (
     ENGINE,
     check_engine,
+    check_model,
     engine_settings,
     variant_of,
 )
@@ -74,6 +75,7 @@ class Attachment:
         self._directory = directory_of(
             str(llm_args.model), revision=getattr(llm_args, "revision", None)
         )
+        check_model(llm_args, self._directory)
         self._digest = digest_of_model(self._directory, revision=self.settings.own.model_revision)
         self._access: StoreAccess | None = None
         self._maker: RequestMaker | None = None
@@ -177,7 +179,13 @@ class Attachment:
     # ------------------------------------------------------------------ the worker's
 
     def copy_in(self, request_id: int, block_ids: Sequence[int], stream: Any) -> None:
-        """Blocks that were fetched go into the pool; `stream` waits for that."""
+        """Copies blocks that were fetched into the pool; `stream` waits for that.
+
+        Args:
+            request_id: whose.
+            block_ids: of the leading ones that were fetched; -1: that one is not needed.
+            stream: of the forward pass.
+        """
         memory, pool = self._fetched.get(request_id), self._pool
         if memory is None or pool is None:
             raise ConfigurationError(
@@ -188,10 +196,11 @@ class Attachment:
         own = None if forward is None else copy_streams(pool.device).load
         if own is not None and forward is not None:
             own.wait_stream(forward)
-        moved = copy_pairs(memory, pool, range(len(block_ids)), block_ids, stream=own)
+        needed = [number for number, block_id in enumerate(block_ids) if block_id >= 0]
+        moved = copy_pairs(memory, pool, needed, [block_ids[n] for n in needed], stream=own)
         if forward is not None:
             moved.wait_on(forward)
-        count("engine.loaded", blocks=len(block_ids))
+        count("engine.loaded", blocks=len(needed))
         self.forget(request_id)
 
     def save(self, order: SaveOrder, stream: Any) -> None:

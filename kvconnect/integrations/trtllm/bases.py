@@ -1,4 +1,4 @@
-"""TensorRT-LLM's abstract classes, wherever the installed version has them (1.2 to 1.4)."""
+"""TensorRT-LLM's abstract classes, wherever the installed version has them (1.2 and later)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ class CopyIn:
 
     Attributes:
         request_id: whose.
-        block_ids: where they go, in order.
+        block_ids: where they go, in order; -1: the pool has no block for that one, which a window
+            has passed.
     """
 
     request_id: int

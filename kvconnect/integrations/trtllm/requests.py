@@ -5,32 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvconnect.connector.offload.messages import SaveOrder
 from kvconnect.connector.offload.save_plan import SavePlan
+from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
 from kvconnect.request import LlmRequest
-from kvconnect.trace import count, warn_once
 
 __all__ = ["TrackedRequest", "tracked"]
 
 # Of a request: what changes keys and values, and is not in its tokens. None of it is told apart.
 _UNTOLD = (
     *("lora_id", "lora_task_id", "lora_weights", "lora_config", "prompt_embedding_table"),
-    *("multimodal_hashes", "multimodal_embedding", "py_multimodal_data", "mrope_rotary_cos_sin"),
+    *("multimodal_hashes", "multimodal_positions", "multimodal_lengths", "multimodal_uuids"),
+    *("multimodal_embedding", "py_multimodal_data", "mrope_rotary_cos_sin"),
     *("encoder_tokens", "input_token_extra_ids", "position_ids", "prompt_adapter_id"),
 )
 
 
 class TrackedRequest:
-    """One request while TensorRT-LLM runs it.
+    """A request while TensorRT-LLM runs it.
 
     Attributes:
         request: its tokens and keys.
         first: number of the first block that was fetched for its next admission.
         promised: how many were.
-        reported: whether its blocks are known.
+        reported: whether the blocks of its admission are known.
     """
 
     def __init__(self, request: LlmRequest) -> None:
@@ -52,16 +54,34 @@ class TrackedRequest:
         """That block could not be staged; what is behind it would not be found."""
         self._plan.note_missing(block, until_end=True)
 
+    def restart(self) -> None:
+        """Forgets its blocks, which are others' by now; the next report names all of the new ones.
+
+        What of it is in the store stays known.
+        """
+        self.first = self.promised = 0
+        self.reported = False
+        self._plan.forget_blocks()
+
+    def begins_with(self, tokens: npt.NDArray[np.int32]) -> bool:
+        """Returns whether a whole report, `tokens`, goes on from what is known of the request."""
+        known = self.request.tokens.view
+        return np.array_equal(known, tokens[: len(known)])
+
     def extend(self, data: Any, first_id: int) -> None:
-        """It got what `data`, a ``RequestData``, reports; block ids count from `first_id`."""
-        known = self.request.num_tokens if not self.reported else None
+        """Takes over what `data`, a ``RequestData``, reports.
+
+        Args:
+            data: new tokens and blocks; all of them where none were reported before.
+            first_id: added to block ids. A block that a window has passed has -1, and keeps it.
+        """
         tokens = np.asarray(data.new_tokens, dtype=np.int32)
         # The prompt is known from its admission; the first report repeats it.
-        new = tokens if known is None else tokens[known:]
+        new = tokens if self.reported else tokens[self.request.num_tokens :]
         if len(new):
             self.request.tokens.extend(new)
         self.reported = True
-        ids = [first_id + block_id for block_id in data.new_block_ids]
+        ids = [first_id + one if one >= 0 else -1 for one in data.new_block_ids]
         priorities = getattr(data, "priorities", None) or [PRIORITY] * len(ids)
         self._plan.extend((ids,), list(priorities)[: len(ids)])
 
@@ -76,10 +96,7 @@ def tracked(request: Any, maker: RequestMaker) -> TrackedRequest | None:
     """A record of TensorRT-LLM's `request`; ``None``: it is not cached, and that is counted."""
     untold = [name for name in _UNTOLD if _is_given(getattr(request, name, None))]
     if untold:
-        count("engine.request.uncached")
-        warn_once(
-            f"trtllm.{untold}", f"requests with {', '.join(untold)} are computed and not cached"
-        )
+        note_doubt(Doubt.UNKNOWN_INPUT, ", ".join(untold))
         return None
     salt = getattr(request, "cache_salt", None)
     number = getattr(request, "cache_salt_id", None)
@@ -87,10 +104,13 @@ def tracked(request: Any, maker: RequestMaker) -> TrackedRequest | None:
         salt = f"id:{number}"
     try:
         tokens = np.asarray(request.get_tokens(0), dtype=np.int32)
+    except OverflowError:
+        note_doubt(Doubt.BAD_TOKENS)
+        return None
+    try:
         made = maker.make(tokens, cache_salt=salt)
-    except (ConfigurationError, OverflowError) as error:
-        count("engine.request.uncached")
-        warn_once("trtllm.request", f"a request is computed and not cached: {error}")
+    except ConfigurationError:  # which shows the salt
+        note_doubt(Doubt.BAD_SALT)
         return None
     made.request_id = request.request_id
     return TrackedRequest(made)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvconnect.connector.offload.messages import SaveOrder
+from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.trtllm.attachment import Attachment
 from kvconnect.integrations.trtllm.bases import connector_class
@@ -92,8 +95,10 @@ class KvConnectScheduler(_Base):
         taken = _num_taken(request)
         if taken == 0:
             known.promised = 0  # the blocks may be shared with other requests
-        ids = block_ids[known.first : known.first + known.promised]
-        ids = ids[: next((at for at, one in enumerate(ids) if one < 0), len(ids))]
+        ids = list(block_ids[known.first : known.first + known.promised])
+        # A window reaches back from the next token, so the last block before it is never passed.
+        while ids and ids[-1] < 0:
+            ids.pop()
         if taken is not None and len(ids) * known.request.key_chain.tokens_per_block < taken:
             raise ConfigurationError(
                 f"request {request.request_id}: {taken} tokens of what was promised were taken, "
@@ -106,38 +111,73 @@ class KvConnectScheduler(_Base):
             self._attachment.forget(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders | None:
-        """What this step loads and saves; ``None``: nothing."""
+        """Returns what this step loads and saves; ``None``: nothing.
+
+        A request that is reported as new once more has other blocks than before: it was reset.
+
+        Raises:
+            ConfigurationError: the step has loads of prefixes that were reserved, which was not
+                promised.
+        """
+        if getattr(scheduler_output, "prefix_loads", None):
+            raise ConfigurationError(
+                "prefix_loads: kvconnect reserves no prefixes (reserve_prefix); it promises what "
+                "it has fetched in get_num_new_matched_tokens"
+            )
         for request_id, block in self._attachment.dropped.items():
             if (known := self._requests.get(request_id)) is not None:
                 known.note_missing(block)
         self._attachment.dropped.clear()
         loads = tuple(self._loads.values())
         self._loads.clear()
-        saves: list[SaveOrder] = []
-        for data in scheduler_output.new_requests:
-            known = self._requests.get(data.request_id)
-            if known is None:
-                continue
-            known.extend(data, self._attachment.first_id)
-            computed = data.computed_position
-            if known.promised:  # which is not counted in the first report
-                size = known.request.key_chain.tokens_per_block
-                computed = max(computed, (known.first + known.promised) * size)
-                known.promised = 0
-            if (order := known.order(computed, data.num_scheduled_tokens)) is not None:
-                saves.append(order)
-        for data in scheduler_output.cached_requests:
-            known = self._requests.get(data.request_id)
-            if known is None or not known.reported:
-                continue  # preempted: its blocks are not known any more
-            known.extend(data, self._attachment.first_id)
-            order = known.order(data.computed_position, data.num_scheduled_tokens)
-            if order is not None:
-                saves.append(order)
-        return StepOrders(loads, tuple(saves)) if loads or saves else None
+        orders = [self._order_of_new(data) for data in scheduler_output.new_requests]
+        orders += [self._order_of_cached(data) for data in scheduler_output.cached_requests]
+        saves = tuple(order for order in orders if order is not None)
+        return StepOrders(loads, saves) if loads or saves else None
+
+    def _order_of_new(self, data: Any) -> SaveOrder | None:
+        known = self._reported_anew(data)
+        if known is None:
+            return None
+        known.extend(data, self._attachment.first_id)
+        computed = data.computed_position
+        if known.promised:  # which is not counted in the first report
+            size = known.request.key_chain.tokens_per_block
+            computed = max(computed, (known.first + known.promised) * size)
+            known.promised = 0
+        return known.order(computed, data.num_scheduled_tokens)
+
+    def _order_of_cached(self, data: Any) -> SaveOrder | None:
+        known = self._requests.get(data.request_id)
+        if known is None or not known.reported:
+            return None  # reset: its blocks are not known any more
+        known.extend(data, self._attachment.first_id)
+        return known.order(data.computed_position, data.num_scheduled_tokens)
+
+    def _reported_anew(self, data: Any) -> TrackedRequest | None:
+        known = self._requests.get(data.request_id)
+        if known is None:
+            return None
+        if known.reported:
+            known.restart()
+        if known.begins_with(np.asarray(data.new_tokens, dtype=np.int32)):
+            return known
+        note_doubt(Doubt.REQUEST_RESET, "its tokens are others than before")
+        self._requests[data.request_id] = None
+        return None
+
+    def request_reset(self, request: Any) -> None:
+        """Forgets the blocks of a request that goes back to the queue.
+
+        TensorRT-LLM asks for it again, or reports it as new again.
+        """
+        self._attachment.forget(request.request_id)
+        self._loads.pop(request.request_id, None)
+        if (known := self._requests.get(request.request_id)) is not None:
+            known.restart()
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """False: all that is saved of it was staged in its steps."""
+        """Returns False: all that is saved of it was staged in its steps."""
         self._attachment.forget(request.request_id)
         self._loads.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)

@@ -9,10 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.errors import ConfigurationError, UnsupportedModel
-from kvconnect.integrations.core.long_rope import config_of_directory, original_length
+from kvconnect.integrations.core.long_rope import (
+    config_of_directory,
+    original_length,
+    rope_kinds,
+)
 from kvconnect.integrations.core.settings import EngineSettings
 
-__all__ = ["ENGINE", "VARIABLE", "check_engine", "engine_settings", "variant_of"]
+__all__ = [
+    "ENGINE",
+    "VARIABLE",
+    "check_engine",
+    "check_model",
+    "engine_settings",
+    "variant_of",
+]
 
 ENGINE = "trtllm"
 VARIABLE = "KVCONNECT_CONFIG"
@@ -23,6 +34,9 @@ _LOAD_TIMEOUT_S = 2.0
 _WITHOUT = ("save_on", "producer_timeout_s")
 # A draft model's KV would be in the blocks, too, and depends on the token that follows.
 _DRAFTS_WITHOUT_MODEL = ("ngram",)
+# Of these the weights are those of the model's directory.
+_LOAD_FORMATS = ("none", "auto")
+_CHECKPOINT_FORMATS = ("none", "hf", "mistral", "mistral_large_3")
 
 
 def engine_settings(llm_args: object) -> EngineSettings:
@@ -67,7 +81,7 @@ def check_engine(llm_args: object, *, is_named: bool) -> None:
 
     Raises:
         ConfigurationError: several ranks: a load that fails on one of them cannot be told to the
-            others; or the weights are not those of the model's directory.
+            others; or the weights are not those of the model's directory, or need not stay so.
         UnsupportedModel: blocks have scales, or a draft model's KV, beside them.
     """
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
@@ -77,17 +91,7 @@ def check_engine(llm_args: object, *, is_named: bool) -> None:
                 f"{name}={size}: TensorRT-LLM has no way to compute a prompt whose load failed on "
                 "one of several ranks; kvconnect serves it on one rank"
             )
-    load_format = getattr(llm_args, "load_format", None)
-    if str(getattr(load_format, "name", load_format)).lower() == "dummy":
-        raise ConfigurationError(
-            "load_format='dummy': the weights are not those of the model's directory, which keys "
-            "are made of; kvconnect needs real ones"
-        )
-    if getattr(llm_args, "checkpoint_loader", None) is not None and not is_named:
-        raise ConfigurationError(
-            "checkpoint_loader: its weights need not be those of the model's directory, which keys "
-            "are made of; name them with model_revision"
-        )
+    _check_weights(llm_args, is_named=is_named)
     drafts = getattr(llm_args, "speculative_config", None)
     if drafts is not None:
         kind = str(getattr(drafts, "decoding_type", type(drafts).__name__))
@@ -103,6 +107,62 @@ def check_engine(llm_args: object, *, is_named: bool) -> None:
         raise ConfigurationError(
             "kv_cache_config.enable_block_reuse=False: a connector needs it; leave it on"
         )
+
+
+def _check_weights(llm_args: object, *, is_named: bool) -> None:
+    extension = getattr(llm_args, "ray_worker_extension_cls", None)
+    if extension is not None:
+        raise ConfigurationError(
+            f"ray_worker_extension_cls={extension!r}: its methods can replace the weights of a "
+            "running engine, which kvconnect is not told of; blocks would keep the old name"
+        )
+    load_format = _name(getattr(llm_args, "load_format", None))
+    if load_format == "dummy":
+        raise ConfigurationError(
+            "load_format='dummy': the weights are not those of the model's directory, which keys "
+            "are made of; kvconnect needs real ones"
+        )
+    if is_named:
+        return
+    loader = getattr(llm_args, "checkpoint_loader", None)
+    checkpoint_format = _name(getattr(llm_args, "checkpoint_format", None))
+    doubtful = {
+        "load_format": load_format if load_format not in _LOAD_FORMATS else None,
+        "checkpoint_loader": None if loader is None else type(loader).__name__,
+        "checkpoint_format": checkpoint_format
+        if checkpoint_format not in _CHECKPOINT_FORMATS
+        else None,
+    }
+    for field, value in doubtful.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"{field}={value}: its weights need not be those of the model's directory, which "
+                "keys are made of; name them with model_revision"
+            )
+
+
+def _name(value: object) -> str:
+    """The name of a member of an enumeration, or what stands for it."""
+    return str(getattr(value, "name", value)).lower()
+
+
+def check_model(llm_args: object, directory: Path) -> None:
+    """Refuses models whose KV depends on more than the tokens before it.
+
+    Raises:
+        UnsupportedModel: RoPE of kind ``dynamic``, whose frequencies depend on the length.
+    """
+    if "dynamic" in rope_kinds(_resolved_config(llm_args, directory)):
+        raise UnsupportedModel(
+            "rope_scaling: with RoPE of kind 'dynamic' KV depends on the length of the sequence, "
+            "so blocks of equal tokens differ; it is not served"
+        )
+
+
+def _resolved_config(llm_args: object, directory: Path) -> dict[str, Any]:
+    """The directory's configuration, with what `model_kwargs` puts in place of parts of it."""
+    given = getattr(llm_args, "model_kwargs", None)
+    return config_of_directory(directory) | (dict(given) if isinstance(given, Mapping) else {})
 
 
 def variant_of(llm_args: object, directory: Path) -> Mapping[str, str]:
@@ -125,7 +185,7 @@ def variant_of(llm_args: object, directory: Path) -> Mapping[str, str]:
         "model_kwargs": getattr(llm_args, "model_kwargs", None) or None,
         "checkpoint_format": getattr(llm_args, "checkpoint_format", None),
     }
-    if original_length(config_of_directory(directory)) is not None:
+    if original_length(_resolved_config(llm_args, directory)) is not None:
         # Beyond the original length, or without one, it turns all tokens by the long factors.
         found["max_seq_len"] = str(getattr(llm_args, "max_seq_len", None))
     return {name: _as_text(value) for name, value in found.items() if value is not None}

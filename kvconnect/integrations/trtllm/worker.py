@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kvconnect.integrations.trtllm.attachment import Attachment
 from kvconnect.integrations.trtllm.bases import connector_class
+from kvconnect.integrations.trtllm.layouts import single_pool
 from kvconnect.integrations.trtllm.messages import StepOrders
 
 if TYPE_CHECKING:
@@ -33,13 +35,28 @@ class KvConnectWorker(_Base):
         self._attachment = Attachment.of(llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """Take the pool, and open the store.
+        """Takes the pool, and opens the store.
 
         Raises:
             ConfigurationError: the store cannot be opened.
             UnsupportedModel: the pool is of another form.
         """
         self._attachment.register(kv_cache_tensor)
+
+    def register_kv_cache_layout(self, pools: Any) -> None:
+        """Takes the pool from a description of all of them, if there is one.
+
+        Args:
+            pools: TensorRT-LLM's ``KvCacheLayout``, or kvconnect's own `KvCachePool` s.
+
+        Raises:
+            ConfigurationError: the store cannot be opened.
+            UnsupportedModel: there are several pools, or one of another form.
+        """
+        if isinstance(pools, Sequence):
+            super().register_kv_cache_layout(pools)
+        else:
+            self.register_kv_caches(single_pool(pools))
 
     def start_load_kv(self, stream: Any) -> None:
         """Copy what was fetched for this step's requests; `stream` waits for it."""

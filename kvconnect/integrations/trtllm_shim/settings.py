@@ -53,6 +53,7 @@ class SchedulerConfig(Settings):
     capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     context_chunking_policy: Any = None
     dynamic_batch_config: Any = None
+    enable_prefix_aware_scheduling: Any = None
 
 
 class KvCacheConfig(EngineKvCacheConfig):
@@ -101,10 +102,13 @@ class KvCacheConnectorConfig(EngineKvCacheConnectorConfig):
         connector: one of the connectors that TensorRT-LLM knows by name; stands for module and
             classes.
         server_url: where the server of such a connector listens, for those that read it.
+        aggressive_prefix_budgeting: False: the engine asks a connector once, at admission, and
+            takes back no part of its answer.
     """
 
     connector: Literal["lmcache", "lmcache-mp", "kvbm"] | None = None
     server_url: Annotated[str | None, Field(repr=False)] = None
+    aggressive_prefix_budgeting: Literal[False] = False
 
     def __init__(self, /, **values: Any) -> None:
         given = values.get("connector")
@@ -132,6 +136,7 @@ class LlmOptions(Settings):
         tokenizer: the model's own is used; the model's directory, or ``None``.
         tensor_parallel_size: ranks, in processes that the engine starts; see `kvconnect.LLM`.
         pipeline_parallel_size, context_parallel_size, max_beam_width: 1.
+        enable_attention_dp: False: no rank has requests of its own.
         quant_config, lora_config, speculative_config, guided_decoding_backend, revision,
             trust_remote_code: they would change answers, and kvconnect's engine does not have them.
         backend and those after it: how TensorRT-LLM runs a model; without effect here.
@@ -151,6 +156,7 @@ class LlmOptions(Settings):
     pipeline_parallel_size: Literal[1] = 1
     context_parallel_size: Literal[1] = 1
     max_beam_width: Literal[1] | None = None
+    enable_attention_dp: Literal[False] = False
     quant_config: None = None
     lora_config: None = None
     speculative_config: None = None
