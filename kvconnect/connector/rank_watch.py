@@ -202,7 +202,7 @@ class RankWatch:
         for thread in self._threads:  # one that waits in gloo for ever is left behind
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
-        # An error that is kept keeps its frames, and so this watch; the descriptors go all the same.
+        # An error that is kept keeps its frames, and so this watch, but no descriptors.
         self._on_over.clear()
         self._sent.clear()
         self._group = None

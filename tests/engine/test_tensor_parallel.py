@@ -131,7 +131,7 @@ def test_equal_tokens_then_a_rank_is_killed(open_ranks, reference, prompts, mode
 
 def test_a_follower_ends_with_the_pipe_to_its_leader():
     with subprocess.Popen(
-        [sys.executable, "-m", "kvconnect.engine.ranks", "1"], stdin=subprocess.PIPE
+        [sys.executable, "-P", "-m", "kvconnect.engine.ranks", "1"], stdin=subprocess.PIPE
     ) as process:
         start = {"sys_path": sys.path, "port": 1, "prepare": []}
         process.stdin.write(f"{json.dumps(start)}\n{{}}\n".encode())
