@@ -51,7 +51,7 @@ class Row:
 @contextmanager
 def process(*arguments: str) -> Iterator[str]:
     """A ``kvconnect`` process that ends well; yields its base URL for clients."""
-    command = [sys.executable, "-m", "kvconnect", *arguments, "--port", "0"]
+    command = [sys.executable, "-P", "-m", "kvconnect", *arguments, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
             said = running.stdout.readline() if running.stdout is not None else ""

@@ -43,7 +43,17 @@ class Turn:
 def server(model: Path, store: str) -> Iterator[str]:
     """A server, killed at the end; yields the base URL for clients."""
     arguments = ("--port", "0", "--served-model-name", "demo", "--lookup-timeout-ms", "1000")
-    command = [sys.executable, "-m", "kvconnect", "serve", str(model), "--store", store, *arguments]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvconnect",
+        "serve",
+        str(model),
+        "--store",
+        store,
+        *arguments,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             said = process.stdout.readline() if process.stdout is not None else ""

@@ -78,15 +78,15 @@ class RankLink:
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._peer = peer
         self._over = False
         self._unsent: deque[tuple[int, _Sent]] = deque()
         self._waiting = 0
         self._posted: SimpleQueue[_Posted | None] = SimpleQueue()
-        self._received: SimpleQueue[Message | RuntimeError | None] = SimpleQueue()
+        self._received: SimpleQueue[Message | str | None] = SimpleQueue()
         self._sending: SimpleQueue[_Sent | None] = SimpleQueue()
-        self._sent: SimpleQueue[RuntimeError | None] = SimpleQueue()
+        self._sent: SimpleQueue[str | None] = SimpleQueue()
         for _ in range(_POSTED):
             self._post()
         self._threads = [
@@ -102,13 +102,15 @@ class RankLink:
         Raises:
             ConnectionError: the connection is broken, or `end` was called.
         """
-        works = []
+        group = self._open_group()
+        self._unsent.append((message.number, []))
         for buffer, tag in message.frames():
             try:
-                works.append((self._open_group().send([buffer], self._peer, tag), buffer))
+                self._unsent[-1][1].append((group.send([buffer], self._peer, tag), buffer))
             except RuntimeError as error:
                 raise ConnectionError(str(error)) from error
-        self._unsent.append((message.number, works))
+            finally:
+                del buffer
 
     def wait_until_sent(self, timeout_s: float, *, but: int = 0) -> None:
         """Blocks until the other rank has taken all messages `but` the last ones.
@@ -131,7 +133,7 @@ class RankLink:
             except Empty:
                 raise TimeoutError from None
             if error is not None:
-                raise ConnectionError(str(error)) from error
+                raise ConnectionError(error)
             self._waiting -= 1
 
     def receive(self, timeout_s: float | None) -> Message:
@@ -149,8 +151,8 @@ class RankLink:
             raise TimeoutError from None
         if received is None:
             raise ConnectionError("the connection was ended")
-        if isinstance(received, RuntimeError):
-            raise ConnectionError(str(received)) from received
+        if isinstance(received, str):
+            raise ConnectionError(received)
         while self._unsent and self._unsent[0][0] < received.number:
             self._unsent.popleft()
         self._post()  # only now: what the other rank may send ahead is bounded by what is posted
@@ -160,7 +162,7 @@ class RankLink:
         """Ends every wait of `receive` and `wait_until_sent`; on any thread. Idempotent."""
         self._over = True
         self._received.put(None)
-        self._sent.put(RuntimeError("the connection was ended"))
+        self._sent.put("the connection was ended")
         self._posted.put(None)
         self._sending.put(None)
 
@@ -168,16 +170,20 @@ class RankLink:
         """Ends the link and its threads; the group must have ended.
 
         Blocks until `until` of the monotonic clock at most. A thread that gloo still has then is
-        left behind, and keeps the group.
+        left behind, and keeps the group's connections.
         """
         self.end()
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        # An error that is kept keeps its frames, and so this link: its descriptors go all the same.
+        self._group = None
+        self._unsent.clear()
+        self._posted, self._sending = SimpleQueue(), SimpleQueue()
 
     # ------------------------------------------------------------------ inside
 
     def _open_group(self) -> dist.ProcessGroup:
-        if self._over:
+        if self._over or self._group is None:
             raise ConnectionError("the connection was ended")
         return self._group
 
@@ -185,11 +191,9 @@ class RankLink:
         """Begins to receive a frame; a broken connection is an error of a later `receive`."""
         buffer = torch.empty(_FRAME_NBYTES, dtype=torch.uint8)
         try:
-            work = self._open_group().recv([buffer], self._peer, _TAG)
+            self._posted.put((self._open_group().recv([buffer], self._peer, _TAG), buffer))
         except RuntimeError as error:
-            self._received.put(error)
-        else:
-            self._posted.put((work, buffer))
+            self._received.put(str(error))
 
     def _receive_all(self) -> None:
         try:
@@ -198,7 +202,7 @@ class RankLink:
                 work.wait(FOREVER)
                 self._received.put(self._whole(buffer.numpy().tobytes()))
         except RuntimeError as error:
-            self._received.put(error)
+            self._received.put(str(error))
         except ConnectionError:
             pass
 
@@ -220,6 +224,6 @@ class RankLink:
                 for work, _ in works:
                     work.wait(FOREVER)
             except RuntimeError as error:
-                self._sent.put(error)
+                self._sent.put(str(error))
                 return
             self._sent.put(None)

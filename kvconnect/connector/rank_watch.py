@@ -105,7 +105,7 @@ class RankWatch:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, silence_s: float) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._rank = group.rank()
         self._peers = [rank for rank in range(group.size()) if rank != self._rank]
         self._silence_s = silence_s
@@ -164,7 +164,8 @@ class RankWatch:
         self._over.set()
         for do in self._on_over:
             do()
-        end_group(self._group)
+        if self._group is not None:
+            end_group(self._group)
         return verdict
 
     def judge_late(self, peer: int, timeout_s: float) -> Verdict:
@@ -195,12 +196,16 @@ class RankWatch:
         self._closing.set()
         if self._verdict is None:
             self._tell(Verdict(VerdictKind.LEAVING, self._rank, ""))
-        end_group(self._group)
+        if self._group is not None:
+            end_group(self._group)
         until = time.monotonic() + _LEAVE_S
         for thread in self._threads:  # one that waits in gloo for ever is left behind
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
+        # An error that is kept keeps its frames, and so this watch, but no descriptors.
         self._on_over.clear()
+        self._sent.clear()
+        self._group = None
 
     # ------------------------------------------------------------------ threads
 
@@ -224,9 +229,11 @@ class RankWatch:
 
     def _listen(self, peer: int) -> None:
         buffer = torch.zeros(_NOTE_NBYTES, dtype=torch.uint8)
+        if (group := self._group) is None:  # closed already
+            return
         while not self._closing.is_set():
             try:
-                self._group.recv([buffer], peer, _BEAT_TAG).wait(FOREVER)
+                group.recv([buffer], peer, _BEAT_TAG).wait(FOREVER)
             except RuntimeError:
                 self._disconnected(peer)
                 return
@@ -252,10 +259,11 @@ class RankWatch:
         data = (head + text).ljust(_NOTE_NBYTES, b"\0")
         note = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         works = {}
+        group = self._group
         for peer in self._peers:
-            if peer not in self._left:
+            if group is not None and peer not in self._left:
                 with suppress(RuntimeError):  # closed: the listener says what of it
-                    works[peer] = self._group.send([note], peer, _BEAT_TAG)
+                    works[peer] = group.send([note], peer, _BEAT_TAG)
         self._sent.extend(works.values())
         return works
 

@@ -30,7 +30,7 @@ def started_server(model: Path, arguments: Sequence[str]) -> Iterator[str]:
     Raises:
         ServerFailed: it ended instead.
     """
-    command = [sys.executable, "-m", "kvconnect", "serve", str(model), "--port", "0"]
+    command = [sys.executable, "-P", "-m", "kvconnect", "serve", str(model), "--port", "0"]
     command += ["--served-model-name", MODEL_NAME, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
         try:

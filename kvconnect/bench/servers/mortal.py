@@ -139,7 +139,7 @@ class MortalS3(MortalServer):
         return f"s3://bench/dead?endpoint_url=http://127.0.0.1:{self.port}"
 
     def _start(self) -> tuple[subprocess.Popen[bytes], int]:
-        process = _spawn([sys.executable, "-m", "kvconnect.bench.servers.plain_s3"])
+        process = _spawn([sys.executable, "-P", "-m", "kvconnect.bench.servers.plain_s3"])
         assert process.stdout is not None  # noqa: S101 (it is a pipe)
         return process, int(process.stdout.readline())
 

@@ -31,7 +31,7 @@ _ABOUT = b'ETag: "e"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n'
 @contextmanager
 def plain_server() -> Iterator[str]:
     """A server in a process of its own, with every bucket there is; its endpoint's URL."""
-    command = [sys.executable, "-m", "kvconnect.bench.servers.plain_s3"]
+    command = [sys.executable, "-P", "-m", "kvconnect.bench.servers.plain_s3"]
     with subprocess.Popen(  # noqa: S603 (this module)
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -176,16 +178,17 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a Pr
     resolved = getattr(config, "dtype", None) if dtype == "auto" else wanted
     experts = {"experts_implementation": "eager"} if resolved == torch.float64 else {}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=wanted,
-            attn_implementation=ATTENTION,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            **experts,
-        )
+        with _no_thread_of_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=wanted,
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **experts,
+            )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"model: '{directory}' cannot be loaded: {error}") from error
     model, info = loaded
@@ -196,6 +199,20 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a Pr
             f"{', ...' if len(missing) > 3 else ''}: it is incomplete, or of another architecture"
         )
     return model
+
+
+@contextmanager
+def _no_thread_of_progress_bars() -> Iterator[None]:
+    """Keeps tqdm from starting its thread, which redraws bars that stand still.
+
+    The thread ends with the interpreter wherever it is. If it holds tqdm's lock then, the end of
+    the process waits for that lock for ever.
+    """
+    before, tqdm.monitor_interval = tqdm.monitor_interval, 0
+    try:
+        yield
+    finally:
+        tqdm.monitor_interval = before
 
 
 def _sharded(model: Any, ranks: ModelRanks) -> dict[int, int]:

@@ -231,7 +231,7 @@ class Leader:
             self._meeting.call_off("the leader ended")
             if self._processes is not None:
                 self._processes.end(0.0)
-            self.group.close()
+            self._leave()
         else:
             with contextlib.suppress(KvConnectError):  # one is lost: the others end by that
                 self.group.broadcast(Close())
@@ -242,7 +242,12 @@ class Leader:
             connector = self._settings.connector
             drain_s = 0.0 if connector is None else connector.save_timeout_s
             self._processes.end(drain_s + _END_S if wait_s is None else wait_s)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Gives back descriptors and ports, also while an error keeps this object."""
         self.group.close()
+        self._meeting.close()
 
     def _check(self) -> None:
         if self._processes is not None:

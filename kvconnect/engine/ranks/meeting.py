@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
     PrefixStore,
     Store,
     TCPStore,
@@ -186,6 +187,10 @@ class Meeting:
     def call_off(self, why: str) -> None:
         """The leader ends, whatever the others wait for."""
         self.store.set("go", why)
+
+    def close(self) -> None:
+        """Leaves the store; the leader stops listening for other ranks. Idempotent."""
+        self.store = HashStore()  # of this process
 
     def wait_to_go_on(self) -> None:
         """Blocks until the leader says that all have loaded.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvconnect.connector.distributed import DistributedCommunicator
-from kvconnect.errors import KvConnectError, RankLost
+from kvconnect.errors import RankLost
 
 __all__ = ["ModelSums"]
 
@@ -41,7 +41,7 @@ class ModelSums:
         self._communicator = communicator
         self._options = dist.AllreduceOptions()
         self._options.timeout = timedelta(seconds=timeout_s)
-        self._unfinished: dist.Work | None = None
+        self._work: dist.Work | None = None  # no frame has it: an error that is kept keeps those
         communicator.end_with_ranks(group)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -53,11 +53,11 @@ class ModelSums:
         """
         assert self._group is not None, "the sums are closed"  # noqa: S101
         try:
-            work = self._group.allreduce([tensor], self._options)
+            self._work = self._group.allreduce([tensor], self._options)
             if tensor.device.type == "cpu":
-                self._wait(work)
+                self._wait()
             else:
-                work.wait()  # the stream waits, not this thread
+                self._work.wait()  # the stream waits, not this thread
         except RuntimeError as error:
             self._communicator.check(_FIND_OUT_S)
             rank = self._communicator.rank
@@ -71,8 +71,8 @@ class ModelSums:
         returned.
         """
         group, self._group = self._group, None
-        work, self._unfinished = self._unfinished, None
-        if work is None:
+        work, self._work = self._work, None
+        if work is None or work.is_completed():
             return group
         keeper = threading.Thread(
             target=_keep, args=(group, work), name="kvconnect-rank-sum", daemon=True
@@ -81,20 +81,17 @@ class ModelSums:
         keeper.join(_LEAVE_S)
         return None if keeper.is_alive() else group
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self) -> None:
+        assert self._work is not None  # noqa: S101
         while True:
             try:
-                work.wait(_LOOK_EVERY)
+                self._work.wait(_LOOK_EVERY)
             except RuntimeError:
-                if work.is_completed():
+                if self._work.is_completed():
                     raise
             else:
                 return
-            try:
-                self._communicator.check()
-            except KvConnectError:
-                self._unfinished = work
-                raise
+            self._communicator.check()
 
 
 def _keep(_: dist.ProcessGroup | None, work: dist.Work) -> None:

@@ -97,7 +97,7 @@ class _ForkServer:
     def __init__(self) -> None:
         path = [entry or str(Path.cwd()) for entry in sys.path]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvconnect.testing.processes.fork_server"],
+            [sys.executable, "-P", "-m", "kvconnect.testing.processes.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
