@@ -25,7 +25,10 @@ ENGINE_REPORTS := $(ENGINES)/reports
 ENGINE_PYTEST = -m pytest -W default -m '$(ENGINE_TESTS)' -p no:cacheprovider --junitxml=$(ENGINE_REPORTS)/$(1).xml
 VLLM_ENV := VLLM_TARGET_DEVICE=cpu VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1
 
-.PHONY: help demo demo-disagg test test-all test-engines lint format clean
+# Other projects' clients of a server.
+CLIENTS := .venv-clients
+
+.PHONY: help demo demo-disagg test test-all test-engines test-clients lint format clean
 
 help:
 	@echo 'make demo [MODEL=dir] [PROMPT=file] [STORE=url]   a prompt cache that survives a restart'
@@ -34,6 +37,7 @@ help:
 	@echo 'make test-all   all tests but those of other engines'
 	@echo 'make test-engines   vLLM and SGLang with kvconnect, in environments of their own'
 	@echo '     ENGINE_TESTS=engines   with the long forms'
+	@echo 'make test-clients   litellm, lm-eval, guidellm and others against a server'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff lay the code out'
 	@echo 'make clean      remove .venv and .demo'
@@ -49,8 +53,11 @@ demo-disagg: $(VENV)/serve.stamp
 test: lint
 	$(TEST_ENV) $(BIN)/pytest -m 'not slow and not clients' --ignore=tests/engines $(PYTEST_ARGS)
 
-test-all: lint
+test-all: lint $(CLIENTS)/api.stamp $(CLIENTS)/guidellm.stamp $(CLIENTS)/lm_eval.stamp
 	$(TEST_ENV) $(BIN)/pytest
+
+test-clients: $(VENV)/dev.stamp $(CLIENTS)/api.stamp $(CLIENTS)/guidellm.stamp $(CLIENTS)/lm_eval.stamp
+	$(TEST_ENV) $(BIN)/pytest -m clients tests/server/test_other_clients.py
 
 # What they need beyond Python: several GB of disk and, the first time, of downloads. When all have
 # passed, they write the table of tested versions in docs/engines.md.
@@ -72,7 +79,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) $(ENGINES) .demo
+	rm -rf $(VENV) $(ENGINES) $(CLIENTS) .demo
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -93,6 +100,13 @@ $(VENV)/serve.stamp: $(VENV)/runtime.stamp
 
 $(VENV)/dev.stamp: $(VENV)/runtime.stamp
 	$(PIP_INSTALL) --no-build-isolation -e '.[hf,dev]'
+	@touch $@
+
+$(CLIENTS)/%.stamp: tests/server/clients/%.txt
+	@echo 'Installing into $(CLIENTS)/$* (a minute or two the first time) ...'
+	rm -rf $(CLIENTS)/$*
+	$(PYTHON) -m venv $(CLIENTS)/$*
+	$(CLIENTS)/$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 # Every package by its exact version, and without asking what it depends on: engines want torch for

@@ -168,7 +168,7 @@ class Admission:
                 did.
         """
         counted = max(body_nbytes - _FREE_NBYTES, 0)
-        if counted > ticket.body_nbytes:
+        if counted:
             self._check_bodies(ticket, counted)
         ticket.body_nbytes = counted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -20,6 +21,7 @@ from kvconnect.server.openai.token_requests import (
     DetokenizeRequest,
     TokenizeRequest,
     TokenRequest,
+    tokenizer_of,
 )
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.threads import ServerThreads
@@ -37,6 +39,7 @@ def engine_routes(
             Route(path, _TokenEndpoint(kind, llm, settings, admission, threads), methods=["POST"])
             for path, kind in (("/tokenize", TokenizeRequest), ("/detokenize", DetokenizeRequest))
         ),
+        Route("/tokenizer_info", partial(_tokenizer_info, llm)),
         Route("/version", _version),
         Route("/reset_prefix_cache", cache.reset, methods=["POST"]),
     ]
@@ -71,6 +74,10 @@ class _TokenEndpoint:
                 self._threads.tokenizing, lambda: JSONResponse(wanted.answer(self._llm))
             )
             await answer(scope, receive, send)
+
+
+async def _tokenizer_info(llm: LLM, request: Request) -> Response:
+    return JSONResponse(tokenizer_of(llm).info())
 
 
 async def _version(request: Request) -> Response:

@@ -15,7 +15,7 @@ from kvconnect.server.errors import Busy
 KiB = 1 << 10
 BODY = 128 * KiB
 FILL = 64
-"""Clients whose bodies are twice what may be read at once; beyond 64 KiB each one counts."""
+"""Clients whose bodies are twice what may be read at once; 64 KiB of each do not count."""
 CLIENT_S = 20
 
 

@@ -22,6 +22,7 @@ SCOPE = {
 def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
     """Else clients that come and leave fill memory with prompts that wait to become tokens."""
     submitted, aborted, go_on = [], [], threading.Event()
+    llm = SimpleNamespace(max_seq_len=100)
 
     def submit(llm):
         submitted.append(llm)
@@ -29,7 +30,13 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
         return [SimpleNamespace(done=False, abort=lambda: aborted.append(1))]
 
     wanted = SimpleNamespace(
-        model=None, completions=1, stream=False, submit=submit, kv_transfer_params=None
+        model=None,
+        completions=1,
+        stream=False,
+        submit=submit,
+        answer=lambda *_: None,
+        max_logprobs=lambda _: 0,
+        kv_transfer_params=None,
     )
     kind = SimpleNamespace(parse=lambda body: wanted)
     admission = Admission(2, 1 << 20)
@@ -53,9 +60,9 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
     with ThreadPoolExecutor(1) as thread:
         threads = SimpleNamespace(parsing=thread, tokenizing=thread)
         endpoint = GenerationEndpoint(
-            kind, "llm", ServerSettings(model_names=("tiny",)), admission, threads
+            kind, llm, ServerSettings(model_names=("tiny",)), admission, threads
         )
         assert asyncio.run(run()) == (0, 2)
     assert admission.idle
-    assert submitted == ["llm"], "the second one was not begun any more"
+    assert submitted == [llm], "the second one was not begun any more"
     assert aborted == [1]

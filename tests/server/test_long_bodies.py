@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -38,11 +39,14 @@ def posted(body: object) -> Request:
     return Request({"type": "http", "headers": headers}, receive)
 
 
-def held(nbytes: int) -> None:
+@pytest.fixture
+def place():
     """It counts against nothing."""
+    with Admission(1, 1 << 30).enter() as ticket:
+        yield ticket
 
 
-async def test_the_loop_goes_on_while_a_long_body_is_parsed(parsing):
+async def test_the_loop_goes_on_while_a_long_body_is_parsed(parsing, place):
     begun, go_on = threading.Event(), threading.Event()
 
     def make(body):
@@ -51,7 +55,7 @@ async def test_the_loop_goes_on_while_a_long_body_is_parsed(parsing):
         return len(body["prompt"])
 
     body = {"prompt": [1] * 100_000}
-    reading = asyncio.create_task(read_json(posted(body), HttpSettings(), parsing, make, held))
+    reading = asyncio.create_task(read_json(posted(body), HttpSettings(), parsing, make, place))
     async with asyncio.timeout(20):
         while not begun.is_set():  # noqa: ASYNC110  it is another thread's
             await asyncio.sleep(0)
@@ -59,10 +63,10 @@ async def test_the_loop_goes_on_while_a_long_body_is_parsed(parsing):
     assert await reading == 100_000
 
 
-async def test_a_short_body_takes_no_turn_on_the_thread(parsing):
+async def test_a_short_body_takes_no_turn_on_the_thread(parsing, place):
     go_on = threading.Event()
     parsing.submit(go_on.wait, 20)
-    assert await read_json(posted({"prompt": "short"}), HttpSettings(), parsing, dict, held) == {
+    assert await read_json(posted({"prompt": "short"}), HttpSettings(), parsing, dict, place) == {
         "prompt": "short"
     }
     go_on.set()
@@ -72,6 +76,7 @@ class Slow:
     """An engine that does nothing until it is told to."""
 
     max_seq_len = 100
+    layout = SimpleNamespace(tokens_per_block=16)
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)

@@ -209,6 +209,13 @@ def test_the_version_is_told(server):
     )
 
 
+def test_the_tokenizer_tells_of_itself(server):
+    status, told, _ = server.post(b"", "/tokenizer_info", method="GET")
+    assert status == 200
+    assert told["eos_token"]
+    assert "{" in told["chat_template"]
+
+
 def test_text_to_tokens_and_back(server):
     asked = {"model": "tiny", "prompt": "héllo", "return_token_strs": True}
     told = ask(server, "/tokenize", **asked)

@@ -93,6 +93,16 @@ class Tokenizer:
         """Makes `template`, Jinja's, stand in the place of the model's own."""
         self._encoder.chat_template = template
 
+    def info(self) -> dict[str, str | None]:
+        """Its class, its special tokens and its chat template, as its configuration names them."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        template = self._encoder.chat_template
+        return {
+            "tokenizer_class": type(self._encoder).__name__,
+            **{name: getattr(self._encoder, name, None) for name in names},
+            "chat_template": template if isinstance(template, str) else None,
+        }
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model says how conversations become prompts."""

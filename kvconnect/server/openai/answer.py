@@ -82,10 +82,10 @@ class Answer(ABC):
             outputs: of each prompt.
             more: fields of the object.
         """
+        head = _encoded(self._object(self.kind) | self._of_prompt(outputs[0]))
         choices = b",".join(map(_encoded, self._choices(outputs)))
-        rest = {"usage": usage_of(outputs, self._form.granularity)}
-        head = _encoded(self._object(self.kind) | self._of_prompt(outputs[0]) | rest | dict(more))
-        return head[:-1] + b',"choices":[' + choices + b"]}"
+        usage = {"usage": usage_of(outputs, self._form.granularity)}
+        return head[:-1] + b',"choices":[' + choices + b"]," + _encoded(usage | dict(more))[1:]
 
     def begin(self, prompts: Sequence[Prompted]) -> Iterable[dict[str, Any]]:
         """The first chunks of a stream, before any token.

@@ -15,7 +15,7 @@ from kvconnect.server.openai.unserved import without_unserved
 from kvconnect.settings import Settings
 from kvconnect.text import check_text
 
-__all__ = ["DetokenizeRequest", "TokenRequest", "TokenizeRequest"]
+__all__ = ["DetokenizeRequest", "TokenRequest", "TokenizeRequest", "tokenizer_of"]
 
 _AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
 
@@ -79,7 +79,7 @@ class TokenizeRequest(TokenRequest):
 
     def answer(self, llm: LLM) -> dict[str, Any]:
         """See `TokenRequest.answer`."""
-        tokenizer = _tokenizer(llm)
+        tokenizer = tokenizer_of(llm)
         if self.messages is not None:
             prompt: Any = llm.chat_prompt(
                 self.messages,
@@ -118,7 +118,7 @@ class DetokenizeRequest(TokenRequest):
 
     def answer(self, llm: LLM) -> dict[str, Any]:
         """See `TokenRequest.answer`."""
-        tokenizer = _tokenizer(llm)
+        tokenizer = tokenizer_of(llm)
         most = llm.vocab_size
         for token in self.tokens:
             if not 0 <= token < most:
@@ -128,7 +128,12 @@ class DetokenizeRequest(TokenRequest):
         return {"prompt": tokenizer.whole_text(self.tokens)}
 
 
-def _tokenizer(llm: LLM) -> Tokenizer:
+def tokenizer_of(llm: LLM) -> Tokenizer:
+    """Returns the tokenizer of `llm`.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
     if llm.tokenizer is None:
         raise ConfigurationError("model: its directory has no tokenizer")
     return llm.tokenizer
