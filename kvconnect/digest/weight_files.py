@@ -19,7 +19,9 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 _RARE_WEIGHTS = (".npz", ".npy", ".tensors", ".ckpt")
 _SETTINGS = (
-    *("params.json", "*quant*config.json", "sparse_attention_config.json", "adapter_config.json"),
+    *("params.json", "*quant*.json", "sparse_attention_config.json", "adapter_config.json"),
+    # transformers reads config.4.0.0.json instead, if config.json lists it in configuration_files.
+    *("config.*.json", "decision_config.json", "dtypes.json"),
     *("*.index.json", "*.index.*.json"),
 )
 # vLLM and SGLang unpack *.bin into a folder of this name (load_format=npcache): files without an
