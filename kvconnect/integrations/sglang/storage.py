@@ -36,7 +36,7 @@ __all__ = ["KvConnectStorage"]
 
 
 def _base() -> Any:
-    """SGLang's abstract class; without SGLang, nothing."""
+    """Returns SGLang's abstract class; without SGLang, `object`."""
     try:
         return import_module("sglang.srt.mem_cache.hicache_storage").HiCacheStorage
     except ImportError:
@@ -81,10 +81,11 @@ class KvConnectStorage(_Base):
     # ------------------------------------------------------------------ start and end
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take the host pool, and open the store.
+        """Takes the host pool, and opens the store.
 
         Raises:
-            ConfigurationError: the store cannot be opened, or a page is no power of two of tokens.
+            ConfigurationError: the store cannot be opened, a page is no power of two of tokens, or
+                the pool holds pages that earlier weights may have computed.
             UnsupportedModel: the pool is of another form.
         """
         self._weights.refuse_older_pages(mem_pool_host)
@@ -114,7 +115,7 @@ class KvConnectStorage(_Base):
         close_at_exit(self)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """The pool of keys and values is known already; others are refused.
+        """Accepts the pool of keys and values, which is known already; refuses others.
 
         Raises:
             UnsupportedModel: the model keeps something else beside keys and values.
@@ -126,7 +127,7 @@ class KvConnectStorage(_Base):
             )
 
     def close(self) -> None:
-        """Write what is staged, up to ``save_timeout_s``, and let go of the store. Idempotent."""
+        """Writes what is staged within ``save_timeout_s``, and closes the store. Idempotent."""
         if self._access is not None:
             self._access.close()
             self._access = None
@@ -135,7 +136,7 @@ class KvConnectStorage(_Base):
     # ------------------------------------------------------------------ pages
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """How many leading pages are stored, for all ranks; late answers count as none."""
+        """Returns how many leading pages all ranks have stored; a late answer counts as 0."""
         access = self._usable()
         if access is None:
             return 0
@@ -144,7 +145,7 @@ class KvConnectStorage(_Base):
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Load pages into the host pool; True for the leading ones that are there, and sound.
+        """Loads pages into the host pool; returns True for the leading ones that are sound.
 
         Of the others the memory is undefined, and nothing writes to it any more.
         """
@@ -160,7 +161,7 @@ class KvConnectStorage(_Base):
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Copy pages out of the host pool, to be written in the background.
+        """Copies pages out of the host pool, to be written in the background.
 
         Blocks for room up to ``save_timeout_s``. True for the leading ones that are on their way;
         of a latent, ranks behind the first save nothing, and say True.
@@ -196,22 +197,22 @@ class KvConnectStorage(_Base):
         return [number < staged for number in range(len(keys))]
 
     def exists(self, key: str) -> bool:
-        """Whether one page is stored."""
+        """Returns True if the page is stored."""
         return self.batch_exists([key]) == 1
 
     def clear(self) -> None:
-        """Nothing: pages stay right as long as the model is the same.
+        """Has no effect: pages stay right as long as the model is the same.
 
         ``kvconnect prune`` empties a store.
         """
         warn_once("sglang.clear", "the store keeps its blocks; `kvconnect prune URL` drops them")
 
     def get_stats(self) -> Any:
-        """Pages of each batch since the last call, for SGLang's own metrics; see `PageStats`."""
+        """Returns the pages of each batch since the last call, for SGLang's metrics."""
         return None if self._access is None else self._stats.take()
 
     def _usable(self) -> StoreAccess | None:
-        """The store; ``None`` once it is closed, or the weights are not those of the keys."""
+        """Returns the store; ``None`` once it is closed, or keys no longer name the weights."""
         if self._access is None:
             note_doubt(Doubt.STORE_CLOSED)
             return None
@@ -226,18 +227,18 @@ class KvConnectStorage(_Base):
     # ------------------------------------------------------------------ what only others call
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """Nothing: pages are moved by the batch."""
+        """Loads nothing: pages are moved by the batch."""
 
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[None]:
-        """Nothing; see `batch_get_v1`."""
+        """Loads nothing; see `batch_get_v1`."""
         return [None] * len(keys)
 
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Nothing is stored: pages are moved by the batch."""
+        """Stores nothing: pages are moved by the batch."""
         return False
 
     def batch_set(
@@ -247,11 +248,11 @@ class KvConnectStorage(_Base):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Nothing is stored; see `batch_set_v1`."""
+        """Stores nothing; see `batch_set_v1`."""
         return False
 
     def _keys(self, hashes: Sequence[str]) -> list[BlockKey]:
-        """Chained keys: a page's hash stands for all tokens before it."""
+        """Returns chained keys: a page's hash stands for all tokens before it."""
         return [
             BlockKey(
                 hashlib.blake2b(
@@ -263,7 +264,7 @@ class KvConnectStorage(_Base):
 
 
 def _kv_dtype(dtype: torch.dtype, server: Server) -> str:
-    """The dtype that the elements of the pool mean: SGLang holds several 8-bit ones as bytes.
+    """Returns the dtype of the pool's elements: SGLang holds several 8-bit ones as bytes.
 
     Raises:
         ConfigurationError: they are bytes, and SGLang does not say of what.
