@@ -355,7 +355,7 @@ FILES = (weight_in_file, other_files, setting_in_file, named_file, shards, same_
 def engine_try(
     directories: list[Path], tmp_path: Path, number: int, rng: random.Random, tally: Tally
 ) -> None:
-    """Two engines on one store, perhaps with other blocks; the directory is changed between them."""
+    """Two engines on one store, perhaps with other blocks; the directory changes between them."""
     model = shutil.copytree(directories[0], tmp_path / str(number))
     ids = rng.choices(range(1, 250), k=rng.randrange(9, 30))
     store, hit = Shelf(), False
