@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import PREFILL, open_engine
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -354,14 +355,14 @@ FILES = (weight_in_file, other_files, setting_in_file, named_file, shards, same_
 def engine_try(
     directories: list[Path], tmp_path: Path, number: int, rng: random.Random, tally: Tally
 ) -> None:
-    """Two engines on one store; the directory is changed between them, or the window, or dtype."""
+    """Two engines on one store, perhaps with other blocks; the directory changes between them."""
     model = shutil.copytree(directories[0], tmp_path / str(number))
     ids = rng.choices(range(1, 250), k=rng.randrange(9, 30))
     store, hit = Shelf(), False
     change = rng.choice(FILES)
     tally.kinds[change.__name__] += 1
     for phase in range(2):
-        config = KvCacheConfig(max_tokens=128, tokens_per_block=T)
+        config = KvCacheConfig(max_tokens=128, tokens_per_block=rng.choice((T, T, T, 2 * T)))
         connector = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=20_000)
         with LLM(model, kv_cache=config, connector=connector, device="cpu") as llm:
             params = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -376,6 +377,32 @@ def engine_try(
     tally.hits += hit
 
 
+def transfer_try(
+    directories: list[Path], tmp_path: Path, number: int, rng: random.Random, tally: Tally
+) -> None:
+    """One engine computes a prompt, another goes on, with the same files or changed ones."""
+    theirs = shutil.copytree(directories[0], tmp_path / f"{number} prefill")
+    ours = shutil.copytree(directories[0], tmp_path / f"{number} decode")
+    ids = rng.choices(range(1, 250), k=rng.randrange(9, 30))
+    change = rng.choice(FILES)
+    tally.kinds[f"{change.__name__} at peer"] += 1
+    change(rng.choice([theirs, ours]), directories[1], rng)
+    small = {"tokens_per_block": T, "max_tokens": 128, "device": "cpu"}
+    with (
+        open_engine(theirs, "prefill", **small) as prefill,
+        open_engine(ours, "decode", **small) as decode,
+    ):
+        (first,) = prefill.generate([ids], PREFILL, kv_transfer_params={"do": "prefill"})
+        params = SamplingParams(max_tokens=NEW, ignore_eos=True)
+        (output,) = decode.generate([ids], params, kv_transfer_params=first.kv_transfer_params)
+    loaded = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float64)
+    if [*ids, *output.output_token_ids] != plain(loaded, torch.tensor([ids])):
+        tally.wrong.append(f"{change.__name__} at peer, {output.reused_store_tokens} fetched")
+    tally.hits += output.reused_store_tokens > 0
+    shutil.rmtree(theirs)
+    shutil.rmtree(ours)
+
+
 def run(
     numbers: range, models: list[PreTrainedModel], directories: list[Path], tmp_path: Path
 ) -> Tally:
@@ -384,7 +411,9 @@ def run(
         rng = random.Random(number)
         known = len(tally.wrong)
         torch.manual_seed(number)
-        if number % 10 == 9:
+        if number % 40 == 19:
+            transfer_try(directories, tmp_path, number, rng, tally)
+        elif number % 10 == 9:
             engine_try(directories, tmp_path, number, rng, tally)
         else:
             PromptCacheTry(models, rng, tally).run()
