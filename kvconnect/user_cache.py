@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["cache_directory", "replace_file"]
+__all__ = ["cache_directory", "is_private", "replace_file"]
 
 
 def cache_directory() -> Path:
@@ -20,6 +21,13 @@ def cache_directory() -> Path:
     # As the XDG specification says, relative paths there mean nothing.
     base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
     return base / "kvconnect"
+
+
+def is_private(descriptor: int) -> bool:
+    """Returns whether an open file is a regular one that only this user may write."""
+    found = os.fstat(descriptor)
+    ours = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return ours and stat.S_ISREG(found.st_mode)
 
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:

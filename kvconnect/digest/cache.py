@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from kvconnect.digest.identity import FileIdentity
-from kvconnect.user_cache import replace_file
+from kvconnect.user_cache import is_private, replace_file
 
 __all__ = ["DigestCache"]
 
@@ -42,7 +41,7 @@ class DigestCache:
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(descriptor, "rb") as file:
-                text = file.read(_MAX_NBYTES) if _private(descriptor) else b""
+                text = file.read(_MAX_NBYTES) if is_private(descriptor) else b""
         except OSError:
             return {}
         entries = map(_entry, text.splitlines())
@@ -56,12 +55,6 @@ class DigestCache:
         lines = list(map(_line, (kept | dict(entries)).items()))[-_MAX_ENTRIES:]
         with suppress(OSError):
             replace_file(self._path, lines)
-
-
-def _private(descriptor: int) -> bool:
-    found = os.fstat(descriptor)
-    ours = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return ours and stat.S_ISREG(found.st_mode)
 
 
 def _line(entry: tuple[FileIdentity, bytes]) -> bytes:

@@ -695,6 +695,62 @@ def test_staging_that_is_full_drops_what_is_behind_and_the_answer_is_right(llama
         store.heal()
 
 
+def canaries(prompts: PromptCache) -> list[int]:
+    """Grows by one with each canary of `prompts`."""
+    runs: list[int] = []
+    canary = prompts.guard._canary
+    agrees = canary.agrees
+
+    def counted() -> bool:
+        runs.append(0)
+        return agrees()
+
+    canary.agrees = counted
+    return runs
+
+
+def test_the_next_prompt_that_begins_alike_waits_for_the_one_before_it(llama64, store):
+    with opened(llama64, store) as prompts:
+        for count in (0, 39, 39):
+            assert answer(llama64, prompts, given(prompt(40)))[1] == (count,)
+
+
+@pytest.mark.parametrize(("interval", "checks"), [(0.0, 4), (3600.0, 1)])
+def test_a_good_check_holds_for_the_interval(llama64, store, interval, checks):
+    """Also for what is loaded; what is saved waits for a check of its own."""
+    config = {"url": store, "lookup_timeout_ms": 5000}
+    made = PromptCache(llama64, config, tokens_per_block=T, canary_interval=interval)
+    with made as prompts:
+        runs = canaries(prompts)
+        answer(llama64, prompts, given(prompt(40)))
+        assert prompts.flush()
+        for _ in range(2):
+            assert prompts.prefill(given(prompt(40))).loaded_tokens == (39,)
+        assert prompts.flush()  # nothing is left to save
+        assert len(runs) == checks
+
+
+def test_caches_that_ended_are_held_within_a_bound(llama64, store, caplog):
+    config = {"url": store, "lookup_timeout_ms": 5000}
+    with PromptCache(llama64, config, tokens_per_block=T, held_bytes=1000) as prompts:
+        answer(llama64, prompts, given(prompt(40)))
+        gc.collect()
+        assert prompts.flush()
+        assert "held_bytes" in caplog.text
+        assert answer(llama64, prompts, given(prompt(40)))[1] == (0,)
+
+
+def test_checks_leave_random_numbers_and_other_caches_alone(llama64, store):
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    with opened(llama64, store) as prompts:
+        live = len(prompts._live)
+        prompts.prefill(given(prompt(40)))
+        assert prompts.flush()
+        assert len(prompts._live) == live
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_nothing_is_left_of_prompts_that_ended(llama64, store):
     inputs = given(prompt(40))
     with opened(llama64, store) as prompts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import inspect
 import weakref
 from typing import Any
 
@@ -13,6 +13,8 @@ from kvconnect.integrations.transformers.stored_cache import StoredCache
 
 __all__ = ["PassHooks"]
 
+# What torch runs a module's hooks and `forward` in.
+_CALL = nn.Module._call_impl.__code__  # noqa: SLF001  no name of it is public
 _CUT = ("input_ids", "position_ids", "cache_position")
 
 
@@ -25,9 +27,9 @@ class PassHooks:
     """
 
     def __init__(self, model: nn.Module, live: weakref.WeakSet[StoredCache]) -> None:
+        self._model = model
         self._live = live
         self._names = parameters_of(model)
-        self._thread = threading.local()
         self._handles = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -35,8 +37,16 @@ class PassHooks:
 
     @property
     def in_pass(self) -> bool:
-        """A forward pass of the model is under way on this thread."""
-        return getattr(self._thread, "in_pass", False)
+        """A forward pass of the model is under way on this thread.
+
+        Its stack tells: a pass that was interrupted tells no hook of its end.
+        """
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is _CALL and frame.f_locals.get("self") is self._model:
+                return True
+            frame = frame.f_back
+        return False
 
     def remove(self) -> None:
         """No cache is told any more."""
@@ -46,7 +56,6 @@ class PassHooks:
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._thread.in_pass = True
         given = self._by_name(args, named)
         cache = given.get("past_key_values")
         if not isinstance(cache, StoredCache) or cache not in self._live:
@@ -62,7 +71,6 @@ class PassHooks:
     def _after(
         self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: object
     ) -> None:
-        self._thread.in_pass = False
         cache = self._by_name(args, named).get("past_key_values")
         if isinstance(cache, StoredCache) and cache in self._live:
             cache.forward_ended(succeeded=output is not None)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 from kvconnect.digest.files import ModelFiles
 from kvconnect.digest.memory import content_of_tensors, module_tensors, same_bits
 from kvconnect.digest.model import check_revision, digest_of
+from kvconnect.digest.proven import ProvenContents
 from kvconnect.engine.checkpoint.hub_cache import model_directory
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.transformers.settings import settings_of
@@ -45,7 +46,8 @@ def identify(model: PreTrainedModel, revision: str | None) -> LoadedIdentity:
 
     1. `revision`, with the model's settings. Weights are not read.
     2. The digest of the directory that the model came from, as kvconnect's own engine has it, if
-       every weight and buffer in memory is bit for bit what loading that directory gives.
+       every weight and buffer in memory is bit for bit what loading that directory gives. What was
+       compared once is known by its content from then on.
     3. A digest of the content of all tensors, the settings, and the classes and attributes of all
        modules.
 
@@ -72,14 +74,17 @@ def identify(model: PreTrainedModel, revision: str | None) -> LoadedIdentity:
             f"model: {code}, which no digest of weights names; give model_revision, a name of the "
             "weights and of what was added to them, for example 'org/name@commit+adapter@1'"
         )
+    content = _content(model)
     if directory is None:
-        return _of_content(model, "it was not loaded from a directory")
+        return LoadedIdentity(content, "it was not loaded from a directory")
     if odd := _difference_from_twin(model):
-        return _of_content(model, odd)
+        return LoadedIdentity(content, odd)
+    proven = ProvenContents()
     with ModelFiles(directory) as files:
         try:
             digest = digest_of(files)
-            difference = difference_from_files(model, files)
+            known = proven.has(content, digest)
+            difference = "" if known else difference_from_files(model, files)
         except OSError as error:
             raise ConfigurationError(
                 f"model: '{directory}' cannot be read ({error.strerror})"
@@ -87,7 +92,8 @@ def identify(model: PreTrainedModel, revision: str | None) -> LoadedIdentity:
         settings = _other_settings(model, directory)
         files.check()
     if difference:
-        return _of_content(model, difference)
+        return LoadedIdentity(content, difference)
+    proven.add(content, digest)
     if settings is None:
         return LoadedIdentity(digest)
     return LoadedIdentity(
@@ -125,12 +131,13 @@ def _promised(
     return _with(digest, b"kvc-attributes", _structure(model) + content_of_tensors(tensors))
 
 
-def _of_content(model: PreTrainedModel, reason: str) -> LoadedIdentity:
+def _content(model: PreTrainedModel) -> bytes:
+    """Returns a digest of all that shapes keys and values: settings, structure and tensors."""
     state = hashlib.blake2b(digest_size=32, person=b"kvc-memory")
     state.update(_as_json(settings_of(model.config)))
     state.update(_structure(model))
     state.update(content_of_tensors(module_tensors(model)))
-    return LoadedIdentity(state.digest(), reason)
+    return state.digest()
 
 
 def _unnamed(model: PreTrainedModel) -> str:

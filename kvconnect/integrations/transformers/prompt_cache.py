@@ -53,28 +53,36 @@ class PromptCache:
     """A store of prompts for one model of transformers.
 
     ``model.generate(**inputs, past_key_values=cache.prefill(inputs))`` loads what the store has of
-    the prompts and computes the rest; what was computed, generated tokens included, is saved in the
-    background. The answer is the one without it.
+    the prompts and computes the rest. What was computed, generated tokens included, is saved in the
+    background, once the model was checked: in the next `prefill`, in `flush` or in `close`. The
+    answer is the one without it.
+
+    The model is named by what is in memory now. Each check computes 16 tokens, on the thread that
+    calls, and compares every bit with those of now. Once a check fails, nothing is loaded and
+    nothing saved any more; `StoredCache.not_cached` is the reason.
 
     It hooks into the model's forward pass, to see which tokens are computed, until it is closed.
     `prefill` may be called from several threads. Close it, or use it as a context manager: closing
     writes what is not saved yet. That also happens at a normal exit.
 
     Args:
-        model: loaded with ``from_pretrained``, with a decoder only, on one device; its weights
-            unchanged since. What is computed with weights that were changed later is not cached.
+        model: with a decoder only, on one device, in evaluation mode.
         connector: a store's URL, a store, or a configuration (or its fields as a dict). Given as a
             URL, lookups may take 1 s.
         tokens_per_block: tokens of a stored block. Engines share blocks of one size only.
-        model_revision: names the weights, for example ``org/name@commit``, so that they need not be
-            digested, nor come from a directory. The caller promises that no other weights go by
-            this name among all engines of a store, adapters included.
+        model_revision: names the weights, for example ``org/name@commit``, so that they are not
+            read. The caller promises that no other weights go by this name among all engines of a
+            store, adapters and hooks included.
+        canary_interval: seconds for which a good check lets `prefill` load. 0 by default: each
+            prefill checks.
+        held_bytes: memory of caches that have ended and wait for a check; beyond it they are
+            dropped. By default an eighth of the device's memory.
 
     Raises:
-        ConfigurationError: a setting is wrong, nothing tells the model from others, or the store
-            cannot be opened. Nothing is left running.
-        UnsupportedModel: the model keeps something else than keys and values; the message is the
-            reason.
+        ConfigurationError: a setting is wrong, or the store cannot be opened. Nothing is left
+            running.
+        UnsupportedModel: the model keeps something else than keys and values, computes otherwise
+            with a cache, or has code that needs `model_revision`; the message is the reason.
     """
 
     def __init__(
@@ -142,8 +150,10 @@ class PromptCache:
     ) -> StoredCache:
         """A cache that begins with what the store has of `inputs`, for one call of ``generate()``.
 
-        Blocks up to ``lookup_timeout_ms`` for the lookup and ``load_timeout_s`` for the load. A
-        fault of the store costs time, nothing else. At least the last token is left to compute.
+        Checks the model, which computes 16 tokens. Blocks up to ``lookup_timeout_ms`` for the
+        lookup and ``load_timeout_s`` for the load, and up to ``lookup_timeout_ms`` more while a
+        prompt that begins alike is saved. A fault of the store costs time, nothing else. At least
+        the last token is left to compute.
 
         Args:
             inputs: what ``generate()`` is called with: ``input_ids`` ``[batch, tokens]``, padded on
@@ -192,13 +202,14 @@ class PromptCache:
         return cache
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Save all that was computed so far, and block until it is stored.
+        """Checks the model, saves all that was computed so far, and blocks until it is stored.
 
         Args:
             timeout_s: at most so long; by default ``save_timeout_s``.
 
         Returns:
-            Whether it was all stored, or given up, in time.
+            Whether it was all stored, or given up, in time. False inside of a forward pass, where
+            nothing is checked.
         """
         until = time.monotonic() + (self._config.save_timeout_s if timeout_s is None else timeout_s)
         checked = self._check_to_save()

@@ -308,7 +308,9 @@ class StoredCache(DynamicCache):
     def __del__(self) -> None:
         # The saving happens elsewhere: this may run inside of any lock, on any thread.
         saving = getattr(self, "_saving", None)
-        if saving is not None and self._num_computed > self._num_saved:
+        if saving is None or self._disowned is not None or saving.guard.doubt is not None:
+            return
+        if self._num_computed > self._num_saved:
             saving.ended.put(self)
 
     # ------------------------------------------------------------------ what generate() does to it

@@ -118,7 +118,7 @@ class Structure:
             for table in found.hooks
             if table
             for key, hook in table.items()
-            if not _owner(hook).startswith("kvconnect.")
+            if not _owner(hook).startswith(("kvconnect.", "transformers."))
         ]
 
 
