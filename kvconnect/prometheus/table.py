@@ -13,7 +13,7 @@ __all__ = ["METRICS", "Metric"]
 
 _OPERATIONS = ("lookup", "load", "save", "delete", "children", "open", "close")
 _FAILURES = ("failure", "timeout", "refused", "bad_frame", "other_codec")
-_PULL_FAILURES = ("peer", "refused", "deadline", "abandoned", "closed")
+_PULL_FAILURES = ("peer", "corrupt", "refused", "deadline", "abandoned", "closed")
 _LEASE_EVENTS = (
     *("offered", "no_room", "granted", "claims_refused", "released", "aborted", "expired"),
     "late_messages",
@@ -21,6 +21,12 @@ _LEASE_EVENTS = (
 _CONTROL_FAULTS = (
     *("refused", "not_opened", "pushed_out", "not_connected", "silent", "bad_message", "not_taken"),
 )
+_DAMAGED = {
+    "messages": "transfer.control.damaged",
+    "requests": "transfer.tcp.malformed",
+    "pieces": "transfer.pull.corrupt",
+    "digests": "transfer.bad_digests",
+}
 _NIXL_FAULTS = ("late", "bad_digest", "avoided", "rebuilds")
 _STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
 _ROLES = ("prefill", "decode")
@@ -317,8 +323,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "kvconnect_transfer_pull_failures_total",
-        "Those that failed: peer (it died, was disconnected or broke the protocol), refused (no "
-        "such memory), deadline, abandoned, closed (by this side, for all).",
+        "Those that failed: peer (it died, was disconnected or broke the protocol), corrupt (other "
+        "bytes came than those that it sent), refused (no such memory), deadline, abandoned, "
+        "closed (by this side, for all).",
         _totals({(why,): f"transfer.pull.{why}" for why in _PULL_FAILURES}),
         ("reason",),
     ),
@@ -362,6 +369,13 @@ METRICS: tuple[Metric, ...] = (
         "not_connected) or ended by a fault (silent, bad_message, not_taken).",
         _totals({(why,): f"transfer.control.{why}" for why in _CONTROL_FAULTS}),
         ("reason",),
+    ),
+    Metric(
+        "kvconnect_transfer_damaged_total",
+        "Messages of the control channel, requests and pieces of blocks over TCP, and digests that "
+        "were not as the other side made them. Each ended its connection, or its load.",
+        _totals({(what,): name for what, name in _DAMAGED.items()}),
+        ("what",),
     ),
     Metric(
         "kvconnect_transfer_errors_total",

@@ -306,6 +306,7 @@ def test_portions_cover_each_block_once(sizes, unit, most, chance):
         local = np.zeros(portion.nbytes, np.uint8)
         starts = np.cumsum([0, *(part.nbytes for part in portion.parts)])
         for reads in portion.reads(granted, 0, starts[:-1].tolist()):
+            assert reads.epoch == granted.epoch
             for far, near in zip(reads.remote_offsets, reads.local_offsets, strict=True):
                 local[near : near + reads.nbytes] = remote[far : far + reads.nbytes]
         for part, start in zip(portion.parts, starts, strict=False):

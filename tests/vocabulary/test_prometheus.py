@@ -203,7 +203,7 @@ def test_two_engines_are_one_process(metrics: Metrics):
 
 
 def test_pulls_leases_and_peers_are_told(metrics: Metrics):
-    failures = ("peer", "refused", "deadline", "abandoned", "closed")
+    failures = ("peer", "corrupt", "refused", "deadline", "abandoned", "closed")
     for number, reason in enumerate(failures, 1):
         for _ in range(number):
             count(f"transfer.pull.{reason}")
@@ -215,7 +215,7 @@ def test_pulls_leases_and_peers_are_told(metrics: Metrics):
             count(f"transfer.lease.{event}", nbytes=10)
     count("transfer.fetched", tokens=30)
     count("transfer.computed_instead", tokens=5)
-    for name in ("late_reads", "rebuilds", "control.silent"):
+    for name in ("late_reads", "rebuilds", "control.silent", "control.damaged", "bad_digests"):
         count(f"transfer.{name}")
     sizes = {"peers.readers": 3.0, "peers.sources": 2.0, "leased_bytes": 9.0}
     for quarantined in (1.0, 4.0):
@@ -225,7 +225,7 @@ def test_pulls_leases_and_peers_are_told(metrics: Metrics):
     def told(name: str, **labels: str) -> float | None:
         return value(f"kvconnect_transfer_{name}", **labels)
 
-    assert [told("pull_failures_total", reason=one) for one in failures] == [1, 2, 3, 4, 5]
+    assert [told("pull_failures_total", reason=one) for one in failures] == [1, 2, 3, 4, 5, 6]
     assert (told("pulls_total"), told("bytes_total")) == (1, 4096)
     assert told("pull_seconds_total") > 0
     assert [told("leases_total", event=one) for one in events] == [1, 2, 3, 4, 5, 6, 7]
@@ -233,6 +233,8 @@ def test_pulls_leases_and_peers_are_told(metrics: Metrics):
     assert told("tokens_total", outcome="computed_instead") == 5
     assert (told("late_reads_total"), told("rebuilds_total")) == (1, 1)
     assert told("control_faults_total", reason="silent") == 1
+    damaged = [told("damaged_total", what=one) for one in ("messages", "pieces", "digests")]
+    assert damaged == [1, 2, 1]
     assert (told("peers", role="readers"), told("peers", role="sources")) == (3, 2)
     assert (told("quarantined_blocks"), told("leased_bytes")) == (5, 9)
 
