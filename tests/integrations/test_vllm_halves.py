@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_stand_in import PROMPT, Open, StandIn, T, told
+from vllm_stand_in import PROMPT, Open, T, poll, told
 
 from kvconnect.connector.offload.messages import WorkerMeta
 from kvconnect.errors import ConfigurationError
@@ -118,16 +118,6 @@ def test_nothing_is_asked_twice_for_one_answer(open_engine: Open, store):
     engine.run()
     assert request.answer == told(engine)
     engine.check_empty()
-
-
-def poll(engine: StandIn, request, local: int = 0) -> tuple[int | None, bool]:
-    deadline = time.monotonic() + 5
-    while True:
-        answer = engine.scheduler.get_num_new_matched_tokens(request, local)
-        if answer[0] is not None:
-            return answer
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # ------------------------------------------------------------------ what goes wrong

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from vllm_stand_in import PROMPT, Model, Open, StandIn, T, told
+from vllm_stand_in import PROMPT, Model, Open, StandIn, T, poll, told
 
 from kvconnect.integrations.vllm.scheduler import Roles
 from kvconnect.trace import metrics
@@ -249,3 +249,28 @@ def test_what_was_held_of_a_preempted_request_is_not_saved_behind_a_change(
     engine.flush()
     engine.check_empty()
     check(open_engine(url=shared), cached=0)
+
+
+def test_weights_that_change_twice_before_they_have_a_name_have_none(
+    open_engine: Open, shared, store
+):
+    """The device holds blocks of the first by then."""
+    engine = open_engine()
+    check(engine, cached=0)
+    counted(engine)
+    engine.reset()
+    store.delay_s = 0.3
+    store._operations = frozenset({"load"})
+    store.set("late")
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 1)
+    assert poll(engine, request) == (WHOLE, True)
+    engine.step()
+    assert engine.scheduler._weights.begins_later
+    engine.model.factor.data.fill_(41.0)
+    engine.run()
+    store.heal()
+    for _ in range(3):
+        check(engine, cached=0)
+    assert engine.reset()
+    check(engine, cached=0)
+    check(engine, cached=WHOLE)

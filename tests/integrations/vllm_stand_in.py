@@ -346,3 +346,14 @@ def told(engine: StandIn, prompt: list[int] = PROMPT) -> float:
     for token in prompt:
         before = engine.model.next(before, token)
     return before
+
+
+def poll(engine: StandIn, request: Request, local: int = 0) -> tuple[int | None, bool]:
+    """What the scheduler's half answers once its lookup has ended."""
+    deadline = time.monotonic() + 5
+    while True:
+        answer = engine.scheduler.get_num_new_matched_tokens(request, local)
+        if answer[0] is not None:
+            return answer
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -322,6 +322,7 @@ def _roles(settings: EngineSettings, vllm_config: Any, groups: tuple[CacheGroup,
         loads_in_step=len(groups) == 1 and groups[0].layout.window is None and not overlaps,
         tells=transfer.is_kv_producer and not transfer.is_kv_consumer,
         base_is_apart=base_is_apart(vllm_config),
+        features_are_own=getattr(vllm_config, "ec_transfer_config", None) is None,
         producer_timeout_s=settings.own.producer_timeout_s,
     )
 

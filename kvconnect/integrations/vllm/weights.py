@@ -52,10 +52,12 @@ class WeightNames:
 
     Attributes:
         meta: for the workers.
+        begins_later: the weights get a name as soon as no load runs.
     """
 
     def __init__(self) -> None:
         self.meta = WeightsMeta()
+        self.begins_later = False
         self._is_clean = True  # nothing was computed since the device held nothing
         self._reset_was_clean = True
 
@@ -83,13 +85,15 @@ class WeightNames:
             return self._reset_was_clean
         return self._is_clean
 
-    def stop(self) -> None:
+    def stop(self, *, begins_later: bool) -> None:
         """The weights have no name from now on."""
         self.meta = replace(self.meta, is_stopped=True)
+        self.begins_later = begins_later
 
     def begin(self) -> str:
         """Returns a name for the weights of now, for keys."""
         self.meta = replace(self.meta, epoch=self.meta.epoch + 1, is_stopped=False)
+        self.begins_later = False
         return f"weights={secrets.token_hex(16)}"
 
 
@@ -115,11 +119,13 @@ class WatchedWeights:
         """Takes in the scheduler's record; looks for a change before the first step of a reset."""
         before, self._told = self._told, told
         if before is not None and told.epoch != before.epoch:
-            self._take()
+            if self.change is None or self.change.num_resets is None:
+                self._take()
             self.change = None
         elif before is None or told.num_resets != before.num_resets:
             self.look(num_resets=told.num_resets)
-            if before is None and self.change is None:
+            if before is None or self.change is not None:
+                # Steps compute with these before they have a name, and they may change again.
                 self._take()
 
     def look(self, *, num_resets: int | None = None) -> WeightChange | None:
