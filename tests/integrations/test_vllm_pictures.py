@@ -96,8 +96,8 @@ def test_all_that_the_model_is_given_counts(open_engine: Open):
         feature(is_embed=torch.tensor([True, False, True])),
         feature(pixel_values=torch.full((3, 4), 1.0), grid=[2, 1]),
         feature(pixel_values=torch.full((4, 3), 1.0), grid=[1, 2]),
-        feature(pixel_values=torch.full((3, 4), 1.0, dtype=torch.float64), grid=[1, 2]),
-        feature(pixel_values=torch.full((3, 4), 1.0, dtype=torch.bfloat16), grid=[1, 2]),
+        feature(pixel_values=torch.zeros(3, 4, dtype=torch.float16)),
+        feature(pixel_values=torch.zeros(3, 4, dtype=torch.bfloat16)),
         feature(input_features=np.ones((3, 4), np.float32), modality="audio"),
         feature(input_features=[torch.ones(3), torch.ones(1)], modality="audio"),
     ]
@@ -122,11 +122,11 @@ def test_all_that_the_model_is_given_counts(open_engine: Open):
 def test_what_is_not_here_or_of_no_known_kind_is_not_cached(open_engine: Open, data):
     engine = open_engine()
     for _ in range(2):
-        assert ask(engine, feature(**data)) == 0
-        absent = feature()
+        assert ask(engine, feature(identifier="of data", **data)) == 0
+        absent = feature(identifier="absent")
         absent.data = None
         assert ask(engine, absent) == 0
-    assert ask(engine, feature(modality="prompt_embeds")) == 0
+        assert ask(engine, feature(identifier="embeds", modality="prompt_embeds")) == 0
     engine.check_empty()
 
 
