@@ -86,6 +86,12 @@ class ChunkNames:
         """What the store knows the namespace by: the salt is in vLLM's hashes already."""
         return Namespace().encode()
 
+    def with_weights(self, name: str) -> ChunkNames:
+        """The names of chunks that other weights compute, which `name` stands for."""
+        state = hashlib.blake2b(self.digest, digest_size=32, person=b"kvc-weights")
+        state.update(name.encode())
+        return ChunkNames(state.digest(), self.layout)
+
     def block_key(self, chunk: bytes) -> BlockKey:
         """Of vLLM's key of a chunk: block hash and group number; ``b""``: before all chunks."""
         if not chunk:

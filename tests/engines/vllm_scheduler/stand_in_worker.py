@@ -132,7 +132,12 @@ class StandInWorker(WorkerBase):
 
     @override
     def load_model(self, **_: Any) -> None:
-        """There is none."""
+        """There are no weights but those that connectors watch."""
+        self.model = torch.nn.Linear(4, 4)
+
+    @override
+    def get_model(self) -> torch.nn.Module:
+        return self.model
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
