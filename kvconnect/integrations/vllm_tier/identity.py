@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import sys
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from types import FrameType
@@ -212,4 +214,12 @@ def _model_digest(config: Any, revision: str | None) -> bytes:
         revision=model.revision,
         cache_dir=getattr(config.load_config, "download_dir", None),
     )
-    return digest_of_model(directory, revision=revision)
+    return digest_of_model(directory, revision=revision, since_ns=_started_ns())
+
+
+def _started_ns() -> int | None:
+    """When the engine may have begun to load; ``None``: with its process.
+
+    A tier in the user's own process learns of its engine when the weights are loaded.
+    """
+    return None if multiprocessing.parent_process() is not None else time.time_ns()

@@ -139,6 +139,9 @@ class StandInWorker(WorkerBase):
     def get_model(self) -> torch.nn.Module:
         return self.model
 
+    def update_config(self, overrides: dict[str, Any]) -> None:
+        """Changes nothing; of vLLM's own, nobody knows what loads weights behind it."""
+
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
