@@ -40,7 +40,23 @@ def loaded_state(engine: StandIn) -> None:
     engine.model.load_state_dict(Model(OTHER).state_dict())
 
 
+def buffer(engine: StandIn) -> None:
+    engine.model.table.data.fill_(5.0)
+
+
+def hook(engine: StandIn) -> None:
+    engine.model.register_forward_hook(lambda *what: what[2] + 5.0)
+
+
+def patched_forward(engine: StandIn) -> None:
+    forward = engine.model.forward
+    engine.model.forward = lambda state: forward(state) + 5.0
+
+
 CHANGES = [
+    pytest.param(buffer, marks=pytest.mark.planted("buffer-changed", "vllm", "refused")),
+    pytest.param(hook, marks=pytest.mark.planted("hook-added", "vllm", "refused")),
+    pytest.param(patched_forward, marks=pytest.mark.planted("forward-patched", "vllm", "refused")),
     pytest.param(counted, marks=pytest.mark.planted("weights-updated", "vllm", "refused")),
     pytest.param(loaded_state, marks=pytest.mark.planted("weights-updated", "vllm", "refused")),
     pytest.param(uncounted, marks=pytest.mark.planted("uncounted-write", "vllm", "refused")),

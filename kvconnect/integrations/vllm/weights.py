@@ -112,6 +112,7 @@ class WatchedWeights:
         self._watched = model()
         # Without buffers: kernels may replace some when the engine warms up.
         self._watch = WeightWatch.of(self._watched, buffers=False)
+        self._code = _Code(self._watched)
         self._told: WeightsMeta | None = None
         self.change: WeightChange | None = None
 
@@ -138,6 +139,8 @@ class WatchedWeights:
             how = self._watch.changed()
             if how is None and self._model() is not self._watched:
                 how = "the model was replaced"
+            if how is None:
+                how = self._code.changed()
             if how is not None:
                 self.change = WeightChange(self._told.epoch, how, num_resets)
         return self.change
@@ -146,3 +149,33 @@ class WatchedWeights:
         """Watches the model as it is now."""
         self._watched = self._model()
         self._watch = WeightWatch.of(self._watched)
+        self._code = _Code(self._watched)
+
+
+class _Code:
+    """What the modules of a model run, as it was found: their classes, ``forward`` and hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._found = self._read()
+
+    def changed(self) -> str | None:
+        """Returns which module runs something else, or ``None``."""
+        now = self._read()
+        if now == self._found:
+            return None
+        pairs = zip(self._modules, now, self._found, strict=True)
+        module = next(module for module, is_now, was in pairs if is_now != was)
+        return f"a {type(module).__name__} was patched or hooked"
+
+    def _read(self) -> list[tuple[object, ...]]:
+        return [
+            (
+                type(module),
+                type(module).forward,
+                (members := module.__dict__).get("forward"),
+                len(members["_forward_hooks"]),
+                len(members["_forward_pre_hooks"]),
+            )
+            for module in self._modules
+        ]
