@@ -14,7 +14,6 @@ describe the engine's memory; `stats` counts.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 __all__ = ["KvConnect"]
@@ -26,8 +25,6 @@ def __getattr__(name: str) -> Any:
         from kvconnect.integrations.vllm.configured import lookup_times
         from kvconnect.integrations.vllm.connector import KvConnect
 
-        # Not by an import of the user's own, which may be long before.
-        if sys._getframe(1).f_globals.get("__name__", "").endswith(".kv_connector.factory"):  # noqa: SLF001
-            lookup_times.note()
+        lookup_times.note()
         return KvConnect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

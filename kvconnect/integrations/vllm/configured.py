@@ -3,44 +3,63 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import threading
 import time
+from types import FrameType
 
 __all__ = ["LookupTimes", "lookup_times"]
 
+_CONFIGURATION = "vllm.config.vllm"
+_FRAMES = 12
+
 
 class LookupTimes:
-    """Notes each lookup of the connector's class: vLLM's configuration does one when it is made.
+    """Notes lookups of the connector's class by vLLM's configuration, which does one when made.
 
     Thread-safe.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._unused: list[int] = []
-        self._last: int | None = None
+        self._first: int | None = None
+        self._last_taken: int | None = None
 
     def note(self) -> None:
-        """Notes a lookup, now."""
+        """Notes a lookup, if a configuration that is being made does it on this thread."""
+        if not _is_configuring():
+            return
         with self._lock:
-            self._unused.append(time.time_ns())
-            del self._unused[1:-1]  # the first and the last count
+            if self._first is None:
+                self._first = time.time_ns()
 
     def take(self) -> int | None:
         """Returns when the engine that is being made may have begun to load its model.
 
-        That is the first lookup since the last engine was made, without the one that made this
-        connector: nanoseconds since the epoch. ``None``: the process was started for the engine,
-        so it is the process's own start.
+        That is when the first configuration since the last engine was made, in nanoseconds since
+        the epoch. ``None``: the process was started for the engine, so it is the process's start.
         """
         if multiprocessing.parent_process() is not None:
             return None
         with self._lock:
-            times, self._unused = self._unused[:-1], []
-            if times or self._last is None:
-                self._last = times[0] if times else time.time_ns()
-            return self._last
+            first, self._first = self._first, None
+            if first is not None:
+                self._last_taken = first
+            elif self._last_taken is None:
+                self._last_taken = time.time_ns()
+            return self._last_taken
 
 
 lookup_times = LookupTimes()
 """Of this process."""
+
+
+def _is_configuring() -> bool:
+    caller: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know a caller
+    for _ in range(_FRAMES):
+        if caller is None:
+            return False
+        if caller.f_globals.get("__name__") == _CONFIGURATION:
+            return True
+        caller = caller.f_back
+    return False
