@@ -47,6 +47,10 @@ class Doubt(StrEnum):
     CANARY = "canary", "the model no longer computes what it computed when it was named"
     CANARY_UNSTABLE = "canary_unstable", "the model does not compute the same twice"
     ADAPTER_UNKNOWN = "adapter_unknown", "the content of the request's adapter is not known"
+    ADAPTER_MIXED = (
+        "adapter_mixed",
+        "the engine computes requests without an adapter with those of others",
+    )
     ADAPTER_ATTACHED = "adapter_attached", "an adapter is attached that the model's name leaves out"
 
     # What a pass computes.
@@ -68,6 +72,7 @@ class Doubt(StrEnum):
         "an input has an identifier of the user's, which says nothing of its content",
     )
     CONTENT_UNKNOWN = "content_unknown", "the content of a picture, sound or video is not known"
+    SLOW_CONTENT = "slow_content", "its adapter, or its pictures, take long to read"
     STREAMING = "streaming", "streaming input takes tokens back"
     BAD_TOKENS = "bad_tokens", "its tokens cannot be converted"
     BAD_SALT = "bad_salt", "its salt is not one that keys can hold"

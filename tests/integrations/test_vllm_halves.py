@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_stand_in import PROMPT, Open, StandIn, T, told
+from vllm_stand_in import PROMPT, Open, T, poll, told
 
 from kvconnect.connector.offload.messages import WorkerMeta
 from kvconnect.errors import ConfigurationError
@@ -120,16 +120,6 @@ def test_nothing_is_asked_twice_for_one_answer(open_engine: Open, store):
     engine.check_empty()
 
 
-def poll(engine: StandIn, request, local: int = 0) -> tuple[int | None, bool]:
-    deadline = time.monotonic() + 5
-    while True:
-        answer = engine.scheduler.get_num_new_matched_tokens(request, local)
-        if answer[0] is not None:
-            return answer
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 # ------------------------------------------------------------------ what goes wrong
 
 
@@ -221,7 +211,6 @@ def test_an_abort_of_a_preempted_request(open_engine: Open):
         {"resumable": True},
         {"cache_salt": ""},
         {"cache_salt": "\ud800"},
-        {"mm_features": [SimpleNamespace(mm_hash=None, identifier="cat.png", modality="image")]},
         {"lora_request": SimpleNamespace(lora_int_id=1, lora_path="/no/where", load_inplace=False)},
         {"lora_request": SimpleNamespace(lora_int_id=1, lora_path="/", load_inplace=True)},
     ],
@@ -249,24 +238,6 @@ def test_without_an_adapter_nothing_is_cached_where_kernels_take_another_request
         assert engine.answer(PROMPT).cached == 0
         engine.flush()
     engine.check_empty()
-
-
-def picture(name: str, offset: int = 6, length: int = 3) -> SimpleNamespace:
-    return SimpleNamespace(
-        mm_hash=name * 64,
-        identifier=name * 64,
-        modality="image",
-        mm_position=SimpleNamespace(offset=offset, length=length),
-    )
-
-
-def test_pictures_count_from_the_block_that_they_touch(open_engine: Open):
-    engine = open_engine()
-    engine.answer(PROMPT, mm_features=[picture("a")])
-    engine.flush()
-    assert engine.answer(PROMPT, mm_features=[picture("a")]).cached == 5 * T
-    assert engine.answer(PROMPT, mm_features=[picture("b")]).cached == T
-    assert engine.answer(PROMPT).cached == T
 
 
 def test_salts_and_adapters_are_apart(open_engine: Open, tmp_path: Path):
@@ -615,7 +586,7 @@ def test_counters_are_told_once():
 def test_an_adapter_that_is_still_read_is_asked_for_again(open_engine: Open, monkeypatch):
     engine = open_engine()
     pending: Future[str] = Future()
-    monkeypatch.setattr(engine.scheduler._adapters, "find", lambda *_: pending)
+    monkeypatch.setattr(engine.scheduler._request_names._adapters, "find", lambda *_: pending)
     lora = SimpleNamespace(lora_int_id=1, lora_path="here", load_inplace=False)
     request = engine.submit(PROMPT, wanted=len(PROMPT) + 1, lora_request=lora)
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)

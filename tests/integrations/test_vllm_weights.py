@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from vllm_stand_in import PROMPT, Model, Open, StandIn, T, told
+from vllm_stand_in import PROMPT, Model, Open, StandIn, T, poll, told
 
 from kvconnect.integrations.vllm.scheduler import Roles
 from kvconnect.trace import metrics
@@ -40,7 +40,23 @@ def loaded_state(engine: StandIn) -> None:
     engine.model.load_state_dict(Model(OTHER).state_dict())
 
 
+def buffer(engine: StandIn) -> None:
+    engine.model.table.data.fill_(5.0)
+
+
+def hook(engine: StandIn) -> None:
+    engine.model.register_forward_hook(lambda *what: what[2] + 5.0)
+
+
+def patched_forward(engine: StandIn) -> None:
+    forward = engine.model.forward
+    engine.model.forward = lambda state: forward(state) + 5.0
+
+
 CHANGES = [
+    pytest.param(buffer, marks=pytest.mark.planted("buffer-changed", "vllm", "refused")),
+    pytest.param(hook, marks=pytest.mark.planted("hook-added", "vllm", "refused")),
+    pytest.param(patched_forward, marks=pytest.mark.planted("forward-patched", "vllm", "refused")),
     pytest.param(counted, marks=pytest.mark.planted("weights-updated", "vllm", "refused")),
     pytest.param(loaded_state, marks=pytest.mark.planted("weights-updated", "vllm", "refused")),
     pytest.param(uncounted, marks=pytest.mark.planted("uncounted-write", "vllm", "refused")),
@@ -249,3 +265,30 @@ def test_what_was_held_of_a_preempted_request_is_not_saved_behind_a_change(
     engine.flush()
     engine.check_empty()
     check(open_engine(url=shared), cached=0)
+
+
+def test_weights_that_change_twice_before_they_have_a_name_have_none(
+    open_engine: Open, store, monkeypatch
+):
+    """The device may hold blocks of the first by then."""
+    engine = open_engine()
+    check(engine, cached=0)
+    counted(engine)
+    engine.reset()
+    store.delay_s = 0.1
+    store._operations = frozenset({"load"})
+    store.set("late")
+    monkeypatch.setattr(engine.worker._worker, "cancel", lambda _: None)
+    request = engine.submit(PROMPT, wanted=len(PROMPT) + 1)
+    assert poll(engine, request) == (WHOLE, True)
+    engine.step()
+    assert engine.scheduler._weights.begins_later
+    engine.model.factor.data.fill_(41.0)
+    engine.run()
+    assert request.answer == told(engine)
+    store.heal()
+    for _ in range(3):
+        check(engine, cached=0)
+    assert engine.reset()
+    check(engine, cached=0)
+    check(engine, cached=WHOLE)

@@ -4,11 +4,12 @@ Named in vLLM's own configuration: ``--kv-transfer-config '{"kv_connector": "KvC
 "kv_connector_module_path": "kvconnect.integrations.vllm", …}'``. May import
 `kvconnect.integrations.core`, the connector below it and kernels. Begin with `connector`; it and
 `exports` are all that imports vLLM. The scheduler's half of its work is in `scheduler`, which has
-vLLM's steps read by `steps`, a worker's in `worker`, and what they tell each other in `messages`.
-`identity` says what of the engine's
-configuration shapes KV, and refuses what cannot be told apart; `layouts`, `caches` and `packing`
-describe the engine's memory; `prompts` says what of a request shapes KV, and `lora` whether
-vLLM's kernels keep adapters apart; `stats` counts.
+vLLM's steps read by `steps`, a worker's in `worker`, and what they send each other in `messages`.
+`naming` gives requests their keys: `prompts`, `pictures` and `lora` say what of a request shapes
+KV. `weights` and `weight_calls` find that the model's weights were replaced. `identity` says what
+of the engine's configuration shapes KV, and refuses what cannot be told apart; `configured` says
+since when, `callers` finds what a connector is not given. `layouts`, `caches` and `packing`
+describe the engine's memory; `stats` counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = ["KvConnect"]
 def __getattr__(name: str) -> Any:
     """`KvConnect`, imported when it is asked for: vLLM is no dependency."""
     if name == "KvConnect":
+        from kvconnect.integrations.vllm.configured import lookup_times
         from kvconnect.integrations.vllm.connector import KvConnect
 
+        lookup_times.note()
         return KvConnect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,6 +24,7 @@ from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm.caches import group_planes
 from kvconnect.integrations.vllm.callers import executor_of_caller, model_of_caller
+from kvconnect.integrations.vllm.configured import lookup_times
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
 from kvconnect.integrations.vllm.identity import (
     refuse_other_dtype_on_cpu,
@@ -297,7 +298,9 @@ def _arguments_of(
         revision=getattr(model, "revision", None),
         cache_dir=getattr(vllm_config.load_config, "download_dir", None),
     )
-    digest = digest_of_model(directory, revision=settings.own.model_revision)
+    digest = digest_of_model(
+        directory, revision=settings.own.model_revision, since_ns=lookup_times.take()
+    )
     layouts = tuple(group.layout for group in groups)
     heads = total_heads(groups, shard, model.get_total_num_kv_heads())
     return make_arguments(settings, directory, digest, layouts, shard=shard, num_kv_heads=heads)
@@ -322,6 +325,7 @@ def _roles(settings: EngineSettings, vllm_config: Any, groups: tuple[CacheGroup,
         loads_in_step=len(groups) == 1 and groups[0].layout.window is None and not overlaps,
         tells=transfer.is_kv_producer and not transfer.is_kv_consumer,
         base_is_apart=base_is_apart(vllm_config),
+        features_are_own=getattr(vllm_config, "ec_transfer_config", None) is None,
         producer_timeout_s=settings.own.producer_timeout_s,
     )
 

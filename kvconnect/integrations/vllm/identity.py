@@ -10,6 +10,7 @@ from typing import Any
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.long_rope import original_length
+from kvconnect.integrations.core.models import directory_of
 from kvconnect.layout import KvCacheLayout
 
 __all__ = [
@@ -38,6 +39,7 @@ _PICTURES = (
     *("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method"),
     *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
 )
+_VOLATILE = ("transformers_version", "_name_or_path")
 
 
 def refuse_unserved(vllm_config: Any, *, is_named: bool = False) -> None:
@@ -133,9 +135,35 @@ def variant_of(
     if getattr(model, "hf_config_path", None):
         # Another directory than the model's, whose digest says nothing of it.
         found["hf_config_path"] = _as_text(model.hf_config.to_dict())
+    elif not _is_of_config_json(vllm_config):
+        found["config"] = _as_text(_settled(model.hf_config.to_dict()))
     if packing is not None:
         found["packing"] = packing
     return found
+
+
+def _is_of_config_json(vllm_config: Any) -> bool:
+    """Whether vLLM read the model's configuration from the directory's ``config.json``.
+
+    With ``config_format=auto`` it goes by ``params.json`` where weights of Mistral's format lie.
+    """
+    model = vllm_config.model_config
+    name = getattr(model, "model", None)
+    config_format = str(getattr(model, "config_format", "auto"))
+    if config_format != "auto" or name is None:
+        return config_format in ("auto", "hf")
+    directory = directory_of(
+        name,
+        revision=getattr(model, "revision", None),
+        cache_dir=getattr(vllm_config.load_config, "download_dir", None),
+    )
+    consolidated = directory.glob("consolidated*.safetensors")
+    return not ((directory / "params.json").is_file() and any(consolidated))
+
+
+def _settled(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` without what a release of transformers, or a copy of the directory, changes."""
+    return {name: value for name, value in config.items() if name not in _VOLATILE}
 
 
 def settings_of_model(vllm_config: Any) -> dict[str, str]:

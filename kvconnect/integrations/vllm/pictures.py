@@ -11,6 +11,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ class FeatureDigests:
         """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "kvconnect-pictures")
-        return self._threads.submit(self._contents, list(features))
+        # Copies: vLLM lets go of what an encoder has seen.
+        return self._threads.submit(self._contents, [copy(feature) for feature in features])
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""

@@ -10,11 +10,10 @@ from typing import Any
 from kvconnect.connector.data import LlmArgs
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError
-from kvconnect.integrations.core.adapters import AdapterDigests, digest_now
 from kvconnect.integrations.core.offload import EngineScheduler
-from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
+from kvconnect.integrations.core.requests import PRIORITY
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
-from kvconnect.integrations.vllm.prompts import contents_of, tokens_of, uncached_because
+from kvconnect.integrations.vllm.naming import RequestNames
 from kvconnect.integrations.vllm.steps import StepReader, held_blocks
 from kvconnect.integrations.vllm.tracked import Tracked
 from kvconnect.integrations.vllm.weights import WeightNames
@@ -26,13 +25,11 @@ __all__ = ["NUM_TOKENS", "Roles", "SchedulerHalf"]
 NUM_TOKENS = "kvconnect_num_tokens"
 """In ``kv_transfer_params``: leading tokens of the prompt that the producer has saved, or will."""
 
-# Between two looks at whether a producer has saved what it told, and for an adapter's digest.
+# Between two looks at whether a producer has saved what it told.
 _LOOK_S = 0.01
-_ADAPTER_S = 5.0
 # In a step that computes nothing, vLLM's loop turns at once: it waits so long for a lookup's end.
 # A turn costs the scheduler as much as blocks of a prompt do: long enough for a disk's answer.
 _IDLE_S = 0.003
-_UNFIT = "a salt, or tokens, that cannot be in keys"
 _RESET = "reset_prefix_cache(reset_connector=True)"
 
 
@@ -46,6 +43,8 @@ class Roles:
         tells: results say in ``kv_transfer_params`` how far the prompt is saved.
         base_is_apart: see `kvconnect.integrations.vllm.lora`; if not, requests without an adapter
             are not cached.
+        features_are_own: outputs of encoders come from this process; if not, pictures are not
+            cached.
         producer_timeout_s: how long a request waits for what its producer told.
     """
 
@@ -54,6 +53,7 @@ class Roles:
     loads_in_step: bool = False
     tells: bool = False
     base_is_apart: bool = True
+    features_are_own: bool = True
     producer_timeout_s: float = 2.0
 
 
@@ -73,8 +73,12 @@ class SchedulerHalf:
         # Below the lowest priority of `EngineSettings.without_saves`, a consumer's.
         self._steps = StepReader(self._size, PRIORITY if roles.saves else 0)
         self._scheduler = EngineScheduler(llm_args, loads_in_step=roles.loads_in_step)
-        self._maker = RequestMaker(llm_args, extra_key)
-        self._adapters = AdapterDigests()
+        self._request_names = RequestNames(
+            llm_args,
+            extra_key,
+            base_is_apart=roles.base_is_apart,
+            features_are_own=roles.features_are_own,
+        )
         self._tracked: dict[str, Tracked] = {}
         self._names: dict[int, str] = {}  # of all that are tracked, by the pair's ids
         self._starting: list[tuple[Tracked, Sequence[Sequence[int]]]] = []
@@ -102,7 +106,7 @@ class SchedulerHalf:
         if tracked is None or request.skip_reading_prefix_cache or self._weights.is_stopped:
             return 0, False
         if tracked.llm is None and not self._has_started(tracked):
-            return (None, False) if tracked.adapter is not None else (0, False)
+            return (None, False) if request.request_id in self._tracked else (0, False)
         llm = tracked.started
         if tracked.preemptions != request.num_preemptions:
             self._reset(tracked)
@@ -133,25 +137,16 @@ class SchedulerHalf:
         return True
 
     def _track(self, request: Any) -> None:
-        if self._weights.is_stopped:
-            note_doubt(Doubt.WEIGHTS_CHANGED)
-            return
-        why = uncached_because(request)
-        lora = getattr(request, "lora_request", None)
-        if why is None and lora is None and not self._roles.base_is_apart:
-            why = "no LoRA adapter, on a CPU where vLLM computes them with those of other requests"
-        if why is not None:
-            self._refuse(why)
-            return
         tracked = Tracked(request, time.monotonic(), preemptions=request.num_preemptions)
+        doubt = self._request_names.begin(tracked)
+        if self._weights.is_stopped:
+            doubt = Doubt.WEIGHTS_CHANGED
+        if doubt is not None:
+            note_doubt(doubt)
+            return
         params = getattr(request, "kv_transfer_params", None)
         if isinstance(params, dict) and isinstance(told := params.get(NUM_TOKENS), int):
             tracked.told = told
-        if lora is not None:
-            tracked.adapter = self._adapters.find(lora.lora_int_id, lora.lora_path)
-            if tracked.adapter is None:
-                self._refuse("a LoRA adapter that cannot be told from another")
-                return
         self._tracked[request.request_id] = tracked
         self._has_started(tracked)
 
@@ -159,29 +154,13 @@ class SchedulerHalf:
         """Whether the pair has the request; gives it to the pair as soon as its keys are known."""
         if tracked.llm is not None:
             return True
-        request, adapter = tracked.request, None
-        if tracked.adapter is not None:
-            if not tracked.adapter.done():
-                if time.monotonic() - tracked.since > _ADAPTER_S:
-                    self._forget(tracked, "a LoRA adapter that takes long to read")
-                return False
-            adapter = digest_now(tracked.adapter)
-            if adapter is None:
-                self._forget(tracked, "a LoRA adapter that cannot be read")
-                return False
-        tracked.tokens = LateTokens(tokens_of(request))
-        try:
-            llm = self._maker.make(
-                tracked.tokens,
-                cache_salt=request.cache_salt,
-                adapter=adapter,
-                contents=contents_of(request),
-            )
-        except ConfigurationError:  # which shows the salt
-            self._forget(tracked, _UNFIT)
+        llm = self._request_names.make(tracked)
+        if isinstance(llm, Doubt):
+            self._forget(tracked, llm)
+        if llm is None or isinstance(llm, Doubt):
             return False
         tracked.llm, tracked.num_tokens = llm, llm.prompt_len
-        self._names[llm.request_id] = request.request_id
+        self._names[llm.request_id] = tracked.request.request_id
         self._scheduler.on_new_request(llm)
         return True
 
@@ -194,14 +173,9 @@ class SchedulerHalf:
             return False
         return True
 
-    def _forget(self, tracked: Tracked, why: str) -> None:
-        tracked.adapter = None
+    def _forget(self, tracked: Tracked, doubt: Doubt) -> None:
         self._tracked.pop(tracked.request.request_id, None)
-        self._refuse(why)
-
-    def _refuse(self, why: str) -> None:
-        count("engine.request.uncached")
-        warn_once(f"engine.uncached {why}", f"requests are not cached that have {why}")
+        note_doubt(doubt)
 
     def _reset(self, tracked: Tracked) -> None:
         """It was preempted: its blocks are gone, and it comes again."""
@@ -220,7 +194,7 @@ class SchedulerHalf:
         if tracked.tokens.array is None and not self._are_tokens(tracked.tokens):
             del self._names[llm.request_id]
             self._scheduler.request_aborted(llm)
-            self._forget(tracked, _UNFIT)
+            self._forget(tracked, Doubt.BAD_TOKENS)
             return
         llm.num_connector_matched_tokens = tracked.external = num_external_tokens
         self._scheduler.update_state_after_alloc(llm, [])
@@ -294,6 +268,8 @@ class SchedulerHalf:
             self._take_change(change.how, can_begin=self._weights.can_begin(change))
         if self._weights.is_stopped:
             self._drop_all()
+            if self._weights.begins_later and not self._is_loading:
+                self._begin()
 
     # ------------------------------------------------------------------ the end
 
@@ -335,7 +311,9 @@ class SchedulerHalf:
         Args:
             how: for the log.
         """
-        if not self._weights.is_stopped:
+        if self._weights.is_stopped:
+            self._weights.stop(begins_later=False)
+        else:
             self._take_change(how, can_begin=self._weights.can_begin())
 
     def reset_cache(self, *, device_is_empty: bool) -> bool:
@@ -363,13 +341,14 @@ class SchedulerHalf:
         if can_begin and not self._is_loading:
             self._begin()
             return
-        self._weights.stop()
-        warn_once(f"vllm.weights {how}", f"nothing is loaded or saved until a {_RESET}: {how}")
+        self._weights.stop(begins_later=can_begin)
         self._drop_all()
+        if not can_begin:
+            warn_once(f"vllm.weights {how}", f"nothing is loaded or saved until a {_RESET}: {how}")
 
     def _begin(self) -> None:
         """Names the weights of now; requests that run go on without the store."""
-        self._maker.separate(self._weights.begin())
+        self._request_names.separate(self._weights.begin())
         self._drop_all(is_restart=True)
 
     def _drop_all(self, *, is_restart: bool = False) -> None:
@@ -397,6 +376,6 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """Let go of the store. Idempotent."""
-        self._adapters.close()
+        self._request_names.close()
         self._scheduler.shutdown()
         self._tracked.clear()

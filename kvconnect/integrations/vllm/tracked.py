@@ -6,7 +6,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from kvconnect.digest.doubts import Doubt
 from kvconnect.errors import UsageError
+from kvconnect.integrations.core.requests import PromptContent
 from kvconnect.request import LlmRequest
 from kvconnect.tokens import LateTokens, as_token_array
 
@@ -24,8 +26,9 @@ class Tracked:
         since: when it came.
         tokens: of it, when it was given to the pair.
         num_tokens: those that the pair knows by now.
-        llm: the pair's, ``None`` while `adapter` is being made.
+        llm: the pair's, ``None`` while `adapter` or `contents` is being made.
         adapter: the digest of its LoRA adapter.
+        contents: its pictures, sounds and videos, or why they have no name.
         preemptions: those of `request` that the pair knows of.
         offered_at: its local tokens when it was asked for last.
         external: tokens beyond `offered_at` that vLLM took, until their load is ordered.
@@ -43,6 +46,7 @@ class Tracked:
     num_tokens: int = 0
     llm: LlmRequest | None = None
     adapter: Future[str] | None = None
+    contents: Future[list[PromptContent] | Doubt] | None = None
     preemptions: int = 0
     offered_at: int = 0
     external: int = 0

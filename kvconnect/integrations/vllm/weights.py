@@ -52,10 +52,12 @@ class WeightNames:
 
     Attributes:
         meta: for the workers.
+        begins_later: the weights get a name as soon as no load runs.
     """
 
     def __init__(self) -> None:
         self.meta = WeightsMeta()
+        self.begins_later = False
         self._is_clean = True  # nothing was computed since the device held nothing
         self._reset_was_clean = True
 
@@ -83,13 +85,15 @@ class WeightNames:
             return self._reset_was_clean
         return self._is_clean
 
-    def stop(self) -> None:
+    def stop(self, *, begins_later: bool) -> None:
         """The weights have no name from now on."""
         self.meta = replace(self.meta, is_stopped=True)
+        self.begins_later = begins_later
 
     def begin(self) -> str:
         """Returns a name for the weights of now, for keys."""
         self.meta = replace(self.meta, epoch=self.meta.epoch + 1, is_stopped=False)
+        self.begins_later = False
         return f"weights={secrets.token_hex(16)}"
 
 
@@ -108,6 +112,7 @@ class WatchedWeights:
         self._watched = model()
         # Without buffers: kernels may replace some when the engine warms up.
         self._watch = WeightWatch.of(self._watched, buffers=False)
+        self._code = _Code(self._watched)
         self._told: WeightsMeta | None = None
         self.change: WeightChange | None = None
 
@@ -115,11 +120,13 @@ class WatchedWeights:
         """Takes in the scheduler's record; looks for a change before the first step of a reset."""
         before, self._told = self._told, told
         if before is not None and told.epoch != before.epoch:
-            self._take()
+            if self.change is None or self.change.num_resets is None:
+                self._take()
             self.change = None
         elif before is None or told.num_resets != before.num_resets:
             self.look(num_resets=told.num_resets)
-            if before is None and self.change is None:
+            if before is None or self.change is not None:
+                # Steps compute with these before they have a name, and they may change again.
                 self._take()
 
     def look(self, *, num_resets: int | None = None) -> WeightChange | None:
@@ -132,6 +139,8 @@ class WatchedWeights:
             how = self._watch.changed()
             if how is None and self._model() is not self._watched:
                 how = "the model was replaced"
+            if how is None:
+                how = self._code.changed()
             if how is not None:
                 self.change = WeightChange(self._told.epoch, how, num_resets)
         return self.change
@@ -140,3 +149,33 @@ class WatchedWeights:
         """Watches the model as it is now."""
         self._watched = self._model()
         self._watch = WeightWatch.of(self._watched)
+        self._code = _Code(self._watched)
+
+
+class _Code:
+    """What the modules of a model run, as it was found: their classes, ``forward`` and hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._found = self._read()
+
+    def changed(self) -> str | None:
+        """Returns which module runs something else, or ``None``."""
+        now = self._read()
+        if now == self._found:
+            return None
+        pairs = zip(self._modules, now, self._found, strict=True)
+        module = next(module for module, is_now, was in pairs if is_now != was)
+        return f"a {type(module).__name__} was patched or hooked"
+
+    def _read(self) -> list[tuple[object, ...]]:
+        return [
+            (
+                type(module),
+                type(module).forward,
+                (members := module.__dict__).get("forward"),
+                len(members["_forward_hooks"]),
+                len(members["_forward_pre_hooks"]),
+            )
+            for module in self._modules
+        ]

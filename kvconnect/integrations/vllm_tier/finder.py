@@ -31,7 +31,7 @@ class Finder:
 
     Args:
         route: to the store.
-        names: of chunks in it.
+        names: of chunks in it; may be replaced on the caller's thread.
         answer: called on the loop with what is known as soon as it is known.
         timeout_s: questions that could not be asked by then are answered with no.
     """
@@ -45,7 +45,7 @@ class Finder:
         timeout_s: float,
     ) -> None:
         self._route = route
-        self._names = names
+        self.names = names
         self._answer = answer
         self._timeout_s = timeout_s
         self._running: set[asyncio.Task[None]] = set()
@@ -86,7 +86,7 @@ class Finder:
         for part in _parts(questions):
             if asyncio.get_running_loop().time() > until:
                 break
-            keys = [self._route.store_key(self._names.block_key(chunk), 0) for chunk, _ in part]
+            keys = [self._route.store_key(self.names.block_key(chunk), 0) for chunk, _ in part]
             present = await self._route.store.backend.lookup(keys)
             found += present
             if present < len(part):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import sys
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from types import FrameType
@@ -85,6 +87,12 @@ class ChunkNames:
     def namespace(self) -> bytes:
         """What the store knows the namespace by: the salt is in vLLM's hashes already."""
         return Namespace().encode()
+
+    def with_weights(self, name: str) -> ChunkNames:
+        """The names of chunks that other weights compute, which `name` stands for."""
+        state = hashlib.blake2b(self.digest, digest_size=32, person=b"kvc-weights")
+        state.update(name.encode())
+        return ChunkNames(state.digest(), self.layout)
 
     def block_key(self, chunk: bytes) -> BlockKey:
         """Of vLLM's key of a chunk: block hash and group number; ``b""``: before all chunks."""
@@ -206,4 +214,12 @@ def _model_digest(config: Any, revision: str | None) -> bytes:
         revision=model.revision,
         cache_dir=getattr(config.load_config, "download_dir", None),
     )
-    return digest_of_model(directory, revision=revision)
+    return digest_of_model(directory, revision=revision, since_ns=_started_ns())
+
+
+def _started_ns() -> int | None:
+    """When the engine may have begun to load; ``None``: with its process.
+
+    A tier in the user's own process learns of its engine when the weights are loaded.
+    """
+    return None if multiprocessing.parent_process() is not None else time.time_ns()

@@ -55,7 +55,7 @@ class Loads:
         timeout_s: float,
     ) -> None:
         self._io = route.store.io
-        self._names = names
+        self.names = names
         self._done = done
         self._tokens_per_block = route.layouts[0].tokens_per_block
         self._loads = BackgroundLoads(route, self._ended, timeout_s=timeout_s)
@@ -82,7 +82,7 @@ class Loads:
         for pairs in groups.values():
             run = next(self._numbers)
             self._runs[run] = _Run(job, [chunk for chunk, _ in pairs])
-            blocks = tuple(BlockLoad(self._names.block_key(chunk), row) for chunk, row in pairs)
+            blocks = tuple(BlockLoad(self.names.block_key(chunk), row) for chunk, row in pairs)
             end = len(blocks) * self._tokens_per_block
             self._loads.start(LoadBlocks(run, start=0, end=end, blocks=blocks))
 

@@ -84,6 +84,11 @@ class Lookups:
             if (known := self._chunks.get(chunk)) is not None:
                 known.found, known.number = False, -1
 
+    def miss_all(self) -> None:
+        """No chunk that a request was told of is in the store any more, nor will be."""
+        self._new.clear()
+        self.missing(list(self._chunks))
+
     def take_questions(self) -> list[list[tuple[bytes, int]]]:
         """What came up since the last call: chunks with the numbers that `answer` repeats.
 

@@ -73,7 +73,7 @@ class Saves:
         most_waiting: int,
     ) -> None:
         self._route = route
-        self._names = names
+        self.names = names
         self._done = done
         self._timeout_s = timeout_s
         self._most_waiting = most_waiting
@@ -154,7 +154,7 @@ class Saves:
             self._end(job, len(saves), stored, reason)
 
     def _block(self, save: ChunkSave, slot: Slot) -> StoredBlock:
-        names = self._names
+        names = self.names
         return StoredBlock(
             key=self._route.store_key(names.block_key(save.chunk), 0),
             data=slot.frame,

@@ -21,6 +21,8 @@ from kvconnect.connector.offload.store import BlockRoute, OffloadStore
 from kvconnect.connector.offload.strided import HostCopier
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.integrations.core.metrics_port import tell_metrics
+from kvconnect.integrations.vllm.callers import executor_of_caller, scheduler_of_caller
+from kvconnect.integrations.vllm.identity import vllm_version
 from kvconnect.integrations.vllm_tier import engine
 from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import (
@@ -34,8 +36,10 @@ from kvconnect.integrations.vllm_tier.loads import Loads
 from kvconnect.integrations.vllm_tier.lookups import Answers, Known, Lookups, ScanEnd
 from kvconnect.integrations.vllm_tier.parents import Parents
 from kvconnect.integrations.vllm_tier.pause import StepPause
+from kvconnect.integrations.vllm_tier.requests import NamedTokens
 from kvconnect.integrations.vllm_tier.saves import Saves
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
+from kvconnect.integrations.vllm_tier.weights import TierWeights
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import warn_once
@@ -95,6 +99,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         given = KvConnectTierSettings(**settings)
         if given.locality is not None:
             self.locality = engine.Locality(given.locality)
+        executor, self._scheduler = _engine_of_caller()
         digest = chunks_digest(offloading_spec, configuration_of_vllm(), given)
         rows = _rows(primary_kv_view)
         tokens = {
@@ -102,13 +107,16 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             for group in offloading_spec.config.groups
         }
         layout = chunk_layout(rows.shape[1], min(tokens.values()))
-        names = ChunkNames(digest, layout)
+        self._names = names = ChunkNames(digest, layout)
         self._settings = given
         self._row_nbytes = rows.shape[1]
         with ExitStack() as undo:
             undo.callback(tell_metrics("vllm", given))
             self._route = _route(given, digest, rows, layout)
+            self._weights = TierWeights(executor, self._rename)
+            undo.callback(self._weights.close)
             self._opened = undo.pop_all()
+        self._named = NamedTokens(self._scheduler)
         timeout_s = given.lookup_timeout_ms / 1e3
         self._lookups = Lookups(timeout_s)
         self._scan_end = ScanEnd()
@@ -142,6 +150,8 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
                 f"{len(key) - 4} bytes of hash do not name a chunk safely; it is not looked up",
             )
             return engine.LookupResult.MISS
+        if not self._named.has(key, req_context) or not self._weights.are_named():
+            return engine.LookupResult.MISS
         known = self._lookups.lookup(key, req_context.req_id)
         if known is Known.PRESENT:
             self._parents.note(key, req_context)
@@ -155,15 +165,18 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
 
     def on_new_request(self, req_context: Any) -> Any:
         """Only what is new is stored, chunk by chunk."""
+        self._named.begin(req_context.req_id)
         return engine.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget what the request was told."""
         self._lookups.forget(req_context.req_id)
         self._parents.forget(req_context.req_id)
+        self._named.end(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
         """Ask the store what came up in this step."""
+        self._weights.end_schedule()
         self._scan_end.end_step()
         if questions := self._lookups.take_questions():
             self._finder.find(questions)
@@ -177,19 +190,25 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         """Load a job's chunks into their rows of the host memory; does not block."""
         chunks = list(job_metadata.keys)
         self._begin(job_metadata.job_id, chunks, is_load=True)
+        if not self._weights.look():
+            self._end(job_metadata.job_id, 0, success=False)
+            return
         self._loads.submit(job_metadata.job_id, chunks, job_metadata.chunk_ids.tolist())
 
     def submit_store(self, job_metadata: Any) -> None:
         """Store a job's chunks, which stay as they are until it ends; does not block."""
         pairs = list(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
-        safe = [pair for pair in pairs if len(pair[0]) == _KEY_NBYTES]
+        context = job_metadata.req_context
+        safe = [
+            pair
+            for pair in pairs
+            if len(pair[0]) == _KEY_NBYTES and self._named.has(pair[0], context)
+        ]
         self._begin(job_metadata.job_id, [chunk for chunk, _ in pairs], is_load=False)
-        if not safe or len(safe) < len(pairs):
+        if not safe or not self._weights.look():
             self._saved(job_metadata.job_id, 0)
             return
-        self._saves.submit(
-            job_metadata.job_id, self._parents.in_order(safe, job_metadata.req_context)
-        )
+        self._saves.submit(job_metadata.job_id, self._parents.in_order(safe, context))
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """What ended since the last call. What could not be loaded is missing from now on."""
@@ -205,11 +224,14 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
     def drain_jobs(self) -> None:
         """Block until no job is under way: loads are called off, saves go on until they are done.
 
-        Takes ``save_timeout_s`` and a second at most.
+        Takes ``save_timeout_s`` and a second at most. vLLM calls this when its caches are reset.
         """
         self._loads.cancel()
-        if not self._wait(self._settings.save_timeout_s + _LATE_S):
+        drained = self._wait(self._settings.save_timeout_s + _LATE_S)
+        if not drained:
             self._abandon()
+        # What was abandoned is of the name that it was begun with.
+        self._weights.note_reset(device_is_empty=drained and self._device_is_empty())
 
     def shutdown(self) -> None:
         """Drain, and close the store; blocks for ``save_timeout_s`` and a few seconds at most.
@@ -238,6 +260,17 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         """The store's thread does not answer any more; what waits for it has failed."""
         for number in list(self._jobs):
             self._end(number, 0, success=False)
+
+    def _device_is_empty(self) -> bool:
+        """Whether vLLM's own cache holds no block, of requests or of prefixes."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return not pool.get_usage() and not len(pool.cached_block_hash_to_block)
+
+    def _rename(self, weights: str) -> None:
+        """Chunks have other names from now on: `weights` is part of them."""
+        names = self._names.with_weights(weights)
+        self._finder.names = self._loads.names = self._saves.names = names
+        self._lookups.miss_all()
 
     def _begin(self, number: int, chunks: Sequence[bytes], *, is_load: bool) -> None:
         with self._changed:
@@ -276,6 +309,22 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             self._changed.notify_all()
         if job.is_load:
             self._pause.tell()
+
+
+def _engine_of_caller() -> tuple[Any, Any]:
+    """The executor and the scheduler of the engine core that is being made on this thread.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    executor, scheduler = executor_of_caller(), scheduler_of_caller()
+    if executor is None or scheduler is None:
+        raise ConfigurationError(
+            f"KvConnectTier: vLLM {vllm_version()} does not show a tier its engine, so that "
+            "weights that are replaced while it runs, and pictures, would go unseen; use the "
+            "connector KvConnect"
+        )
+    return executor, scheduler
 
 
 def _rows(view: memoryview) -> torch.Tensor:

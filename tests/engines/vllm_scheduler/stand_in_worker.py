@@ -132,7 +132,15 @@ class StandInWorker(WorkerBase):
 
     @override
     def load_model(self, **_: Any) -> None:
-        """There is none."""
+        """There are no weights but those that connectors watch."""
+        self.model = torch.nn.Linear(4, 4)
+
+    @override
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def update_config(self, overrides: dict[str, Any]) -> None:
+        """Changes nothing; of vLLM's own, nobody knows what loads weights behind it."""
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

@@ -151,14 +151,26 @@ def test_reset_while_requests_run(healthy, num_steps):
     made.check_empty()
 
 
-def test_reset_of_the_connector_finds_nothing_that_was_saved_before(healthy):
+def test_reset_of_the_connector_keeps_what_was_saved(healthy):
     made, _ = healthy
+    assert made.llm.reset_prefix_cache(reset_connector=True)
+    after = made.answer(PROMPTS)
+    assert [one.tokens for one in after] == made.wanted(PROMPTS)
+    assert [one.cached for one in after] == WHOLE
+
+
+def test_behind_new_weights_nothing_is_found_until_a_reset_names_them(healthy):
+    made, _ = healthy
+    made.core.model_executor.collective_rpc("update_config", args=({},))
+    for _ in range(2):
+        made.forget_device()
+        assert [one.cached for one in made.answer(PROMPTS)] == [0, 0, 0, 0]
+        made.flush()
     assert made.llm.reset_prefix_cache(reset_connector=True)
     after = made.answer(PROMPTS)
     made.flush()
     made.forget_device()
     again = made.answer(PROMPTS)
-    wanted = made.wanted(PROMPTS)
-    assert [one.tokens for one in after] == [one.tokens for one in again] == wanted
+    assert [one.tokens for one in again] == made.wanted(PROMPTS)
     assert [one.cached for one in after] == [0, 0, 0, 0]
-    assert [one.cached for one in again] == WHOLE  # what was saved since then
+    assert [one.cached for one in again] == WHOLE

@@ -51,7 +51,7 @@ class Engine:
             skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=4096,
+            max_model_len=arguments.pop("max_model_len", 4096),
             block_size=32,  # the smallest that its attention on a CPU has
             disable_log_stats=True,
             kv_transfer_config={

@@ -1,0 +1,104 @@
+"""Gives a request of vLLM the keys that name what computes it, or finds that it has none."""
+
+from __future__ import annotations
+
+import time
+
+from kvconnect.connector.data import LlmArgs
+from kvconnect.digest.doubts import Doubt
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.adapters import AdapterDigests, digest_now
+from kvconnect.integrations.core.requests import PromptContent, RequestMaker
+from kvconnect.integrations.vllm.pictures import FeatureDigests
+from kvconnect.integrations.vllm.prompts import doubt_of, tokens_of
+from kvconnect.integrations.vllm.tracked import Tracked
+from kvconnect.request import LlmRequest
+from kvconnect.tokens import LateTokens
+
+__all__ = ["RequestNames"]
+
+_LATEST_S = 5.0  # for digests of an adapter and of pictures
+
+
+class RequestNames:
+    """Makes the pair's requests of vLLM's. Does not block; belongs to one thread.
+
+    Args:
+        llm_args: of the pair.
+        extra_key: see `kvconnect.integrations.core.requests.extra_key_of`.
+        base_is_apart: see `kvconnect.integrations.vllm.lora`.
+        features_are_own: this process's encoder makes what stands for pictures.
+    """
+
+    def __init__(
+        self,
+        llm_args: LlmArgs,
+        extra_key: str | None,
+        *,
+        base_is_apart: bool,
+        features_are_own: bool,
+    ) -> None:
+        self._maker = RequestMaker(llm_args, extra_key)
+        self._base_is_apart = base_is_apart
+        self._features_are_own = features_are_own
+        self._adapters = AdapterDigests()
+        self._features = FeatureDigests()
+
+    def separate(self, weights: str) -> None:
+        """Puts the name of other weights into all keys from now on."""
+        self._maker.separate(weights)
+
+    def begin(self, tracked: Tracked) -> Doubt | None:
+        """Starts to find out what the keys of a new request need; called for every new request.
+
+        Returns:
+            Why it cannot be cached; ``None``: `make` tells.
+        """
+        request = tracked.request
+        lora = getattr(request, "lora_request", None)
+        if features := getattr(request, "mm_features", None):
+            tracked.contents = self._features.start(features)
+        if getattr(request, "resumable", False):
+            # vLLM adds pictures to it that no connector is told of.
+            self._features_are_own = False
+        if (doubt := doubt_of(request)) is not None:
+            return doubt
+        if features and not self._features_are_own:
+            return Doubt.CONTENT_UNKNOWN
+        if lora is None:
+            return None if self._base_is_apart else Doubt.ADAPTER_MIXED
+        tracked.adapter = self._adapters.find(lora.lora_int_id, lora.lora_path)
+        return Doubt.ADAPTER_UNKNOWN if tracked.adapter is None else None
+
+    def make(self, tracked: Tracked) -> LlmRequest | Doubt | None:
+        """Returns the pair's request, why there is none, or ``None`` while its keys are made."""
+        request = tracked.request
+        pending = [one for one in (tracked.adapter, tracked.contents) if one is not None]
+        if not all(one.done() for one in pending):
+            return Doubt.SLOW_CONTENT if time.monotonic() - tracked.since > _LATEST_S else None
+        adapter: str | None = None
+        if tracked.adapter is not None:
+            adapter = digest_now(tracked.adapter)
+            if adapter is None:
+                return Doubt.ADAPTER_UNKNOWN
+        contents: list[PromptContent] = []
+        if tracked.contents is not None:
+            found = tracked.contents.result()
+            if isinstance(found, Doubt):
+                return found
+            contents = found
+        tracked.tokens = LateTokens(tokens_of(request))
+        try:
+            return self._maker.make(
+                tracked.tokens,
+                cache_salt=request.cache_salt,
+                adapter=adapter,
+                contents=contents,
+            )
+        except ConfigurationError:  # which shows the salt
+            return Doubt.BAD_SALT
+
+    def close(self) -> None:
+        """Ends threads. Idempotent."""
+        self._adapters.close()
+        self._features.close()

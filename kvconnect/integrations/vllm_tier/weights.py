@@ -1,0 +1,103 @@
+"""Whether the names of chunks name the model's weights: a tier lives where no weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from kvconnect.digest.watch import WeightWatch
+from kvconnect.integrations.vllm.weight_calls import WeightCalls
+from kvconnect.integrations.vllm.weights import WeightNames
+from kvconnect.trace import warn_once
+
+__all__ = ["TierWeights"]
+
+_RESET = "reset_prefix_cache(reset_connector=True)"
+
+
+class TierWeights:
+    """Finds that the model's weights were replaced, and gives others a name of this process.
+
+    Where the worker is in the scheduler's process, its weights are watched. Where it is in another,
+    every call of the workers that may change the weights counts as a change, functions of users'
+    own among them. Belongs to the scheduler's thread.
+
+    Args:
+        executor: vLLM's, of the engine core.
+        renamed: called with a name for the weights of now, as soon as they have one.
+    """
+
+    def __init__(self, executor: Any, renamed: Callable[[str], None]) -> None:
+        self._renamed = renamed
+        self._names = WeightNames()
+        self._model = _model_here(executor)
+        self._watch: WeightWatch | None = None
+        self._is_checked = False
+        self._calls = WeightCalls(executor, self._change, reports_unknown=self._model is None)
+
+    def are_named(self) -> bool:
+        """Returns whether chunks of the weights of now have names; looks at most once a step."""
+        if not self._is_checked:
+            self._is_checked = True
+            self.look()
+        return not self._names.is_stopped
+
+    def look(self) -> bool:
+        """Looks for a change; returns whether chunks of the weights of now have names."""
+        if self._watch is not None and not self._names.is_stopped:
+            how = self._watch.changed()
+            if how is not None:
+                self._change(how)
+        return not self._names.is_stopped
+
+    def end_schedule(self) -> None:
+        """Notes that a step begins to compute."""
+        if self._model is not None and self._watch is None and not self._names.is_stopped:
+            self._watch = WeightWatch.of(self._model())
+        self._names.note_step()
+        self._is_checked = False
+
+    def note_reset(self, *, device_is_empty: bool) -> None:
+        """Notes a reset of vLLM's caches; weights without a name get one if nothing is left.
+
+        Looks for no change: an engine that sleeps has unmapped its weights.
+        """
+        self._names.note_reset(device_is_empty=device_is_empty)
+        if self._names.is_stopped and device_is_empty:
+            self._begin()
+
+    def close(self) -> None:
+        """Watches nothing any more. Idempotent."""
+        self._calls.close()
+        self._watch = None
+
+    def _change(self, how: str) -> None:
+        if self._names.is_stopped:
+            return
+        if self._names.can_begin():
+            self._begin()
+            return
+        self._names.stop(begins_later=False)
+        warn_once(
+            f"vllm_tier.weights {how}", f"no chunk is loaded or stored until a {_RESET}: {how}"
+        )
+
+    def _begin(self) -> None:
+        self._watch = None  # the next step's weights have the name
+        self._renamed(self._names.begin())
+
+
+def _model_here(executor: Any) -> Callable[[], nn.Module] | None:
+    """Returns a function that returns the model, if the only worker is in this process."""
+    wrapper = getattr(executor, "driver_worker", None)
+    worker = getattr(wrapper, "worker", None)
+    get_model = getattr(worker, "get_model", None)
+    if get_model is None:
+        return None
+    try:
+        model: object = get_model()
+    except NotImplementedError:  # of an abstract base class
+        return None
+    return get_model if isinstance(model, nn.Module) else None
