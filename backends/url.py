@@ -15,6 +15,7 @@ from kvconnect.redaction import (
     is_hosts,
     shown_url,
     text_without_passwords,
+    with_marked_commas,
     without_passwords,
 )
 
@@ -150,13 +151,16 @@ class StoreUrl:
                 f"store URL '{shown}': bad query field: write name=value, joined by '&'; {_ENCODED}"
             ) from None
         query: dict[str, str] = {}
+        raw = dict(field.partition("=")[::2] for field in parts.query.split("&"))
         for name, value in pairs:
             label = name if name in shown else HIDDEN
             if name in query:
                 raise ConfigurationError(f"store URL '{shown}': {label} is given twice")
             if not value:
                 raise ConfigurationError(f"store URL '{shown}': {label} has no value")
-            query[name] = value
+            query[name] = (
+                with_marked_commas(raw[name]) if name == "tiers" and name in raw else value
+            )
         path = unquote(parts.path)
         codec, key_file = (query.pop(name, None) for name in _OF_EVERY_SCHEME)
         codec = codec and codec.replace(" ", "+")  # which "+" stands for in a query

@@ -326,6 +326,8 @@ class KvCacheConnectorConfig(Settings):
     connector_module: str | None = None
     connector_scheduler_class: str | None = None
     connector_worker_class: str | None = None
+    texts: ClassVar[frozenset[str]] = frozenset({"url"})
+
     url: str | None = None
     backend: Backend | None = None
     transfer: TransferConfig | None = None

@@ -21,6 +21,7 @@ __all__ = [
     "shown_host",
     "shown_url",
     "text_without_passwords",
+    "with_marked_commas",
     "without_passwords",
 ]
 
@@ -68,7 +69,7 @@ def without_passwords(url: str) -> str:
         path = slash + path
     fields = (field.partition("=") for field in query.split("&") if field)
     pairs = [
-        (unquote_plus(name), unquote_plus(value)) if equals else ("", name)
+        (unquote_plus(name), _decoded(name, value)) if equals else ("", name)
         for name, equals, value in fields
     ]
     return shown_url(
@@ -126,6 +127,14 @@ def shown_fields(query: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
             yield HIDDEN, ""
 
 
+def with_marked_commas(value: str) -> str:
+    """Returns the list `value` of a URL's parameter decoded, but for the commas of its members.
+
+    Those are ``%2C``, as they were written: a comma stands between two members.
+    """
+    return ",".join(unquote_plus(member).replace(",", "%2C") for member in value.split(","))
+
+
 def is_hosts(location: str) -> bool:
     """Whether `location` may be hosts and ports, without a user: ``a:6379,[::1]:6379``."""
     return all(_HOST.fullmatch(host) for host in location.split(","))
@@ -167,6 +176,10 @@ def as_cause(
             return None
         one = one.__cause__ or one.__context__
     return error
+
+
+def _decoded(name: str, value: str) -> str:
+    return with_marked_commas(value) if name == "tiers" else unquote_plus(value)
 
 
 def _is_torn(location: str, query: Iterable[tuple[str, str]], fragment: str) -> bool:
@@ -214,6 +227,7 @@ def _shown_value(name: str, value: str) -> str:
             "@" in rest and not rest.startswith("//") and scheme not in _OF_FILES
         ):
             return HIDDEN
-    shown = list(map(without_passwords, urls))
+    # A comma within a tier's own URL is written %2C: between hosts it is one.
+    shown = [without_passwords(url.replace("%2C", ",")).replace(",", "%2C") for url in urls]
     lost = any(one.endswith(HIDDEN) for one in shown[:-1])
     return HIDDEN if lost else ",".join(shown)

@@ -37,6 +37,8 @@ class Settings(BaseModel):
 
     positional: ClassVar[tuple[str, ...]] = ()
     aliases: ClassVar[Mapping[str, str]] = {}
+    texts: ClassVar[frozenset[str]] = frozenset()
+    """The fields of which an error shows the type alone, where they are given no text."""
 
     def __init__(self, /, *args: Any, **values: Any) -> None:
         cls = type(self)
@@ -49,7 +51,7 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigurationError(_explain(cls.__name__, error)) from error
+            raise ConfigurationError(_explain(cls, error)) from error
 
     @classmethod
     def checked(cls, field: str, value: object) -> Self:
@@ -117,13 +119,16 @@ def _named(cls: type[Settings], args: tuple[Any, ...], values: dict[str, Any]) -
     return given
 
 
-def _explain(name: str, error: ValidationError) -> str:
-    parts = []
+def _explain(cls: type[Settings], error: ValidationError) -> str:
+    name, parts = cls.__name__, []
     for detail in error.errors():
         where = ".".join(str(part) for part in detail["loc"])
         message = detail["msg"].removeprefix("Value error, ")
         # Of a missing field the input is all that was given.
         missing = not where or detail["type"] == "missing"
-        value = "" if missing else f"={shown(detail['input'])}"
+        given = detail["input"]
+        value = "" if missing else f"={shown(given)}"
+        if where in cls.texts and not isinstance(given, str):
+            value = f" (a {type(given).__name__})"
         parts.append(f"{name}.{where}{value}: {message}" if where else f"{name}: {message}")
     return "; ".join(parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import unquote
+
 from kvconnect.errors import ConfigurationError
 from kvconnect.redaction import text_without_passwords
 
@@ -35,6 +37,7 @@ def shown(value: object) -> str:
         value = value[:_LOOKED_AT]
     text = repr(value)[:_LOOKED_AT]
     # Where a URL ends in it is not sure, if its password has an odd character.
-    if "@" in text or "://" in text or text_without_passwords(text) != text:
+    decoded = unquote(unquote(text))  # a tier's URL within a store's
+    if "@" in decoded or "://" in decoded or text_without_passwords(text) != text:
         return "what was given"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

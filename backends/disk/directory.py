@@ -199,7 +199,7 @@ class DiskDirectory(Lifetime):
     def note_use(self, found: Sequence[Located]) -> None:
         """Count `found`, a chain from its beginning, as used now."""
         # The end of a chain counts as used a little earlier than its beginning, so it goes first.
-        now = microseconds()
+        now = microseconds() if self.writer is None else self.writer.use_clock.now()
         with self._used_lock:
             self._used.update((block.id, now - at) for at, block in enumerate(found))
 

@@ -19,6 +19,7 @@ from kvconnect.backends.disk.format import IndexLog, connect, log_nbytes, make_i
 from kvconnect.backends.disk.path import identity, log_identity
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
+from kvconnect.backends.disk.use_clock import SANE, UseClock
 from kvconnect.keys import BlockKey
 
 __all__ = ["IndexWriter", "Reservation"]
@@ -66,6 +67,7 @@ class IndexWriter:
 
     Attributes:
         identity, log_identity: of the index that is open.
+        use_clock: tells when blocks are used.
 
     Raises:
         BackendUnavailable: the index cannot be written; what was asked for did not happen.
@@ -100,6 +102,9 @@ class IndexWriter:
                 expect_sound(self._db)
             with self._transaction():
                 self._owner = Owner(directory)
+                newest = self._db.execute("SELECT max(used) FROM blocks WHERE used<?", (SANE,))
+                self.use_clock = UseClock(newest.fetchone()[0] or 0)
+                newest.close()
         except BaseException:
             self._db.close()
             raise
@@ -123,7 +128,7 @@ class IndexWriter:
         Raises:
             IndexFull: the index's log cannot be moved, and would grow without end.
         """
-        now = microseconds()
+        now = self.use_clock.now()
         with self._lock, index_errors():
             self._log.check()
         with self._transaction():
@@ -141,12 +146,13 @@ class IndexWriter:
 
     def commit(self, reservation: Reservation) -> int:
         """Make what was written visible; return how many leading blocks of the save are stored."""
-        now = microseconds()
+        now, used = microseconds(), self.use_clock.now()
         with self._transaction():
             ours = self._slots.end_reservation(self._owner.name, reservation.save)
             # Where this process was taken for stopped, the slots may be another's by now.
             new = [entry for entry in reservation.new if entry[2].key in ours]
-            inserted = self._db.executemany(_INSERT, [_row(now, *entry) for entry in new]).rowcount
+            rows = [_row(now, used, *entry) for entry in new]
+            inserted = self._db.executemany(_INSERT, rows).rowcount
             if inserted < len(new):  # another process was faster with some
                 expect_schema(self._db)  # or something does not let them in
                 self._slots.free(self._rowless([location.key for _, _, location in new]))
@@ -297,7 +303,9 @@ class IndexWriter:
             self._log.bound()
 
 
-def _row(now: int, at: int, block: StoredBlock, location: Location) -> tuple[object, ...]:
+def _row(
+    now: int, used: int, at: int, block: StoredBlock, location: Location
+) -> tuple[object, ...]:
     return (
         block.key,
         location.segment,
@@ -306,7 +314,7 @@ def _row(now: int, at: int, block: StoredBlock, location: Location) -> tuple[obj
         block.data.numel(),
         block.priority,
         now,
-        now - at,  # the end of a chain is older than its beginning, so it goes first
+        used - at,  # the end of a chain is older than its beginning, so it goes first
         block.parent,
         None if block.tokens is None else block.tokens.astype("<i4").tobytes(),
         block.namespace,

@@ -38,11 +38,12 @@ class BreakerState(IntEnum):
 class Breaker:
     """Opens after failures in a row; closes when a probe of its own succeeds.
 
-    Users' calls never probe: while it is not closed they fail at once. Probes start a second after
-    it opened, then after twice as long, at most five seconds. Belongs to one event loop.
+    With a `probe` users' calls never probe: while it is not closed they fail at once. Probes start
+    a second after it opened, then after twice as long, at most five seconds. Without one the users'
+    calls are the probes, one at a time, after the same pauses. Belongs to one event loop.
 
     Args:
-        name: of the store, for messages.
+        name: of the store and the kind of call, for messages.
         probe: a cheap call to the store with a deadline of its own; raises if it failed.
         failures: so many in a row open it.
 
@@ -53,7 +54,7 @@ class Breaker:
     def __init__(
         self,
         name: str,
-        probe: Callable[[], Coroutine[Any, Any, object]],
+        probe: Callable[[], Coroutine[Any, Any, object]] | None,
         *,
         failures: int = 5,
     ) -> None:
@@ -63,6 +64,8 @@ class Breaker:
         self._limit = failures
         self.labels: Labels = ()
         self._in_a_row = 0
+        self._pause_s = _FIRST_PAUSE_S
+        self._admits_at = 0.0
         self._reason = ""
         self._probing: asyncio.Task[None] | None = None
         self._logged_at = float("-inf")
@@ -73,17 +76,34 @@ class Breaker:
         Raises:
             BackendUnavailable: the store is left alone for now.
         """
+        if self._probe is None and self.state is BreakerState.OPEN and self._admits_one():
+            self.state = BreakerState.HALF_OPEN
+            return
         if self.state is not BreakerState.CLOSED:
             count("store.refused", self.labels)
             raise BackendUnavailable(f"{self.name}: is left alone for now ({self._reason})")
 
+    def _admits_one(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._admits_at
+
     def succeeded(self) -> None:
         """A call was answered."""
         self._in_a_row = 0
+        if self._probe is None and self.state is not BreakerState.CLOSED:
+            self._close()
+
+    def given_up(self) -> None:
+        """A call ended without an answer, by its caller."""
+        if self._probe is None and self.state is BreakerState.HALF_OPEN:
+            self.state = BreakerState.OPEN
 
     def failed(self, error: Exception) -> None:
         """A call failed, or was not answered in time."""
         self._in_a_row += 1
+        if self._probe is None and self.state is BreakerState.HALF_OPEN:
+            self.state = BreakerState.OPEN
+            self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+            self._admits_at = asyncio.get_running_loop().time() + self._pause_s
         if self._in_a_row >= self._limit:
             self.open(f"{self._in_a_row} failures in a row, the last one: {error}")
 
@@ -103,7 +123,12 @@ class Breaker:
             self.name,
             reason,
         )
-        self._probing = loop.create_task(self._probe_until_answered(), name="kvconnect-probes")
+        self._pause_s = _FIRST_PAUSE_S
+        self._admits_at = loop.time() + self._pause_s
+        if self._probe is not None:
+            self._probing = loop.create_task(
+                self._probe_until_answered(self._probe), name="kvconnect-probes"
+            )
 
     def stop(self) -> None:
         """Probe no more; an open breaker stays open."""
@@ -111,27 +136,27 @@ class Breaker:
             self._probing.cancel()
             self._probing = None
 
-    async def _probe_until_answered(self) -> None:
+    async def _probe_until_answered(self, probe: Callable[[], Coroutine[Any, Any, object]]) -> None:
         pause = _FIRST_PAUSE_S
         probes: list[asyncio.Task[bool]] = []
         try:
             while not await _any_answered(probes, pause):
                 if len(probes) == _MOST_PROBES:
                     probes.pop(0).cancel()
-                probes.append(asyncio.ensure_future(self._answered()))
+                probes.append(asyncio.ensure_future(self._answered(probe)))
                 self.state = BreakerState.HALF_OPEN
                 if await _any_answered(probes, _HALF_OPEN_S, newest_ends=True):
                     break
                 self.state = BreakerState.OPEN
                 pause = min(2 * pause, _LAST_PAUSE_S)
         finally:
-            for probe in probes:
-                probe.cancel()
+            for one in probes:
+                one.cancel()
         self._close()
 
-    async def _answered(self) -> bool:
+    async def _answered(self, probe: Callable[[], Coroutine[Any, Any, object]]) -> bool:
         try:
-            await self._probe()
+            await probe()
         except Exception as error:  # noqa: BLE001  whatever it is, the store does not work yet
             logger.debug("%s: still does not answer: %s", self.name, error)
             return False

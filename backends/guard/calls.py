@@ -55,11 +55,20 @@ class Call:
 class Calls:
     """The calls of one backend. All methods run on its event loop.
 
+    Each kind of call has a breaker of its own: what answers lookups may fail every load.
+
+    | calls that fail | calls that are refused then | how it is found that they work again |
+    |---|---|---|
+    | lookups | all | by lookups of a key that no block has |
+    | loads | loads, and lookups: a block that is found cannot be loaded | by `probe_load` |
+    | any other | of their kind | by the callers' own, one at a time |
+
     Args:
         name: of the backend, for messages.
         deadline_s: what each call may take, waiting for its turn included.
         max_concurrent: more than so many wait for their turn.
         probe: a cheap call to the store, to see whether it works again.
+        probe_load: a load, begun with its `Call`, to see whether loads work again.
         failures: after so many in a row calls fail at once, until a probe succeeds.
         max_abandoned: the same with so many calls past their deadline still running: each may hold
             a thread and buffers, and a store that hangs must not take them all.
@@ -71,6 +80,7 @@ class Calls:
         deadline_s: float,
         *,
         probe: Callable[[], Coroutine[Any, Any, object]],
+        probe_load: Callable[[Call], Coroutine[Any, Any, object]],
         failures: int = 5,
         max_concurrent: int = 64,
         max_abandoned: int = 16,
@@ -78,7 +88,11 @@ class Calls:
         self.name = name
         self.deadline_s = deadline_s
         self._inner_probe = probe
+        self._inner_probe_load = probe_load
+        self._failures = failures
         self._breaker = Breaker(name, self._probe, failures=failures)
+        self._loads = Breaker(f"{name}: load", self._probe_load, failures=failures)
+        self._breakers = {"lookup": self._breaker, "load": self._loads}
         self._max_abandoned = max_abandoned
         self._turns = asyncio.Semaphore(max_concurrent)
         self._running: set[asyncio.Task[Any]] = set()
@@ -92,7 +106,8 @@ class Calls:
 
     @labels.setter
     def labels(self, labels: Labels) -> None:
-        self._breaker.labels = labels
+        for breaker in self._breakers.values():
+            breaker.labels = labels
 
     @property
     def closed(self) -> bool:
@@ -119,8 +134,8 @@ class Calls:
 
     @property
     def state(self) -> BreakerState:
-        """Whether calls are made at all."""
-        return self._breaker.state
+        """Whether blocks can be looked up and loaded; the state of the breaker that is further."""
+        return max(self._breaker.state, self._loads.state)
 
     async def run(
         self,
@@ -139,7 +154,7 @@ class Calls:
             BackendTimeout: not done in time; `pending` tells when it has really ended.
             BackendUnavailable: it failed, is closed, or is left alone after too many failures.
         """
-        self._admit()
+        breaker = self._admit(operation)
         try:
             result = await self.run_always(
                 operation, start, holds_buffers=holds_buffers, deadline_s=deadline_s
@@ -147,9 +162,12 @@ class Calls:
         except RetryLater as error:
             if not isinstance(error, BackendTimeout):
                 count("store.failure", self.labels)
-            self._breaker.failed(error)
+            breaker.failed(error)
             raise
-        self._breaker.succeeded()
+        except BaseException:
+            breaker.given_up()
+            raise
+        breaker.succeeded()
         return result
 
     async def run_always(
@@ -188,7 +206,8 @@ class Calls:
         Abandoned ones are not waited for: they have had their time, and may never end.
         """
         self._closed = True
-        self._breaker.stop()
+        for breaker in self._breakers.values():
+            breaker.stop()
         deadline = asyncio.get_running_loop().time() + self.deadline_s
         while waiting := self._running - self._abandoned:
             left = deadline - asyncio.get_running_loop().time()
@@ -197,11 +216,26 @@ class Calls:
             # Short, since a call that is abandoned meanwhile does not end.
             await asyncio.wait(waiting, timeout=min(left, _DRAIN_POLL_S))
 
-    def _admit(self) -> None:
+    def _admit(self, operation: str) -> Breaker:
         # The one place that refuses calls before they cost anything.
         if self._closed:
             raise BackendUnavailable(f"{self.name}: is closed")
         self._breaker.check()
+        if operation == "lookup":
+            self._loads.check()
+            return self._breaker
+        breaker = self._breakers.get(operation)
+        if breaker is None:
+            breaker = Breaker(f"{self.name}: {operation}", None, failures=self._failures)
+            breaker.labels = self.labels
+            self._breakers[operation] = breaker
+        breaker.check()
+        return breaker
+
+    async def _probe_load(self) -> None:
+        if self._hangs:
+            raise BackendUnavailable(self._hangs)
+        await self.run_always("load", self._inner_probe_load, holds_buffers=True)
 
     async def _probe(self) -> None:
         if self._hangs:

@@ -81,11 +81,13 @@ class GuardedBackend(Backend):
         self.name = type(inner).__name__
         self.place = place
         self._labels: Labels = ()
+        self._failed_load: tuple[BlockKey, int, Tensor] | None = None
         self._give_back_labels: Callable[[], object] | None = None
         self._calls = Calls(
             self.name,
             deadline_s,
             probe=self._probe,
+            probe_load=self._probe_load,
             failures=failures_to_open,
         )
         self.codecs = codecs or Codecs()
@@ -320,6 +322,14 @@ class GuardedBackend(Backend):
     async def _probe(self) -> None:
         await self._lookup([BlockKey(os.urandom(KEY_NBYTES))])
 
+    async def _probe_load(self, _: Call) -> None:
+        """Loads the first block of the last load that failed, into memory of its own."""
+        if self._failed_load is None:
+            await self._probe()
+            return
+        key, nbytes, like = self._failed_load
+        await load_counted(self.inner, [key], [like.new_empty(nbytes)], (), self.name)
+
     async def _lookup(self, keys: Sequence[BlockKey]) -> int:
         return counted(await self.inner.lookup(keys), len(keys), self.name, "lookup")
 
@@ -343,7 +353,12 @@ class GuardedBackend(Backend):
     ) -> int:
         self._opened()
         with self._trace("load", blocks=len(keys)) as span:
-            loaded = await self._calls.run("load", work, holds_buffers=True)
+            try:
+                loaded = await self._calls.run("load", work, holds_buffers=True)
+            except RetryLater:
+                if keys:
+                    self._failed_load = keys[0], into[0].numel(), into[0].new_empty(0)
+                raise
             span.set(loaded=loaded, bytes=sum(buffer.numel() for buffer in into[:loaded]))
         return loaded
 

@@ -35,8 +35,8 @@ __all__ = ["RedisChildren", "RedisFinder", "State", "leading_heads"]
 # Keys of a lookup that are asked about at once: what is asked behind the first absent one is lost.
 _CHUNK = 256
 _HEAD_AND_METADATA = 4096  # most have less
-# Pages of a listing without a new block: what else may be on a server fills fewer.
-_MOST_BARREN_PAGES = 1_000_000
+# Of a listing without a new block: a server goes through all else that it holds in less.
+_MOST_BARREN_S = 60.0
 # Of an index of children without a TTL of its blocks, and beside it.
 _INDEX_TTL_S = 30 * 86400.0
 _INDEX_SLACK_S = 60.0
@@ -111,16 +111,20 @@ class RedisFinder:
         await self._router.refresh()
         seen: set[BlockKey] = set()  # servers may list a key twice
         for server in self._router.servers:
-            cursor: int | None = None
-            barren = 0
+            cursor = -1  # before the first page
+            given: set[int] = set()  # since the last new key
+            fruitful_at = time.monotonic()
             while cursor != 0:
-                step = partial(scan_page, self.names, cursor or 0)
+                step = partial(scan_page, self.names, max(cursor, 0))
                 cursor, listed = await self._router.on(server, step)
-                keys = [key for key in listed if key not in seen]
+                keys = [key for key in dict.fromkeys(listed) if key not in seen]
                 seen.update(keys)
-                barren = 0 if keys else barren + 1
-                if barren > _MOST_BARREN_PAGES:
+                if keys:
+                    given.clear()
+                    fruitful_at = time.monotonic()
+                if cursor in given or time.monotonic() - fruitful_at > _MOST_BARREN_S:
                     raise BackendUnavailable(f"Redis at {server}: its listing does not end")
+                given.add(cursor)
                 for entry in await self.describe(keys):
                     if entry is not None:
                         yield entry

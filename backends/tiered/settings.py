@@ -103,8 +103,8 @@ def parse_tiered(url: StoreUrl) -> tuple[list[str], TieredSettings]:
 
 
 def _split(text: str) -> list[str]:
-    # A comma within a tier's URL is written %2C, which is %252C inside of this one.
-    tiers = [tier.strip() for tier in text.split(",")]
+    # A comma within a tier's URL is written %2C.
+    tiers = [tier.strip().replace("%2C", ",") for tier in text.split(",")]
     shown = dict(shown_fields([("tiers", text)]))["tiers"]
     if text and not all(tiers):
         raise ConfigurationError(f"tiers={shown}: one of them is empty; leave out a comma")

@@ -310,3 +310,101 @@ async def test_one_tier_that_is_dead_does_not_slow_another(inner, kit):
     await asyncio.gather(*hanging)
     await dead.close()
     await alive.close()
+
+
+# ---------------------------------------------------------------------- kinds of calls
+
+
+class Kinds(Store):
+    """Calls of some kinds hang; the others answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.hanging = set()
+        self.calls = []
+
+    async def _called(self, kind):
+        self.calls.append(kind)
+        if kind in self.hanging:
+            await self.thawed.wait()
+
+    async def lookup(self, keys):
+        await self._called("lookup")
+        return len(keys)
+
+    async def load(self, keys, into):
+        await self._called("load")
+        return 0
+
+    async def save(self, blocks):
+        await self._called("save")
+        return len(blocks)
+
+
+@pytest.fixture
+async def kinds(kit, monkeypatch):
+    for name, value in (("FIRST_PAUSE", FIRST), ("LAST_PAUSE", LAST), ("HALF_OPEN", HALF_OPEN)):
+        monkeypatch.setattr(breaker, f"_{name}_S", value)
+    guarded = GuardedBackend(inner := Kinds(), deadline_s=0.1)
+    await guarded.open([kit.layout])
+    yield guarded, inner
+    inner.thawed.set()
+    await guarded.close()
+
+
+async def test_loads_that_hang_open_it_though_lookups_are_answered_in_between(kinds, kit):
+    store, inner = kinds
+    inner.hanging = {"load"}
+    for number in range(5):
+        assert await store.lookup([kit.key(number)]) == 1
+        with pytest.raises(BackendTimeout):
+            await store.load([kit.key(number)], kit.buffers(1))
+    asked = len(inner.calls)
+    for number in range(20):
+        with pytest.raises(BackendUnavailable, match="load: is left alone for now"):
+            await store.lookup([kit.key(number)])
+        with pytest.raises(BackendUnavailable, match="load: is left alone for now"):
+            await store.load([kit.key(number)], kit.buffers(1))
+    assert len(inner.calls) == asked
+    assert not store.available
+    assert await store.save([kit.block(kit.key(1))]) == 1  # saves have not failed
+
+
+async def test_loads_that_hung_are_probed_by_loads(kinds, kit):
+    store, inner = kinds
+    inner.hanging = {"load"}
+    await asyncio.gather(
+        *(store.load([kit.key(n)], kit.buffers(1)) for n in range(5)), return_exceptions=True
+    )
+    assert not store.available
+    asked = len(inner.calls)
+    await until(lambda: len(inner.calls) >= asked + 2)
+    assert set(inner.calls[asked:]) == {"load"}
+    assert not store.available  # lookups are not asked, and would not tell
+    inner.hanging = set()
+    inner.thawed.set()
+    await asyncio.wait_for(store._calls._loads._probing, 5)
+    assert await store.lookup([kit.key(1)]) == 1
+    assert await store.load([kit.key(1)], kit.buffers(1)) == 0
+
+
+async def test_saves_that_hang_are_refused_alone_and_tried_again_by_one_of_them(kinds, kit):
+    store, inner = kinds
+    inner.hanging = {"save"}
+    for number in range(5):
+        with pytest.raises(BackendTimeout):
+            await store.save([kit.block(kit.key(number))])
+        assert await store.lookup([kit.key(number)]) == 1
+    with pytest.raises(BackendUnavailable, match="save: is left alone for now"):
+        await store.save([kit.block(kit.key(1))])
+    assert store.available
+    assert await store.lookup([kit.key(1)]) == 1
+    inner.hanging = set()
+    saved = 0
+    async with asyncio.timeout(10):
+        while not saved:
+            try:
+                saved = await store.save([kit.block(kit.key(1))])
+            except BackendUnavailable:
+                await asyncio.sleep(0)
+    assert await store.save([kit.block(kit.key(2))]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -164,10 +165,35 @@ async def test_listing_without_end_ends(kit, redis_server, tmp_path, monkeypatch
     async with opened(f"{redis_server.url}?prefix={prefix}") as store:
         redis_server.admin.mset({f"{prefix}b:junk{number}": b"" for number in range(5000)})
         assert [entry async for entry in store.scan()] == []
-        monkeypatch.setattr("kvconnect.backends.redis.find._MOST_BARREN_PAGES", 3)
+        monkeypatch.setattr("kvconnect.backends.redis.find._MOST_BARREN_S", 0.0)
         with pytest.raises(BackendUnavailable, match="its listing does not end"):
             _ = [entry async for entry in store.scan()]
         await store.save([kit.block(kit.key("one"))])
+
+
+@pytest.mark.parametrize("lists_one_key", [False, True])
+async def test_listing_whose_cursor_comes_again_ends_at_once(lists_one_key):
+    """Also where each page has a key, if it was listed before."""
+    key = b"p:b:" + bytes(range(32))
+    page = b"*1\r\n$%d\r\n%s\r\n" % (len(key), key) if lists_one_key else b"*0\r\n"
+    cursors = itertools.cycle([b"5", b"6", b"7"])
+    asked = 0
+
+    def answer(words):
+        nonlocal asked
+        if words[0] == b"SCAN":
+            asked += 1
+            return b"*2\r\n$1\r\n%s\r\n%s" % (next(cursors), page)
+        return b"+PONG\r\n" if words[0] == b"PING" else b"$0\r\n\r\n"
+
+    server = Script(answer)
+    try:
+        async with opened(f"redis://127.0.0.1:{server.port}?prefix=p:") as store:
+            with pytest.raises(BackendUnavailable, match="its listing does not end"):
+                _ = [entry async for entry in store.scan()]
+    finally:
+        server.close()
+    assert asked <= 5
 
 
 async def test_survey_of_a_server_that_lists_nothing_for_ever_ends(monkeypatch):

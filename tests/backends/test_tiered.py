@@ -14,9 +14,11 @@ from tier_store import DictTier
 from kvconnect.backends import open_backend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.memory.store import MemoryBackend
-from kvconnect.backends.tiered.settings import TieredSettings
+from kvconnect.backends.tiered.settings import TieredSettings, parse_tiered
 from kvconnect.backends.tiered.store import TieredBackend
+from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.redaction import without_passwords
 from kvconnect.trace import metrics
 
 
@@ -374,6 +376,24 @@ def test_password_of_a_tier_is_not_shown():
         open_backend("tiered:?tiers=x://me:secret@host/&wirte=behind")
     assert "secret" not in str(refused.value)
     assert "me:***@host" in str(refused.value)
+
+
+@pytest.mark.parametrize("comma", ["%2C", "%2c", "%252C"])
+def test_a_comma_within_a_tiers_url_is_percent_encoded(comma):
+    url = (
+        f"tiered:?tiers=memory:?capacity=1MiB,redis%2Bcluster://n1:7001{comma}n2:7002/?prefix=a:b"
+        f",nixl://a:1{comma}b:2,disk:/var/a{comma}b&write=through"
+    )
+    tiers, settings = parse_tiered(parsed := StoreUrl.parse(url))
+    assert tiers == [
+        "memory:?capacity=1MiB",
+        "redis+cluster://n1:7001,n2:7002/?prefix=a:b",
+        "nixl://a:1,b:2",
+        "disk:/var/a,b",
+    ]
+    assert settings.write == ("through",)
+    for shown in (str(parsed), without_passwords(url)):
+        assert "redis+cluster://n1:7001%2Cn2:7002/?prefix=a:b,nixl://a:1%2Cb:2" in shown
 
 
 async def test_wrong_tier_is_named(kit, tmp_path):

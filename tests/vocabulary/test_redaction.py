@@ -208,6 +208,31 @@ def test_what_a_connectors_module_raises_shows_no_password(tmp_path, monkeypatch
         assert not [text for text in seen if "secret" in text]
 
 
+@given(parts=st.tuples(*[st.sampled_from(SEPARATORS)] * 2), times=st.integers(0, 2))
+@pytest.mark.parametrize("kind", [list, tuple, bytes, dict])
+def test_of_a_url_that_is_no_text_the_type_alone_is_shown(
+    kind: type, parts: tuple[str, str], times: int
+) -> None:
+    password = PIECES[0] + parts[0] + PIECES[1] + parts[1] + PIECES[2]
+    tier = f"redis://user:{password}@127.0.0.1:1"
+    for _ in range(times):
+        tier = quote(tier, safe="")
+    url = f"tiered:?tiers=memory:,{tier}"
+    given: object = {"url": url}
+    if kind is not dict:
+        given = url.encode() + b"\xff" if kind is bytes else kind([url])
+    for make in (
+        lambda: KvCacheConnectorConfig(url=given),
+        lambda: KvCacheConnectorConfig.given("connector", {"url": given}),
+        lambda: setattr(KvCacheConnectorConfig(), "url", given),
+    ):
+        with pytest.raises(ConfigurationError) as raised:
+            make()
+        assert not any(piece in str(raised.value) for piece in PIECES), str(raised.value)
+    with pytest.raises(ConfigurationError, match=rf"url \(a {kind.__name__}\)"):
+        KvCacheConnectorConfig(url=given)
+
+
 @pytest.mark.parametrize("arguments", [("ls",), ("stats", "--json"), ("copy", "{}"), ()])
 @given(url=urls(*WITHOUT_SLASHES[:2], *IN_PARAMETERS[1:3], IN_LOCATION[9]) | LOST_HOST)
 def test_the_command_line_shows_no_password(arguments: tuple[str, ...], url: str) -> None:

@@ -1,0 +1,31 @@
+"""When blocks of a disk store were used, in an order that survives clocks which go back."""
+
+from __future__ import annotations
+
+import time
+
+from kvconnect.backends.disk.find import microseconds
+
+__all__ = ["SANE", "UseClock"]
+
+SANE = 1 << 56
+"""Microseconds of the year 4253: a later stamp is damage, and nothing follows it."""
+
+
+class UseClock:
+    """Stamps of use, each newer than all before it.
+
+    A stamp is the Unix time in microseconds as long as that is newer than what the index had when
+    it was opened. Where the clock went back, stamps go on from there at the monotonic clock's rate.
+
+    Args:
+        newest: the newest stamp of the index below `SANE`; 0: there is none.
+    """
+
+    def __init__(self, newest: int) -> None:
+        self._base = max(microseconds(), newest + 1)
+        self._began_ns = time.monotonic_ns()
+
+    def now(self) -> int:
+        """Returns the stamp of what is used now."""
+        return max(microseconds(), self._base + (time.monotonic_ns() - self._began_ns) // 1000)
