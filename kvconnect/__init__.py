@@ -5,10 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvconnect.errors import ConfigurationError, KvConnectError, MissingExtra
+from kvconnect.errors import (
+    BackendUnavailable,
+    ConfigurationError,
+    KvConnectError,
+    MissingExtra,
+)
 
 if TYPE_CHECKING:
-    from kvconnect.backend import Backend, Capabilities, StoredBlock
+    from kvconnect.backend import Backend, Capabilities, Child, StoredBlock, StoredEntry
     from kvconnect.backends.registry import open_backend
     from kvconnect.cache.block_manager import BlockManager
     from kvconnect.cache.kv_cache_manager import KVCacheManager
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from kvconnect.connector.scheduler import KvCacheConnectorScheduler
     from kvconnect.connector.worker import KvCacheConnectorWorker
     from kvconnect.engine.llm import LLM
+    from kvconnect.engine.request.output import EngineStats, RequestOutput, StreamChunk
     from kvconnect.keys import BlockKey
     from kvconnect.layout import KvCacheLayout
     from kvconnect.request import LlmRequest, SamplingParams
@@ -31,11 +37,14 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "Backend",
+    "BackendUnavailable",
     "BlockKey",
     "BlockManager",
     "Capabilities",
+    "Child",
     "ConfigurationError",
     "DecodeConnector",
+    "EngineStats",
     "KVCacheManager",
     "KvCacheConfig",
     "KvCacheConnectorConfig",
@@ -46,9 +55,12 @@ __all__ = [
     "KvConnectError",
     "LlmRequest",
     "PrefillConnector",
+    "RequestOutput",
     "SamplingParams",
     "SchedulerOutput",
     "StoredBlock",
+    "StoredEntry",
+    "StreamChunk",
     "TokenRangeRetentionConfig",
     "TransferConfig",
     "__version__",
@@ -64,7 +76,9 @@ _MODULES = {
     "BlockKey": "keys",
     "BlockManager": "cache.block_manager",
     "Capabilities": "backend",
+    "Child": "backend",
     "DecodeConnector": "connector.disagg.connectors",
+    "EngineStats": "engine.request.output",
     "KVCacheManager": "cache.kv_cache_manager",
     "KvCacheConfig": "config",
     "KvCacheConnectorConfig": "config",
@@ -74,9 +88,12 @@ _MODULES = {
     "KvCacheRetentionConfig": "config",
     "LlmRequest": "request",
     "PrefillConnector": "connector.disagg.connectors",
+    "RequestOutput": "engine.request.output",
     "SamplingParams": "request",
     "SchedulerOutput": "connector.data",
     "StoredBlock": "backend",
+    "StoredEntry": "backend",
+    "StreamChunk": "engine.request.output",
     "TokenRangeRetentionConfig": "config",
     "TransferConfig": "config",
     "open_backend": "backends.registry",
@@ -92,9 +109,9 @@ def __getattr__(name: str) -> Any:
     try:
         found = getattr(import_module(f"kvconnect.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
-        if name != "LLM" or error.name not in {"transformers", "tokenizers", "safetensors"}:
+        if error.name not in {"transformers", "tokenizers", "safetensors"}:
             raise
-        raise MissingExtra("LLM", "hf") from error
+        raise MissingExtra(name, "hf") from error
     globals()[name] = found  # from now on it is found without this
     return found
 

@@ -57,7 +57,8 @@ class StoredBlock:
             root, which no block has. ``None``: not known.
         tokens: the block's own token ids; fewer than a whole block's for a tail.
         priority: retention priority, 0 (goes first) to 100.
-        namespace: digest of salt and adapter, for pruning.
+        namespace: digest of salt and adapter, then one of the salt, for pruning; see
+            `kvconnect.keys.Namespace.tag`.
         model: of the model and its cache geometry, for pruning; see `kvconnect.keys.model_tag`.
         group: pool group.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-__all__ = ["Command", "Options", "Subparsers", "add_number", "picked"]
+__all__ = ["Command", "NothingMatched", "Options", "Subparsers", "add_number", "picked"]
 
 if TYPE_CHECKING:
     # argparse keeps this class to itself, and it takes its parameter only while type checking.
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     Options: TypeAlias = argparse._ActionsContainer  # noqa: SLF001
 else:
     Subparsers = Options = argparse.Action
+
+
+class NothingMatched(Exception):
+    """What a command was told to do something with is not there: exit code 3."""
 
 
 class Command(Protocol):

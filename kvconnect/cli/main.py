@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from kvconnect import __version__
-from kvconnect.cli.command import Command
+from kvconnect.cli.command import Command, NothingMatched
 from kvconnect.cli.interrupt import Terminated, raise_on_sigterm
 from kvconnect.errors import ConfigurationError, KvConnectError, MissingExtra
 from kvconnect.redaction import text_without_passwords, without_passwords
@@ -50,7 +50,8 @@ examples:
   kvconnect generate /tmp/model --prompt 'Once upon a time' --store disk:///tmp/kv
   kvconnect generate /tmp/model --prompt-file long.txt --store disk:///tmp/kv --json
 
-exit codes: 0 success, 1 failure, 2 wrong usage or configuration, 130 Ctrl-C, 143 SIGTERM
+exit codes: 0 success, 1 failure, 2 wrong usage or configuration, 3 nothing matched, 130 Ctrl-C,
+143 SIGTERM
 """
 
 
@@ -120,6 +121,9 @@ def _run(parsed: argparse.Namespace) -> int:
         # The reader left, as `head` does. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except NothingMatched as nothing:
+        print(f"kvconnect: {nothing}", file=sys.stderr)
+        return 3
     except (KvConnectError, OSError) as error:
         return _fail(error, 1)
     return 0

@@ -96,7 +96,7 @@ def test_blocks_say_what_stores_may_want_to_know(store: DictStore) -> None:
         assert block.parent == parent
         assert block.tokens.tolist() == own.tolist()
         assert block.priority == 35
-        assert block.namespace == Namespace().encode()
+        assert block.namespace == Namespace().tag()
         parent = block.key
 
 

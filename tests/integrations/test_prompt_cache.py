@@ -27,7 +27,7 @@ from kvconnect.integrations.transformers import PromptCache, StoredCache
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.rows import PromptRow
-from kvconnect.keys import BlockKey, Namespace, chain_key
+from kvconnect.keys import BlockKey, Namespace, chain_key, salt_of, salt_tag
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, BackendFault, FaultyBackend
 from kvconnect.tokens import TokenArray
 from kvconnect.trace import metrics
@@ -418,7 +418,8 @@ def test_a_salt_stands_with_the_blocks(llama64):
             generate(llama64, inputs, past_key_values=past)
             del past
             assert prompts.flush()
-        assert len(asyncio.run(namespaces())) == 2
+        found = asyncio.run(namespaces())
+        assert {salt_of(one) for one in found} == {salt_tag("a"), salt_tag("b")}
 
 
 def test_metrics_of_the_process_carry_the_engine_s_name(llama64, store, monkeypatch):

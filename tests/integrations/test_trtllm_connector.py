@@ -18,6 +18,7 @@ from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.trtllm.settings import variant_of
+from kvconnect.keys import salt_of, salt_tag
 from kvconnect.trace import metrics
 
 # ---------------------------------------------------------------------- the interface
@@ -108,6 +109,15 @@ def test_blocks_are_saved_with_the_priorities_that_are_reported(
         runtime.run(trt.Request(1, a_prompt(45), priority), 10, chunk=12)
         orders = [order for meta in runtime.metas if meta is not None for order in meta.saves]
         assert [block.priority for order in orders for block in order.blocks] == [saved] * 6
+
+
+def test_a_tenants_salt_is_told_to_the_store(classes, configured, tiny):
+    """`prune --salt` finds by it what this engine's requests saved."""
+    configured()
+    with Pair(classes, tiny) as runtime:
+        runtime.run(trt.Request(1, a_prompt(45), cache_salt="a"), 4)
+        orders = [order for meta in runtime.metas if meta is not None for order in meta.saves]
+        assert {salt_of(order.namespace) for order in orders} == {salt_tag("a")}
 
 
 def test_requests_that_differ_in_more_than_tokens(classes, configured, tiny):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from vllm_stand_in import PROMPT, Open, T, poll, told
 
+from kvconnect.cli.main import main
 from kvconnect.connector.offload.messages import WorkerMeta
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm.caches import group_planes
@@ -268,6 +270,22 @@ def test_salts_and_adapters_are_apart(open_engine: Open, tmp_path: Path):
     assert engine.answer(PROMPT, lora_request=lora("a", 1)).cached == 0
     assert engine.answer(PROMPT, lora_request=lora("a", 9)).cached == 0
     engine.check_empty()
+
+
+def test_a_tenants_blocks_are_found_by_its_salt(open_engine: Open, tmp_path: Path, capsys):
+    """Whatever else stands in the namespace of vLLM's requests."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"a" * 50)
+    adapter = SimpleNamespace(lora_int_id=1, lora_path=str(tmp_path), load_inplace=False)
+    url = f"disk:{tmp_path}/kv?capacity=16MiB"
+    engine = open_engine(url=url)
+    for more in ({"cache_salt": "one", "lora_request": adapter}, {"cache_salt": "one"}, {}):
+        assert engine.answer(PROMPT, **more).cached == 0
+        engine.flush()
+    assert main(["prune", url, "--salt", "one", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["deleted"] == 2 * 5
+    assert main(["prune", url, "--salt", "one"]) == 3
+    assert engine.answer(PROMPT).cached == 5 * T
 
 
 def test_a_producer_tells_how_far_and_a_consumer_waits_for_it(open_engine: Open, shared):

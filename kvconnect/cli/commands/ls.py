@@ -17,6 +17,7 @@ from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.progress import Progress
 from kvconnect.cli.visit import add_url, listed, visit, visiting
 from kvconnect.errors import ConfigurationError
+from kvconnect.keys import KEY_NBYTES, salt_of
 
 __all__ = ["add_options", "as_json", "run"]
 
@@ -114,7 +115,8 @@ def _print_json(entry: StoredEntry) -> None:
 
 
 def as_json(entry: StoredEntry) -> dict[str, object]:
-    """`entry` without its tokens, which are a prompt."""
+    """`entry` without its tokens, which are a prompt; ``salt`` is `salt_tag`, if it is known."""
+    salt = salt_of(entry.namespace)
     return {
         "key": entry.key.hex(),
         "bytes": entry.nbytes,
@@ -125,7 +127,8 @@ def as_json(entry: StoredEntry) -> dict[str, object]:
         "num_tokens": None if entry.tokens is None else len(entry.tokens),
         "group": entry.group,
         "model": entry.model.hex(),
-        "namespace": entry.namespace.hex(),
+        "namespace": entry.namespace[:KEY_NBYTES].hex(),
+        "salt": None if salt is None else salt.hex(),
     }
 
 

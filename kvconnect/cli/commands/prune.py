@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from kvconnect.backend import Access, Backend, StoredEntry
 from kvconnect.backends.url import format_size, parse_size
+from kvconnect.cli.command import NothingMatched
 from kvconnect.cli.listing import each_block
 from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.progress import Progress
@@ -43,10 +45,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @dataclass(slots=True)
 class _Outcome:
     opened: bool = False
+    matched: bool = False
     deleted: int = 0
     deleted_bytes: int = 0
     kept: int = 0
     kept_bytes: int = 0
+    unknown: int = 0
 
 
 @dataclass(slots=True)
@@ -108,6 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigurationError: nothing says what to delete.
+        NothingMatched: no block is of the model, salt, adapter or group that is named.
     """
     size = None
     if arguments.to_size is not None:
@@ -125,6 +130,8 @@ def run(arguments: argparse.Namespace) -> None:
     finally:
         if outcome.opened:
             _report(arguments, outcome)
+    if selection.names_something and not outcome.matched:
+        raise NothingMatched("no block matched")
 
 
 async def _prune(
@@ -141,6 +148,8 @@ async def _prune(
             async with Progress(f"list {name}", 0, "blocks") as progress:
                 async for entry in each_block(part, progress):
                     inventory.add(entry, chosen=selection.fits(entry))
+                    outcome.unknown += selection.cannot_tell(entry)
+            outcome.matched |= bool(inventory.chosen)
             outcome.kept += inventory.blocks
             outcome.kept_bytes += inventory.nbytes
             doomed = _doomed(inventory, size)
@@ -177,7 +186,7 @@ def _doomed(inventory: _Inventory, size: int | None) -> list[_Stored]:
 def _report(arguments: argparse.Namespace, outcome: _Outcome) -> None:
     if arguments.json:
         numbers = asdict(outcome) | {"dry_run": arguments.dry_run}
-        del numbers["opened"]
+        del numbers["opened"], numbers["matched"]
         print(json.dumps(numbers), flush=True)
         return
     what = "would delete" if arguments.dry_run else "deleted"
@@ -186,3 +195,9 @@ def _report(arguments: argparse.Namespace, outcome: _Outcome) -> None:
         f"{outcome.kept} blocks, {format_size(outcome.kept_bytes)}, stay",
         flush=True,
     )
+    if outcome.unknown:
+        print(
+            f"kvconnect: of {outcome.unknown} blocks that stay it is not known whose they are: "
+            "older versions did not note it, and SGLang and vLLM's tier do not tell it",
+            file=sys.stderr,
+        )

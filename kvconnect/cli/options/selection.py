@@ -12,10 +12,11 @@ from kvconnect.backend import StoredEntry
 from kvconnect.backends.url import parse_duration
 from kvconnect.cli.command import add_number
 from kvconnect.errors import ConfigurationError
-from kvconnect.keys import Namespace, model_tag
+from kvconnect.keys import KEY_NBYTES, Namespace, check_salt, model_tag, salt_of, salt_tag
 
 __all__ = ["Selection"]
 
+_NOBODY = Namespace().encode()
 _HEX = re.compile(r"[0-9a-fA-F]{4,64}")
 
 
@@ -26,13 +27,16 @@ class Selection:
     Attributes:
         created_before, used_before: Unix seconds.
         model: hexadecimal digits that the block's model begins with.
-        namespaces: digests of salt and adapter.
+        salt: tag of a tenant's salt.
+        namespaces: digests of salt and adapter; without an adapter those that blocks of older
+            versions have, which tell of no salt by itself.
         groups: pool groups.
     """
 
     created_before: float | None = None
     used_before: float | None = None
     model: str | None = None
+    salt: bytes | None = None
     namespaces: frozenset[bytes] | None = None
     groups: frozenset[int] | None = None
 
@@ -52,7 +56,12 @@ class Selection:
             metavar="NAME",
             help="what engines name the weights of --model DIR, if they do (model_revision)",
         )
-        group.add_argument("--salt", metavar="TEXT", help="of requests with this cache_salt")
+        group.add_argument(
+            "--salt",
+            metavar="TEXT",
+            help="of requests with this cache_salt, under any model, adapter and engine; of "
+            "TensorRT-LLM, where it tells the number of a salt alone, id:NUMBER",
+        )
         group.add_argument(
             "--lora", metavar="ID", help="of requests with this adapter (and --salt, or none)"
         )
@@ -66,12 +75,15 @@ class Selection:
             ConfigurationError: names the option and what is right.
         """
         now = time.time()
+        check_salt(arguments.salt, "--salt")
+        salt, lora = arguments.salt, arguments.lora
         older, unused = arguments.older_than, arguments.unused_for
         return cls(
             created_before=now - parse_duration(older, field="--older-than") if older else None,
             used_before=now - parse_duration(unused, field="--unused-for") if unused else None,
             model=_model(arguments.model, arguments.model_revision),
-            namespaces=_namespaces(arguments.salt, arguments.lora),
+            salt=None if salt is None or lora is not None else salt_tag(salt),
+            namespaces=_namespaces(salt, lora),
             groups=None if arguments.group is None else frozenset({arguments.group}),
         )
 
@@ -80,13 +92,37 @@ class Selection:
         """Whether no criterion is given."""
         return self == Selection()
 
+    @property
+    def names_something(self) -> bool:
+        """Whether it is about a model, a tenant, an adapter or a group, and not about age alone."""
+        return any(one is not None for one in (self.model, self.namespaces, self.groups))
+
     def fits(self, entry: StoredEntry) -> bool:
         """Whether `entry` is meant."""
+        return self._fits_but_tenant(entry) and self._fits_tenant(entry.namespace)
+
+    def cannot_tell(self, entry: StoredEntry) -> bool:
+        """Whether `entry` may be of the salt, or not: it does not say."""
+        return (
+            self.salt is not None
+            and salt_of(entry.namespace) is None
+            and entry.namespace != _NOBODY
+            and not self._fits_tenant(entry.namespace)
+            and self._fits_but_tenant(entry)
+        )
+
+    def _fits_tenant(self, namespace: bytes) -> bool:
+        if self.namespaces is None:
+            return True
+        if self.salt is not None and (known := salt_of(namespace)) is not None:
+            return known == self.salt
+        return namespace[:KEY_NBYTES] in self.namespaces
+
+    def _fits_but_tenant(self, entry: StoredEntry) -> bool:
         return (
             (self.created_before is None or entry.created_at <= self.created_before)
             and (self.used_before is None or entry.used_at <= self.used_before)
             and (self.model is None or entry.model.hex().startswith(self.model))
-            and (self.namespaces is None or entry.namespace in self.namespaces)
             and (self.groups is None or entry.group in self.groups)
         )
 

@@ -151,7 +151,7 @@ class SaveOrder:
     Attributes:
         request_id: whose.
         blocks: what to store, by number and then by group: parents come before children.
-        namespace: digest of salt and adapter.
+        namespace: digest of salt and adapter, then one of the salt; see `Namespace.tag`.
     """
 
     request_id: int

@@ -166,7 +166,7 @@ class SavePlan:
         ):
             return None
         request = self._request
-        return SaveOrder(request.request_id, blocks, request.namespace.encode())
+        return SaveOrder(request.request_id, blocks, request.namespace.tag())
 
     def _held(self, group: _Group, first: int, stop: int, num_committed: int) -> list[range]:
         """The numbers among ``first..stop`` whose blocks are still the request's."""

@@ -105,7 +105,7 @@ class CachedRow:
             for number in range(self.num_done[group], stop)
         ]
         blocks.sort(key=lambda block: block.number)  # parents before children; stable
-        return SaveOrder(0, tuple(blocks), self._namespace.encode())
+        return SaveOrder(0, tuple(blocks), self._namespace.tag())
 
     def saved(self, num_valid: int) -> None:
         """All that was due is on its way."""
@@ -128,7 +128,7 @@ class CachedRow:
             BlockSave(key, parent, number, block_id, tokens, DEFAULT_RETENTION_PRIORITY, group)
             for group, block_id in enumerate(first_ids)
         )
-        return SaveOrder(0, blocks, self._namespace.encode())
+        return SaveOrder(0, blocks, self._namespace.tag())
 
     def _block(self, number: int, block_id: int, group: int) -> BlockSave:
         size = self._chain.tokens_per_block

@@ -1,0 +1,69 @@
+"""setuptools' build backend, whose editable wheels work for type checkers.
+
+For packages that lie in several folders setuptools makes an import hook, which mypy and pyright
+do not run. `editable/kvconnect` is a link to the package, and alone in its folder: a line in a
+``.pth`` file finds the same modules there.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import (
+    build_sdist,
+    build_wheel,
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    get_requires_for_build_wheel,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+_FOLDER = Path(__file__).resolve().parents[1] / "editable"
+
+
+def build_editable(
+    wheel_directory: str,
+    config_settings: dict[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """Makes the wheel of an editable install; see PEP 660."""
+    name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    _replace_hook(Path(wheel_directory) / name)
+    return name
+
+
+def _replace_hook(path: Path) -> None:
+    """Puts a ``.pth`` file with one folder in the place of the import hook in the wheel `path`."""
+    with zipfile.ZipFile(path) as wheel:
+        files = {name: wheel.read(name) for name in wheel.namelist()}
+    kept = {name: data for name, data in files.items() if ".dist-info/" in name}
+    record = next(name for name in kept if name.endswith(".dist-info/RECORD"))
+    del kept[record]
+    kept["kvconnect.pth"] = f"{_FOLDER}\n".encode()
+    lines = [f"{name},{_hash(data)},{len(data)}" for name, data in kept.items()]
+    kept[record] = "\n".join([*lines, f"{record},,", ""]).encode()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name, data in kept.items():
+            wheel.writestr(name, data)
+
+
+def _hash(data: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+    return f"sha256={digest.rstrip(b'=').decode()}"
