@@ -212,11 +212,13 @@ def test_files_that_changed_since_the_configuration_was_made_are_refused(directo
     """In the user's own process; an engine's own process is older than its engine."""
     times = LookupTimes()
     times.note()  # by an import of the user's
+    begun = time.time_ns()
     monkeypatch.setitem(globals(), "__name__", configured_module._CONFIGURATION)
     times.note()
     monkeypatch.undo()
     times.note()  # by vLLM's statistics
     since_ns = times.take()  # for the worker's half
+    assert since_ns >= begun
     assert times.take() == since_ns  # for the scheduler's half
     put(directory, "pytorch_model.bin", 2)
     os.utime(directory / "pytorch_model.bin", ns=(since_ns + 10**9, since_ns + 10**9))
