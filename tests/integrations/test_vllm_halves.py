@@ -624,6 +624,17 @@ def test_counters_are_told_once():
     assert "late_lookups" not in steps.take()
 
 
+@pytest.mark.parametrize("in_step", [True, False])
+def test_every_load_is_counted(open_engine: Open, in_step):
+    engine = open_engine(Roles(loads_in_step=in_step))
+    steps = CounterSteps()
+    engine.answer(PROMPT)
+    engine.flush()
+    steps.take()
+    engine.answer(PROMPT)
+    assert steps.take()["loaded_blocks"] == 5
+
+
 def test_an_adapter_that_is_still_read_is_asked_for_again(open_engine: Open, monkeypatch):
     engine = open_engine()
     pending: Future[str] = Future()
