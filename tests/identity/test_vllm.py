@@ -80,12 +80,14 @@ def key_of(
     layout: KvCacheLayout = LAYOUT,
     since_ns: int | None = None,
     salt: str | None = None,
+    revision: str | None = None,
 ) -> BlockKey:
     """The first key of `TOKENS`, as the connector makes it."""
     settings = EngineSettings.of("vllm", {"url": "memory:"}, where="test")
     refuse_unserved(config)
     directory = Path(config.model_config.model)
-    digest = digest_of_model(directory, since_ns=time.time_ns() if since_ns is None else since_ns)
+    since_ns = time.time_ns() if since_ns is None else since_ns
+    digest = digest_of_model(directory, since_ns=since_ns, revision=revision)
     args = make_arguments(settings, directory, digest, [layout])
     maker = RequestMaker(args, extra_key_of(settings, variant_of(config, [layout])))
     request = maker.make(as_token_array(TOKENS[: layout.tokens_per_block]), cache_salt=salt)
@@ -210,11 +212,13 @@ def test_files_that_changed_since_the_configuration_was_made_are_refused(directo
     """In the user's own process; an engine's own process is older than its engine."""
     times = LookupTimes()
     times.note()  # by an import of the user's
+    begun = time.time_ns()
     monkeypatch.setitem(globals(), "__name__", configured_module._CONFIGURATION)
     times.note()
     monkeypatch.undo()
     times.note()  # by vLLM's statistics
     since_ns = times.take()  # for the worker's half
+    assert since_ns >= begun
     assert times.take() == since_ns  # for the scheduler's half
     put(directory, "pytorch_model.bin", 2)
     os.utime(directory / "pytorch_model.bin", ns=(since_ns + 10**9, since_ns + 10**9))
@@ -287,6 +291,15 @@ def test_a_configuration_of_another_format_counts_as_it_was_read(directory):
 )
 def test_what_the_cache_holds_is_in_the_keys(directory, layout):
     assert key_of(configured(directory), layout) != key_of(configured(directory))
+
+
+@pytest.mark.planted("same-revision", "vllm", "key")
+def test_a_revision_stands_for_weights_and_not_for_settings(directory):
+    usual = key_of(configured(directory), revision="mine")
+    put(directory, "model.safetensors", 7)
+    assert key_of(configured(directory), revision="mine") == usual
+    put(directory, "config.json", CONFIG | {"rope_theta": 5.0})
+    assert key_of(configured(directory), revision="mine") != usual
 
 
 @pytest.mark.planted("weights-from-elsewhere", "vllm", "refused")

@@ -91,6 +91,7 @@ def test_generated_tokens_are_saved_when_they_fill_a_block(open_engine: Open):
     assert again.cached == (len(PROMPT) + 2 * T - 1) // T * T
 
 
+@pytest.mark.planted("request-reset", "vllm", "equal")
 @pytest.mark.parametrize("save_on", ["full", "finish"])
 def test_a_preempted_request_is_loaded_again(open_engine: Open, save_on):
     engine = open_engine(save_on=save_on)
@@ -208,9 +209,15 @@ def test_an_abort_of_a_preempted_request(open_engine: Open):
 @pytest.mark.parametrize(
     "more",
     [
-        {"prompt_embeds": "a tensor"},
+        pytest.param(
+            {"prompt_embeds": "a tensor"},
+            marks=pytest.mark.planted("prompt-embeddings", "vllm", "refused"),
+        ),
         {"prompt_token_ids": None},
-        {"resumable": True},
+        pytest.param(
+            {"resumable": True},
+            marks=pytest.mark.planted("request-new-again", "vllm", "refused"),
+        ),
         {"cache_salt": ""},
         {"cache_salt": "\ud800"},
         {"lora_request": SimpleNamespace(lora_int_id=1, lora_path="/no/where", load_inplace=False)},
@@ -242,6 +249,10 @@ def test_without_an_adapter_nothing_is_cached_where_kernels_take_another_request
     engine.check_empty()
 
 
+@pytest.mark.planted("other-salt", "vllm", "key")
+@pytest.mark.planted("other-adapter", "vllm", "key")
+@pytest.mark.planted("adapter-switched", "vllm", "key")
+@pytest.mark.planted("adapter-weights-changed", "vllm", "refused")
 def test_salts_and_adapters_are_apart(open_engine: Open, tmp_path: Path):
     def lora(name: str, number: int) -> SimpleNamespace:
         folder = tmp_path / name
@@ -374,7 +385,16 @@ def test_groups_become_layouts_with_the_layers_in_order():
         (spec(kv_quant_mode=1), "quantised"),
         (spec(state_content_bytes=100), "packed"),
         (spec(num_head_slots=1), "packed"),
-        (spec(non_causal=True), "causal"),
+        pytest.param(
+            spec(non_causal=True),
+            "causal",
+            marks=pytest.mark.planted("bidirectional", "vllm", "refused"),
+        ),
+        pytest.param(
+            spec("EncoderOnlyAttentionSpec"),
+            "EncoderOnlyAttentionSpec",
+            marks=pytest.mark.planted("encoder-as-decoder", "vllm", "refused"),
+        ),
         (spec(block_size=24), "tokens_per_block: 24"),
     ],
 )
@@ -447,6 +467,7 @@ def test_settings_that_change_kv_are_in_the_namespace():
     assert variant_of(plain, packing="opaque") == {"packing": "opaque"}
 
 
+@pytest.mark.planted("cache-dtype", "vllm", "refused")
 def test_a_cache_of_another_dtype_than_the_models_is_apart_and_on_a_cpu_refused():
     [group] = cache_groups(config((["layers.0"], spec(dtype=torch.bfloat16))))
 
@@ -513,6 +534,7 @@ def test_weights_from_other_files_are_in_the_namespace():
     refuse_unserved(loaded("tensorizer"), is_named=True)
 
 
+@pytest.mark.planted("long-factors", "vllm", "key")
 @pytest.mark.parametrize("in_rope", [True, False])
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_long_factors_of_a_rope_are_in_the_namespace(in_rope, by_layer):
@@ -562,6 +584,7 @@ def test_keys_and_values_are_found_in_every_form():
         assert planes.views[0].untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
 
 
+@pytest.mark.planted("other-interface", "vllm", "refused")
 @pytest.mark.parametrize(
     ("cache", "packing", "says"),
     [
@@ -599,6 +622,17 @@ def test_counters_are_told_once():
     count("connector.lookup.late")
     assert steps.take()["late_lookups"] == 1
     assert "late_lookups" not in steps.take()
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_every_load_is_counted(open_engine: Open, in_step):
+    engine = open_engine(Roles(loads_in_step=in_step))
+    steps = CounterSteps()
+    engine.answer(PROMPT)
+    engine.flush()
+    steps.take()
+    engine.answer(PROMPT)
+    assert steps.take()["loaded_blocks"] == 5
 
 
 def test_an_adapter_that_is_still_read_is_asked_for_again(open_engine: Open, monkeypatch):

@@ -379,6 +379,12 @@ def test_saves_beyond_what_may_wait_are_lost_and_their_jobs_end(tier):
     assert kept.wait(3) == [4]
 
 
+def test_a_job_of_any_size_is_stored_whole_while_nothing_waits(tier):
+    kept = tier(staging=4 * (ROW + 4096), waiting=5)
+    kept.save(1, range(ROWS))
+    assert kept.wait(1) == [ROWS]
+
+
 def test_what_waits_when_the_tier_closes_is_lost(tier):
     kept = tier(staging=1 * (ROW + 4096))
     kept.set("hang")

@@ -16,6 +16,7 @@ from kvconnect.connector.offload.messages import BlockLoad, LoadBlocks
 from kvconnect.connector.offload.staging import Slot, copy_batches
 from kvconnect.connector.offload.store import BlockRoute
 from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import count
 
 __all__ = ["StepLoad"]
 
@@ -105,6 +106,9 @@ class StepLoad:
         if not self._over.wait(self._left()):
             self._close(f"not done within {self._timeout_s:g} s")
         tokens = self._route.layouts[0].tokens_per_block
+        for one in self._progress:
+            missing = len(one.order.blocks) - one.copied
+            count("connector.load.blocks", blocks=one.copied, missing=missing)
         return [
             TransferFailure(
                 one.order.request_id,

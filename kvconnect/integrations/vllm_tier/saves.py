@@ -51,9 +51,9 @@ class Saves:
     """All saves of a tier. `submit` may be called on any thread and does not block.
 
     vLLM keeps the rows of a job as they are until the job ends, so what waits here takes up its
-    host memory. No more than `most_waiting` chunks do, none for longer than `timeout_s`: what is
-    beyond that is lost, which is counted (``connector.save.lost``) and costs a later request its
-    computation.
+    host memory. No more than `most_waiting` chunks do, none for longer than `timeout_s`; a job that
+    finds the store idle waits whole. What is beyond that is lost, which is counted
+    (``connector.save.lost``) and costs a later request its computation.
 
     Args:
         route: between the host memory and the store.
@@ -96,7 +96,11 @@ class Saves:
 
     def _begin(self, number: int, saves: Sequence[ChunkSave]) -> None:
         job = _Job(number, len(saves))
-        room = 0 if self._closed else max(0, self._most_waiting - self._waiting)
+        room = max(0, self._most_waiting - self._waiting)
+        if self._closed:
+            room = 0
+        elif not self._waiting and not self._writes:  # a job of any size: its rows are kept anyway
+            room = len(saves)
         until = self._now() + self._timeout_s
         for start in range(0, min(room, len(saves)), self._size):
             part = saves[start : min(start + self._size, room)]

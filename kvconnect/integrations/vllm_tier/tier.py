@@ -109,7 +109,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         layout = chunk_layout(rows.shape[1], min(tokens.values()))
         self._names = names = ChunkNames(digest, layout)
         self._settings = given
-        self._row_nbytes = rows.shape[1]
+        self._num_rows, self._row_nbytes = rows.shape
         with ExitStack() as undo:
             undo.callback(tell_metrics("vllm", given))
             self._route = _route(given, digest, rows, layout)
@@ -189,11 +189,12 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
     def submit_load(self, job_metadata: Any) -> None:
         """Load a job's chunks into their rows of the host memory; does not block."""
         chunks = list(job_metadata.keys)
+        rows = job_metadata.chunk_ids.tolist()
         self._begin(job_metadata.job_id, chunks, is_load=True)
-        if not self._weights.look():
+        if not self._has_rows(rows) or not self._weights.look():
             self._end(job_metadata.job_id, 0, success=False)
             return
-        self._loads.submit(job_metadata.job_id, chunks, job_metadata.chunk_ids.tolist())
+        self._loads.submit(job_metadata.job_id, chunks, rows)
 
     def submit_store(self, job_metadata: Any) -> None:
         """Store a job's chunks, which stay as they are until it ends; does not block."""
@@ -205,10 +206,19 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             if len(pair[0]) == _KEY_NBYTES and self._named.has(pair[0], context)
         ]
         self._begin(job_metadata.job_id, [chunk for chunk, _ in pairs], is_load=False)
-        if not safe or not self._weights.look():
+        if not safe or not self._has_rows([row for _, row in safe]) or not self._weights.look():
             self._saved(job_metadata.job_id, 0)
             return
         self._saves.submit(job_metadata.job_id, self._parents.in_order(safe, context))
+
+    def _has_rows(self, rows: Sequence[int]) -> bool:
+        """Whether the host memory has all of `rows`; else their job fails."""
+        if all(0 <= row < self._num_rows for row in rows):
+            return True
+        warn_once(
+            "vllm_tier.rows", f"a job of vLLM's names chunks that its {self._num_rows} are not"
+        )
+        return False
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """What ended since the last call. What could not be loaded is missing from now on."""

@@ -224,6 +224,8 @@ def watch(name: str, half: Any, loads: list[tuple[str, int]], bound: set[tuple[s
     half.update_state_after_alloc, half.bind_connector_metadata = updated, binding
 
 
+@pytest.mark.planted("rank-share", "vllm", "equal")
+@pytest.mark.planted("other-rank-count", "vllm", "equal")
 def test_two_ranks_and_one_read_each_others_blocks(llama, store):
     one = run(llama, connector(store))
     two = run(llama, connector(store), tensor_parallel_size=2)

@@ -93,6 +93,7 @@ def test_two_adapters_and_none_share_nothing(start, llama, adapters, store):
         assert [one.cached for one in loaded] == WHOLE
 
 
+@pytest.mark.planted("no-adapter", "vllm", "equal")
 def test_what_cannot_be_told_from_an_adapters_is_not_kept(llama, adapters, store):
     """Kernels of vLLM on the CPU compute requests without an adapter with one of their batch."""
     first, second = (request(n, one) for n, one in enumerate(adapters, 1))
@@ -153,6 +154,7 @@ def test_an_adapter_whose_files_changed_is_not_cached(llama, store, tmp_path):
         assert answers[0].tokens != before[0]
 
 
+@pytest.mark.planted("other-adapter", "vllm", "refused")
 def test_a_number_that_was_another_adapters_is_not_cached(llama, adapters, store):
     """An engine goes on with the adapter that it has by the number."""
     first, second = adapters

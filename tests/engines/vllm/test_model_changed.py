@@ -32,6 +32,7 @@ def is_loading(process: subprocess.Popen) -> bool:
     return False
 
 
+@pytest.mark.planted("switched-while-loading", "vllm", "refused")
 def test_a_model_that_is_switched_while_it_is_loaded_is_refused(make_vllm_model, store, tmp_path):
     (link := tmp_path / "current").symlink_to(make_vllm_model())
     (tmp_path / "next").symlink_to(make_vllm_model(seed=1))

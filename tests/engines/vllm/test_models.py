@@ -14,6 +14,7 @@ pytestmark = pytest.mark.engines
 PROMPTS = prompts_of(400, 200, 40)
 
 
+@pytest.mark.planted("blocks-passed-by-window", "vllm", "equal")
 @pytest.mark.parametrize(("arch", "num_groups"), [("mistral", 1), ("gemma3", 2)])
 def test_windows_and_several_groups(start, make_vllm_model, tmp_path, arch, num_groups):
     """A load that fails is of no use at all there: everything is computed."""

@@ -35,6 +35,7 @@ def copy_with(model: Path, where: Path, **changed: Any) -> Path:
     return where
 
 
+@pytest.mark.planted("overridden-configuration", "vllm", "key")
 def test_a_configuration_that_comes_from_another_directory(llama, store, tmp_path):
     rope = {"rope_type": "default", "rope_theta": 50.0}
     elsewhere = {"hf_config_path": str(copy_with(llama, tmp_path / "other", rope_parameters=rope))}

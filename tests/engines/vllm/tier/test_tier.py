@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import faulty_disk
+import numpy as np
 import pytest
 from prompts import prompt_of
 from tiers import BLOCK, WHOLE, tier
@@ -311,3 +312,23 @@ def test_a_wrong_configuration_says_so_at_start_up(engine, tmp_path, settings, a
     with pytest.raises(ConfigurationError) as refused:
         engine({**tier(tmp_path), **settings}, **arguments)
     assert said in str(refused.value)
+
+
+def test_a_chunk_that_the_host_memory_does_not_have_fails_its_job(engine, prompt, tmp_path):
+    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    made = engine(tier(tmp_path))
+    [wanted] = made.answer(prompt)
+    made.settle()
+    rows = made.tier._num_rows
+    for number, submit in enumerate((made.tier.submit_store, made.tier.submit_load)):
+        keys = [bytes([number]) * 32 + bytes(4)]
+        job = TransferJob(10**6 + number, keys, np.array([rows]), bool(number), ReqContext("none"))
+        submit(job)
+        [result] = made.tier.get_finished_jobs()
+        assert (result.job_id, result.success) == (job.job_id, False)
+    made.forget_device()
+    assert made.answer(prompt) == [wanted]
+    assert made.cached == [WHOLE]
+    made.settle()
