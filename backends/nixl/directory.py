@@ -104,7 +104,7 @@ class Directory:
     def _use(self, found: set[str]) -> None:
         found.discard(self._address or "")
         self._links.drop(self._found - found - self._keep)
-        self._links.connect(sorted(found))
+        self._links.connect(sorted(found), sorted(found - self._keep))
         self._found = found
 
     @contextmanager

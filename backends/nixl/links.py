@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -47,8 +48,12 @@ class Link:
     Attributes:
         address: ``host:port`` of its control channel; its name among the leases, too.
         handle: for reads from it; ``None``: it is not connected.
+        is_connected: its channel is open, and no other link is to the same instance.
         late: it has not answered in time of late, so nothing waits for it until it does.
         is_self: it is this very instance.
+        instance: what the peer calls itself; ``None``: it was never connected.
+        double: the name of the link to the same instance under another address; ``None``: there is
+            none.
         refused: why it was not connected to, although it answered.
     """
 
@@ -57,8 +62,11 @@ class Link:
         self.peer: Peer | None = None
         self.channel: Sender | None = None
         self.handle: PeerHandle | None = None
+        self.is_connected = False
         self.late = False
         self.is_self = False
+        self.instance: str | None = None
+        self.double: str | None = None
         self.refused: Exception | None = None
         self.answers: dict[int, Answer] = {}
         self._avoid_until = float("-inf")
@@ -79,7 +87,8 @@ class Link:
     @property
     def tried(self) -> bool:
         """Whether it was tried to connect to it, and how that ended is known."""
-        return self.is_self or self.handle is not None or self.error is not None
+        known = self.is_self or self.double is not None
+        return known or self.handle is not None or self.error is not None
 
     def avoid(self, reason: str) -> None:
         """Reads nothing from it for a while."""
@@ -121,23 +130,43 @@ class Links:
 
     # ------------------------------------------------------------------ which there are
 
-    def connect(self, addresses: Collection[str]) -> None:
-        """Connects to those of `addresses` that it is not connected to, in the background."""
+    def connect(self, addresses: Collection[str], replaceable: Collection[str] = ()) -> None:
+        """Connects to those of `addresses` that it is not connected to, in the background.
+
+        Where there is no room for all, chance decides.
+
+        Args:
+            addresses: of peers.
+            replaceable: those whose place another one may take once they turned out to be of no
+                use.
+        """
         with self._lock:
             new = [one for one in addresses if one not in self._links and not self._closed]
+            random.shuffle(new)
+            useless = [one for one in replaceable if self._is_useless(one)]
+            wanting = max(0, len(new) - (_MAX_LINKS - len(self._links)))
+            given_up = [self._links.pop(one) for one in useless[:wanting]]
             room = _MAX_LINKS - len(self._links)
             for address in new[:room]:
                 try:
                     self._links[address] = self._link(address)
                 except ConfigurationError as error:  # an address of the directory
                     warn_once("nixl.peer", f"peer {address} is left out: {error}")
+        for link in given_up:
+            if link.peer is not None:
+                link.peer.close(timeout_s=0)
         if len(new) > room:
             warn_once("nixl.links", f"{len(new) - room} peers are left out: {_MAX_LINKS} are used")
+
+    def _is_useless(self, address: str) -> bool:
+        link = self._links.get(address)
+        return link is not None and not link.is_connected and link.tried
 
     def _link(self, address: str) -> Link:
         link = Link(address)
         deliver: Deliver = partial(self._deliver, link)
-        endpoint = Endpoint(self._hello, deliver, self._secret, Timing())
+        hello = partial(self._hello_of, next(self._numbers))
+        endpoint = Endpoint(hello, deliver, self._secret, Timing())
         link.peer = Peer(
             endpoint, *host_and_port(address), longest_pause_s=lambda: self._longest_pause_s(link)
         )
@@ -146,8 +175,17 @@ class Links:
     def _longest_pause_s(self, link: Link) -> float | None:
         if link.is_self:
             return None
-        idle = time.monotonic() > self._used_at + _IDLE_AFTER_S
+        idle = link.double is not None or time.monotonic() > self._used_at + _IDLE_AFTER_S
         return _IDLE_PAUSE_S if idle else _PAUSE_S
+
+    def _hello_of(self, number: int) -> Hello:
+        """Returns what this instance says of itself on the connections of one link.
+
+        An instance may be known by two names. It takes each link for another reader: so the one
+        does not take the other's place, before the second is given up.
+        """
+        hello = self._hello()
+        return hello.model_copy(update={"engine_id": f"{hello.engine_id}/{number}"})
 
     def drop(self, addresses: Collection[str]) -> None:
         """Lets go of the peers at `addresses`; does not block."""
@@ -251,6 +289,7 @@ class Links:
             self._connected(link, channel, event.hello)
         elif isinstance(event, Disconnected):
             handle, link.handle, link.channel = link.handle, None, None
+            link.is_connected = False
             self._client.disconnected(link.address, channel.send)
             self._drop_answers(link)
             if handle is not None:
@@ -273,10 +312,19 @@ class Links:
             if peer is not None:
                 peer.close()
             return
+        with self._lock:
+            link.instance = hello.engine_id
+            same = [one for one in self._links.values() if one.instance == link.instance]
+            first = next((one for one in same if one is not link and one.is_connected), None)
+            link.double = None if first is None else first.address
+            link.is_connected = first is None
+        if first is not None:
+            channel.close("it is known by another name")
+            return
         try:
             handle = self._transport.connect(hello.local)
         except (ConfigurationError, RetryLater) as error:
-            link.refused = error
+            link.refused, link.is_connected = error, False
             raise
         link.refused, link.late = None, False
         self._client.connected(link.address, channel.send)

@@ -76,6 +76,27 @@ async def test_a_run_comes_from_here_and_from_several_peers(kit, opened, transpo
     assert (await here.stats())["blocks"] == 7  # what was loaded of peers is theirs
 
 
+async def test_a_peer_that_is_known_by_two_names_stays_connected(kit, opened):
+    far = await opened(instance())
+    by_name = far.address.replace("127.0.0.1", "localhost")
+    near = await opened(instance(far.address, by_name))
+    keys = kit.keys("two names", count=6)
+    await far.save(kit.chain(keys))
+    taken = near._parts.node.links
+    first = next(one for one in taken._links.values() if one.handle is not None)
+    channel = first.channel
+    other = next(one for one in taken._links.values() if one is not first)
+
+    async def tried_again():
+        return other.peer.attempts > 3
+
+    await eventually(tried_again)
+    assert first.channel is channel
+    assert channel.is_open
+    assert [link.address for link in taken.ready()] == [first.address]
+    assert await holds(kit, near, keys)
+
+
 async def test_a_peer_that_has_dropped_a_block_since_it_was_found_is_not_believed(kit, opened):
     far = await opened(instance())
     near = await opened(instance(far.address))

@@ -10,7 +10,7 @@ from nixl_peer import NixlPeer, eventually
 from redis_server import free_port
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.nixl import directory
+from kvconnect.backends.nixl import directory, links
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 
@@ -109,3 +109,28 @@ async def test_what_others_write_into_it_is_no_more_than_an_address(kit, redis_s
     redis_server.admin.zadd("odd:peers", dict.fromkeys(wrong, time.time() + 60))
     async with kit.opened(open_backend(url_of(redis_server, "odd"))) as near:
         assert near.inner._parts.node.links.addresses() == []
+
+
+async def test_entries_that_are_of_no_use_keep_no_newcomer_out(kit, redis_server, monkeypatch):
+    monkeypatch.setattr(links, "_MAX_LINKS", 4)
+    url = url_of(redis_server, "starved")
+    dead = {f"127.0.0.1:{port}": time.time() + 1000 for port in range(1, 9)}
+    redis_server.admin.zadd("starved:peers", dead)
+    async with kit.opened(open_backend(url)) as near:
+        assert len(near.inner._parts.node.links.addresses()) == 4
+        far = NixlPeer(url)
+        try:
+            keys = kit.keys("newcomer", count=3)
+            far.save(kit.chain(keys))
+
+            async def found():
+                return await near.inner.lookup(keys) == 3
+
+            await eventually(found)
+
+            async def still_bounded():
+                return len(near.inner._parts.node.links.addresses()) == 4
+
+            await eventually(still_bounded)
+        finally:
+            far.end()

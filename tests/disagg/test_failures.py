@@ -67,6 +67,21 @@ def test_what_is_not_there_is_computed(what, open_one, answer_of, counted):
     leaks_nothing(prefill, decode)
 
 
+@pytest.mark.parametrize("what", ["salt", "prompt"])
+def test_a_prefill_of_another_salt_or_prompt_is_not_waited_for(what, open_one, answer_of):
+    """It has computed the transfer of that id: nothing else comes of it."""
+    prefill, decode = open_one("prefill"), open_one("decode")  # they wait for 20 s
+    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
+    prompt = [*PROMPT[:-2], 7, 7] if what == "prompt" else PROMPT
+    salt = "another tenant" if what == "salt" else None
+    reading = decode.submit(
+        prompt, ANSWER, cache_salt=salt, kv_transfer_params=first.kv_transfer_params
+    )
+    output = reading.result(10)
+    assert list(output.output_token_ids) == answer_of(prompt)
+    assert output.reused_store_tokens == 0
+
+
 def test_a_piece_that_could_not_be_asked_for_does_not_count_as_read(
     open_one, answer_of, counted, monkeypatch
 ):

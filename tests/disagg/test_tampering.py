@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from engines import ANSWER, PREFILL, leaks_nothing, prompt_of
 
+from kvconnect.connector.disagg.fetch.fetcher import Fetcher
+
 sys.path.append(str(Path(__file__).parents[1] / "transfer"))
 from tampering import TO_CLIENT, TO_SERVER, FlippedBit, Relay, Tampering, flip
 
@@ -148,3 +150,22 @@ def test_no_changed_id_of_a_block_changes_an_answer(pair, answer_of):
         assert handed_over(prefill, decode, prompt)[0] == answer_of(prompt), block
         assert change.done
     leaks_nothing(decode)
+
+
+def test_reads_are_under_the_epoch_of_their_lease(open_one, monkeypatch):
+    """Which the checksums cover."""
+    prefill, decode = open_one("prefill"), open_one("decode")
+    start, epochs = Fetcher._start, set()
+
+    def noting(fetcher, link, reads, deadline_s):
+        (claimed,) = fetcher._by_lease
+        epochs.add((reads.epoch, claimed.lease.epoch))
+        return start(fetcher, link, reads, deadline_s)
+
+    monkeypatch.setattr(Fetcher, "_start", noting)
+    prompt = prompt_of(60)
+    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
+    decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
+    ((read, leased),) = epochs
+    assert read == leased
+    assert read > 0

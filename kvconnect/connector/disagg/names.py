@@ -7,7 +7,7 @@ import struct
 
 from kvconnect.request import LlmRequest
 
-__all__ = ["transfer_name"]
+__all__ = ["transfer_id_of", "transfer_name"]
 
 
 def transfer_name(
@@ -23,3 +23,8 @@ def transfer_name(
     digest.update(struct.pack("<q", len(model_digest)) + model_digest)
     digest.update(request.tokens.view[:num_tokens].tobytes())
     return f"{transfer_id}/{num_tokens}/{digest.hexdigest()}"
+
+
+def transfer_id_of(name: str) -> str:
+    """Returns the id in a name that `transfer_name` made."""
+    return name.rsplit("/", 2)[0]

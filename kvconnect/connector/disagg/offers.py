@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from kvconnect.connector.disagg.names import transfer_id_of
 from kvconnect.errors import OutOfBlocks
 from kvconnect.trace import warn_once
 from kvconnect.transfer.leases.server import LeaseServer
@@ -41,6 +42,7 @@ class Offers:
         # By name: more than one if its prompt is computed several times.
         self._offered: dict[str, set[LeaseKey]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
+        self._transfers: OrderedDict[str, str] = OrderedDict()  # the last prompt of each
         self.server = LeaseServer(
             self._unpinned,
             max_lease_total=max_lease_total,
@@ -59,6 +61,9 @@ class Offers:
                 key = LeaseKey(name, offer.epoch)
                 self._offered.setdefault(name, set()).add(key)
                 self._gone.pop(name, None)
+                self._transfers[transfer_id_of(name)] = name
+                if len(self._transfers) > _REMEMBERED:
+                    self._transfers.popitem(last=False)
         except OutOfBlocks as error:
             warn_once("transfer.offer", f"a prompt is not handed out: {error}")
             self.refuse(name)
@@ -68,7 +73,10 @@ class Offers:
     def is_gone(self, name: str) -> bool:
         """Whether `name` was handed out, or is not going to be: no peer need wait for it."""
         with self._lock:
-            return name in self._gone
+            if name in self._offered:
+                return False
+            # Of one transfer there is one prompt: a reader that has another one need not wait.
+            return name in self._gone or self._transfers.get(transfer_id_of(name), name) != name
 
     def advance(self, key: LeaseKey, mark: Mark, blocks: Blocks) -> bool:
         """More of it is computed; False: no peer reads it any more."""
