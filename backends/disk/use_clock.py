@@ -15,17 +15,19 @@ SANE = 1 << 56
 class UseClock:
     """Stamps of use, each newer than all before it.
 
-    A stamp is the Unix time in microseconds as long as that is newer than what the index had when
-    it was opened. Where the clock went back, stamps go on from there at the monotonic clock's rate.
+    A stamp is the Unix time in microseconds. Where that is not newer than the stamps before, since
+    the clock went back, stamps go on from those at the monotonic clock's rate.
 
     Args:
         newest: the newest stamp of the index below `SANE`; 0: there is none.
     """
 
     def __init__(self, newest: int) -> None:
-        self._base = max(microseconds(), newest + 1)
         self._began_ns = time.monotonic_ns()
+        self._base = newest + 1
 
     def now(self) -> int:
         """Returns the stamp of what is used now."""
-        return max(microseconds(), self._base + (time.monotonic_ns() - self._began_ns) // 1000)
+        elapsed = (time.monotonic_ns() - self._began_ns) // 1000
+        self._base = max(self._base, microseconds() - elapsed)
+        return self._base + elapsed

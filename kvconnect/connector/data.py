@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -152,7 +153,8 @@ class RequestData:
             while decoding). Tokens that a synchronous load is to bring in this step are not
             counted.
         num_scheduled_tokens: tokens that this step computes; drafts count.
-        block_keys: chained keys of the full blocks of the tokens so far.
+        block_keys: chained keys of the full blocks of the tokens so far; listed when read, in the
+            step that they are of.
         new_block_ids_by_group: the same of each pool group, `new_block_ids` being those of group 0;
             -1 where a window holds none. Pools of windows get blocks for what is computed next
             only, so the list of such a group may end before that of group 0 and go on later.
@@ -165,7 +167,7 @@ class RequestData:
     new_block_ids: list[int]
     computed_position: int
     num_scheduled_tokens: int
-    block_keys: list[BlockKey] = field(default_factory=list)
+    block_keys: Sequence[BlockKey] = field(default_factory=list)
     new_block_ids_by_group: tuple[list[int], ...] = ()
     cache_salt: str | None = None
     priorities: list[int] = field(default_factory=list)

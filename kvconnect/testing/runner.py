@@ -15,6 +15,7 @@ from kvconnect.backends.main_loop import main_loop
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.testing.check import Check, Outcome, Result, Violation
 from kvconnect.testing.checks import all_checks
+from kvconnect.testing.processes.packed import refuse_while_imported
 from kvconnect.testing.subject import Subject, Unsupported
 from kvconnect.testing.subjects import FunctionSubject
 
@@ -90,6 +91,7 @@ def check_backend(
     Raises:
         ConfigurationError: `only` names no check.
     """
+    refuse_while_imported()
     subject = make if isinstance(make, Subject) else FunctionSubject(make)
     subject.seed, subject.long = seed, long
     outcomes = []

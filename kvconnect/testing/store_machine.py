@@ -47,7 +47,8 @@ class StoreMachine(RuleBasedStateMachine):
         self._copies: set[BlockKey] = set()  # deleted, but another client may still have them
         can = subject.capabilities()
         self._durable = can.durable
-        self._clients = [self._open() for _ in range(3 if can.shared else 1)]
+        several = can.shared and not subject.opens_once
+        self._clients = [self._open() for _ in range(3 if several else 1)]
         self._wait(self._clients[0].delete(self._keys))
 
     # ---------------------------------------------------------------- what clients do

@@ -59,6 +59,7 @@ class Subject(ABC):
         directory: where the store keeps its files; ``None``: it has none. Enables the checks that
             make a disk fail.
         address: of the store's server; enables the checks of a failing network.
+        opens_once: a process can have the medium open only once, as of LMDB: no two clients in one.
         keeps_copies: of a `shared` store: what another process deleted may be found for a while.
         kill_points: names that the backend passes to what `arm` sets.
         skip: ids or groups of checks that are left out, each with its reason.
@@ -74,6 +75,7 @@ class Subject(ABC):
     deadline_s: float = 0.7
     directory: Path | None = None
     address: Address | None = None
+    opens_once: bool = False
     keeps_copies: bool = False
     kill_points: ClassVar[Sequence[str]] = ()
     skip: ClassVar[Mapping[str, str]] = {}

@@ -59,13 +59,19 @@ class NaiveAdmission:
                 [block.primary] = pool.take(1, places.claimed)
                 self.copier.onboard(pool.group, [block.host], [block.primary])
                 need -= 1
+        place = len(match.path)
+        source = match.source.blocks[pool] if match.source else None
+        if source and blocks[place]:
+            kept = (35, None) if pool.ran_out(source) else (source.priority, source.duration)
+            seq.inherited[pool][place] = kept
+        if source and blocks[place] and self.returns_first(source):
+            blocks[place] = self.begin_from(source, pool, match, pool.take(1, places.claimed))
+            pool.drop(source)
+            source, need = None, need - 1
         slots = pool.take(need, places.claimed)
-        if match.source:
-            source = match.source.blocks[pool]
-            if blocks[len(match.path)]:
-                blocks[len(match.path)] = self.begin_from(source, pool, match, slots)
-                kept = (35, None) if pool.ran_out(source) else (source.priority, source.duration)
-                seq.inherited[pool][len(match.path)] = kept
+        if source:
+            if blocks[place]:
+                blocks[place] = self.begin_from(source, pool, match, slots)
             source.used = pool.tick()
         for number, block in enumerate(blocks):
             if number < len(match.path) and block:
@@ -78,6 +84,10 @@ class NaiveAdmission:
         for block in blocks:
             if block:
                 block.holders.append(seq)
+
+    def returns_first(self, source):
+        """It is taken over from the host: before anything is taken for the blocks after it."""
+        return not self.config.copy_on_partial_reuse and source.primary is None
 
     def begin_from(self, source, pool, match, slots):
         """The sequence's own block that starts with what it shares with `source`."""

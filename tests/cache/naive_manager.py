@@ -146,7 +146,8 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
             self.fill(seq, pool, plan.match, plan.places[pool])
         if plan.match.source and not self.config.copy_on_partial_reuse:
             for pool in self.pools:
-                pool.drop(plan.match.source.blocks[pool])
+                if pool in plan.match.source.blocks:
+                    pool.drop(plan.match.source.blocks[pool])
         seq.matched = seq.computed = plan.match.length
         seq.reserved = plan.end
         self.sequences[request_id] = seq

@@ -35,6 +35,21 @@ def publish(manager, request_id, tokens, **more):
     manager.abort(request_id, len(tokens))
 
 
+def test_a_source_taken_over_from_the_host_comes_back_before_room_is_made_for_what_follows():
+    """Its host block then takes the block that would be dropped else."""
+    manager = BlockManager(
+        KvCacheConfig(tokens_per_block=T, copy_on_partial_reuse=False),
+        LAYOUT,
+        num_blocks=2,
+        num_host_blocks=1,
+    )
+    for request_id, tokens in enumerate([[1, 2], [5] * 5, [1, 9, 9, 9, 9]]):
+        manager.add_sequence(request_id, tokens)
+        manager.commit(request_id, len(tokens))
+        manager.release(request_id)
+    assert manager.match([5, 5, 5, 5, 0]) == 4
+
+
 # ---------------------------------------------------------------- arguments
 
 

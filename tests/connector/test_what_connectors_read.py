@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import recording
@@ -14,7 +16,7 @@ from recording import Script
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.engine.checkpoint.random_model import make_model
-from kvconnect.keys import Shard
+from kvconnect.keys import BlockKey, KeyChain, Shard
 from kvconnect.request import LlmRequest
 
 T = 8
@@ -138,6 +140,28 @@ def test_block_hashes_are_the_keys_and_numbers_of_64_bits(llm: LLM, script: Scri
     assert numbers == [int(one) for one in data.block_hashes]
     assert len(set(numbers)) == 3
     assert all(0 <= one < 2**64 for one in numbers)
+
+
+def test_block_keys_are_listed_in_the_steps_only_in_which_they_are_read(
+    llm: LLM, script: Script, monkeypatch
+):
+    """A step of 16 requests of 131k tokens else takes over a millisecond for them."""
+    listed = []
+
+    def keys(chain: KeyChain, start: int = 0, stop: int | None = None) -> list[BlockKey]:
+        listed.append((start, stop))
+        return list_keys(chain, start, stop)
+
+    list_keys = KeyChain.keys
+    monkeypatch.setattr(KeyChain, "keys", keys)
+    monkeypatch.setattr(recording, "copy", SimpleNamespace(deepcopy=lambda output: output))
+    llm.generate([PROMPT], params(8))
+    whole = [one for one in listed if one[0] == 0]
+    assert len(whole) < 4, listed  # not one for each of eight steps
+    data = script.outputs[1].cached_requests[0]
+    assert pickle.loads(pickle.dumps(data)).block_keys == list(data.block_keys)
+    assert data.block_keys == script.outputs[0].new_requests[0].block_keys
+    assert len(data.block_keys) == 3
 
 
 @pytest.mark.parametrize("shard", [Shard(), Shard(1, 2, 2, 3)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
@@ -41,7 +44,7 @@ def test_report_of_a_right_backend():
     report.raise_on_failure()
     assert tuple(told) == report.outcomes
     assert {outcome.result for outcome in told} == {"passed"}
-    assert str(report).endswith("6 passed, 0 failed, 0 skipped (seed 5)")
+    assert str(report).endswith("7 passed, 0 failed, 0 skipped (seed 5)")
 
 
 def test_report_of_a_wrong_one_names_check_and_reason():
@@ -51,6 +54,65 @@ def test_report_of_a_wrong_one_names_check_and_reason():
     assert not report.ok
     with pytest.raises(Violation, match=r"contract\.save_again .* load filled 0 of 4 blocks"):
         report.raise_on_failure()
+
+
+class Maker:
+    def make(self):
+        return make_memory()
+
+
+def closure():
+    capacity = 64 << 20
+    return lambda: MemoryBackend(capacity)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: MemoryBackend(64 << 20), id="lambda"),
+        pytest.param(closure(), id="closure"),
+        pytest.param(partial(MemoryBackend, 64 << 20), id="partial"),
+        pytest.param(Maker().make, id="method"),
+    ],
+)
+def test_what_a_child_process_cannot_import_is_refused_alike_and_serves_all_other_checks(make):
+    report = check_backend(make, only=["keys.any_bytes", "resources.no_descriptors"])
+    assert [one.result for one in report.outcomes] == ["passed", "skipped"]
+    assert "give a function at the top of a module" in report.outcomes[1].reason
+
+
+UNGUARDED = """
+from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.testing import check_backend
+
+
+def make():
+    return MemoryBackend(64 << 20)
+
+
+print(check_backend(make, only=["resources.no_descriptors"]), flush=True)
+"""
+
+
+def test_a_script_without_a_guard_is_refused_and_leaves_no_process(tmp_path):
+    """Each fork server else runs the script again, and starts another one, for ever."""
+    (tmp_path / "script.py").write_text(UNGUARDED, encoding="utf-8")
+    mark = f"{tmp_path.name}-{time.monotonic_ns()}"  # in the environment of all that it starts
+    run = subprocess.run(
+        [sys.executable, tmp_path / "script.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=os.environ | {"KVCONNECT_TEST_MARK": mark},
+    )
+    assert run.stdout.count("put that under if __name__ == '__main__'") == 1
+    assert "0 passed, 1 failed, 0 skipped" in run.stdout
+    left = []
+    for process in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            left += [process.parent.name] * (mark.encode() in process.read_bytes())
+    assert left == []
 
 
 def test_what_cannot_be_asked_is_skipped_and_says_what_is_missing():

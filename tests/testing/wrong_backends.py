@@ -305,6 +305,33 @@ class PinsAnything(MemoryBackend):
         return len(keys)
 
 
+class RemembersLookups(MemoryBackend):
+    """With a cache of what was found, which never forgets."""
+
+    found = frozenset()
+
+    async def lookup(self, keys):
+        unknown = next((n for n, key in enumerate(keys) if key not in self.found), len(keys))
+        more = await super().lookup(keys[unknown:])
+        self.found = self.found.union(keys[: unknown + more])
+        return unknown + more
+
+
+class FirstInFirstOut(DictBackend):
+    """Drops what was stored longest ago: the beginnings of chains."""
+
+    def __init__(self, capacity=1 << 30):
+        super().__init__()
+        self.capacity = capacity
+
+    async def save(self, blocks):
+        for block in blocks:
+            self.values.setdefault(block.key, block.data.clone())
+            while sum(map(len, self.values.values())) > self.capacity:
+                del self.values[next(iter(self.values))]
+        return len(blocks)
+
+
 # ---------------------------------------------------------------------------------------- keys
 
 
@@ -337,6 +364,14 @@ class Renames(DictBackend):
 
 class ShortKeys(Renames):
     name = staticmethod(lambda key: key[:31])
+
+
+class FirstEightBytes(Renames):
+    name = staticmethod(lambda key: key[:8])
+
+
+class LastEightBytes(Renames):
+    name = staticmethod(lambda key: key[-8:])
 
 
 class LowerCaseKeys(Renames):

@@ -78,7 +78,16 @@ class Admission:
             self._slabs.carry_out(plan.moves)
         num_blocks = -(-sequence.num_tokens // self._tokens_per_block)
         for held, demand in zip(sequence.held, plan.demands, strict=True):
-            self._fill(held, demand, num_blocks)
+            self._claim_ids(held, demand, num_blocks)
+            wanted = demand.fresh - demand.onboard
+            if source is not None and self._comes_from_host(held, source):
+                # Its host block is blank before anything is reclaimed for the blocks after it.
+                self._inherit(sequence, held, source)
+                held.ids[source.start] = held.pool.allocate(1)[0]
+                self._take_over(held, source)
+                wanted -= 1
+            fresh = held.pool.allocate(wanted)
+            held.ids[demand.stop - len(fresh) : demand.stop] = fresh
         if source is not None:
             self._use_source(sequence, plan, source)
         if segment is not None:
@@ -100,9 +109,8 @@ class Admission:
         held.add(segment, first, segment.end)
         held.claim()
 
-    def _fill(self, held: HeldBlocks, demand: Demand, num_blocks: int) -> None:
-        # Its ids: none before the window, what was claimed, what is fresh, none for what comes
-        # later. Where a source is taken over, none for now.
+    def _claim_ids(self, held: HeldBlocks, demand: Demand, num_blocks: int) -> None:
+        # Its ids: none before the window, what was claimed, none yet for what is fresh.
         pool = held.pool
         held.first, held.stop = demand.first, demand.stop
         held.ids = ids = no_ids(num_blocks)
@@ -117,8 +125,6 @@ class Admission:
                 own = segment.pools[pool.group].ids
                 if own is not None:
                     ids[segment.start : segment.end] = own
-        fresh = pool.allocate(demand.fresh - demand.onboard)
-        ids[demand.stop - len(fresh) : demand.stop] = fresh
 
     def _retain(self, sequence: Sequence, segment: Segment, run: RetentionRun) -> None:
         # From the end of the path upwards: a part that is split off keeps what is below it valid.
@@ -162,16 +168,24 @@ class Admission:
             state = source.pools[pool.group]
             if not state.is_resident:
                 continue
-            held.inherited = pool.published.effective_retention(source)
-            if pool.host.num_blocks or held.inherited != DEFAULT_RETENTION:
-                # Else it has the default anyway, and there is no copy for that to be set on.
-                sequence.plan.inherit(block)
+            self._inherit(sequence, held, source)
             if self._copy:
                 if held.first <= block:
                     self._copy_part(pool, source, held.ids[block], num_tokens)
                 pool.published.dereference(source, pool.published.next_moment())
             else:
                 self._take_over(held, source)
+
+    def _comes_from_host(self, held: HeldBlocks, source: Segment) -> bool:
+        state = source.pools[held.pool.group]
+        needed = held.first <= source.start
+        return not self._copy and needed and state.is_resident and state.ids is None
+
+    def _inherit(self, sequence: Sequence, held: HeldBlocks, source: Segment) -> None:
+        held.inherited = held.pool.published.effective_retention(source)
+        if held.pool.host.num_blocks or held.inherited != DEFAULT_RETENTION:
+            # Else it has the default anyway, and there is no copy for that to be set on.
+            sequence.plan.inherit(source.start)
 
     def _copy_part(self, pool: BlockPool, source: Segment, target: int, num_tokens: int) -> None:
         state = source.pools[pool.group]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.data import RequestData, SchedulerOutput
+from kvconnect.keys import BlockKey
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
 __all__ = ["RequestRecord", "StepReporter"]
@@ -55,6 +57,49 @@ class RequestRecord:
         self.admitted()
         self.holds_blocks = False
         self.match = None
+
+
+class _Keys(Sequence[BlockKey]):
+    """The keys of a request's full blocks as of now, listed when they are first read.
+
+    A prompt of 131,072 tokens has 8,192 of them, and in most steps no connector reads one.
+    """
+
+    __slots__ = ("_keys", "_length", "_request")
+
+    def __init__(self, request: LlmRequest) -> None:
+        self._request: LlmRequest | None = request
+        self._length = request.num_tokens // request.key_chain.tokens_per_block
+        self._keys: list[BlockKey] = []
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, at: int) -> BlockKey: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[BlockKey]: ...
+
+    def __getitem__(self, at: int | slice) -> BlockKey | list[BlockKey]:
+        return self._listed()[at]
+
+    def __eq__(self, other: object) -> bool:
+        return self._listed() == (other._listed() if isinstance(other, _Keys) else other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._listed()))
+
+    def __repr__(self) -> str:
+        return repr(self._listed())
+
+    def __reduce__(self) -> tuple[type[list[BlockKey]], tuple[list[BlockKey]]]:
+        return list, (self._listed(),)
+
+    def _listed(self) -> list[BlockKey]:
+        if self._request is not None:
+            self._keys, self._request = list(self._request.block_keys(0, self._length)), None
+        return self._keys
 
 
 class StepReporter:
@@ -145,7 +190,7 @@ class StepReporter:
             new_block_ids=flat,
             computed_position=request.num_computed_tokens,
             num_scheduled_tokens=scheduled,
-            block_keys=list(request.block_keys()),
+            block_keys=_Keys(request),
             new_block_ids_by_group=tuple(new_ids),
             cache_salt=request.cache_salt,
             priorities=priorities,

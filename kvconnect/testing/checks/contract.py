@@ -241,6 +241,25 @@ async def delete(subject: Subject) -> None:
 
 
 @check("contract")
+async def answers_follow(subject: Subject) -> None:
+    """Lookups and loads follow each save and delete, whatever the same calls answered before."""
+    blocks = subject.blocks("follow")
+    keys = blocks.keys(count=4)
+    async with subject.opened() as store:
+        for turn in range(6):
+            there = 4 * (turn % 2)
+            for _ in range(2):  # what is remembered of these is to be forgotten
+                found = await store.lookup(keys)
+                demand(found == there, f"turn {turn}: lookup said {found}, not {there}")
+                loaded = await store.load(keys, blocks.buffers(4))
+                demand(loaded == there, f"turn {turn}: load said {loaded}, not {there}")
+            if there:
+                await store.delete(keys)
+            else:
+                await store.save(blocks.chain(keys))
+
+
+@check("contract")
 async def own_copy(subject: Subject) -> None:
     """The store keeps a copy of its own: what the caller does to the buffer later is not seen."""
     blocks = subject.blocks("copy")

@@ -82,10 +82,12 @@ async def clock_jumps_in_a_full_store(subject: Subject) -> None:
         async with subject.opened(subject.make_small(40 * blocks.frame_nbytes)) as store:
             for turn in range(12):
                 clock.forward(30 * _DAY_S * (-1) ** turn)
-                keys = blocks.keys(turn, count=8)
-                saved = await store.save(blocks.chain(keys))
-                demand(saved == 8, f"after {turn} jumps, save stored {saved} of 8 blocks")
-                await expect_stored(store, blocks, keys)
+                keys = blocks.keys(turn, count=16)
+                for chain in (keys[:8], keys[8:]):
+                    saved = await store.save(blocks.chain(chain))
+                    demand(saved == 8, f"after {turn} jumps, save stored {saved} of 8 blocks")
+                await expect_stored(store, blocks, keys[:8])
+                await expect_stored(store, blocks, keys[8:])
 
 
 @check("time")

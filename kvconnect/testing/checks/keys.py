@@ -80,6 +80,27 @@ async def all_bits_count(subject: Subject) -> None:
 
 
 @check("keys")
+async def alike(subject: Subject) -> None:
+    """Keys that agree in their first or last 8, 16 or 24 bytes are different blocks."""
+    blocks = subject.blocks("alike")
+    base = blocks.key("base")
+    others = [blocks.key("other", number) for number in range(6)]
+    keys = [base]
+    for nbytes, first, last in zip((8, 16, 24), others[:3], others[3:], strict=True):
+        keys.append(BlockKey(base[:nbytes] + first[nbytes:]))
+        keys.append(BlockKey(last[:-nbytes] + base[-nbytes:]))
+    async with subject.opened() as store:
+        await store.delete(keys)
+        for number, key in enumerate(keys):
+            demand(await store.lookup([key]) == 0, "a key that agrees in part with another is one")
+            demand(await store.save([blocks.block(key, nbytes=256)]) == 1, f"key {number}: no room")
+        await expect_stored(store, blocks, keys, nbytes=256)
+        await store.delete(keys[1:])
+        await expect_stored(store, blocks, keys[:1], nbytes=256)
+        await store.delete(keys)
+
+
+@check("keys")
 async def any_bytes(subject: Subject) -> None:
     """Keys may be any 32 bytes: zeros, line ends, quotes, slashes, dots, wildcards."""
     blocks = subject.blocks("bytes")

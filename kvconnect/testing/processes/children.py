@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.testing.check import Violation
-from kvconnect.testing.processes.packed import pack
+from kvconnect.testing.processes.packed import pack, refuse_while_imported
 from kvconnect.testing.subject import Subject
 
 __all__ = ["Child", "Told", "start"]
@@ -165,4 +165,5 @@ def start(subject: Subject, work: str, **arguments: Any) -> Child:
         Unsupported: the subject cannot be made in another process.
         Violation: it could not be made there.
     """
+    refuse_while_imported()
     return _server(os.getpid()).start(subject, work, arguments)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kvconnect.testing.processes import child_work
-from kvconnect.testing.processes.packed import unpack
+from kvconnect.testing.processes.packed import Unguarded, unpack
 from kvconnect.testing.subject import Subject
 
 __all__ = ["main"]
@@ -55,6 +55,10 @@ def _child(job: dict[str, Any], subject: Subject, tell: Tell) -> None:
 def _start(job: dict[str, Any], running: dict[int, Tell], tell: Tell) -> None:
     try:
         subject = unpack(bytes.fromhex(job["subject"]))
+    except Unguarded as error:
+        tell({"error": str(error)})
+        tell({"ended": 1 << 8})
+        return
     except Exception:  # noqa: BLE001 - the module is the user's, and may raise anything
         tell({"error": traceback.format_exc()[-_LINE_NBYTES:]})
         tell({"ended": 1 << 8})

@@ -7,18 +7,27 @@ import io
 import pickle
 import sys
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
-from types import FunctionType, NoneType
+from types import FunctionType, MethodType, NoneType
 from typing import Any
 
 from kvconnect.testing.subject import Address, Subject, Unsupported
 
-__all__ = ["pack", "unpack"]
+__all__ = ["Unguarded", "pack", "refuse_while_imported", "unpack"]
 
+_importing: list[str] = []
+"""The files that this process imports for a subject."""
+
+
+class Unguarded(Exception):
+    """A script runs the kit when it is imported."""
+
+
+_CALLED = (partial, MethodType)  # alone or around what a module defines, they are refused alike
 _CARRIED = (str, int, float, NoneType, Path, Address, FunctionType, type)
 
 
@@ -28,8 +37,12 @@ def pack(subject: Subject) -> bytes:
     Those are strings, numbers, paths, addresses, and what a module defines at its top.
 
     Raises:
-        Unsupported: a class or function of it stands inside a function, or is a lambda.
+        Unsupported: a class or function of it stands inside a function, or is a lambda, a bound
+            method or a `functools.partial`.
     """
+    for value in vars(subject).values():
+        if isinstance(value, _CALLED):
+            raise _not_importable(f"a {'partial' if isinstance(value, partial) else 'method'}")
     state = {name: value for name, value in vars(subject).items() if isinstance(value, _CARRIED)}
     packed = io.BytesIO()
     _Pickler(packed).dump((type(subject), state))
@@ -51,11 +64,29 @@ class _Pickler(pickle.Pickler):
         if obj is _named or not isinstance(obj, type | FunctionType):
             return NotImplemented
         if "<" in obj.__qualname__:
-            raise Unsupported(
-                f"a child process cannot import {obj.__qualname__}: "
-                "give a function at the top of a module, or a Subject"
-            )
+            raise _not_importable(obj.__qualname__)
         return _named, (obj.__module__, inspect.getfile(obj), obj.__qualname__)
+
+
+def _not_importable(name: str) -> Unsupported:
+    return Unsupported(
+        f"a child process cannot import {name}: "
+        "give a function at the top of a module, or a Subject"
+    )
+
+
+def refuse_while_imported() -> None:
+    """Refuses to run checks while a child process imports the script that asked for them.
+
+    Raises:
+        Unguarded: the script has no guard: each of its child processes would run it again, and
+            start more of them.
+    """
+    if _importing:
+        raise Unguarded(
+            f"{_importing[-1]} runs the kit when it is imported, as child processes do: "
+            "put that under if __name__ == '__main__'"
+        )
 
 
 def _named(module: str, file: str, name: str) -> Any:
@@ -67,7 +98,11 @@ def _module(name: str, file: str) -> Any:
     if name == "__main__":  # the parent's script, of which nothing is to be run here
         name = "__kvconnect_main__"
     with suppress(ImportError):
-        module = import_module(name)
+        _importing.append(file)
+        try:
+            module = import_module(name)
+        finally:
+            _importing.pop()
         if getattr(module, "__file__", None) == file:
             return module
     # A script, or a test module, which its runner imported by its path.
@@ -76,5 +111,9 @@ def _module(name: str, file: str) -> Any:
         raise ImportError(f"cannot import {file}")
     module = module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    _importing.append(file)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _importing.pop()
     return module

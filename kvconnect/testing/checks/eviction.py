@@ -1,0 +1,73 @@
+"""What a bounded store drops when it is full."""
+
+from __future__ import annotations
+
+from kvconnect.backend import Backend
+from kvconnect.keys import BlockKey
+from kvconnect.testing.blocks import BlockMaker
+from kvconnect.testing.check import check, demand
+from kvconnect.testing.checks.contract import expect_stored
+from kvconnect.testing.subject import Subject
+
+_SLOTS = 64
+_CHAIN = 20
+
+
+async def _press(store: Backend, blocks: BlockMaker, count: int) -> None:
+    """Saves so many blocks, each alone, which is the newest one then."""
+    for number in range(count):
+        key = blocks.key("press", number)
+        saved = await store.save([blocks.block(key)])
+        demand(saved == 1, f"a full store stored {saved} of 1 new block: it must make room")
+        demand(await store.lookup([key]) == 1, "a full store does not find what it just stored")
+
+
+async def _there(store: Backend, keys: list[BlockKey], blocks: BlockMaker) -> list[bool]:
+    """Tells which of `keys` can be loaded; looks up nothing, which would be use."""
+    return [await store.load([key], blocks.buffers(1)) == 1 for key in keys]
+
+
+@check("eviction")
+async def chains_from_their_end(subject: Subject) -> None:
+    """A full store drops a chain from its end: no block is left without those before it."""
+    blocks = subject.blocks("chain")
+    keys = blocks.keys(count=_SLOTS // 2)
+    async with subject.opened(subject.make_small(_SLOTS * blocks.frame_nbytes)) as store:
+        await store.save(blocks.chain(keys))
+        await _press(store, blocks, _SLOTS - 16)
+        found = await _there(store, keys, blocks)
+        text = "".join("-x"[one] for one in found)
+        demand(found == sorted(found, reverse=True), f"left of a chain, from its beginning: {text}")
+
+
+@check("eviction")
+async def use_counts_for_ancestors(subject: Subject) -> None:
+    """Using a block counts as using those before it: an unused chain is dropped first."""
+    blocks = subject.blocks("use")
+    used, unused = blocks.keys("used", count=_CHAIN), blocks.keys("unused", count=_CHAIN)
+    async with subject.opened(subject.make_small(_SLOTS * blocks.frame_nbytes)) as store:
+        await store.save(blocks.chain(used))
+        await store.save(blocks.chain(unused))
+        await expect_stored(store, blocks, used)
+        await _press(store, blocks, _SLOTS - 2 * _CHAIN + 8)
+        left = [sum(await _there(store, keys, blocks)) for keys in (used, unused)]
+        demand(
+            left[0] == _CHAIN or left[0] > left[1],
+            f"of a chain that was used {left[0]} of {_CHAIN} blocks are left, of an unused one "
+            f"{left[1]}",
+        )
+
+
+@check("eviction")
+async def dropped_is_not_found(subject: Subject) -> None:
+    """What was dropped is found no more, also where a lookup had found it before."""
+    blocks = subject.blocks("dropped")
+    keys = blocks.keys(count=_CHAIN)
+    async with subject.opened(subject.make_small(_SLOTS * blocks.frame_nbytes)) as store:
+        await store.save(blocks.chain(keys))
+        demand(await store.lookup(keys) == _CHAIN, "a chain that was just stored is not found")
+        await _press(store, blocks, 3 * _SLOTS)
+        for key in keys:
+            if await store.lookup([key]):
+                loaded = await store.load([key], blocks.buffers(1))
+                demand(loaded == 1, "lookup finds a block that was dropped, and load does not")
