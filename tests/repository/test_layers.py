@@ -79,7 +79,8 @@ DOORS = {
     "integrations.trtllm_shim": "engine connector cache",
     "integrations.vllm": "integrations.core connector kernels",
     "integrations.vllm_tier": (
-        "integrations.core integrations.vllm.identity connector backends kernels"
+        "integrations.core integrations.vllm.identity integrations.vllm.callers "
+        "integrations.vllm.weights integrations.vllm.weight_calls connector backends kernels"
     ),
     "engine.sampling": "",
     "server": "engine.llm engine.request server.http server.openai",
