@@ -635,6 +635,23 @@ def test_a_model_that_does_not_compute_the_same_twice_is_not_cached(model, store
     handle.remove()
 
 
+def test_what_is_computed_once_a_check_has_begun_waits_for_the_next_one(model, store):
+    ids = prompt(4 * T)
+    with opened(model, store) as prompts:
+        past = prompts.prefill(given(ids))
+        full(model, past, ids[:, : 2 * T])
+        assert past.mark()
+        full(model, past, ids[:, 2 * T :])
+        past.vouch()
+        past.save(whole=True)
+        write_one_number(model)
+        del past
+        assert prompts.flush()
+    model = load(Path(model.name_or_path))
+    with opened(model, store) as prompts:
+        assert prompts.prefill(given(ids)).loaded_tokens == (2 * T,)
+
+
 @pytest.mark.planted("training-mode", "prompt_cache", "refused")
 def test_training_mode(llama_directory, store):
     model = load(llama_directory, attention_dropout=0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +60,7 @@ class ModelGeometry:
                 f"{name} keeps keys and values on several devices, or in several dtypes; load it "
                 "on one device"
             )
-        limit = _limit(config)
+        limit = position_limit(config)
         longest = None if limit is None else limit.num_tokens
         layouts = group_layouts(
             layers,
@@ -70,24 +69,6 @@ class ModelGeometry:
             dtype=keys.dtype,
         )
         return cls(layouts, keys.device, limit)
-
-
-def _limit(config: Any) -> PositionLimit | None:
-    """How long a sequence may get, in a model that also computes longer ones, without a cache.
-
-    After those, `dynamic` RoPE takes its original frequencies up again only for a sequence that is
-    shorter than the original length.
-    """
-    limit = position_limit(config)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-    for rope in nested or [parameters]:
-        if rope.get("rope_type") == "dynamic" and limit is not None:
-            original = rope.get("original_max_position_embeddings")
-            original = original or config.max_position_embeddings
-            longest = PositionLimit(original - 1, "below the original length of its dynamic RoPE")
-            limit = min(limit, longest, key=lambda one: one.num_tokens)
-    return limit
 
 
 def _windows(config: Any, name: str) -> list[int | None]:
