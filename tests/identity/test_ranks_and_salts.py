@@ -119,8 +119,8 @@ def test_nothing_of_an_engine_keeps_the_text_of_a_salt_whose_requests_are_gone(o
     assert "alive" in texts_in(llm._engine, llm._thread)  # the walk sees what requests hold
     live.abort()
     # A request whose tail is being saved is alive: these steps are the time for that.
-    for number in range(50):
-        llm.generate([[number, *PROMPT]], ONE)
+    for _ in range(200):
+        llm.generate([PROMPT], ONE)
         if (held := texts_in(llm._engine, llm._thread)).isdisjoint(salts):
             break
     assert held.isdisjoint(salts)
