@@ -19,7 +19,8 @@ from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.tiered.store import TieredBackend
-from kvconnect.backends.url import StoreUrl
+from kvconnect.backends.url import StoreUrl, without_passwords
+from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.testing.framed_values import FramedValues
 from kvconnect.testing.subject import Subject, Unsupported, Usage
@@ -48,12 +49,24 @@ class FunctionSubject(Subject):
 
 
 class UrlSubject(Subject):
-    """The backend of a store URL, codecs included."""
+    """The backend of a store URL, codecs included.
+
+    Attributes:
+        small: the URL of a bounded store on another, empty medium, with ``{capacity}`` for its
+            capacity in bytes. Enables the checks of full stores.
+    """
 
     tidy: ClassVar[bool] = True
+    small: str | None = None
 
     def __init__(self, url: str) -> None:
         self.url = url
+
+    def make_small(self, capacity: int) -> Backend:
+        """The backend of `small`."""
+        if self.small is None:
+            raise Unsupported("--small URL is not given: how would a bounded store be made?")
+        return open_backend(self.small.replace("{capacity}", str(capacity))).inner
 
     def make_backend(self) -> Backend:
         """The backend alone."""
@@ -216,14 +229,34 @@ def _segment_nbytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("segment-*"))
 
 
-def subject_of(url: str) -> Subject:
+def subject_of(url: str, *, small: str | None = None) -> Subject:
     """The subject that can do most with the store at `url`.
 
     Of a disk store that is one in a new directory below it: what is stored there stays.
 
+    Args:
+        url: of the store.
+        small: see `UrlSubject`; ``memory:`` and ``disk:`` need none.
+
     Raises:
-        ConfigurationError: the URL is not right.
+        ConfigurationError: one of the URLs is not right.
     """
+    subject = _subject_of(url)
+    if small is None:
+        return subject
+    if not isinstance(subject, UrlSubject):
+        raise ConfigurationError(f"--small {small}: the kit makes small stores of this kind itself")
+    if "{capacity}" not in small:
+        raise ConfigurationError(
+            f"--small {without_passwords(small)}: write {{capacity}} where its size in bytes "
+            "belongs, as in files:/tmp/small?capacity={capacity}"
+        )
+    subject.small = small
+    subject.make_small(1 << 20)  # refuses what is wrong in it
+    return subject
+
+
+def _subject_of(url: str) -> Subject:
     parsed = StoreUrl.parse(url)
     made = open_backend(url)  # refuses what is wrong in it
     if isinstance(made.inner, DiskBackend):

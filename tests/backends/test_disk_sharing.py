@@ -41,7 +41,7 @@ def sizes_on_disk(path):
     index = path / "index.sqlite3"
     if not index.exists() or not index.stat().st_size:
         return 0, 0
-    with closing(sqlite3.connect(index, timeout=30, isolation_level=None)) as db:
+    with closing(sqlite3.connect(index, timeout=120, isolation_level=None)) as db:
         db.execute("PRAGMA wal_autocheckpoint=0")
         db.execute("BEGIN IMMEDIATE")
         sizes = {file.name: size_of(file) for file in path.iterdir()}

@@ -328,7 +328,7 @@ async def test_server_that_hangs_up_without_an_answer_is_a_failure(
 
 async def test_frozen_server_is_a_failure_after_its_timeout(make_s3, kit, s3_server, monkeypatch):
     monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
-    async with kit.opened(make_s3(timeout_s=0.2)) as store:
+    async with kit.opened(make_s3(timeout_s=1.0)) as store:
         s3_server.fault = frozen = Frozen()
         with pytest.raises(BackendUnavailable, match="timeout"):
             await store.lookup([kit.key("frozen")])
@@ -547,7 +547,7 @@ async def test_open_ends_with_the_deadline_and_can_be_closed(make_s3, s3_server)
     with pytest.raises(BackendTimeout):
         await store.open([])
     await store.close()
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 15  # of the 20 that a request may take
     frozen.thaw.set()
 
 
@@ -569,13 +569,13 @@ async def test_close_ends_calls_in_flight_and_leaves_nothing_open(make_s3, kit, 
     started = time.monotonic()
     await store.close()
     await store.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(result, BackendUnavailable) for result in results)
     frozen.thaw.set()
     s3_server.stop()
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while own_threads() or connections() > before:
         assert time.monotonic() < deadline, (own_threads(), connections(), before)
         await asyncio.sleep(0.02)

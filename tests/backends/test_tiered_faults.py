@@ -48,7 +48,7 @@ async def tiered(*tiers, layouts=(), **settings):
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0.001)
 
@@ -95,7 +95,7 @@ async def test_lookup_does_not_wait_at_all_if_a_tier_that_answers_has_everything
         start = time.monotonic()
         for _ in range(100):
             assert await store.lookup(keys) == 4
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 25  # one that waited took 30
         # Questions that nobody waits for do not pile up either.
         assert two.calls["lookup"] <= 40
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+from kvconnect.backends import registry
 from kvconnect.backends.memory.store import MemoryBackend
 
 
@@ -34,12 +37,35 @@ def test_a_seed_is_chosen_and_printed(kvconnect):
     assert re.match(r"seed \d+\n", out)
 
 
+@pytest.fixture
+def bounded_files(monkeypatch):
+    """A scheme ``files:`` of a store of another's own, which is bounded."""
+
+    def from_url(url):
+        return MemoryBackend(url.size("capacity") or 64 << 20)
+
+    monkeypatch.setitem(registry._BUILT_IN, "files", f"{__name__}:from_url")
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(from_url=from_url))
+
+
+def test_with_a_small_store_what_it_drops_is_checked(kvconnect, bounded_files):
+    asked = ("check", "files:/x", "--only", "eviction")
+    code, out, _ = kvconnect(*asked)
+    assert (code, out.count("--small URL is not given")) == (0, 3)
+    code, out, _ = kvconnect(*asked, "--small", "files:/y?capacity={capacity}")
+    assert (code, out.count("passed  ")) == (0, 3)
+
+
+@pytest.mark.usefixtures("bounded_files")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["memory:", "--only", "kyes"], "did you mean 'keys'"),
         (["memoy:"], "did you mean 'memory'"),
         (["memory:?capactiy=1GiB"], "did you mean 'capacity'"),
+        (["memory:", "--small", "memory:"], "makes small stores of this kind itself"),
+        (["files:/x", "--small", "files:/y"], "write {capacity} where its size"),
+        (["files:/x", "--small", "memory:?capactiy={capacity}"], "did you mean 'capacity'"),
         (["memory:", "--soak", "--minutes", "0"], "must be longer than nothing"),
         (["memory:", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0: must be at least"),
     ],

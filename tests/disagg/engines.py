@@ -43,7 +43,7 @@ def open_engine(model: Path, role: str | None, **more: Any) -> LLM:
     return LLM(model, kv_cache=cache, connector=config, dtype="float64", **more)
 
 
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for `condition`; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():

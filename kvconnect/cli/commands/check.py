@@ -44,6 +44,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="a group or one check"
     )
+    parser.add_argument(
+        "--small",
+        metavar="URL",
+        help="of a bounded store on another, empty medium, with {capacity} for its capacity in "
+        "bytes: also check what it drops when it is full",
+    )
     add_number(parser, "--seed", "of everything random")
     parser.add_argument("--long", action="store_true", help="the long form: 200 kills, and so on")
     parser.add_argument("--soak", action="store_true", help="random faults, and nothing else")
@@ -71,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1"
         )
     seed = secrets.randbelow(1 << 31) if arguments.seed is None else arguments.seed
-    subject = subject_of(arguments.url)
+    subject = subject_of(arguments.url, small=arguments.small)
     subject.ranks = arguments.tensor_parallel_size
     if not arguments.force:
         _expect_empty(subject, arguments.url)

@@ -244,7 +244,7 @@ async def loop_stays_free(subject: Subject) -> None:
     raise Violation(f"the event loop stood still for {worst[0]:.1f} s during a call")
 
 
-@check("contract", limit_s=60)
+@check("contract", limit_s=180)
 async def two_processes(subject: Subject) -> None:
     """Processes that write and read the same keys at once only ever see whole, right values."""
     subject.require("shared")
@@ -265,7 +265,7 @@ async def two_processes(subject: Subject) -> None:
         await expect_stored(store, blocks, keys, nbytes=64 << 10)
 
 
-@check("contract", limit_s=60)
+@check("contract", limit_s=180)
 async def processes_see_each_other(subject: Subject) -> None:
     """What one process saves, another finds at once; what it deletes is gone for all."""
     subject.require("shared")

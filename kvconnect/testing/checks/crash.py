@@ -90,13 +90,13 @@ async def _kills(subject: Subject, capacity: int | None) -> None:
     demand(total, "no child acknowledged a single block before it was killed")
 
 
-@check("crash", limit_s=600)
+@check("crash", limit_s=1800)
 async def killed_while_saving(subject: Subject) -> None:
     """After SIGKILL at any moment every acknowledged block is there, the others right or absent."""
     await _kills(subject, None)
 
 
-@check("crash", limit_s=600)
+@check("crash", limit_s=1800)
 async def killed_while_evicting(subject: Subject) -> None:
     """After SIGKILL of a process that fills a small store every block is right or absent."""
     await _kills(subject, 2 << 20)
@@ -118,7 +118,7 @@ async def killed_at_named_points(subject: Subject) -> None:
             await _expect_sound(subject, {name: acked}, 1 << 20)
 
 
-@check("crash", limit_s=60)
+@check("crash", limit_s=180)
 async def stopped_process(subject: Subject) -> None:
     """A process that is stopped (SIGSTOP) in the middle of a save holds up no other for ever."""
     subject.require("shared")

@@ -32,7 +32,7 @@ async def every_ingredient(subject: Subject) -> None:
         await store.delete([named["nothing"]])
 
 
-@check("keys", limit_s=60)
+@check("keys", limit_s=180)
 async def same_in_every_process(subject: Subject) -> None:
     """Keys are the same in a process with another ``PYTHONHASHSEED``."""
     told = await asyncio.to_thread(lambda: children.start(subject, "keys_of_everything").wait())

@@ -38,13 +38,13 @@ async def _explore(subject: Subject, *, bounded: bool) -> None:
     await asyncio.to_thread(run_state_machine_as_test, Example, settings=chosen)
 
 
-@check("model", limit_s=600)
+@check("model", limit_s=1800)
 async def random_operations(subject: Subject) -> None:
     """Random saves, loads, lookups, deletes and reopenings of up to three clients, as of a dict."""
     await _explore(subject, bounded=False)
 
 
-@check("model", limit_s=600)
+@check("model", limit_s=1800)
 async def random_operations_when_full(subject: Subject) -> None:
     """The same in a store too small for all: what is found is a part of the dict, and right."""
     await _explore(subject, bounded=True)

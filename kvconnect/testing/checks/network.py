@@ -100,7 +100,7 @@ async def garbage_answers(subject: Subject) -> None:
     await _suffer(subject, "garbage", TcpFault(rewrite=garbage(subject.seed)))
 
 
-@check("network", limit_s=60)
+@check("network", limit_s=180)
 async def wrong_length(subject: Subject) -> None:
     """Answers that are too short or too long: never a wrong block; later it is used again."""
     for after in (3, 200):
@@ -199,7 +199,7 @@ async def close_while_frozen(subject: Subject) -> None:
         )
 
 
-@check("network", limit_s=60)
+@check("network", limit_s=180)
 async def breaker(subject: Subject) -> None:
     """While the server is gone calls soon fail at once; when it is back they soon work again."""
     async with _proxied(subject, "breaker") as way:

@@ -141,7 +141,7 @@ async def short_transfers(subject: Subject) -> None:
             raise Unsupported("the store makes no read or write that the shim sees")
 
 
-@check("resources", limit_s=60)
+@check("resources", limit_s=180)
 async def limited_file_size(subject: Subject) -> None:
     """With no more room (``RLIMIT_FSIZE``) results are clear; with room again, saves work."""
     if subject.directory is None:
@@ -196,7 +196,7 @@ async def read_only_filesystem(subject: Subject) -> None:
             demand(await store.lookup(more) == 0, "read-only: a block that was not saved is found")
 
 
-@check("resources", limit_s=60)
+@check("resources", limit_s=180)
 async def no_descriptors(subject: Subject) -> None:
     """With no file descriptor left calls end clearly; with some again, everything works."""
     told = await asyncio.to_thread(
@@ -246,7 +246,7 @@ async def capacity(subject: Subject) -> None:
         await expect_stored(store, blocks, keys)
 
 
-@check("resources", limit_s=60)
+@check("resources", limit_s=180)
 async def capacity_of_several(subject: Subject) -> None:
     """Three processes that fill one bounded store stay within its capacity, a block each."""
     subject.require("shared")
@@ -297,7 +297,7 @@ async def too_large(subject: Subject) -> None:
         )
 
 
-@check("resources", limit_s=60)
+@check("resources", limit_s=180)
 async def memory_is_bounded(subject: Subject) -> None:
     """Ten times as much through a bounded store leaves the process no larger than its capacity."""
     limit, nbytes = 8 << 20, 256 << 10

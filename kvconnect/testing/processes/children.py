@@ -24,7 +24,7 @@ __all__ = ["Child", "Told", "start"]
 Told = dict[str, Any]
 """What a child said."""
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 180.0
 
 
 class Child:
@@ -64,7 +64,7 @@ class Child:
         """What it says, until it ends.
 
         Raises:
-            Violation: it failed, or says nothing for a minute; then it is killed.
+            Violation: it failed, or says nothing for three minutes; then it is killed.
         """
         while self.status is None:
             said = self._next()
