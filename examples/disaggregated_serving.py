@@ -6,7 +6,7 @@ Starts a prefill server, a decode server and two routers as processes of their o
 a prompt to the one and then to the other, the other router to both at once, so that each layer is
 fetched while the next one is computed. A client that knows nothing of this asks both routers, and
 the prefill server alone. Prints what each answer took, and fails if one differs from that of the
-one server, or a prompt was not transferred. Needs ``pip install 'kvconnect[serve]' openai``.
+one server, or a prompt was not transferred. Needs ``pip install '.[serve]' openai``.
 """
 
 from __future__ import annotations

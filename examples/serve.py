@@ -5,7 +5,7 @@ Usage: ``python examples/serve.py [--model DIR] [--store URL] [--turns N]``
 A server is started on a store; a client that knows nothing of kvconnect holds a conversation with
 it. In the middle of it the server is killed, as by a crash, and another one is started. The client
 goes on where it was: the conversation's KV cache is loaded, and only what is new is computed. Needs
-``pip install 'kvconnect[serve]' openai``.
+``pip install '.[serve]' openai``.
 """
 
 from __future__ import annotations

@@ -83,7 +83,11 @@ class MissingExtra(ConfigurationError):
     """An optional dependency is missing; the message says which extra to install."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} needs the extra '{extra}': pip install 'kvconnect[{extra}]'")
+        # The name is not on PyPI.
+        super().__init__(
+            f"{what} needs the extra '{extra}': pip install '.[{extra}]' in a checkout of "
+            f"kvconnect, or pip install 'WHEEL[{extra}]' with its wheel"
+        )
 
 
 class UnsupportedModel(ConfigurationError):

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_validator
 
 from kvconnect.settings import Settings
 
-__all__ = ["SamplingParams"]
+__all__ = ["Integer", "Real", "SamplingParams"]
 
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+def _number(given: object) -> object:
+    # Pydantic would take `True` for 1, and "1" as well.
+    if isinstance(given, (bool, str)):
+        raise ValueError("must be a number")  # noqa: TRY004  pydantic's kind
+    return given
+
+
+Integer = Annotated[int, BeforeValidator(_number)]
+Real = Annotated[float, BeforeValidator(_number)]
+Penalty = Annotated[Real, Field(ge=-2, le=2)]
 
 
 class SamplingParams(Settings):
@@ -42,22 +52,22 @@ class SamplingParams(Settings):
         ignore_eos: go on past the model's end-of-sequence tokens.
     """
 
-    n: Annotated[int, Field(ge=1, le=16384)] = 1
-    max_tokens: Annotated[int, Field(ge=0)] = 16
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    seed: int | None = None
+    n: Annotated[Integer, Field(ge=1, le=16384)] = 1
+    max_tokens: Annotated[Integer, Field(ge=0)] = 16
+    min_tokens: Annotated[Integer, Field(ge=0)] = 0
+    temperature: Annotated[Real, Field(ge=0, allow_inf_nan=False)] = 0.0
+    top_k: Annotated[Integer, Field(ge=0)] = 0
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
+    seed: Integer | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    logprobs: Annotated[int, Field(ge=-1)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
+    repetition_penalty: Annotated[Real, Field(gt=0, allow_inf_nan=False)] = 1.0
+    logprobs: Annotated[Integer, Field(ge=-1)] | None = None
+    prompt_logprobs: Annotated[Integer, Field(ge=-1)] | None = None
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    stop_token_ids: tuple[Integer, ...] = ()
+    ignore_eos: StrictBool = False
 
     @field_validator("stop", mode="before")
     @classmethod

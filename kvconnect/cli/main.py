@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -101,10 +102,25 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            unknown = (one.partition("=")[0] for one in self._given if one.startswith("--"))
+            known = set(_options_of(self))
+            wrong = next((one for one in unknown if one not in known), None)
+            if wrong is not None and (close := get_close_matches(wrong, known, n=1)):
+                message += f"; did you mean '{close[0]}'?"
         for url in filter(_URL.match, self._given):
             for quoted in (url, repr(url)[1:-1]):
                 message = message.replace(quoted, without_passwords(url))
         super().error(message)
+
+
+def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The options of `parser` and of the command that is chosen."""
+    for action in parser._actions:  # noqa: SLF001  argparse tells them in no other way
+        yield from action.option_strings
+        if isinstance(action.choices, Mapping):
+            for chosen in action.choices.values():
+                yield from _options_of(chosen)
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import Self
 
 from kvconnect.cache.resource_manager import KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.connector.offload.store import check_store
 from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.engine.checkpoint.hub_cache import model_directory
 from kvconnect.engine.ranks.settings import check_tensor_parallel_size
@@ -80,11 +81,14 @@ class EngineOptions:
         _check_max_logprobs(max_logprobs)
         _check_bool("enable_chunked_prefill", enable_chunked_prefill)
         check_tensor_parallel_size(tensor_parallel_size, kv_cache_manager)
+        config = config_of(connector)
+        if config is not None:
+            check_store(config)
         return cls(
             kv_cache=KvCacheConfig()
             if kv_cache is None
             else KvCacheConfig.given("kv_cache", kv_cache),
-            connector=config_of(connector),
+            connector=config,
             speculation=NgramSpeculation.of(speculative),
             manager=_manager_factory(kv_cache_manager),
             directory=_directory(model),

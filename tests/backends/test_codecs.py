@@ -761,7 +761,7 @@ def test_a_missing_package_names_the_extra(monkeypatch, key_file, codec, module)
     monkeypatch.setitem(sys.modules, module, None)
     if module == "cryptography":
         monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'kvconnect\[codecs\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[codecs\]'"):
         open_backend(Values(), codec=codec, key_file=key_file if needs_key(codec) else None)
 
 

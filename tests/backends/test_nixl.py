@@ -416,7 +416,7 @@ async def test_a_missing_nixl_is_an_error_at_the_start(kit, monkeypatch):
 
     monkeypatch.setattr(library.importlib, "import_module", missing)
     store = open_backend("nixl://")
-    with pytest.raises(MissingExtra, match=r"pip install 'kvconnect\[nixl\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[nixl\]'"):
         await store.open([kit.layout])
     await store.close()
 

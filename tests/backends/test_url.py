@@ -170,7 +170,7 @@ def test_entry_point_that_cannot_be_imported_names_the_extra(monkeypatch):
         raise ImportError("No module named 'minelib'")
 
     install(monkeypatch, FakeEntryPoint(load))
-    with pytest.raises(MissingExtra, match=r"pip install 'kvconnect\[mine\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[mine\]'"):
         open_backend("mine:")
 
 

@@ -29,6 +29,57 @@ def test_the_version_is_the_packages(kvconnect):
     assert kvconnect("--version") == (0, f"kvconnect {package.__version__}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (
+            ["generate", "model", "--prompt", "x", "--stor", "disk:kv", "--max-tokns=3"],
+            "--max-tokens",
+        ),
+        (["prune", "disk:kv", "--sallt", "x"], "--salt"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(kvconnect, arguments, meant):
+    code, _, err = kvconnect(*arguments)
+    assert code == 2
+    assert f"did you mean '{meant}'?" in err
+
+
+def test_help_waits_for_no_library():
+    """Of no command: torch takes seconds, and transformers more."""
+    code = (
+        "import contextlib, io, sys\n"
+        "from kvconnect.cli.main import COMMANDS, main\n"
+        "for name in COMMANDS:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "        main([name, '--help'])\n"
+        "    assert not {'torch', 'transformers'} & sys.modules.keys(), name\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]])
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ("dsik:kv", "store scheme 'dsik' is unknown; did you mean 'disk'?"),
+        ("disk:kv?capcity=1GiB", "unknown parameter 'capcity'; did you mean 'capacity'?"),
+        ("disk:kv?codec=zst", "did you mean 'zstd'?"),
+    ],
+)
+def test_a_wrong_store_is_refused_before_transformers_is_imported(command, store, message):
+    name, *more = command
+    arguments = [name, "/no/model", "--store", store, *more]
+    code = (
+        "import sys; from kvconnect.cli.main import main; "
+        f"code = main({arguments!r}); "
+        "assert 'transformers' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+
+
 def test_an_unknown_command_is_refused(kvconnect):
     code, _, err = kvconnect("genrate")
     assert code == 2
@@ -42,7 +93,7 @@ def test_an_unknown_command_is_refused(kvconnect):
         (BackendUnavailable("the store is gone"), 1, "kvconnect: error: the store is gone\n"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
         (KeyboardInterrupt(), 130, ""),
-        (ModuleNotFoundError("No module named 'tqdm'", name="tqdm"), 2, "kvconnect[hf]"),
+        (ModuleNotFoundError("No module named 'tqdm'", name="tqdm"), 2, "'.[hf]'"),
     ],
 )
 def test_how_a_command_ends_is_its_exit_code(kvconnect, monkeypatch, error, code, message):

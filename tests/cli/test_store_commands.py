@@ -188,7 +188,11 @@ def test_stats_show_counts_in_full_and_memory_as_sizes(kvconnect, url, monkeypat
 
 def test_verify_of_a_sound_store_succeeds(kvconnect, url):
     fill(url, chain("a", 5))
-    assert kvconnect("verify", url) == (0, "5 blocks, 60 KiB, are sound; 0 are bad\n", "")
+    assert kvconnect("verify", url) == (
+        0,
+        f"{url}: 5 blocks, 60 KiB, are sound; 0 are bad\n",
+        "",
+    )
 
 
 def test_verify_finds_a_flipped_bit_and_deletes_it_only_if_asked(kvconnect, url, directory):
@@ -256,7 +260,7 @@ def test_a_block_that_is_dropped_meanwhile_is_not_bad(kvconnect, url, monkeypatc
     monkeypatch.setattr(frame_reader._Reader, "_load", drop_first)
     code, out, _ = kvconnect("verify", url)
     assert code == 0
-    assert out == "3 blocks, 36 KiB, are sound; 0 are bad; 1 were dropped meanwhile\n"
+    assert out == f"{url}: 3 blocks, 36 KiB, are sound; 0 are bad; 1 were dropped meanwhile\n"
 
 
 # ------------------------------------------------------------------------------------ prune

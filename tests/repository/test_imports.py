@@ -41,7 +41,7 @@ for url in ("s3://bucket/kv", "redis://host"):
         print(error)
 """
     said = run(["-c", source], repository)
-    assert all(f"pip install 'kvconnect[{extra}]'" in said for extra in ("hf", "s3", "redis"))
+    assert all(f"pip install '.[{extra}]'" in said for extra in ("hf", "s3", "redis"))
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])

@@ -291,7 +291,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys, name):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
     assert main(["serve", "/no/model"]) == 2
-    assert "pip install 'kvconnect[serve]'" in capsys.readouterr().err
+    assert "pip install '.[serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

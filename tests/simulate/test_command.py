@@ -218,7 +218,7 @@ def test_a_missing_matplotlib_is_named_before_the_work(kvconnect, trace, monkeyp
     monkeypatch.setattr(simulate, "_simulate", None)
     code, out, err = kvconnect("simulate", trace, "--device", "1Mtok", "--plot", tmp_path / "a.png")
     assert (code, out) == (2, "")
-    assert "pip install 'kvconnect[plot]'" in err
+    assert "pip install '.[plot]'" in err
 
 
 # ---------------------------------------------------------------- mistakes

@@ -37,7 +37,7 @@ def test_nixl_that_is_not_installed_is_named_when_it_is_opened(monkeypatch):
 
     monkeypatch.setattr(library.importlib, "import_module", missing)
     transport = NixlTransport()
-    with pytest.raises(MissingExtra, match=r"pip install 'kvconnect\[nixl\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[nixl\]'"):
         transport.open()
     transport.close()
     assert not [one for one in threading.enumerate() if one.name == "kvconnect-nixl"]

@@ -57,7 +57,7 @@ def test_an_unknown_request_reads_as_a_sentence_and_not_as_a_quoted_key():
 
 def test_a_missing_extra_says_how_to_install_it():
     message = str(errors.MissingExtra("store scheme 'redis'", "redis"))
-    assert "pip install 'kvconnect[redis]'" in message
+    assert "pip install '.[redis]'" in message
 
 
 def test_a_timeout_carries_what_is_still_running():

@@ -296,5 +296,5 @@ def test_an_impossible_port_is_named():
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'kvconnect\[metrics\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[metrics\]'"):
         serve(0)

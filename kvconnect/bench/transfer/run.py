@@ -36,7 +36,7 @@ def bench_transfer(
         RuntimeError: other bytes were read than those asked for.
     """
     if "nixl" in plan.transports and find_spec("nixl") is None:
-        tell("nixl is not installed: left out (pip install 'kvconnect[nixl]')")
+        tell("nixl is not installed: left out (pip install '.[nixl]')")
         plan = replace(plan, transports=tuple(one for one in plan.transports if one != "nixl"))
     figures: list[Figure] = []
     if "host" in plan.parts and "nixl" in plan.transports:

@@ -9,16 +9,19 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.url import StoreUrl, format_size
-from kvconnect.cli.frame_reader import ReadFrame, read_frames
 from kvconnect.cli.listing import each_block
 from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.progress import Progress
 from kvconnect.cli.visit import add_url, listed, visit, visiting
 from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
+
+if TYPE_CHECKING:
+    from kvconnect.cli.frame_reader import ReadFrame
 
 __all__ = ["add_options", "parents_first", "run"]
 
@@ -77,6 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 async def _copy(arguments: argparse.Namespace, selection: Selection, outcome: _Outcome) -> None:
+    from kvconnect.cli.frame_reader import read_frames
+
     async with (
         visiting(arguments.source, "read") as source,
         visiting(arguments.target, "store") as target,

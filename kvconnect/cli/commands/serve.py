@@ -14,6 +14,7 @@ from kvconnect.cli.options.engine_options import (
     add_cache_options,
     add_engine_options,
     add_model,
+    connector_of,
     open_llm,
 )
 from kvconnect.cli.options.http_options import (
@@ -121,6 +122,7 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigurationError: a bad option, an unusable model, store, host or port.
         EngineClosed: the engine failed.
     """
+    connector_of(arguments)  # a wrong URL is told at once, and not after all imports
     try:
         from kvconnect.server.http.listener import Listener
         from kvconnect.server.run import serve

@@ -7,13 +7,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
-from kvconnect.backends.url import format_size
-from kvconnect.cli.frame_reader import ReadFrame, read_frames
+from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.cli.listing import each_block
 from kvconnect.cli.progress import Progress
 from kvconnect.cli.visit import add_url, listed, parts, visit, visiting
 from kvconnect.errors import BadFrame
+
+if TYPE_CHECKING:
+    from kvconnect.cli.frame_reader import ReadFrame
 
 __all__ = ["add_options", "run"]
 
@@ -41,12 +44,13 @@ class _Findings:
     gone: int = 0
     bad: int = 0
     bad_blocks: list[dict[str, str]] = field(default_factory=list)
+    url: str = ""
     complete: bool = False
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Check, report (also after Ctrl-C), and raise `BadFrame` if a block is bad."""
-    findings = _Findings()
+    findings = _Findings(url=str(StoreUrl.parse(arguments.url)))
     try:
         visit(_verify(arguments, findings))
         findings.complete = True
@@ -60,6 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 async def _verify(arguments: argparse.Namespace, findings: _Findings) -> None:
+    from kvconnect.cli.frame_reader import read_frames
+
     async with visiting(arguments.url, "maintain" if arguments.delete else "read") as store:
         chosen = listed(arguments.url, store)
         findings.opened = True
@@ -104,5 +110,6 @@ def _report(arguments: argparse.Namespace, findings: _Findings) -> None:
     gone = f"; {findings.gone} were dropped meanwhile" if findings.gone else ""
     size = format_size(findings.bytes)
     rest = "" if findings.complete else "; interrupted: the rest was not read"
-    print(f"{findings.sound} blocks, {size}, are sound; {findings.bad} are bad{gone}{rest}")
+    counted = f"{findings.sound} blocks, {size}, are sound; {findings.bad} are bad{gone}{rest}"
+    print(f"{findings.url}: {counted}")
     sys.stdout.flush()

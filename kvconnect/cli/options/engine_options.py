@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.sampling.drafts import NgramSpeculation
 
-__all__ = ["add_cache_options", "add_engine_options", "add_model", "open_llm"]
+__all__ = [
+    "add_cache_options",
+    "add_engine_options",
+    "add_model",
+    "check_model",
+    "connector_of",
+    "open_llm",
+]
 
 _ENGINE = (
     *("dtype", "device", "model_revision", "max_num_tokens", "max_batch_size", "scheduling"),
@@ -110,21 +117,48 @@ def add_engine_options(
     return group
 
 
+def connector_of(
+    arguments: argparse.Namespace, *, transfer: TransferConfig | None = None
+) -> KvCacheConnectorConfig | None:
+    """The store that `arguments` name, checked before anything is loaded that takes long.
+
+    Raises:
+        ConfigurationError: its URL is wrong.
+    """
+    if arguments.store is None and transfer is None:
+        return None
+    from kvconnect.connector.offload.store import check_store
+
+    config = KvCacheConnectorConfig(
+        url=arguments.store, lookup_timeout_ms=arguments.lookup_timeout_ms, transfer=transfer
+    )
+    check_store(config)
+    return config
+
+
+def check_model(name: str) -> None:
+    """Checks that there is a model of this name, before the library is loaded that reads it.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    from kvconnect.engine.checkpoint.hub_cache import model_directory
+
+    directory = model_directory(name)
+    if not directory.is_dir():
+        raise ConfigurationError(f"model: '{directory}' is not a directory; give one with a model")
+
+
 def open_llm(arguments: argparse.Namespace, *, transfer: TransferConfig | None = None) -> LLM:
     """The engine that `arguments` describe, which hands prompts out or fetches as in `transfer`.
 
     Raises:
         ConfigurationError: names the option or the field, and what is right.
     """
+    connector = connector_of(arguments, transfer=transfer)
+    check_model(arguments.model)
     from kvconnect.engine.llm import LLM
 
-    connector = None
-    if arguments.store is not None or transfer is not None:
-        connector = KvCacheConnectorConfig(
-            url=arguments.store,
-            lookup_timeout_ms=arguments.lookup_timeout_ms,
-            transfer=transfer,
-        )
     return LLM(
         arguments.model,
         kv_cache=_cache_config(arguments),

@@ -215,6 +215,16 @@ def stored_as(
     return state.digest()
 
 
+def check_store(config: KvCacheConnectorConfig) -> None:
+    """Checks the store of `config`, which is not opened: its scheme, parameters and codec.
+
+    Raises:
+        ConfigurationError: it can never be opened as it is configured.
+    """
+    if config.url is not None:
+        open_backend(config.url, codec=config.codec, key_file=config.key_file)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockRoute:
     """Store, staging memory and the copiers of a rank's pool groups. Thread-safe as those are.

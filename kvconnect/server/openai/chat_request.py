@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.sampling_params import Integer
 from kvconnect.server.openai.chat_answer import ChatAnswer
-from kvconnect.server.openai.generation_request import GenerationRequest, Integer
+from kvconnect.server.openai.generation_request import GenerationRequest
 
 __all__ = ["ChatRequest", "check_template_variables"]
 

@@ -9,8 +9,9 @@ from pydantic import PlainValidator, StrictBool
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.sampling_params import Integer
 from kvconnect.server.openai.completion_answer import CompletionAnswer, Echo
-from kvconnect.server.openai.generation_request import GenerationRequest, Integer
+from kvconnect.server.openai.generation_request import GenerationRequest
 
 __all__ = ["CompletionRequest"]
 

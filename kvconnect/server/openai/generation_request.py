@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictInt
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import check_salt
 from kvconnect.request import SamplingParams
+from kvconnect.sampling_params import Integer, Real
 from kvconnect.server.openai.answer import Answer, AnswerForm
 from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.openai.unserved import without_unserved
 from kvconnect.settings import Settings
 
-__all__ = ["GenerationRequest", "Integer", "StreamOptions"]
+__all__ = ["GenerationRequest", "StreamOptions"]
 
 _MAX_STOPS = 64
 _MAX_STOP_TOKENS = 1024
@@ -29,17 +30,6 @@ _SAMPLING = (
 )
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-
-
-def _number(given: object) -> object:
-    # Pydantic would take `true` for 1, and "1" as well.
-    if isinstance(given, (bool, str)):
-        raise ValueError("must be a number")  # noqa: TRY004  pydantic's kind
-    return given
-
-
-Integer = Annotated[int, BeforeValidator(_number)]
-Real = Annotated[float, BeforeValidator(_number)]
 
 
 class StreamOptions(Settings):

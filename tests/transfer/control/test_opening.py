@@ -451,4 +451,4 @@ def test_a_process_without_the_extra_says_what_to_install():
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, check=False, env=os.environ
     )
-    assert "pip install 'kvconnect[transfer]'" in done.stderr.splitlines()[-1]
+    assert "pip install '.[transfer]'" in done.stderr.splitlines()[-1]
