@@ -46,6 +46,7 @@ help:
 demo: $(VENV)/runtime.stamp
 	@HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python examples/persistent_prompt_cache.py $(if $(MODEL),--model '$(MODEL)') \
 	  $(if $(PROMPT),--prompt '$(PROMPT)') $(if $(STORE),--store '$(STORE)')
+	@echo 'The command kvconnect is in $(VENV). To have it on the path:  . $(BIN)/activate'
 
 demo-disagg: $(VENV)/serve.stamp
 	@HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python examples/disaggregated_serving.py $(if $(MODEL),--model '$(MODEL)')
@@ -89,9 +90,12 @@ $(BIN)/python:
 
 # Without build isolation: the build tools are pinned as well, and downloaded once.
 $(VENV)/runtime.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	@echo 'Installing into $(VENV) (a minute or two the first time) ...'
+	@echo 'Installing kvconnect[hf] and what it needs into $(VENV), in the versions of constraints.txt'
+	@echo '(a minute or two the first time; torch and transformers are most of it) ...'
 	$(PIP_INSTALL) setuptools wheel
 	$(PIP_INSTALL) --no-build-isolation -e '.[hf]'
+	@$(BIN)/python -m pip list --disable-pip-version-check 2>/dev/null \
+	  | awk 'tolower($$1) ~ /^(kvconnect|numpy|pydantic|torch|transformers)$$/ {print "  " $$1, $$2}'
 	@touch $@
 
 $(VENV)/serve.stamp: $(VENV)/runtime.stamp

@@ -103,10 +103,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments: "):
-            unknown = (one.partition("=")[0] for one in self._given if one.startswith("--"))
-            known = set(_options_of(self))
-            wrong = next((one for one in unknown if one not in known), None)
-            if wrong is not None and (close := get_close_matches(wrong, known, n=1)):
+            wrong = next((one for one in message.split() if one.startswith("--")), "")
+            if close := get_close_matches(wrong.partition("=")[0], set(_options_of(self)), n=1):
                 message += f"; did you mean '{close[0]}'?"
         for url in filter(_URL.match, self._given):
             for quoted in (url, repr(url)[1:-1]):

@@ -18,6 +18,7 @@ from stored_blocks import NBYTES, block, chain, damage, entries, fill, frames, k
 from kvconnect.backend import Capabilities
 from kvconnect.backends import open_backend
 from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.url import StoreUrl
 from kvconnect.cli import frame_reader
 from kvconnect.keys import Namespace
 
@@ -188,11 +189,9 @@ def test_stats_show_counts_in_full_and_memory_as_sizes(kvconnect, url, monkeypat
 
 def test_verify_of_a_sound_store_succeeds(kvconnect, url):
     fill(url, chain("a", 5))
-    assert kvconnect("verify", url) == (
-        0,
-        f"{url}: 5 blocks, 60 KiB, are sound; 0 are bad\n",
-        "",
-    )
+    code, out, err = kvconnect("verify", url)
+    assert (code, err) == (0, "")
+    assert out == f"{StoreUrl.parse(url)}: 5 blocks, 60 KiB, are sound; 0 are bad\n"
 
 
 def test_verify_finds_a_flipped_bit_and_deletes_it_only_if_asked(kvconnect, url, directory):
@@ -260,7 +259,17 @@ def test_a_block_that_is_dropped_meanwhile_is_not_bad(kvconnect, url, monkeypatc
     monkeypatch.setattr(frame_reader._Reader, "_load", drop_first)
     code, out, _ = kvconnect("verify", url)
     assert code == 0
-    assert out == f"{url}: 3 blocks, 36 KiB, are sound; 0 are bad; 1 were dropped meanwhile\n"
+    assert out.endswith(": 3 blocks, 36 KiB, are sound; 0 are bad; 1 were dropped meanwhile\n")
+
+
+def test_stats_shows_the_capacity_and_nothing_of_its_own_calls(kvconnect, url):
+    fill(url, chain("a", 2))
+    _, out, _ = kvconnect("stats", url, "--json")
+    found = json.loads(out)["store"]
+    assert found["capacity"] == 64 << 20
+    assert not {"breaker_state", "running", "abandoned"} & found.keys()
+    _, out, _ = kvconnect("stats", f"tiered:?tiers={url}", "--quick", "--json")
+    assert not [name for name in json.loads(out)["store"] if name.endswith("breaker_state")]
 
 
 # ------------------------------------------------------------------------------------ prune

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -172,12 +173,18 @@ def test_what_is_remembered_of_a_prompt_goes_with_its_request(llm):
         ("repetition_penalty", float("inf")),
         ("min_tokens", -1),
         ("logprobs", -2),
+        ("max_tokens", "9"),
+        ("max_tokens", True),
+        ("temperature", "0.5"),
+        ("ignore_eos", 1),
         ("n", 0),
         ("n", 16385),
     ],
 )
 def test_ranges_are_vllms(field, value):
-    with pytest.raises(ConfigurationError, match=rf"SamplingParams\.{field}={value}"):
+    with pytest.raises(
+        ConfigurationError, match=rf"SamplingParams\.{field}={re.escape(repr(value))}"
+    ):
         SamplingParams(**{field: value})
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvconnect.backend import StoredEntry
-from kvconnect.backends.url import format_size
+from kvconnect.backends.url import StoreUrl, format_size, parse_size
 from kvconnect.cli.listing import each_block
 from kvconnect.cli.progress import Progress
 from kvconnect.cli.visit import add_url, parts, visit, visiting
@@ -18,6 +18,7 @@ from kvconnect.cli.visit import add_url, parts, visit, visiting
 __all__ = ["add_options", "run"]
 
 _SHOWN = 20
+_OWN = ("breaker_state", "running", "abandoned")
 _SIZES = ("bytes", "file_bytes", "capacity", "used_memory", "maxmemory")
 
 
@@ -80,7 +81,7 @@ class _Census:
 
 async def _sum_up(arguments: argparse.Namespace) -> None:
     async with visiting(arguments.url, "read") as store:
-        numbers = await store.stats()
+        numbers = _of_store(await store.stats(), StoreUrl.parse(arguments.url))
         census = None
         if not arguments.quick and any(
             part.capabilities.enumerable for part in parts(store).values()
@@ -97,6 +98,17 @@ async def _sum_up(arguments: argparse.Namespace) -> None:
         _print_numbers(numbers)
         if census is not None:
             _print_census(census)
+
+
+def _of_store(numbers: Mapping[str, float], url: StoreUrl) -> dict[str, float]:
+    """`numbers` without those of this command's own calls, and with the capacity that `url` says.
+
+    A store that is only read applies no capacity, and so tells none.
+    """
+    found = {name: value for name, value in numbers.items() if name.rpartition(".")[2] not in _OWN}
+    if (capacity := url.query.get("capacity")) is not None:
+        found.setdefault("capacity", parse_size(capacity))
+    return found
 
 
 def _print_numbers(numbers: Mapping[str, float]) -> None:
