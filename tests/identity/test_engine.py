@@ -248,6 +248,16 @@ def test_settings_of_the_engine_that_shape_kv_make_another_key(plain, tmp_path):
     assert answer(plain, store).reused_store_tokens == FULL
 
 
+@pytest.mark.planted("computes-in-other-dtype", "engine", "key")
+@pytest.mark.planted("cache-dtype", "engine", "key")
+def test_caches_in_fp8_are_apart_by_the_dtype_that_computes(plain, tmp_path):
+    config = KvCacheConfig(max_tokens=512, tokens_per_block=16, dtype="fp8")
+    store = {"url": f"disk://{tmp_path}/kv?capacity=64MiB", "lookup_timeout_ms": 10_000}
+    for dtype, reused in (("float64", 0), ("float32", 0), ("float64", FULL)):
+        with LLM(plain, kv_cache=config, connector=store, dtype=dtype) as llm:
+            assert llm.generate(PROMPT)[0].reused_store_tokens == reused, dtype
+
+
 @pytest.mark.planted("other-adapter", "engine", "key")
 @pytest.mark.planted("no-adapter", "engine", "key")
 def test_the_id_of_an_adapter_keeps_blocks_apart(plain):

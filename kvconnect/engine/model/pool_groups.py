@@ -29,12 +29,14 @@ class CacheGeometry:
         windows: how far each layer looks back; ``None``: to the first token.
         narrowed: some layer looks back less far than its model does.
         num_kv_heads: of each group's layers on all ranks together.
+        computes_in: the model's dtype, if the cache keeps another one; else ``None``.
     """
 
     layouts: tuple[KvCacheLayout, ...]
     windows: tuple[int | None, ...]
     narrowed: bool
     num_kv_heads: tuple[int, ...]
+    computes_in: torch.dtype | None = None
 
     @property
     def whole_layouts(self) -> tuple[KvCacheLayout, ...]:
@@ -75,13 +77,21 @@ class CacheGeometry:
                     "numbers of KV heads; use 1"
                 )
         narrowed = windows != effective_windows(model.layers, None, longest)
-        return cls(layouts, windows, narrowed, heads)
+        computes_in = None if dtype == model.dtype else model.dtype
+        return cls(layouts, windows, narrowed, heads, computes_in)
 
     def digest(self, model_digest: bytes) -> bytes:
-        """What stands for the model in keys: other windows make other keys and values."""
-        if not self.narrowed:
-            return model_digest
-        return hashlib.blake2b(model_digest + repr(self.windows).encode(), digest_size=32).digest()
+        """Returns what stands for the model in keys, 32 bytes.
+
+        Windows of the cache's own, and another dtype than the cache's to compute in, make other
+        keys and values of the same weights.
+        """
+        digest = model_digest
+        if self.narrowed:
+            digest = _with(digest, repr(self.windows))
+        if self.computes_in is not None:
+            digest = _with(digest, f"computes in {self.computes_in}")
+        return digest
 
     def cached_layers(self, kv: BaseKVCacheManager, dtype: torch.dtype) -> list[CachedLayer]:
         """The memory of each layer of the model, which computes in `dtype`.
@@ -96,6 +106,10 @@ class CacheGeometry:
                 pages = LayerPages(kv.get_buffers(number), layout, num_blocks, dtype)
                 layers[number] = CachedLayer(pages, group, self.windows[number])
         return [layers[number] for number in sorted(layers)]
+
+
+def _with(digest: bytes, more: str) -> bytes:
+    return hashlib.blake2b(digest + more.encode(), digest_size=32).digest()
 
 
 def effective_windows(
