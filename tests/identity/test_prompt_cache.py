@@ -21,6 +21,7 @@ from kvconnect.connector.offload.store import stored_as
 from kvconnect.digest import model_digest
 from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
 from kvconnect.integrations.transformers import PromptCache
+from kvconnect.integrations.transformers.cache_effects import refuse_effects_of_cache
 from kvconnect.trace import metrics
 
 T = 16
@@ -902,30 +903,38 @@ def small(name: str, **more: object) -> PreTrainedModel:
     return made
 
 
+CHANGED = [
+    ("Gemma3ForCausalLM", "bidirectional", "looks ahead"),
+    ("BertLMHeadModel", "bidirectional", "computes otherwise with a cache"),
+    ("MoshiForCausalLM", "several attention windows", "not passed"),
+]
+SETTINGS = {
+    "Gemma3ForCausalLM": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "use_bidirectional_attention": True,
+    },
+    "MoshiForCausalLM": {"num_key_value_heads": 4, "sliding_window": 12, "ffn_dim": 128},
+    "MptForCausalLM": {"d_model": 64, "n_heads": 4, "n_layers": 2},
+}
+
+
 @pytest.mark.planted("bidirectional", "prompt_cache", "refused")
 @pytest.mark.planted("encoder-as-decoder", "prompt_cache", "refused")
 @pytest.mark.planted("window-not-passed", "prompt_cache", "refused")
 @pytest.mark.planted("alibi-by-length", "prompt_cache", "refused")
 @pytest.mark.parametrize(
-    ("name", "more", "reason"),
-    [
-        (
-            "Gemma3ForCausalLM",
-            {"num_key_value_heads": 2, "head_dim": 16, "use_bidirectional_attention": True},
-            "looks ahead",
-        ),
-        ("BertLMHeadModel", {}, "computes otherwise with a cache"),
-        (
-            "MoshiForCausalLM",
-            {"num_key_value_heads": 4, "sliding_window": 12, "ffn_dim": 128},
-            "not passed",
-        ),
-        ("MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "length of the cache"),
-    ],
+    ("name", "declared", "computed"),
+    [*CHANGED, ("MptForCausalLM", "length of the cache", None)],
 )
-def test_models_that_a_cache_changes_are_refused(name, more, reason):
-    with pytest.raises(UnsupportedModel, match=reason):
-        PromptCache(small(name, **more), "memory:")
+def test_models_that_a_cache_changes_are_refused(name, declared, computed):
+    """By what they declare, as in the engine; and by what they compute, whatever they declare."""
+    model = small(name, **SETTINGS.get(name, {}))
+    with pytest.raises(UnsupportedModel, match=declared):
+        PromptCache(model, "memory:")
+    if computed is not None:
+        with pytest.raises(UnsupportedModel, match=computed):
+            refuse_effects_of_cache(model, has_windows=True)
 
 
 @pytest.mark.parametrize("name", ["Starcoder2ForCausalLM", "Cohere2ForCausalLM"])

@@ -21,8 +21,6 @@ _NUM_TOKENS = 24
 _SPLIT = 16
 _WINDOW = 8  # instead of the model's own, so that a short prompt crosses it
 _UNLIMITED = 1 << 20
-# Their biases are rounded by the cache's length, which a short prompt shows in the last bits only.
-_BY_LENGTH = {"mpt"}
 _NARROW = {torch.float16, torch.bfloat16}
 # Of the largest result; products of other shapes are summed up in another order.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -45,8 +43,6 @@ def refuse_effects_of_cache(model: PreTrainedModel, *, has_windows: bool) -> Non
             reason.
     """
     name = type(model).__name__
-    if model.config.model_type in _BY_LENGTH:
-        raise UnsupportedModel(f"{name}: {Doubt.POSITIONS.sentence}: the length of the cache")
     ids = canary_ids(model, _NUM_TOKENS)
     with torch.no_grad():
         if not _alike(*_both(model, ids)):

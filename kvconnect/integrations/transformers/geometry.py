@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvconnect.engine.model.declared import checked_windows
 from kvconnect.engine.model.model import PositionLimit, position_limit
 from kvconnect.engine.model.pool_groups import effective_windows, group_layouts
 from kvconnect.engine.model.seam import LayerShape
@@ -46,7 +47,10 @@ class ModelGeometry:
         name = type(model).__name__
         if model.config.is_encoder_decoder:
             raise UnsupportedModel(f"{name} has an encoder: models with a decoder only are served")
+        limit = position_limit(config)
+        longest = None if limit is None else limit.num_tokens
         windows = _windows(config, name)
+        checked_windows(model, longest=longest)
         shapes = _probe(model, name, len(windows))
         layers = [
             LayerShape(keys.shape[1], keys.shape[3], values.shape[3], window)
@@ -60,8 +64,6 @@ class ModelGeometry:
                 f"{name} keeps keys and values on several devices, or in several dtypes; load it "
                 "on one device"
             )
-        limit = position_limit(config)
-        longest = None if limit is None else limit.num_tokens
         layouts = group_layouts(
             layers,
             effective_windows(layers, None, longest),
