@@ -42,7 +42,7 @@ def answer(model: Path, prompt: str, store: str, max_tokens: int) -> Run:
     """Start an engine, answer `prompt`, stop. When it returns, the KV cache is in `store`."""
     sampling = SamplingParams(max_tokens=max_tokens)
     # Nobody else waits here, so a lookup may take longer than an engine under load should allow.
-    connector = KvCacheConnectorConfig(url=store, lookup_timeout_ms=1000)
+    connector = KvCacheConnectorConfig(url=store, lookup_timeout_ms=10_000)
     with LLM(model, connector=connector) as llm:
         output = llm.generate(prompt, sampling)[0]
     return Run(
