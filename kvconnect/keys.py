@@ -35,6 +35,8 @@ __all__ = [
     "check_salt",
     "model_tag",
     "root_key",
+    "salt_of",
+    "salt_tag",
     "split_keys",
     "store_key",
     "store_keys",
@@ -42,6 +44,7 @@ __all__ = [
 
 FORMAT_VERSION = 1
 KEY_NBYTES = 32
+_SALT_NBYTES = 16
 LONGEST_SALT = 1024
 """Characters of a salt that is given to kvconnect itself; other engines' salts may be longer."""
 
@@ -163,6 +166,10 @@ class Namespace:
         """Returns 32 bytes that differ whenever a field does."""
         return self.id.digest
 
+    def tag(self) -> bytes:
+        """Returns what stores know the namespace by: `encode`, then the `salt_tag` of its salt."""
+        return self.id.digest + salt_tag(self.cache_salt)
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -181,6 +188,20 @@ def root_key(
     geometry = b"".join(layout.fingerprint() for layout in layouts)
     version = struct.pack("<I", FORMAT_VERSION)
     return _digest(b"kvc-root", (version, model_digest, geometry, namespace.encode()))
+
+
+def salt_tag(cache_salt: str | None) -> bytes:
+    """What stores know a tenant by, under whatever model, adapter and engine: 16 bytes."""
+    return _digest(b"kvc-salt", (_optional(cache_salt),))[:_SALT_NBYTES]
+
+
+def salt_of(namespace: bytes) -> bytes | None:
+    """The `salt_tag` in what a store keeps as a block's namespace; ``None``: it has none.
+
+    Blocks of older versions have none, nor those of engines that give an adapter no salt.
+    """
+    has_one = len(namespace) == KEY_NBYTES + _SALT_NBYTES
+    return namespace[KEY_NBYTES:] if has_one else None
 
 
 def model_tag(model_digest: bytes, layouts: Sequence[KvCacheLayout] = ()) -> bytes:
