@@ -117,7 +117,7 @@ def test_all_that_the_model_is_given_counts(open_engine: Open):
         {"pixel_values": object()},
         {"pixel_values": np.array(["text"])},
     ],
-    ids=str,
+    ids=["elsewhere", "none", "no array", "text"],
 )
 def test_what_is_not_here_or_of_no_known_kind_is_not_cached(open_engine: Open, data):
     engine = open_engine()
