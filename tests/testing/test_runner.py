@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -113,6 +114,36 @@ def test_a_script_without_a_guard_is_refused_and_leaves_no_process(tmp_path):
         with suppress(OSError):
             left += [process.parent.name] * (mark.encode() in process.read_bytes())
     assert left == []
+
+
+def test_child_processes_import_nothing_from_the_working_directory(tmp_path):
+    for name in ("script", "working"):
+        (tmp_path / name).mkdir()
+    guarded = UNGUARDED.replace("print(", 'if __name__ == "__main__":\n    print(')
+    (tmp_path / "script" / "script.py").write_text(guarded, encoding="utf-8")
+    for module in ("json", "logging", "torch"):
+        trap = f"open({str(tmp_path / 'trapped')!r}, 'a').write({module!r})"
+        (tmp_path / "working" / f"{module}.py").write_text(trap, encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, tmp_path / "script" / "script.py"],
+        cwd=tmp_path / "working",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "1 passed, 0 failed, 0 skipped" in run.stdout
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_every_module_that_is_started_is_started_without_the_working_directory():
+    started = []
+    for folder in ("kvconnect", "backends", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            text = file.read_text(encoding="utf-8")
+            started += re.findall(r'sys\.executable,\s*"-(?:P", "-)?m"', text)
+    assert len(started) >= 6
+    assert all('"-P"' in one for one in started), started
 
 
 def test_what_cannot_be_asked_is_skipped_and_says_what_is_missing():
