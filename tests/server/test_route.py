@@ -81,6 +81,13 @@ def test_the_answer_of_two_servers_is_that_of_one(prefill, decode, server, n):
     wait_until(lambda: prefill.figure("kvconnect_device_blocks", state="used") == 0, "free", 30)
 
 
+def test_a_prompt_too_long_is_refused_with_the_clients_own_length(prefill):
+    body = ASKED | {"prompt": "x" * 4090, "max_tokens": 77}
+    status, answer, _ = prefill.post(body | {"kv_transfer_params": {"do_remote_decode": True}})
+    assert status == 400
+    assert "4090 tokens with max_tokens=77 exceed 4096 positions" in answer["error"]["message"]
+
+
 def test_chats_are_handed_on_like_completions(prefill, decode, server):
     path = "/v1/chat/completions"
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}

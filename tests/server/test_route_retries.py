@@ -169,6 +169,7 @@ async def test_the_prefill_server_is_asked_for_the_prompt_only(routed):
     first, second = one.prefill[0].asked
     assert first == {
         "prompt": "0" * 300,
+        "max_tokens": 7,  # by which a prompt may be too long
         "kv_transfer_params": {"do_remote_decode": True, "transfer_id": None},
     }
     assert one.decode[0].asked[0]["kv_transfer_params"]["transfer_id"] == "its own"

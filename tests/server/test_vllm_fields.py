@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from server_process import running
 
 import kvconnect
+from kvconnect.cli.main import main
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
 ASKED = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
@@ -291,3 +293,35 @@ def test_with_a_salt_cached_tokens_are_exact(server):
     prompt = "A tenant may know what is cached of its own prompts."
     ask(server, **ASKED | {"prompt": prompt, "cache_salt": "mine"})
     assert cached_of(server, prompt[:41] + "?", cache_salt="mine") == 41
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_names_a_template_and_salts_that_are_required(model, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for one in messages %}<{{ one.content }}>{% endfor %}")
+    options = ("--served-model-name", "first", "second", "--chat-template", str(template))
+    with running(model, tmp_path / "output", *options, "--require-salt") as server:
+        status, answer, _ = server.post(ASKED | {"model": "first"})
+        assert (status, answer["error"]["code"]) == (400, "salt_required")
+        asked = {"messages": MESSAGES, "max_tokens": 1, "cache_salt": "mine"}
+        for name in ("first", "second", None):
+            chat = ask(server, CHAT, **asked, **({} if name is None else {"model": name}))
+            assert chat["model"] == "first"
+            assert chat["usage"]["prompt_tokens"] == len(MESSAGES[0]["content"]) + 2
+        _, models, _ = server.post(b"", "/v1/models", method="GET")
+        assert [one["id"] for one in models["data"]] == ["first", "second"]
+        assert server.post(ASKED | {"cache_salt": "mine"})[0] == 404, "tiny is no name of it"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "cannot be read"), ("{% for %}", "is no template: line 1")],
+)
+def test_a_wrong_template_is_refused_at_once(tmp_path, capsys, text, message):
+    path = tmp_path / "template.jinja"
+    if text is not None:
+        path.write_text(text)
+    assert main(["serve", "/no/model", "--chat-template", str(path), "--port", "0"]) == 2
+    assert message in capsys.readouterr().err
