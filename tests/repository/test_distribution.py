@@ -21,7 +21,7 @@ from kvconnect.backends import registry
 CHECKOUT_ONLY = ("kvconnect/bench/peers/", "kvconnect/bench/servers/")
 """What benchmarks start: adapters of other engines, servers that die. No part of a library."""
 
-LINKS = {"kvconnect/backends", "kvconnect/kernels", "editable/kvconnect"}
+LINKS = {"kvconnect/backends", "kvconnect/kernels", ".ci/editable/kvconnect"}
 """For checkouts; a distribution holds what they point to at its own place."""
 
 

@@ -36,7 +36,7 @@ def site_packages(repository: Path, tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("wheel")
     hook = "import kvconnect_build, sys; print(kvconnect_build.build_editable(sys.argv[1]))"
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, 'tools'); {hook}", str(made)],
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, '.ci'); {hook}", str(made)],
         cwd=repository,
         capture_output=True,
         text=True,
@@ -55,9 +55,9 @@ def site_packages(repository: Path, tmp_path_factory) -> Path:
 
 def test_it_is_one_folder_and_no_hook(site_packages: Path, repository: Path):
     (path,) = site_packages.glob("*.pth")
-    assert path.read_text() == f"{repository / 'editable'}\n"
+    assert path.read_text() == f"{repository / '.ci' / 'editable'}\n"
     assert not list(site_packages.glob("*.py"))
-    assert [one.name for one in (repository / "editable").iterdir()] == ["kvconnect"]
+    assert [one.name for one in (repository / ".ci" / "editable").iterdir()] == ["kvconnect"]
 
 
 def test_every_part_is_found_through_it(site_packages: Path, tmp_path: Path):

@@ -1,7 +1,7 @@
 """setuptools' build backend, whose editable wheels work for type checkers.
 
 For packages that lie in several folders setuptools makes an import hook, which mypy and pyright
-do not run. `editable/kvconnect` is a link to the package, and alone in its folder: a line in a
+do not run. `.ci/editable/kvconnect` is a link to the package, and alone in its folder: a line in a
 ``.pth`` file finds the same modules there.
 """
 
@@ -35,7 +35,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-_FOLDER = Path(__file__).resolve().parents[1] / "editable"
+_FOLDER = Path(__file__).resolve().parent / "editable"
 
 
 def build_editable(
