@@ -90,12 +90,11 @@ class KvCacheConnectorWorker(ABC):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Returns the requests whose background saves and loads have ended since the last call.
+        """Which requests' background saves and loads have ended since the last call.
 
         Called once a step, idle steps too. `finished_gen_req_ids` began to save (`request_finished`
         was True), `started_loading_req_ids` to load; each id comes in once, and may be returned
-        from then on, once. On one rank the step in which a request ends passes in its id, and calls
-        this after `get_failed`, unless something loads; else the next step does.
+        from then on, once.
         """
 
     def register_forward_pass_callable(self) -> Callable[[], None] | None:

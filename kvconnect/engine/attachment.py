@@ -43,13 +43,9 @@ class NoConnector:
     def end_forward(self) -> None:
         """Nothing."""
 
-    def end_step(self, *, leaves_saves: bool = False) -> StepOutcome:
+    def end_step(self) -> StepOutcome:
         """Nothing ended."""
         return StepOutcome()
-
-    def end_saves(self) -> list[int]:
-        """Nothing was saved."""
-        return []
 
     def request_finished(self, request: LlmRequest, *, aborted: bool = False) -> bool:
         """The blocks may go."""

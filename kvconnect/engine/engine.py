@@ -96,7 +96,7 @@ class Engine:
         # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
         logits = self._forward(plan)
         # agree: whatever failed to load gets nothing from this step
-        outcome = self._connector.end_step(leaves_saves=scheduled)
+        outcome = self._connector.end_step()
         self._score_prompts(plan, logits)
         prefilled = self._advance(batch, outcome)
         # sample: append tokens, publish what they filled, stream them, finish
@@ -106,7 +106,6 @@ class Engine:
             self._emit(run)
         for live in prefilled:
             self._live.finish(live, "length")
-        outcome.saved += self._connector.end_saves()
         # settle: loaded requests resume, saved ones let go
         self._settle(outcome)
         failed |= self._live.end_failed()

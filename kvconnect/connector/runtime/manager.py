@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.connector.communicator import Communicator, LoadOrder, Report, SingleProcess
+from kvconnect.connector.communicator import Communicator, LoadOrder, SingleProcess
 from kvconnect.connector.data import Direction, LlmArgs
 from kvconnect.connector.runtime.ledger import BlockFate, StepOutcome, TransferLedger
 from kvconnect.connector.runtime.load_admission import LoadAdmission
@@ -35,7 +35,8 @@ class KvCacheConnectorManager:
 
     One step of the engine is `begin_step`, for each layer `wait_for_layer_load` and
     `save_kv_layer`, `end_forward`, `end_step`; an idle step is `end_step` alone. All methods run on
-    the engine's thread. Every step makes exactly two exchanges with the other ranks.
+    the engine's thread. Every step makes exactly two exchanges with the other ranks, whatever
+    happens in it.
 
     What the connector raises for one request, or answers wrongly for it, is kept for `take_errors`
     of the leader and ends that request, on whichever rank it is raised; the connector is not asked
@@ -264,23 +265,20 @@ class KvCacheConnectorManager:
             self._worker.wait_for_save(self._stream)
             self._worker.clear_connector_meta()
 
-    def end_step(self, *, leaves_saves: bool = False) -> StepOutcome:
-        """Asks every rank what ended; call it once a step, idle steps too, before sampling.
-
-        With `leaves_saves` a rank alone leaves what was saved to `end_saves`, where nothing loads.
+    def end_step(self) -> StepOutcome:
+        """Ask every rank what ended; call it once a step, idle steps too, before sampling.
 
         Raises:
-            ConnectorContractError: a worker broke its contract, or another rank raised.
+            ConnectorContractError: a worker broke its contract; names the class. Another rank
+                raised.
             RankDivergence: ranks are in different steps.
         """
         if not self._steps.has_begun:
             self._begin_idle_step()
         begun = self._steps.begun
         loading = tuple(load.request_id for load in begun.loads if load.is_async)
-        if left := leaves_saves and self._communicator.size == 1 and not self._ledger.loads:
-            self._saves.leave(begun.step, begun.saving)
         with self._steps.telling:
-            report = self._ledger.collect(begun.step, begun.saving, loading, ended=not left)
+            report = self._ledger.collect(begun.step, begun.saving, loading)
             self._worker.clear_connector_meta()
         reports = self._steps.end(report)
         with self._steps.telling:
@@ -289,15 +287,12 @@ class KvCacheConnectorManager:
             if self._scheduler is not None:
                 metas = [one.worker_meta for one in reports if one.worker_meta is not None]
                 self._scheduler.update_from_workers(metas)
-            return self._settled(reports)
-
-    def end_saves(self) -> list[int]:
-        """Returns ended requests whose blocks are to be freed, if `end_step` left that to this.
-
-        Those that ended in this step are among them. Raises what `end_step` does.
-        """
-        report = self._saves.collect()
-        return [] if report is None else self._settled([report]).saved
+            outcome = self._ledger.settle(reports, self._load_failed)
+        outcome.saved += self._saves.refused
+        for request_id in outcome.saved:
+            self._records.pop(request_id, None)
+        self._back_off(progress=any(one.saved or one.loaded or one.failures for one in reports))
+        return outcome
 
     def wait_seconds(self) -> float | None:
         """How long to sleep with nothing runnable; ``None``: until something arrives."""
@@ -368,15 +363,6 @@ class KvCacheConnectorManager:
             self._ledger.start_load(load)
         self._saves.begin(begun.saving)
 
-    def _settled(self, reports: list[Report]) -> StepOutcome:
-        outcome = self._ledger.settle(reports, self._load_failed)
-        outcome.saved += self._saves.refused
-        for request_id in outcome.saved:
-            self._records.pop(request_id, None)
-        progress = any(one.saved or one.loaded or one.failures for one in reports)
-        self._poll_s = _FIRST_POLL_S if progress else min(2 * self._poll_s, _LAST_POLL_S)
-        return outcome
-
     def _load_failed(self, record: RequestRecord, num_valid: int, fate: BlockFate) -> None:
         request = record.request
         record.failed_loads += 1
@@ -390,6 +376,9 @@ class KvCacheConnectorManager:
                     self._scheduler.blocks_replaced(request, self._reporter.block_ids(request))
         elif fate is BlockFate.LOST:
             self.request_reset(request)
+
+    def _back_off(self, *, progress: bool) -> None:
+        self._poll_s = _FIRST_POLL_S if progress else min(2 * self._poll_s, _LAST_POLL_S)
 
     def _shut_down_pair(self) -> None:
         self._closed = True

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvconnect.connector.communicator import Report
 from kvconnect.connector.runtime.answers import checked_keep
 from kvconnect.connector.runtime.ledger import TransferLedger
 from kvconnect.connector.runtime.reporting import StepReporter
 from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
-from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest
 from kvconnect.trace import warn_once
 
@@ -42,7 +40,6 @@ class SaveAdmission:
         self._num_ranks = num_ranks
         self._ended: dict[int, bool] = {}  # since the last exchange: whether to keep their blocks
         self.refused: Sequence[int] = ()
-        self._left: tuple[int, tuple[int, ...]] | None = None  # a step, and what began to save
 
     def __bool__(self) -> bool:
         """Whether a request ended of which the other ranks do not know yet."""
@@ -74,26 +71,6 @@ class SaveAdmission:
             self._ledger.start_save(request_id)
         self.refused = [one for one in self._ended if one not in saving]
         self._ended.clear()
-
-    def leave(self, step: int, saving: tuple[int, ...]) -> None:
-        """Leaves what the worker says of saves in `step`, in which `saving` began, to `collect`."""
-        self._left = step, saving
-
-    def collect(self) -> Report | None:
-        """Asks the worker what was saved, also of requests that ended since; ``None``: not left.
-
-        Raises:
-            ConnectorContractError: the worker broke its contract; names the class.
-        """
-        if self._left is None:
-            return None
-        (step, saving), self._left = self._left, None
-        ended = self.saving
-        self.begin(ended)
-        report = self._ledger.collect_saved(step, (*saving, *ended))
-        if report.error is not None:
-            raise ConnectorContractError(report.error)
-        return report
 
     def _keeps(self, scheduler: KvCacheConnectorScheduler, request: LlmRequest) -> bool:
         """Whether the connector keeps the blocks of `request` for a save."""

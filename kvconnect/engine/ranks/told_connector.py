@@ -32,7 +32,6 @@ class ToldConnector:
         self.save_kv_layer = manager.save_kv_layer
         self.end_forward = manager.end_forward
         self.end_step = manager.end_step
-        self.end_saves = manager.end_saves
         self.on_rewind = manager.on_rewind
         self.get_kv_transfer_params = manager.get_kv_transfer_params
         self.expects_news = manager.expects_news
