@@ -409,6 +409,11 @@ def test_weights_from_elsewhere_are_refused(stored, directory):
     refuse(stored, directory, "weights of '/base'", resolved={"model_path": "/base"})
     extra = '{"qlora_adapter_name_or_path": "/adapter"}'
     refuse(stored, directory, "another directory", model_loader_extra_config=extra)
+    parts = {"hf_config": {"text_model_id": "org/part"}}
+    refuse(stored, directory, "text_model_id=org/part", resolved=parts)
+    put(directory, "config.json", CONFIG | {"auto_map": {"AutoModel": "org/x--modeling.Model"}})
+    refuse(stored, directory, "auto_map: 'org/x--", trust_remote_code=True)
+    put(directory, "config.json", CONFIG)
     with serving(directory) as server:
         model, own = server.worker.model_runner.model, SimpleNamespace(model_or_path=str(directory))
         model.secondary_weights = [own]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.integrations.core import EngineSettings
 from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.core.adapters import AdapterDigests, adapter_digest
+from kvconnect.integrations.core.elsewhere import refuse_elsewhere
 from kvconnect.integrations.core.memory import planes_of
 from kvconnect.integrations.core.models import digest_of_model, directory_of, refuse_changed
 from kvconnect.integrations.core.requests import (
@@ -497,3 +500,44 @@ def test_a_late_lookup_is_asked_for_again_until_its_budget_is_over():
     assert not budget.leaves_time(now - 0.06)
     assert budget.suspended
     assert not budget.leaves_time(time.monotonic())
+
+
+def two_snapshots(model: Path, root: Path) -> Path:
+    """Lays out a repository of the hub's cache with another snapshot beside `model`'s."""
+    snapshot, blobs = root / "snapshots" / "commit", root / "blobs"
+    for folder in (snapshot, root / "snapshots" / "another", root / "refs", blobs):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(model.iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (root / "refs" / "main").write_text("another")
+    return snapshot
+
+
+@pytest.mark.parametrize("changed", ["refs/main", "snapshots/commit/config.json"])
+def test_a_reference_or_link_that_is_switched_among_snapshots_is_found(tiny, tmp_path, changed):
+    snapshot, path = two_snapshots(tiny, tmp_path), tmp_path / changed
+    since = settle()
+    digest_of_model(snapshot, since_ns=since)
+    if path.is_symlink():
+        target = path.readlink()
+        path.unlink()
+        path.symlink_to(target)
+    else:
+        path.write_text("commit")
+    with pytest.raises(ModelChanged, match=rf"{changed}' was switched"):
+        digest_of_model(snapshot, since_ns=since)
+
+
+def test_parts_of_other_repositories_are_refused(tmp_path):
+    config = {"model_type": "x", "auto_map": {"AutoModel": "org/x--modeling.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuse_elsewhere(SimpleNamespace(text_model_id=None), tmp_path, trusts_code=False)
+    for name in ("text_model_id", "audio_model_id"):
+        with pytest.raises(ConfigurationError, match=f"{name}=org/part.*model_revision"):
+            refuse_elsewhere(SimpleNamespace(**{name: "org/part"}), tmp_path, trusts_code=False)
+    with pytest.raises(ConfigurationError, match="auto_map: 'org/x--modeling"):
+        refuse_elsewhere(SimpleNamespace(), tmp_path, trusts_code=True)
+    config["auto_map"] = {"AutoModel": "modeling.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuse_elsewhere(SimpleNamespace(), tmp_path, trusts_code=True)

@@ -7,7 +7,7 @@ import importlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvconnect.digest.files import ModelFiles
@@ -85,7 +85,7 @@ def refuse_changed(files: ModelFiles, since_ns: int) -> None:
     Looks at every file that its digest covers, the folders that these are in, every link on the way
     to them, and whether a folder above them was renamed. A file in the Hugging Face cache is named
     by its content, and perhaps the engine itself downloaded it: it counts only if it is no link to
-    such a one.
+    such a one. With several snapshots, links and references to this one count as well.
 
     Args:
         files: of the model, open.
@@ -97,7 +97,9 @@ def refuse_changed(files: ModelFiles, since_ns: int) -> None:
     directory = files.directory.absolute()
     names = ("config.json", *files.weights, *files.beside)
     if directory.parent.name == "snapshots":
-        paths = [directory / name for name in names if not _is_blob(directory / name)]
+        files_in = [directory / name for name in names]
+        paths = [path for path in files_in if not _is_blob(path)]
+        _refuse_switched(directory, files_in, since_ns)
     else:
         folders = (directory / folder for folder in (*files.folders, *files.aliases))
         paths = [directory, *folders, *(directory / name for name in names)]
@@ -119,6 +121,30 @@ def process_started_ns() -> int:
     ticks = int(fields[19])  # starttime, see proc(5)
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return int((time.time() - age + _TICK_S) * 1e9)
+
+
+def _refuse_switched(snapshot: Path, paths: Iterable[Path], since_ns: int) -> None:
+    """Refuses a snapshot that a reference or a link was switched to at `since_ns` or later.
+
+    A repository's only snapshot may be the engine's own download, and is served.
+
+    Raises:
+        ModelChanged: names the reference or the link.
+    """
+    try:
+        if sum(1 for _ in snapshot.parent.iterdir()) < 2:
+            return
+        references = [path for path in (snapshot.parents[1] / "refs").rglob("*") if path.is_file()]
+        ours = [path for path in references if path.read_text().strip() == snapshot.name]
+        states = [(path, FileIdentity.of(path.lstat())) for path in (*ours, *paths)]
+    except (OSError, UnicodeError) as error:
+        raise ModelChanged(f"model: '{snapshot}' changed while it was read") from error
+    changed = next((path for path, state in states if state.changed_ns > since_ns), None)
+    if changed is not None:
+        raise ModelChanged(
+            f"model: '{changed}' was switched after this process had started, so the engine may "
+            "have loaded another snapshot: start it again, or name the weights with model_revision"
+        )
 
 
 def _is_blob(path: Path) -> bool:

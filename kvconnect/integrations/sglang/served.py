@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvconnect.errors import ConfigurationError, UnsupportedModel
+from kvconnect.integrations.core.elsewhere import refuse_elsewhere
 from kvconnect.integrations.core.long_rope import config_of_directory, original_length
 from kvconnect.integrations.sglang.server import NOTHING, OTHER_FILES, Server
 from kvconnect.text import shown
@@ -44,6 +45,9 @@ def refuse_unserved(server: Server, directory: Path, *, is_named: bool) -> None:
         UnsupportedModel: keys and values of equal tokens differ.
     """
     _refuse_other_weights(server, is_named=is_named)
+    if not is_named:
+        hf_config = getattr(server.model_config, "hf_config", None)
+        refuse_elsewhere(hf_config, directory, trusts_code=server.is_set("trust_remote_code"))
     _refuse_inputs_without_names(server)
     _refuse_decode_offload(server)
     config = config_of_directory(directory)

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvconnect.connector.data import LlmArgs
 from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.integrations.core.arguments import SharedArguments, make_arguments
+from kvconnect.integrations.core.elsewhere import refuse_elsewhere
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.core.requests import extra_key_of
@@ -298,6 +299,9 @@ def _arguments_of(
         revision=getattr(model, "revision", None),
         cache_dir=getattr(vllm_config.load_config, "download_dir", None),
     )
+    if settings.own.model_revision is None:
+        trusts_code = bool(getattr(model, "trust_remote_code", False))
+        refuse_elsewhere(getattr(model, "hf_config", None), directory, trusts_code=trusts_code)
     digest = digest_of_model(
         directory, revision=settings.own.model_revision, since_ns=lookup_times.take()
     )

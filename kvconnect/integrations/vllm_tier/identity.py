@@ -22,6 +22,7 @@ import torch
 
 from kvconnect.digest.model import check_revision
 from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.elsewhere import refuse_elsewhere
 from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.vllm.identity import (
     comes_from_directory,
@@ -214,6 +215,9 @@ def _model_digest(config: Any, revision: str | None) -> bytes:
         revision=model.revision,
         cache_dir=getattr(config.load_config, "download_dir", None),
     )
+    if revision is None:
+        trusts_code = bool(getattr(model, "trust_remote_code", False))
+        refuse_elsewhere(getattr(model, "hf_config", None), directory, trusts_code=trusts_code)
     return digest_of_model(directory, revision=revision, since_ns=_started_ns())
 
 
