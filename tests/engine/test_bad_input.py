@@ -327,9 +327,9 @@ def test_dynamic_rope_is_served_within_its_original_length(llama, tmp_path):
     rope["original_max_position_embeddings"] = 64
     model = changed(llama, tmp_path / "model", rope_parameters=rope)
     with LLM(model, kv_cache=KvCacheConfig(max_tokens=256)) as llm:
-        llm.generate([1] * 60, SamplingParams(max_tokens=5))
-        with pytest.raises(ConfigurationError, match=r"64 positions \(the original length of"):
-            llm.generate([1] * 60, SamplingParams(max_tokens=6))
+        llm.generate([1] * 60, SamplingParams(max_tokens=4))
+        with pytest.raises(ConfigurationError, match=r"63 positions \(the original length of"):
+            llm.generate([1] * 60, SamplingParams(max_tokens=5))
 
 
 def test_layers_of_unknown_kind_are_refused(model_of, tmp_path):
