@@ -95,7 +95,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("model", nargs="?", metavar="MODEL_DIR", help="default: a small random one")
     with tempfile.TemporaryDirectory() as temporary:
-        model = parser.parse_args().model or make_model(Path(temporary, "model"))
+        model = parser.parse_args().model
+        if model is None:
+            print("The model is random: its answers make no sense.")
+            model = make_model(Path(temporary, "model"))
         folder = Path(temporary, "blocks")
         outputs = []
         for title in ("first engine ", "second engine"):

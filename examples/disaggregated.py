@@ -120,9 +120,12 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=4, help="for each way")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        model = given.model or make_model(
-            Path(scratch) / "model", "llama", max_position_embeddings=given.tokens + 64
-        )
+        model = given.model
+        if model is None:
+            print("The model is random: its answers make no sense.")
+            model = make_model(
+                Path(scratch) / "model", "llama", max_position_embeddings=given.tokens + 64
+            )
         rows = run(model, given.transport, given.tokens, given.prompts)
     print(f"{'streaming':>10} {'tokens':>8} {'transferred':>12} {'first token':>12} {'equal':>6}")
     for row in rows:

@@ -133,6 +133,7 @@ def run(
 
 def demo_model() -> Path:
     """A random Llama of 46 million parameters, made the first time."""
+    print("The model is random: its answers make no sense, its work is that of a real one.")
     model = DEMO / "model"
     if not model.exists():
         from kvconnect.engine.checkpoint.random_model import make_model

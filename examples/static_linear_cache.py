@@ -131,7 +131,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="make one graph of a decode step")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = arguments.model or make_model(Path(folder) / "model", "llama")
+        path = arguments.model
+        if path is None:
+            print("The model is random: its answers make no sense.")
+            path = make_model(Path(folder) / "model", "llama")
         # In double precision no sum depends on how it is cut into pieces, so tokens are equal.
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
         model.requires_grad_(requires_grad=False)

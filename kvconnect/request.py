@@ -57,6 +57,7 @@ class LlmRequest:
         kv_transfer_params: free-form data that travels with a request between instances.
         reused_device_tokens, reused_store_tokens, computed_tokens: what its prompt cost so far.
         reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
+        lookup_late: the connector had no answer of its store when the request was admitted.
         num_connector_matched_tokens: what of the connector's offer this admission takes; 0: the
             offer was dropped, and nothing of it may be loaded. Set before
             `update_state_after_alloc`.
@@ -98,6 +99,7 @@ class LlmRequest:
         self.reused_device_tokens = 0
         self.reused_store_tokens = 0
         self.reused_host_tokens = 0
+        self.lookup_late = False
         self.computed_tokens = 0
         self.num_connector_matched_tokens = 0
         self.is_finished = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import re
 import socket
 import sys
 import urllib.request
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvconnect.backends.memory import MemoryBackend
+from kvconnect.cli.terminal import shown_on
 from kvconnect.trace import metrics
 
 FIELDS = [
@@ -18,6 +22,7 @@ FIELDS = [
     *(
         "reused_host_tokens",
         "reused_store_tokens",
+        "lookup_late",
         "ttft_ms",
         "output_token_ids",
         "output_text",
@@ -152,6 +157,58 @@ def test_without_json_the_text_goes_to_standard_output_and_numbers_to_standard_e
     assert code == 0
     assert out == expected["output_text"] + "\n"
     assert f"{len(TEXT)} prompt tokens: 0 reused from the device, 0 from the store" in err
+
+
+SAMPLED = ("--temperature", 2, "--seed", 5, "--max-tokens", 120, "--ignore-eos", "--prompt", "x")
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_the_answer(
+    kvconnect, answer, model: Path, monkeypatch
+):
+    (expected,) = answer(*SAMPLED)
+    assert CONTROLS.search(expected["output_text"])
+    arguments = ("--dtype", "float64", *SAMPLED)
+    _, piped, _ = kvconnect("generate", model, *arguments)
+    assert piped == expected["output_text"] + "\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, shown, _ = kvconnect("generate", model, *arguments)
+    assert not CONTROLS.search(shown)
+    assert re.search(r"\\x[0-9a-f]{2}", shown)
+    _, as_json, _ = kvconnect("generate", model, *arguments, "--json")
+    assert json.loads(as_json)["output_text"] == expected["output_text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("one\ttwo\nthree\r\n é 語", "one\ttwo\nthree\r\n é 語"),
+        ("\x1b[2J\x07\x00", r"\x1b[2J\x07\x00"),
+        ("kept\rhidden", r"kept\x0dhidden"),
+        ("\x9b31m\x7f", r"\x9b31m\x7f"),
+    ],
+)
+def test_what_a_terminal_shows(text, shown, monkeypatch):
+    assert shown_on(sys.stdout, text) == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert shown_on(sys.stdout, text) == shown
+
+
+def test_a_lookup_that_came_late_is_said(kvconnect, answer, model: Path, monkeypatch):
+    (in_time,) = answer("--store", "memory:", "--prompt", TEXT)
+    assert in_time["lookup_late"] is False
+    looked_up = MemoryBackend.lookup
+
+    async def slow(self, keys):
+        await asyncio.sleep(0.2)
+        return await looked_up(self, keys)
+
+    monkeypatch.setattr(MemoryBackend, "lookup", slow)
+    arguments = ("--store", "memory:", "--lookup-timeout-ms", 1, "--prompt", TEXT)
+    (late,) = answer(*arguments)
+    assert late["lookup_late"] is True
+    _, _, err = kvconnect("generate", model, *arguments)
+    assert "0 from the store (its lookup came too late: --lookup-timeout-ms)" in err
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from kvconnect.cli.options.engine_options import (
 )
 from kvconnect.cli.options.retention import parse_retention
 from kvconnect.cli.prompts import Job, add_prompt_options, read_jobs
+from kvconnect.cli.terminal import shown_on
 from kvconnect.config import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _JSON_FIELDS = (
     "reused_device_tokens",
     "reused_host_tokens",
     "reused_store_tokens",
+    "lookup_late",
     "ttft_ms",
     "output_token_ids",
     "output_text",
@@ -156,7 +158,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _fields(job: Job, output: RequestOutput) -> dict[str, object]:
-    """What ``--json`` prints; single completions only where there is more to say of them."""
+    """Returns what ``--json`` prints; single completions only where they say more."""
     fields = {name: getattr(output, name) for name in _JSON_FIELDS}
     if job.sampling.n > 1 or job.sampling.logprobs is not None:
         fields["outputs"] = [
@@ -205,11 +207,13 @@ def _answers(
 
 def _print(output: RequestOutput) -> None:
     for completion in output.outputs:
-        print(completion.text, flush=True)
+        print(shown_on(sys.stdout, completion.text), flush=True)
+    late = " (its lookup came too late: --lookup-timeout-ms)" if output.lookup_late else ""
     first = "" if output.ttft_ms is None else f"first token after {output.ttft_ms:.0f} ms; "
     print(
         f"[{output.prompt_tokens} prompt tokens: {output.reused_device_tokens} reused from the "
-        f"device, {output.reused_store_tokens} from the store, {output.computed_tokens} computed; "
+        f"device, {output.reused_store_tokens} from the store{late}, {output.computed_tokens} "
+        f"computed; "
         f"{first}{sum(len(one.token_ids) for one in output.outputs)} tokens, "
         f"{', '.join(one.finish_reason for one in output.outputs)}]",
         file=sys.stderr,

@@ -144,6 +144,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         hit = self._hit(state)
         if hit is None:
             count("connector.lookup.late")
+            state.request.lookup_late = True
             return 0, False
         end = self._usable(state.request, hit, num_computed_tokens)
         num_tokens = end - num_computed_tokens

@@ -288,6 +288,7 @@ class LiveRequest:
             ttft_ms=None if ttft is None else 1000 * ttft,
             kv_transfer_params=request.kv_transfer_params,
             reused_host_tokens=request.reused_host_tokens,
+            lookup_late=request.lookup_late,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
             preemptions=self.preemptions,

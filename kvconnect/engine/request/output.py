@@ -62,6 +62,8 @@ class RequestOutput:
         outputs: all its completions, by index. Counts are the sums of theirs, but `prompt_tokens`.
         prompt_logprobs: of each token of the prompt, the first one's is ``None``; ``None`` if not
             asked for.
+        lookup_late: the store did not answer within ``lookup_timeout_ms``, so that the prompt was
+            computed as if the store had nothing of it.
     """
 
     request_id: int
@@ -81,6 +83,7 @@ class RequestOutput:
     preemptions: int = 0
     outputs: tuple[CompletionOutput, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    lookup_late: bool = False
 
     @property
     def logprobs(self) -> LogprobView | None:
@@ -104,6 +107,7 @@ def as_one(outputs: Sequence[RequestOutput]) -> RequestOutput:
         reused_device_tokens=sum(one.reused_device_tokens for one in outputs),
         reused_store_tokens=sum(one.reused_store_tokens for one in outputs),
         reused_host_tokens=sum(one.reused_host_tokens for one in outputs),
+        lookup_late=any(one.lookup_late for one in outputs),
         preemptions=sum(one.preemptions for one in outputs),
         outputs=tuple(completion for one in outputs for completion in one.outputs),
     )
