@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import runpy
 import subprocess
 import sys
 from datetime import timedelta
@@ -390,14 +388,3 @@ def test_the_page_lists_every_name_that_is_answered(repository):
         if names:
             assert f"`{module}`" in page
         assert not [name for name in names if f"`{name}`" not in page]
-
-
-def test_the_code_of_the_page_runs(clean_modules, repository, tiny, tmp_path, monkeypatch, capsys):
-    pages = (repository / "docs/engines.md").read_text(encoding="utf-8")
-    _, page = pages.split("## TensorRT-LLM: its clients run here")
-    code = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").symlink_to(tiny)
-    (tmp_path / "page.py").write_text(code, encoding="utf-8")
-    runpy.run_path("page.py")
-    assert capsys.readouterr().out
