@@ -22,7 +22,7 @@ from kvconnect.server.errors import RequestRefused, answer_of
 from kvconnect.server.generation import outputs_of, stream_of
 from kvconnect.server.http.body import read_json
 from kvconnect.server.http.disconnect import while_connected
-from kvconnect.server.openai.answer import Answer
+from kvconnect.server.openai.answer import Answer, made_late
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.settings import ServerSettings
@@ -170,7 +170,8 @@ class GenerationEndpoint:
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+    text = json.dumps(content, separators=(",", ":"), default=made_late)
+    return b"data: " + text.encode() + b"\n\n"
 
 
 def _abort_started(started: asyncio.Future[_Started]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 
+import numpy as np
 import pytest
 
-from kvconnect.engine.request.logprobs import Logprob
+from kvconnect.engine.request.logprobs import Logprob, LogprobTable, TopTokens
 from kvconnect.engine.request.output import StreamChunk
-from kvconnect.server.openai.answer import AnswerForm
+from kvconnect.server.openai.answer import AnswerForm, made_late
 from kvconnect.server.openai.chat_answer import ChatAnswer
 from kvconnect.server.openai.completion_answer import CompletionAnswer
 
@@ -21,6 +23,28 @@ FORM = AnswerForm("m")
 def test_a_token_that_cannot_come_has_a_finite_log_probability(answer, worst):
     logprobs = {5: Logprob(worst, 2, "x"), 6: Logprob(-0.5, 1, "y")}
     chunk = StreamChunk(0, (5,), "x", None, logprobs=(logprobs,))
-    told = json.dumps(answer.chunk(0, chunk), allow_nan=False)
+    told = json.dumps(answer.chunk(0, chunk), allow_nan=False, default=made_late)
     assert "-9999.0" in told
     assert "-0.5" in told
+
+
+@pytest.mark.parametrize("answer", [CompletionAnswer(FORM), ChatAnswer(FORM, 20)])
+def test_log_probabilities_are_made_when_they_become_text(answer):
+    count = 400
+    candidates = np.arange(count * 21, dtype=np.int32).reshape(count, -1)
+    table = LogprobTable(None)
+    likely = np.full(candidates.shape, -0.5, np.float32)
+    table.append(TopTokens(candidates, likely, np.ones(count, np.int32)))
+    ids = tuple(candidates[:, 0].tolist())
+    chunk = StreamChunk(0, ids, "x", None, logprobs=table.view())
+    tracemalloc.start()
+    try:
+        made = answer.chunk(0, chunk)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 800 * count  # those of 20 tokens as objects take 2,000 to 10,000 bytes
+    (choice,) = json.loads(json.dumps(made, default=made_late))["choices"]
+    logprobs = choice["logprobs"]
+    told = logprobs.get("top_logprobs") or [one["top_logprobs"] for one in logprobs["content"]]
+    assert [len(one) for one in told] == [21 if "tokens" in logprobs else 20] * count

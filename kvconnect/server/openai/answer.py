@@ -8,6 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from kvconnect.engine.request.logprobs import PromptLogprobs
@@ -15,7 +16,7 @@ from kvconnect.engine.request.output import CompletionOutput, RequestOutput, Str
 from kvconnect.server.openai.token_text import told_logprob
 from kvconnect.server.openai.usage import counts, usage_of
 
-__all__ = ["Answer", "AnswerForm", "Prompted"]
+__all__ = ["Answer", "AnswerForm", "Prompted", "made_late"]
 
 
 class Prompted(Protocol):
@@ -153,13 +154,8 @@ class Answer(ABC):
             fields["prompt_token_ids"] = list(prompt.prompt_token_ids)
         if self._form.prompt_logprobs and prompt.prompt_logprobs is not None:
             fields["prompt_logprobs"] = [
-                None
-                if one is None
-                else {
-                    token: asdict(each) | {"logprob": told_logprob(each)}
-                    for token, each in one.items()
-                }
-                for one in prompt.prompt_logprobs
+                partial(_of_prompt_token, prompt.prompt_logprobs, index)
+                for index in range(len(prompt.prompt_logprobs))
             ]
         return fields
 
@@ -172,6 +168,26 @@ class Answer(ABC):
         }
 
 
+def made_late(value: object) -> object:
+    """Returns what the call `value` makes: the `default` of JSON encoders.
+
+    The log probabilities of each token are such calls in answers. What they make takes fifty times
+    the memory of the tables that it is made from, and is gone as soon as it is text.
+    """
+    if not isinstance(value, partial):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return value()
+
+
+def _of_prompt_token(logprobs: PromptLogprobs, index: int) -> dict[int, dict[str, Any]] | None:
+    found = logprobs[index]
+    if found is None:
+        return None
+    return {token: asdict(each) | {"logprob": told_logprob(each)} for token, each in found.items()}
+
+
 def _encoded(content: dict[str, Any]) -> bytes:
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(
+        content, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=made_late
+    )
     return text.encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from kvconnect.engine.request.logprobs import Logprob, TokenLogprobs
@@ -64,13 +65,17 @@ class ChatAnswer(Answer):
     ) -> dict[str, Any] | None:
         if logprobs is None:
             return None
-        content = []
-        for token, found in zip(token_ids, logprobs, strict=True):
-            # The chosen token comes first, whatever its rank.
-            by_rank = sorted(found.items(), key=lambda item: item[1].rank)
-            top = [_entry(one, each) for one, each in by_rank[: self._top_logprobs]]
-            content.append(_entry(token, found[token]) | {"top_logprobs": top})
-        return {"content": content}
+        made = partial(self._token, token_ids, logprobs)
+        return {"content": [partial(made, index) for index in range(len(token_ids))]}
+
+    def _token(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], index: int
+    ) -> dict[str, Any]:
+        token, found = token_ids[index], logprobs[index]
+        # The chosen token comes first, whatever its rank.
+        by_rank = sorted(found.items(), key=lambda item: item[1].rank)
+        top = [_entry(one, each) for one, each in by_rank[: self._top_logprobs]]
+        return _entry(token, found[token]) | {"top_logprobs": top}
 
 
 def _entry(token: int, logprob: Logprob) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from kvconnect.engine.request.logprobs import TokenLogprobs
@@ -102,10 +103,10 @@ class CompletionAnswer(Answer):
         lists = _Lists(self._offsets[index])
         if self._echo is not None and self._echo.logprobs and prompt is not None:
             known = prompt.prompt_logprobs or [None] * len(prompt.prompt_token_ids)
-            for token, found in zip(prompt.prompt_token_ids, known, strict=True):
-                lists.add(token, found, self._echo.token_text)
-        for token, found in zip(token_ids, logprobs, strict=True):
-            lists.add(token, found)
+            for position, token in enumerate(prompt.prompt_token_ids):
+                lists.add(token, known, position, self._echo.token_text)
+        for position, token in enumerate(token_ids):
+            lists.add(token, logprobs, position)
         self._offsets[index] = lists.offset
         return lists.told()
 
@@ -122,15 +123,17 @@ class _Lists:
         self._texts: list[str] = []
         self._offsets: list[int] = []
         self._chosen: list[float | None] = []
-        self._top: list[dict[str, float] | None] = []
+        self._top: list[partial[dict[str, float]] | None] = []
 
     def add(
         self,
         token: int,
-        found: TokenLogprobs | None,
+        logprobs: Sequence[TokenLogprobs | None],
+        index: int,
         text_of: Callable[[int], str] | None = None,
     ) -> None:
-        """Adds `token`; where it has no log probability, `text_of` has its text."""
+        """Adds `token`, that of `logprobs[index]`; if this is ``None``, `text_of` has its text."""
+        found = logprobs[index]
         if found is None:
             text = "" if text_of is None else text_of(token)
         else:
@@ -139,7 +142,7 @@ class _Lists:
         self._offsets.append(self.offset)
         self.offset += len(text)
         self._chosen.append(None if found is None else told_logprob(found[token]))
-        self._top.append(None if found is None else _by_text(found))
+        self._top.append(None if found is None else partial(_by_text, logprobs, index))
 
     def told(self) -> dict[str, Any]:
         """OpenAI's object."""
@@ -151,8 +154,9 @@ class _Lists:
         }
 
 
-def _by_text(found: TokenLogprobs) -> dict[str, float]:
+def _by_text(logprobs: Sequence[TokenLogprobs | None], index: int) -> dict[str, float]:
     """Of tokens with one text, parts of characters, the chosen one or the likeliest."""
+    found = logprobs[index] or {}
     top: dict[str, float] = {}
     for token, logprob in found.items():
         top.setdefault(token_text(token, logprob), told_logprob(logprob))
