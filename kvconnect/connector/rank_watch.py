@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvconnect.connector.rank_link import FOREVER
 from kvconnect.errors import ConnectorContractError, KvConnectError, RankDivergence, RankLost
 
 __all__ = ["RankWatch", "Verdict", "VerdictKind", "end_group"]
+
+_FOREVER = timedelta(days=365)
+"""For gloo's waits for heartbeats, in which only threads wait that no caller waits for."""
 
 _BEAT_TAG = 1
 _END_TAG = 3  # nothing is ever sent with it
@@ -233,7 +235,7 @@ class RankWatch:
             return
         while not self._closing.is_set():
             try:
-                group.recv([buffer], peer, _BEAT_TAG).wait(FOREVER)
+                group.recv([buffer], peer, _BEAT_TAG).wait(_FOREVER)
             except RuntimeError:
                 self._disconnected(peer)
                 return

@@ -1,15 +1,13 @@
-"""No wait for another rank lasts as long as gloo's, which may have no end."""
+"""No sum of the ranks waits as long as gloo does, which may be for ever."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 
-from kvconnect.connector.rank_link import Message, RankLink
 from kvconnect.engine.ranks.sums import ModelSums
 from kvconnect.errors import RankLost
 
@@ -35,12 +33,6 @@ class StuckGroup:
 
     def __init__(self) -> None:
         self.over = threading.Event()
-
-    def recv(self, *_: object) -> StuckWork:
-        return StuckWork(self.over)
-
-    def send(self, *_: object) -> StuckWork:
-        return StuckWork(self.over)
 
     def allreduce(self, *_: object) -> StuckWork:
         return StuckWork(self.over)
@@ -68,33 +60,6 @@ def group():
     made = StuckGroup()
     yield made
     made.over.set()
-
-
-def test_a_wait_for_a_message_ends_with_its_timeout_and_with_the_link(group: StuckGroup) -> None:
-    link = RankLink(group, 0)
-    with pytest.raises(TimeoutError):
-        link.receive(0.05)
-    with ThreadPoolExecutor(1) as waiting:
-        answer = waiting.submit(link.receive, None)
-        link.end()
-        with pytest.raises(ConnectionError, match="was ended"):
-            answer.result(20)
-    with pytest.raises(ConnectionError, match="was ended"):
-        link.receive(None)
-
-
-def test_a_wait_until_messages_are_taken_ends_too(group: StuckGroup) -> None:
-    link = RankLink(group, 0)
-    link.send(Message(1, 0, 1, bytes(10_000)))
-    with pytest.raises(TimeoutError):
-        link.wait_until_sent(0.05)
-    with ThreadPoolExecutor(1) as waiting:
-        answer = waiting.submit(link.wait_until_sent, 60.0)
-        link.end()
-        with pytest.raises(ConnectionError, match="was ended"):
-            answer.result(20)
-    with pytest.raises(ConnectionError, match="was ended"):
-        link.send(Message(1, 0, 2, b""))
 
 
 def test_a_sum_ends_when_a_rank_is_lost_and_its_group_is_kept_from_destruction(
