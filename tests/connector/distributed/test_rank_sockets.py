@@ -101,7 +101,11 @@ def test_a_rank_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(first).startswith("rank 1 is lost: it did not connect")
 
 
-@pytest.mark.parametrize("hello", [b"", bytes(40), b"GET / HTTP/1.1\r\n\r\n".ljust(64)])
+@pytest.mark.parametrize(
+    "hello",
+    [b"", bytes(32) + (2).to_bytes(8, "little"), b"GET / HTTP/1.1\r\n\r\n".ljust(64)],
+    ids=["none", "guess", "http"],
+)
 def test_strangers_get_nothing_and_keep_no_rank_out(hello: bytes) -> None:
     with ExitStack() as stack:
         strangers = []
